@@ -1,0 +1,41 @@
+"""Files that appear whole or not at all."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def flush_to_disk(path: Path) -> None:
+    """Force a file's contents, or a folder's entries, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def appearing_whole(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success flush it to disk and rename it to `path`.
+
+    On any failure, a full disk and an interrupt included, the temporary file is removed and whatever stood
+    at `path` before is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        yield temporary
+        flush_to_disk(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    flush_to_disk(path.parent)
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON document that appears whole or not at all."""
+    with appearing_whole(path) as temporary:
+        temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
