@@ -1,0 +1,5 @@
+"""`python -m saecli` is `sae`."""
+
+from .cli import main
+
+main()

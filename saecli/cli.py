@@ -1,0 +1,115 @@
+"""The command line: `sae [--home DIR] COMMAND`.
+
+To add a command, write `saecli/commands/NAME.py` with a function `command`, and a line in `COMMANDS`.
+"""
+
+import errno
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from . import __version__
+from .errors import SaeError
+from .home import Home
+
+COMMANDS = {
+    "extract": "Run a language model over text and store its activations.",
+    "import": "Put an array of activations or images into the store.",
+    "train": "Train a sparse autoencoder from a store.",
+    "eval": "Measure reconstruction, sparsity and the effect on the model.",
+    "sparsity": "Show how often latents fire, which are dead and which dense.",
+    "geometry": "Show the spline: cells, power diagram, margins, references.",
+    "export": "Write a run in another library's format.",
+    "list": "Show the stores and runs in the home folder.",
+    "demo": "Run the whole chain offline, printing each command first.",
+}
+
+
+def load(name: str) -> Any:
+    """The Typer command of that name, its module imported now."""
+    module = importlib.import_module(f".commands.{'import_' if name == 'import' else name}", __package__)
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    app.command(name)(module.command)
+    return typer.main.get_command(app)
+
+
+class LazyGroup(TyperGroup):
+    """Imports a command's module when that command is run, so that `sae --help` imports no torch."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the command to run, and load it."""
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, listed and load(name), rest
+
+
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich",
+                  context_settings={"help_option_names": ["-h", "--help"]})
+
+
+def _listed_only() -> None:
+    """Stands for a command in the list; `LazyGroup` runs the real one."""
+
+
+for _name, _summary in COMMANDS.items():
+    app.command(_name, help=_summary)(_listed_only)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"sae {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    ctx: typer.Context,
+    home: Annotated[Path, typer.Option(help="Folder of stores and runs.", envvar="SAE_HOME")] = Path(Home.DEFAULT),
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
+                                          help="Print the version and exit.")] = False,
+) -> None:
+    """From a language model's activations to a trained, evaluated and understood sparse autoencoder.
+
+    The chain in three lines:
+
+        sae extract --model google/gemma-2-2b --layer 12
+
+        sae train --solver pam-sgd --act relu
+
+        sae eval
+
+    Without a network, `sae demo` runs all of it on a small bundled model.
+    """
+    ctx.obj = Home(home)
+
+
+def sentence_for(error: BaseException) -> str | None:
+    """The one sentence that a user is told of an expected failure; None for a bug of ours."""
+    if isinstance(error, SaeError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error or 'the machine refused an allocation'}; use a smaller --d-sae or --batch-size"
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return (f"the disk is full, writing {error.filename or 'a file'}; nothing half-written was kept: "
+                    f"free some space and run the same command again")
+        return f"cannot use {error.filename}: {error.strerror}" if error.filename else None
+    return None
+
+
+def main() -> None:
+    """Run the command line, and end with its exit status."""
+    try:
+        app(prog_name="sae")
+    except Exception as error:  # the outermost boundary: whatever was not foreseen is named as a bug
+        if os.environ.get("SAE_DEBUG"):
+            raise
+        sentence = sentence_for(error)
+        if sentence is None:
+            sentence = f"unexpected {type(error).__name__}: {error}; SAE_DEBUG=1 shows where, please report it"
+        print(f"sae: {' '.join(sentence.split())}", file=sys.stderr)
+        sys.exit(1)

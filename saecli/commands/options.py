@@ -1,0 +1,139 @@
+"""Command-line options: the shared ones, and those made from configurations."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import typer
+
+from ..config import Config, Option, choose, fields, flag_of, scalar_types
+from ..home import Home
+from ..report import Report
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, everything else on stderr.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Save a picture here (PNG, PDF or SVG by its ending).")]
+Runs = Annotated[list[str] | None, typer.Argument(
+    metavar="[RUN]...", help="Run names, or folders that hold an SAE.  [default: the newest run]")]
+
+
+@dataclass(frozen=True)
+class Session:
+    """What every command is handed: where things live, and how to speak.
+
+    Args:
+        home: the folder of stores and runs.
+        report: the output sink; replaced by `start` once `--json` is known.
+    """
+
+    home: Home
+    report: Report = field(default_factory=Report)
+
+
+def start(ctx: typer.Context, as_json: bool) -> Session:
+    """The session of a command, its report set to tables or to JSON."""
+    return Session(ctx.find_root().obj, Report(as_json))
+
+
+@dataclass(frozen=True)
+class Given:
+    """The configuration options of one invocation.
+
+    Args:
+        values: value by field name.
+        given: the fields that the user set, as opposed to left at their defaults.
+    """
+
+    values: Mapping[str, Any]
+    given: frozenset[str]
+
+    def config(self, kind: type[ConfigT]) -> ConfigT:
+        """Build one configuration from the options that were set; the others keep its own defaults."""
+        own = {f.name for f, _, _ in fields(kind)}
+        return kind(**{name: self.values[name] for name in own & self.given})
+
+    def choose(self, table: Mapping[str, type[Config]], selector: str, name: str) -> Config:
+        """Build the configuration that a table holds under `name`; see `config.choose`."""
+        return choose(table, selector, name, self.values, self.given)
+
+
+def configured(*configs: type[Config], **tables: Mapping[str, type[Config]]) -> Callable:
+    """Give a command function the options of configurations.
+
+    The function's parameter `options` receives a `Given`; on the command line each configuration field
+    stands as an option of its own, in a help panel of its configuration's.
+
+    Args:
+        *configs: configurations whose fields all become options.
+        **tables: tables of configurations of which the option of that name selects one; fields that
+            several entries share become one option, and each help text says which entries take it.
+    """
+    parameters = {}
+    for config in configs:
+        for f, annotation, rule in fields(config):
+            parameters[f.name] = _parameter(f.name, annotation, rule, f.default, config.panel)
+    for selector, table in tables.items():
+        for name, takers in _takers(table).items():
+            f, annotation, rule = next(iter(takers.values()))
+            defaults = {str(taken[0].default) for taken in takers.values()}
+            note = "" if len(takers) == len(table) else f" ({', '.join(takers)})"
+            parameters[name] = _parameter(name, annotation, rule, f.default, f"Options of --{selector}", note,
+                                          one_default=len(defaults) == 1)
+
+    def decorate(function: Callable) -> Callable:
+        signature = inspect.signature(function, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.name != "options"]
+
+        @functools.wraps(function)
+        def command(**arguments: Any) -> Any:
+            values = {name: arguments.pop(name) for name in parameters}
+            ctx = arguments["ctx"]
+            given = frozenset(name for name in values if ctx.get_parameter_source(name).name != "DEFAULT")
+            return function(options=Given(values, given), **arguments)
+
+        everything = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in [*own, *parameters.values()]]
+        command.__signature__ = signature.replace(parameters=everything)
+        command.__annotations__ = {p.name: p.annotation for p in everything}
+        return command
+
+    return decorate
+
+
+def _takers(table: Mapping[str, type[Config]]) -> dict[str, dict[str, tuple]]:
+    """For each field name of a table's configurations, the entries that have it."""
+    takers: dict[str, dict[str, tuple]] = {}
+    for key, config in table.items():
+        for declared in fields(config):
+            takers.setdefault(declared[0].name, {})[key] = declared
+    return takers
+
+
+def _parameter(name: str, annotation: Any, rule: Option, default: Any, panel: str, note: str = "",
+               one_default: bool = True) -> inspect.Parameter:
+    kinds = tuple(t for t in scalar_types(annotation) if t is not types.NoneType)
+    settings: dict[str, Any] = {"help": rule.help + note, "rich_help_panel": panel, "metavar": rule.metavar,
+                                "show_default": one_default and default is not None and default is not MISSING}
+    if len(kinds) > 1:
+        numeric = next(kind for kind in kinds if kind is not str)
+        settings |= {"parser": functools.partial(_word_or_number, rule.choices, numeric),
+                     "metavar": rule.metavar or f"{'|'.join(rule.choices)}|{numeric.__name__.upper()}"}
+        kind: Any = str
+    else:
+        kind = Literal[rule.choices] if rule.choices else kinds[0]  # type: ignore[valid-type]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=... if default is MISSING else default,
+        annotation=Annotated[kind | None if default is None else kind, typer.Option(flag_of(name), **settings)])
+
+
+def _word_or_number(words: tuple[str, ...], numeric: type, text: str) -> str | int | float:
+    if text in words:
+        return text
+    try:
+        return numeric(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a number nor {' nor '.join(words)}") from None

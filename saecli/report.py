@@ -1,0 +1,119 @@
+"""What a command says: tables or one JSON document on stdout, notes and progress on stderr."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
+PIPE_WIDTH = 140  # columns of a table that goes into a file or a pipe
+
+
+def finite(document: Any) -> Any:
+    """The document with every NaN and infinity, which JSON cannot hold, replaced by None."""
+    if isinstance(document, dict):
+        return {key: finite(value) for key, value in document.items()}
+    if isinstance(document, list | tuple):
+        return [finite(value) for value in document]
+    if isinstance(document, float) and not math.isfinite(document):
+        return None
+    return document
+
+
+def number(value: float | int | None) -> str:
+    """A figure as tables show it: counts whole, measures to four significant digits, nothing as a dash."""
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}"
+
+
+def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """A table whose first column is text and whose others are right-aligned figures or words."""
+    result = Table(title=title, title_justify="left", header_style="bold")
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        result.add_row(*(cell if isinstance(cell, str) else number(cell) for cell in row))
+    return result
+
+
+class Step(Protocol):
+    """Moves a progress display: how much is done, and a few words beside the bar."""
+
+    def __call__(self, done: float, words: str = "") -> None: ...
+
+
+class Report:
+    """The one output sink of a command.
+
+    Args:
+        as_json: print one JSON document instead of tables.
+    """
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self._out = self._console(stderr=False)
+        self._err = self._console(stderr=True)
+
+    @staticmethod
+    def _console(stderr: bool) -> Console:
+        console = Console(stderr=stderr, highlight=False)
+        return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
+
+    def note(self, text: str) -> None:
+        """Say something beside the result, on stderr."""
+        self._err.print(text, markup=False, soft_wrap=True)
+
+    def result(self, document: dict[str, Any], *shown: RenderableType) -> None:
+        """Print the command's result: the document with `--json`, else what is shown to people."""
+        if self.as_json:
+            print(json.dumps(finite(document), allow_nan=False))
+            return
+        for renderable in shown:
+            self._out.print(renderable, markup=False, soft_wrap=isinstance(renderable, str))
+
+    @contextmanager
+    def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
+        """Show how far long work has come, with its rate and the time left.
+
+        Args:
+            label: what is being done.
+            total: how many units make the whole, or None where no one knows.
+            unit: what is counted.
+
+        Yields:
+            A function that is told how many units are done.
+        """
+        started = time.monotonic()
+
+        def rate(done: float) -> str:
+            return f"{done / max(time.monotonic() - started, 1e-9):,.0f} {unit}/s"
+
+        if not self._err.is_terminal:
+            yield self._plain_lines(label, total, unit, rate)
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"),
+                   TimeRemainingColumn(), TextColumn("{task.fields[words]}"))
+        with Progress(*columns, console=self._err, transient=True) as bar:
+            task = bar.add_task(label, total=total, rate="", words="")
+            yield lambda done, words="": bar.update(task, completed=done, words=words, rate=rate(done))
+
+    def _plain_lines(self, label: str, total: float | None, unit: str, rate: Any) -> Step:
+        last = time.monotonic()
+
+        def step(done: float, words: str = "") -> None:
+            nonlocal last
+            if time.monotonic() - last >= PLAIN_INTERVAL:
+                last = time.monotonic()
+                share = f"{done:,.0f} of {total:,.0f}" if total else f"{done:,.0f}"
+                self.note(f"{label}: {share} {unit}, {rate(done)}  {words}".rstrip())
+
+        return step
