@@ -1,0 +1,158 @@
+"""How well an SAE reconstructs, and how often its latents fire, summed up over batches of rows.
+
+Each accumulator takes any number of batches, keeps a fixed amount of memory, and equals to rounding what one
+batch of all the rows would give. Sums are float64 and stay on the device of the first batch: nothing waits
+for it until `result`. Shapes: B rows, D = d_in, F = d_sae. A latent fires on a row when its code is not zero.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError
+
+DENSE_FREQUENCY = 0.1  # a latent that fires on a larger share of the rows counts as dense
+
+
+class Reconstruction:
+    """Errors of reconstructions `x_hat` of rows `x` through codes `z`.
+
+        fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
+
+    The denominator is summed as squared distances from the running mean and merged batch by batch (Chan,
+    Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), so
+    that it keeps its digits where the mean is large against the deviation.
+
+    Args:
+        d_in: width of the rows.
+        d_sae: number of latents.
+    """
+
+    def __init__(self, d_in: int, d_sae: int) -> None:
+        self.rows = 0
+        self._mean = torch.zeros(d_in, dtype=torch.float64)
+        self._sums = torch.zeros(5, dtype=torch.float64)  # scatter, squared error, cosine, l0, l1
+        self._fired = torch.zeros(d_sae, dtype=torch.bool)
+
+    @torch.no_grad()
+    def update(self, x: Tensor, x_hat: Tensor, z: Tensor) -> None:
+        """Count a batch.
+
+        Args:
+            x: the rows, (B, D).
+            x_hat: their reconstructions, (B, D).
+            z: their codes, (B, F).
+        """
+        if not len(x):
+            return
+        if not self.rows:
+            self._mean, self._sums, self._fired = (t.to(x.device) for t in (self._mean, self._sums, self._fired))
+        x, x_hat = x.double(), x_hat.double()
+        mean = x.mean(0)
+        shift = mean - self._mean
+        total = self.rows + len(x)
+        scatter = (x - mean).square().sum() + shift.square().sum() * (self.rows * len(x) / total)
+        norms = (x.norm(dim=1) * x_hat.norm(dim=1)).clamp(min=torch.finfo(torch.float64).tiny)
+        fires = z != 0
+        self._sums += torch.stack([scatter, (x_hat - x).square().sum(), ((x * x_hat).sum(1) / norms).sum(),
+                                   fires.sum().double(), z.abs().sum(dtype=torch.float64)])
+        self._fired |= fires.any(0)
+        self._mean += shift * (len(x) / total)
+        self.rows = total
+
+    def result(self) -> dict[str, Any]:
+        """The measures over all rows so far.
+
+        Returns:
+            rows: how many rows were counted.
+            mse: squared error, mean over rows and dimensions.
+            fvu: fraction of the variance unexplained; infinite or NaN where the rows do not vary.
+            explained_variance: `1 - fvu`.
+            cosine: cosine between row and reconstruction, mean over rows; 0 for a row where either is zero.
+            l0: latents that fire, mean over rows.
+            l1: sum of the codes' magnitudes, mean over rows.
+            dead_fraction: share of the latents that fire on none of the rows.
+
+        Raises:
+            ConfigError: no row was counted.
+        """
+        _demand_rows(self.rows)
+        _, error, cosine, l0, l1 = (self._sums / self.rows).tolist()
+        fvu = float(self._sums[1] / self._sums[0])
+        return {"rows": self.rows, "mse": error / len(self._mean), "fvu": fvu, "explained_variance": 1 - fvu,
+                "cosine": cosine, "l0": l0, "l1": l1, "dead_fraction": 1 - float(self._fired.double().mean())}
+
+
+class Firing:
+    """How often each latent fires, and how many fire on a row.
+
+    Args:
+        d_sae: number of latents.
+        keep: how many of the first rows' codes to keep, for a picture of the activation patterns.
+    """
+
+    def __init__(self, d_sae: int, keep: int = 0) -> None:
+        self.rows = 0
+        self._counts = torch.zeros(d_sae, dtype=torch.int64)
+        self._histogram = torch.zeros(d_sae + 1, dtype=torch.int64)
+        self._keep = keep
+        self._kept: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self, z: Tensor) -> None:
+        """Count a batch of codes, (B, F)."""
+        if not self.rows:
+            self._counts, self._histogram = self._counts.to(z.device), self._histogram.to(z.device)
+        if self.rows < self._keep:
+            self._kept.append(z[:self._keep - self.rows].cpu())
+        fires = z != 0
+        l0 = fires.sum(1)
+        self._counts += fires.sum(0)
+        self._histogram.index_add_(0, l0, torch.ones_like(l0))
+        self.rows += len(z)
+
+    @property
+    def l0_histogram(self) -> Tensor:
+        """How many rows had 0, 1, ..., F latents fire, (F + 1,), int64, on the CPU."""
+        return self._histogram.cpu()
+
+    @property
+    def frequency(self) -> Tensor:
+        """Share of the rows on which each latent fires, (F,), float64, on the CPU."""
+        return self._counts.cpu().double() / max(self.rows, 1)
+
+    @property
+    def patterns(self) -> Tensor:
+        """The codes of the first rows, at most `keep` of them, (rows, F), on the CPU."""
+        return torch.cat(self._kept) if self._kept else torch.zeros(0, len(self._counts))
+
+    def result(self) -> dict[str, Any]:
+        """The measures over all rows so far.
+
+        Returns:
+            rows: how many rows were counted.
+            l0: latents that fire, mean over rows.
+            l0_std: its standard deviation over the rows counted, not an estimate for others.
+            density: `l0 / d_sae`.
+            dead: how many latents never fired.
+            dense: how many fired on more than a share `DENSE_FREQUENCY` of the rows.
+            frequency: share of the rows on which each latent fires, one number a latent.
+
+        Raises:
+            ConfigError: no row was counted.
+        """
+        _demand_rows(self.rows)
+        share = self.l0_histogram.double() / self.rows  # (F + 1,)
+        value = torch.arange(len(share), dtype=torch.float64)
+        l0 = share @ value
+        frequency = self.frequency
+        return {"rows": self.rows, "l0": float(l0), "l0_std": float((share @ (value - l0).square()).sqrt()),
+                "density": float(l0) / len(frequency), "dead": int((frequency == 0).sum()),
+                "dense": int((frequency > DENSE_FREQUENCY).sum()), "frequency": frequency.tolist()}
+
+
+def _demand_rows(rows: int) -> None:
+    if not rows:
+        raise ConfigError("nothing was measured: expected at least one row, got none; "
+                          "choose another split or a larger store")

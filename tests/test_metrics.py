@@ -1,0 +1,130 @@
+"""Accumulators against numpy in float64 over all rows at once."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from saecli.errors import ConfigError
+from saecli.metrics import DENSE_FREQUENCY, Firing, Reconstruction
+
+
+def rows_and_codes(seed: int, rows: int, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 6, generator=generator) + offset
+    x_hat = x + 0.3 * torch.randn(rows, 6, generator=generator)
+    z = (torch.randn(rows, 11, generator=generator) - 0.8).relu()
+    z[:, 4] = 0  # dead
+    z[:, 7] = -1.5  # dense, and negative
+    return x, x_hat, z
+
+
+def reconstruction_oracle(x: Tensor, x_hat: Tensor, z: Tensor) -> dict[str, float]:
+    x, x_hat, z = (t.numpy().astype(np.float64) for t in (x, x_hat, z))
+    residual = ((x_hat - x) ** 2).sum(1)
+    variance = x.var(0).sum()
+    cosine = (x * x_hat).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(x_hat, axis=1)
+    return {"rows": len(x), "mse": residual.mean() / x.shape[1], "fvu": residual.mean() / variance,
+            "explained_variance": 1 - residual.mean() / variance, "cosine": cosine.mean(),
+            "l0": (z != 0).sum(1).mean(), "l1": np.abs(z).sum(1).mean(),
+            "dead_fraction": (~(z != 0).any(0)).mean()}
+
+
+def in_batches(accumulator: Reconstruction | Firing, cuts: list[int], *tensors: Tensor) -> dict:
+    edges = [0, *sorted(cuts), len(tensors[0])]
+    for start, stop in itertools.pairwise(edges):
+        accumulator.update(*(t[start:stop] for t in tensors))
+    return accumulator.result()
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000), rows=st.integers(2, 60), cuts=st.lists(st.integers(0, 60), max_size=6))
+def test_reconstruction_in_any_batches_matches_numpy_over_all_rows(seed: int, rows: int, cuts: list[int]) -> None:
+    tensors = rows_and_codes(seed, rows)
+    got = in_batches(Reconstruction(6, 11), [min(c, rows) for c in cuts], *tensors)
+    assert got == pytest.approx(reconstruction_oracle(*tensors), rel=1e-10)
+
+
+def test_fvu_keeps_its_digits_where_the_mean_is_a_million_deviations() -> None:
+    x, x_hat, z = (t.double() for t in rows_and_codes(0, 5000))
+    x, x_hat = x + 1e6, x_hat + 1e6
+    got = in_batches(Reconstruction(6, 11), list(range(100, 5000, 100)), x, x_hat, z)
+    assert got["fvu"] == pytest.approx(reconstruction_oracle(x, x_hat, z)["fvu"], rel=1e-9)
+
+
+def test_half_precision_rows_are_summed_in_float64() -> None:
+    x, x_hat, z = (t.bfloat16() for t in rows_and_codes(1, 3000, offset=2.0))
+    got = in_batches(Reconstruction(6, 11), list(range(0, 3000, 7)), x, x_hat, z)
+    assert got == pytest.approx(reconstruction_oracle(x.float(), x_hat.float(), z.float()), rel=1e-10)
+
+
+def test_reconstructing_the_mean_leaves_all_variance_unexplained() -> None:
+    x, _, z = rows_and_codes(2, 400)
+    got = in_batches(Reconstruction(6, 11), [100, 101], x.double(), x.double().mean(0).expand_as(x), z)
+    assert got["fvu"] == pytest.approx(1, rel=1e-12)
+
+
+def test_a_zero_row_counts_as_cosine_zero() -> None:
+    x = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
+    got = in_batches(Reconstruction(2, 1), [], x, torch.tensor([[1.0, 0.0], [3.0, 4.0]]), torch.ones(2, 1))
+    assert got["cosine"] == pytest.approx(0.5)
+
+
+def test_constant_rows_have_no_finite_fvu() -> None:
+    x = torch.ones(5, 2)
+    assert not np.isfinite(in_batches(Reconstruction(2, 1), [], x, x + 1, torch.ones(5, 1))["fvu"])
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000), rows=st.integers(1, 60), cuts=st.lists(st.integers(0, 60), max_size=6))
+def test_firing_in_any_batches_matches_numpy_over_all_rows(seed: int, rows: int, cuts: list[int]) -> None:
+    _, _, codes = rows_and_codes(seed, rows)
+    got = in_batches(Firing(11), [min(c, rows) for c in cuts], codes)
+    fires = codes.numpy() != 0
+    l0, frequency = fires.sum(1), fires.mean(0)
+    assert got.pop("frequency") == pytest.approx(frequency.tolist())
+    assert got == pytest.approx({
+        "rows": rows, "l0": l0.mean(), "l0_std": l0.std(), "density": l0.mean() / 11,
+        "dead": (frequency == 0).sum(), "dense": (frequency > DENSE_FREQUENCY).sum()}, abs=1e-12)
+
+
+def test_l0_histogram_counts_rows_by_latents_that_fire() -> None:
+    firing = Firing(3)
+    firing.update(torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, -2.0], [0.0, 3.0, 1.0], [1.0, 1.0, 1.0]]))
+    assert firing.l0_histogram.tolist() == [1, 0, 2, 1]
+
+
+def test_patterns_are_the_first_rows_whatever_the_batches() -> None:
+    _, _, codes = rows_and_codes(3, 50)
+    firing = Firing(11, keep=20)
+    in_batches(firing, [7, 9, 30], codes)
+    assert torch.equal(firing.patterns, codes[:20])
+    assert Firing(11).patterns.shape == (0, 11)
+
+
+@pytest.mark.parametrize("accumulator", [Reconstruction(2, 3), Firing(3)])
+def test_measuring_no_rows_is_refused(accumulator: Reconstruction | Firing) -> None:
+    with pytest.raises(ConfigError, match="at least one row"):
+        accumulator.result()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_as_on_the_cpu_without_waiting_for_the_device() -> None:
+    x, x_hat, z = rows_and_codes(4, 500)
+    on_cuda, firing = Reconstruction(6, 11), Firing(11)
+    batches = [tuple(t[i:i + 50].cuda() for t in (x, x_hat, z)) for i in range(0, 500, 50)]
+    on_cuda.update(*batches[0])
+    firing.update(batches[0][2])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[1:]:
+            on_cuda.update(*batch)
+            firing.update(batch[2])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert on_cuda.result() == pytest.approx(in_batches(Reconstruction(6, 11), [], x, x_hat, z), rel=1e-10)
+    assert firing.result() == in_batches(Firing(11), [], z)
