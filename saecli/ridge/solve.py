@@ -1,0 +1,102 @@
+"""The closed-form decoder, given its normal equations; symbols as in the package's docstring."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .systems import Factor, System
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The weights of the quadratic terms, each competing with a sum over all rows, and what they pull towards.
+
+    Args:
+        alpha: weight of `||W - T||_F^2`, at least 0.
+        beta: weight of `||b||^2`, at least 0.
+        mu: weight of `||W - W_t||_F^2`, at least 0.
+        nu: weight of `||b - b_t||^2`, at least 0.
+        direction: T0, (F, D), of which T = c T0 is the best multiple; None for T = 0.
+        W_t: the decoder before this step, (F, D).
+        b_t: its bias, (D,).
+    """
+
+    alpha: float
+    beta: float
+    mu: float
+    nu: float
+    direction: Tensor | None
+    W_t: Tensor
+    b_t: Tensor
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A solved decoder.
+
+    Args:
+        W: weights, (F, D), float64.
+        b: bias, (D,), float64.
+        c: the multiple of the direction, T = c T0; 0 where there is no direction.
+        alpha: the alpha that the factorisation held for.
+        raised: ridge solved with over the one asked for; above 1 where that could not be factorised.
+        condition: estimate of the 1-norm condition number of what was solved.
+    """
+
+    W: Tensor
+    b: Tensor
+    c: float
+    alpha: float
+    raised: float
+    condition: float
+
+
+def solve(system: System, terms: Terms) -> Decoder:
+    """The decoder that minimises the package's objective, jointly with c where there is a direction.
+
+    Cost: one factorisation (see `System.factor`), and 2 F^2 D operations for each of W and T0.
+
+    Raises:
+        TrainingError: the codes are not finite.
+    """
+    return solve_factored(system, terms, factor(system, terms))
+
+
+def factor(system: System, terms: Terms) -> Factor:
+    """Factorise `A + (alpha + mu) I`."""
+    return system.factor(terms.alpha + terms.mu, shrinkage(system, terms))
+
+
+def shrinkage(system: System, terms: Terms) -> float:
+    """s: the share of the bias that the rows, and not beta and nu, decide."""
+    return system.rows / (system.rows + terms.beta + terms.nu)
+
+
+def solve_factored(system: System, terms: Terms, factor: Factor) -> Decoder:
+    """`solve` with the factorisation already at hand."""
+    s = shrinkage(system, terms)
+    alpha = factor.ridge - terms.mu
+    centre = s * system.x_bar + terms.nu / (system.rows + terms.beta + terms.nu) * terms.b_t.double()
+    right = system.cross(centre)
+    if terms.mu:
+        right += terms.mu * terms.W_t.double()
+    if terms.direction is None:
+        W, c = factor.solve(right), 0.0
+    else:
+        T0 = terms.direction.double()
+        untargeted, along = factor.solve(torch.cat([right, T0], dim=1)).split(T0.shape[1], dim=1)
+        c = _best_multiple(T0, untargeted, along, alpha)
+        W = untargeted + c * alpha * along
+    return Decoder(W, centre - s * (system.z_bar @ W), c, alpha, factor.raised, factor.condition)
+
+
+def _best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> float:
+    """The c that minimises the objective jointly with W.
+
+    At W(c) = M (C + mu W_t) + c alpha M T0, M = (A + r I)^-1, the objective's derivative in c is
+    `-2 alpha <T0, W(c) - c T0>`. It vanishes at `<T0, M (C + mu W_t)> / <T0, T0 - alpha M T0>`, which for mu = 0
+    is `<T0, M C> / <T0, M A T0>`. Where no code varies, every c is as good, and 1 keeps the encoder's gradient.
+    """
+    curvature = (T0 * (T0 - alpha * along)).sum().item()
+    return (T0 * untargeted).sum().item() / curvature if curvature > 0 else 1.0

@@ -1,0 +1,190 @@
+"""The normal equations of a decoder step, held as summed moments or, where rows are few, as the rows.
+
+Shapes: N rows in all, B in a block, F = d_sae, D = d_in. Sums and factors are float64. Symbols as in the
+package's docstring; `shrink` is s.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from scipy.linalg.lapack import dpocon
+from torch import Tensor
+
+from ..errors import TrainingError
+
+SPARSE_DENSITY = 0.03  # share of non-zero codes below which products with them skip the zeros
+RESOLUTION = 1e-13  # of a matrix' mean diagonal: a smaller ridge is lost in float64's rounding
+WOODBURY_RESOLUTION = 1e-9  # the same where the solution is a difference divided by the ridge
+RAISES = 15  # how often a ridge that fails is raised tenfold before giving up
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factorised `A + ridge I`.
+
+    Args:
+        solve: maps G, (F, *), to `(A + ridge I)^-1 G`.
+        ridge: the ridge it holds for.
+        raised: that ridge over the one asked for; above 1 where the one asked for could not be factorised.
+        condition: estimate of the 1-norm condition number of the matrix factorised.
+    """
+
+    solve: Callable[[Tensor], Tensor]
+    ridge: float
+    raised: float
+    condition: float
+
+
+class System(Protocol):
+    """The normal equations of one decoder step, however they are held."""
+
+    rows: int
+
+    @property
+    def z_bar(self) -> Tensor:
+        """Mean code, (F,)."""
+
+    @property
+    def x_bar(self) -> Tensor:
+        """Mean input, (D,)."""
+
+    def cross(self, centre: Tensor) -> Tensor:
+        """`sum z (x - centre)'`, (F, D), for a centre of shape (D,)."""
+
+    def scale(self, shrink: float) -> float:
+        """Mean of A's diagonal, which ridges are compared with."""
+
+    def factor(self, ridge: float, shrink: float) -> Factor:
+        """Factorise `A + ridge I`.
+
+        Raises:
+            TrainingError: no ridge makes it positive definite, since it is not finite.
+        """
+
+
+class Moments:
+    """Normal equations summed over any number of rows.
+
+    Blocks are multiplied in their own precision and summed in float64. Cost of a row: 2 F^2 operations where
+    codes are dense, about 2 F a non-zero where they are sparse. Memory: see `memory_needed`.
+    """
+
+    def __init__(self, d_in: int, d_sae: int, device: torch.device | str = "cpu") -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        self.rows = 0
+        self.sum_z = zeros(d_sae)
+        self.sum_x = zeros(d_in)
+        self.zz = zeros(d_sae, d_sae)
+        self.zx = zeros(d_sae, d_in)
+
+    def add(self, z: Tensor, x: Tensor) -> None:
+        """Add a block of rows: codes z, (B, F), and inputs x, (B, D)."""
+        self.rows += len(z)
+        self.sum_z += z.sum(0, dtype=torch.float64)
+        self.sum_x += x.sum(0, dtype=torch.float64)
+        left = _transposed(z)
+        self.zz += left @ z
+        self.zx += left @ x
+
+    @property
+    def z_bar(self) -> Tensor:
+        """Mean code, (F,)."""
+        return self.sum_z / self.rows
+
+    @property
+    def x_bar(self) -> Tensor:
+        """Mean input, (D,)."""
+        return self.sum_x / self.rows
+
+    def cross(self, centre: Tensor) -> Tensor:
+        """`sum z (x - centre)'`, (F, D)."""
+        return self.zx - torch.outer(self.sum_z, centre)
+
+    def scale(self, shrink: float) -> float:
+        """Mean of A's diagonal."""
+        return (self.zz.diagonal() - shrink * self.rows * self.z_bar.square()).mean().item()
+
+    def factor(self, ridge: float, shrink: float) -> Factor:
+        """Factorise `A + ridge I` by Cholesky; costs F^3 / 3 operations."""
+        matrix = torch.addr(self.zz, self.z_bar, self.z_bar, alpha=-shrink * self.rows)
+        lower, held, condition = _cholesky(matrix, ridge, RESOLUTION)
+        return Factor(lambda g: torch.cholesky_solve(g, lower), held, _ratio(held, ridge), condition)
+
+
+class HeldRows:
+    """Normal equations where there are fewer rows than latents: the rows are kept, and solved for in N dimensions.
+
+    With Z_h the codes less a multiple of their mean, `A = Z_h' Z_h`, and by Woodbury's identity
+    `(A + r I)^-1 G = (G - Z_h' (Z_h Z_h' + r I)^-1 Z_h G) / r`. Memory: see `memory_needed`.
+    """
+
+    def __init__(self, z: Tensor, x: Tensor) -> None:
+        self.rows = len(z)
+        self.z = z.double()
+        self.x = x.double()
+        self.z_bar = self.z.mean(0)
+        self.x_bar = self.x.mean(0)
+
+    def cross(self, centre: Tensor) -> Tensor:
+        """`sum z (x - centre)'`, (F, D)."""
+        return self.z.T @ (self.x - centre)
+
+    def scale(self, shrink: float) -> float:
+        """Mean of A's diagonal."""
+        total = self.z.square().sum() - shrink * self.rows * self.z_bar.square().sum()
+        return total.item() / self.z.shape[1]
+
+    def factor(self, ridge: float, shrink: float) -> Factor:
+        """Factorise `Z_h Z_h' + ridge I` by Cholesky; costs 2 N^2 F + N^3 / 3 operations."""
+        centred = self.z - (1 - (1 - shrink) ** 0.5) * self.z_bar  # gives A for every shrink in [0, 1]
+        lower, held, condition = _cholesky(centred @ centred.T, ridge, WOODBURY_RESOLUTION)
+        return Factor(lambda g: (g - centred.T @ torch.cholesky_solve(centred @ g, lower)) / held,
+                      held, _ratio(held, ridge), condition)
+
+
+def memory_needed(rows: int, d_in: int, d_sae: int) -> int:
+    """Bytes that a decoder step takes at its peak.
+
+    `Moments` holds the Gram matrix, one copy of it with the ridge and its factor, all float64, and a float32
+    block of it; `HeldRows` holds codes, their centred copy, and three N x N matrices.
+    """
+    cross = 4 * 8 * d_in * d_sae
+    if rows < d_sae:
+        return 8 * rows * (2 * d_sae + d_in + 3 * rows) + cross
+    return (3 * 8 + 4) * d_sae * d_sae + cross
+
+
+def _cholesky(matrix: Tensor, ridge: float, resolution: float) -> tuple[Tensor, float, float]:
+    """The lower factor of `matrix + ridge I`, the ridge it took, and the condition estimate; spoils the matrix."""
+    least = resolution * matrix.diagonal().mean().item() or resolution
+    added = 0.0
+    ridge = max(ridge, least)
+    for _ in range(RAISES):
+        matrix.diagonal().add_(ridge - added)
+        added = ridge
+        lower, info = torch.linalg.cholesky_ex(matrix)
+        if info.item() == 0:
+            norm = matrix.abs().sum(0).max().item()
+            reciprocal, _ = dpocon(lower.cpu().numpy().T, norm, uplo="U")
+            return lower, ridge, 1 / reciprocal if reciprocal > 0 else float("inf")
+        ridge *= 10
+    raise TrainingError(f"the decoder step cannot be solved: its matrix is not positive definite with a ridge of "
+                        f"{added:.3g}, so the codes are not finite; lower --lr")
+
+
+def _ratio(held: float, asked: float) -> float:
+    return held / asked if asked > 0 else float("inf")
+
+
+def _transposed(z: Tensor) -> Tensor:
+    """z', as compressed rows where few codes are non-zero: products then skip the zeros."""
+    if z.count_nonzero() > SPARSE_DENSITY * z.numel():
+        return z.T
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        return z.T.contiguous().to_sparse_csr()
