@@ -198,6 +198,18 @@ class TopK(Largest):
 
 
 @dataclass(frozen=True)
+class ReluTopK(Largest):
+    """The `k` largest pre-activations of each row, those below zero clipped to zero: what SAELens, sparsify and
+    dictionary_learning call TopK. It is `topk` except on rows with fewer than `k` positive pre-activations."""
+
+    name: ClassVar[str] = "relu-topk"
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+        """`max(pre, 0)` at the `k` latents that rank highest, else 0, (B, F)."""
+        return super().__call__(pre, parameters).relu()
+
+
+@dataclass(frozen=True)
 class AbsTopK(Largest):
     """The `k` pre-activations largest in magnitude, with their signs: what the paper's own code computes."""
 
@@ -208,7 +220,7 @@ class AbsTopK(Largest):
         return pre.abs()
 
 
-ACTIVATIONS: dict[str, type[Activation]] = {kind.name: kind for kind in (Relu, JumpRelu, TopK, AbsTopK)}
+ACTIVATIONS: dict[str, type[Activation]] = {kind.name: kind for kind in (Relu, JumpRelu, TopK, ReluTopK, AbsTopK)}
 
 
 def sparsity_names() -> tuple[str, ...]:
