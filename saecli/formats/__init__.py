@@ -1,0 +1,112 @@
+"""How an SAE lies in a folder, in this tool's own format and in other libraries'.
+
+To add a format, write `saecli/formats/NAME.py` and a line in `FORMATS`. No format runs code from a file.
+"""
+
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..activations import ACTIVATIONS, Activation, ReluTopK, TopK
+from ..errors import FormatError
+from ..files import flush_to_disk
+from ..sae import SAE
+from . import dictionary_learning, gemma_scope, native, saelens, sparsify
+from .common import SavedSAE
+from .native import load_native, save_native
+
+__all__ = ["FORMATS", "STAND_INS", "Format", "SavedSAE", "load", "load_native", "recognise", "save", "save_native"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way in which an SAE lies in a folder.
+
+    Args:
+        files: names that a folder of this format holds.
+        load: reads the SAE of such a folder.
+        save: writes an SAE into an existing folder; None where this tool only reads the format.
+        activations: the activations that `save` can express.
+    """
+
+    files: tuple[str, ...]
+    load: Callable[[Path], SavedSAE]
+    save: Callable[[SavedSAE, Path], None] | None = None
+    activations: Collection[type[Activation]] = ()
+
+
+FORMATS: dict[str, Format] = {  # the first whose files are all there is taken: sparsify before native
+    "saelens": Format((saelens.CONFIG, saelens.TENSORS), saelens.load_saelens, saelens.save_saelens,
+                      saelens.ARCHITECTURES),
+    "sparsify": Format((sparsify.CONFIG, sparsify.TENSORS), sparsify.load_sparsify, sparsify.save_sparsify,
+                       sparsify.LATENTS_KEPT),
+    "dictionary-learning": Format((dictionary_learning.CONFIG, dictionary_learning.TENSORS),
+                                  dictionary_learning.load_dictionary_learning,
+                                  dictionary_learning.save_dictionary_learning, dictionary_learning.WRITTEN_AS),
+    "gemma-scope": Format((gemma_scope.TENSORS,), gemma_scope.load_gemma_scope),
+    "native": Format((native.FILE_NAME,), load_native, save_native, ACTIVATIONS.values()),
+}
+
+# for an activation that other libraries lack, the SAE they have that is nearest to it
+STAND_INS: dict[type[Activation], Callable[[SAE], SAE]] = {
+    TopK: lambda sae: replace(sae, activation=ReluTopK(k=sae.activation.k)),
+}
+
+
+def recognise(folder: Path) -> str | None:
+    """The name of the format that a folder's files are in; None for none of those known."""
+    for name, form in FORMATS.items():
+        if all((folder / file).is_file() for file in form.files):
+            return name
+    return None
+
+
+def load(folder: Path) -> SavedSAE:
+    """Read the SAE in a folder, in whichever format it is.
+
+    Raises:
+        FormatError: the folder holds no SAE in a known format, or one that is damaged or cannot be expressed.
+    """
+    name = recognise(folder)
+    if name is None:
+        known = "; ".join(f"{' and '.join(form.files)} ({name})" for name, form in FORMATS.items())
+        there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
+        raise FormatError(f"no SAE found in {folder}; expected {known}, got {there or 'an empty folder'}")
+    return FORMATS[name].load(folder)
+
+
+def save(saved: SavedSAE, name: str, folder: Path) -> None:
+    """Write an SAE in a format; the folder appears whole or not at all.
+
+    Args:
+        saved: the SAE.
+        name: one of `FORMATS`.
+        folder: does not exist yet, or is empty; its parents are made.
+
+    Raises:
+        FormatError: the folder is in use, or the format cannot express the SAE's activation.
+    """
+    form, activation = FORMATS[name], saved.sae.activation
+    if form.save is None:
+        raise FormatError(f"{name} is a format that is only read here; "
+                          f"expected one of {', '.join(key for key, other in FORMATS.items() if other.save)}")
+    if type(activation) not in form.activations:
+        able = [key for key, other in FORMATS.items() if type(activation) in other.activations]
+        raise FormatError(f"{name} cannot express the activation {activation.name}; expected one of "
+                          f"{', '.join(kind.name for kind in form.activations)}; {activation.name} can be written "
+                          f"as {' or '.join(able)}")
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FormatError(f"cannot write to {folder}: expected an empty or a new folder, got one in use; "
+                          f"name another")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        form.save(saved, temporary)
+        temporary.replace(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    flush_to_disk(folder.parent)

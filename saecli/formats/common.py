@@ -1,0 +1,199 @@
+"""What all formats share: an SAE with its origin, reading files without running code from them, biases.
+
+Several libraries subtract the decoder's bias from a row before they encode it; this tool does not. The two say
+the same: `(x - b_dec) @ W_enc + b = x @ W_enc + (b - b_dec @ W_enc)`. Shapes: D = d_in, F = d_sae.
+"""
+
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..activations import Activation
+from ..errors import ConfigError, FormatError
+from ..files import appearing_whole
+from ..sae import SAE
+
+WEIGHTS = ("W_enc", "b_enc", "W_dec", "b_dec")
+
+_HOOK = re.compile(r"blocks\.(\d+)\.hook_(\w+)")
+
+
+@dataclass(frozen=True)
+class SavedSAE:
+    """An SAE as found in a folder.
+
+    Args:
+        sae: the autoencoder.
+        origin: where its training rows came from, as far as the file says: `model`, `layer`, `site`, `context`
+            (tokens a window), `prepend_bos`.
+    """
+
+    sae: SAE
+    origin: dict[str, Any] = field(default_factory=dict)
+
+
+def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, wanted: set[str]) -> SAE:
+    """Make an SAE of the tensors of a file, in float32 where the file held them in less.
+
+    Args:
+        path: the file, for messages.
+        tensors: the weights and the activation's parameters by this tool's names.
+        activation: what turns pre-activations into codes.
+        wanted: names that the tensors must have, no more and no fewer.
+
+    Raises:
+        FormatError: names or shapes do not fit together, a number is not finite, or the activation cannot
+            work with so many latents.
+    """
+    expect_names(path, tensors, wanted)
+    if tensors["W_enc"].ndim != 2:
+        raise FormatError(f"{path}: expected W_enc of two dimensions, got {tuple(tensors['W_enc'].shape)}")
+    d_in, d_sae = tensors["W_enc"].shape
+    shapes = dict.fromkeys(tensors, (d_sae,)) | {
+        "W_enc": (d_in, d_sae), "W_dec": (d_sae, d_in), "b_dec": (d_in,)}
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shapes[name]:
+            raise FormatError(f"{path}: expected {name} of shape {shapes[name]}, got {tuple(tensor.shape)}")
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise FormatError(f"{path}: expected finite floating-point numbers in {name}, got "
+                              f"{'others' if tensor.is_floating_point() else tensor.dtype}; the file is damaged")
+    try:
+        activation.check(d_sae)
+    except ConfigError as error:
+        raise FormatError(f"{path}: {error}") from error
+    dtype = torch.promote_types(tensors["W_enc"].dtype, torch.float32)
+    ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    weights = {name: ready.pop(name) for name in WEIGHTS}
+    return SAE(**weights, activation=activation, parameters=ready)
+
+
+def expect_names(path: Path, tensors: Mapping[str, Any], wanted: set[str]) -> None:
+    """Refuse a file whose tensors are not those wanted.
+
+    Raises:
+        FormatError: it lists every missing and every unexpected name.
+    """
+    if tensors.keys() != wanted:
+        raise FormatError(f"{path}: expected the tensors {sorted(wanted)}, got {sorted(tensors)}; "
+                          f"missing {sorted(wanted - tensors.keys())}, "
+                          f"unexpected {sorted(tensors.keys() - wanted)}")
+
+
+def bias_without_subtraction(b_enc: Tensor, b_dec: Tensor, W_enc: Tensor) -> Tensor:
+    """The encoder bias, (F,), that makes up for not subtracting `b_dec` from the rows."""
+    return (b_enc.double() - b_dec.double() @ W_enc.double()).to(b_enc.dtype)
+
+
+def bias_with_subtraction(b_enc: Tensor, b_dec: Tensor, W_enc: Tensor) -> Tensor:
+    """The encoder bias, (F,), for a library that subtracts `b_dec` from the rows."""
+    return (b_enc.double() + b_dec.double() @ W_enc.double()).to(b_enc.dtype)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        FormatError: it cannot be read or is not one.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FormatError(f"cannot read {path}: {error}") from error
+    if not isinstance(document, dict):
+        raise FormatError(f"{path}: expected a JSON object, got {type(document).__name__}")
+    return document
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        FormatError: it is damaged.
+    """
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise FormatError(f"cannot read {path}: {error}") from error
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors to a safetensors file that appears whole or not at all.
+
+    Raises:
+        FormatError: the disk refuses it, which safetensors does not report as an OSError.
+    """
+    with appearing_whole(path) as temporary:
+        try:
+            save_file(_ready(tensors), temporary, metadata=metadata)
+        except SafetensorError as error:
+            raise FormatError(f"cannot write {path}: {error}; nothing half-written was kept") from error
+
+
+def read_torch(path: Path) -> dict[str, Tensor]:
+    """The tensors of a `torch.save` file, read with `weights_only`: no code in it is executed.
+
+    Raises:
+        FormatError: it is damaged, or holds anything but tensors by name.
+    """
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise FormatError(f"{path} was refused: expected tensors only, got something whose loading could run "
+                          f"code; save it again as a plain state_dict") from error
+    except (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
+        # what torch raises for a damaged file depends on the byte where its unpickler stumbles
+        raise FormatError(f"cannot read {path}: {error or 'it ends too early'}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise FormatError(f"{path}: expected a state_dict of tensors, got {type(tensors).__name__}")
+    return tensors
+
+
+def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a `torch.save` file that appears whole or not at all.
+
+    Raises:
+        FormatError: the disk refuses it, which torch does not report as an OSError.
+    """
+    with appearing_whole(path) as temporary:
+        try:
+            torch.save(_ready(tensors), temporary)
+        except RuntimeError as error:
+            raise FormatError(f"cannot write {path}: {error}; nothing half-written was kept") from error
+
+
+def _ready(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any) -> None:
+    """Refuse a configuration entry that changes what the SAE computes in a way this tool does not.
+
+    Raises:
+        FormatError: the entry is there with a value that is not among those allowed.
+    """
+    value = config.get(key, allowed[0])
+    if value not in allowed:
+        raise FormatError(f"{path}: {key} {value!r} cannot be expressed here; "
+                          f"expected {' or '.join(map(repr, allowed))}")
+
+
+def hook_name(origin: Mapping[str, Any]) -> str | None:
+    """TransformerLens' name of the place that rows came from, if the origin says which it was."""
+    if origin.get("layer") is None or origin.get("site") is None:
+        return None
+    return f"blocks.{origin['layer']}.hook_{origin['site']}"
+
+
+def origin_of_hook(name: str | None) -> dict[str, Any]:
+    """The `layer` and `site` in TransformerLens' name of a place; nothing for one of another form."""
+    match = _HOOK.fullmatch(name or "")
+    return {"layer": int(match[1]), "site": match[2]} if match else {}

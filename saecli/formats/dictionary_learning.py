@@ -1,0 +1,146 @@
+"""dictionary_learning (checked against 0.1.0): `config.json` and `ae.pt`, a state_dict.
+
+Its classes differ in the names and orientation of their weights and in whether they subtract the decoder bias;
+the table `CLASSES` says how each is read. Its TopK clips at zero: `relu-topk` here. A BatchTopK SAE, once trained,
+is a JumpReLU with one threshold for all latents.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..activations import Activation, JumpRelu, Relu, ReluTopK
+from ..errors import ConfigError, FormatError
+from ..files import write_json
+from ..sae import SAE
+from .common import (
+    WEIGHTS,
+    SavedSAE,
+    assemble,
+    bias_with_subtraction,
+    bias_without_subtraction,
+    expect_names,
+    read_json,
+    read_torch,
+    write_torch,
+)
+
+CONFIG, TENSORS = "config.json", "ae.pt"
+
+LINEAR = {"encoder.weight": "W_enc", "encoder.bias": "b_enc", "decoder.weight": "W_dec"}  # their transposes
+PLAIN = {name: name for name in WEIGHTS}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one of the library's classes lies in its state_dict.
+
+    Args:
+        names: this tool's name for each of its weights.
+        subtracts: whether it subtracts the decoder bias from the rows.
+        activation: the activation, from the class's further entries.
+        extras: those further entries.
+    """
+
+    names: dict[str, str]
+    subtracts: bool
+    activation: Callable[[dict[str, Tensor]], Activation]
+    extras: frozenset[str] = frozenset()
+
+
+def _top_k(extras: dict[str, Tensor]) -> Activation:
+    return ReluTopK(k=int(extras["k"]))
+
+
+CLASSES: dict[str, Layout] = {
+    "AutoEncoder": Layout(LINEAR | {"bias": "b_dec"}, True, lambda _: Relu()),
+    "AutoEncoderNew": Layout(LINEAR | {"decoder.bias": "b_dec"}, False, lambda _: Relu()),
+    "AutoEncoderTopK": Layout(LINEAR | {"b_dec": "b_dec"}, True, _top_k, frozenset({"k", "threshold"})),
+    "BatchTopKSAE": Layout(LINEAR | {"b_dec": "b_dec"}, True, lambda _: JumpRelu(), frozenset({"k", "threshold"})),
+    "JumpReluAutoEncoder": Layout(PLAIN, False, lambda _: JumpRelu(), frozenset({"threshold"})),
+}
+
+
+def load_dictionary_learning(folder: Path) -> SavedSAE:
+    """Read an SAE that dictionary_learning saved.
+
+    Raises:
+        FormatError: the files are damaged, hold objects whose loading runs code, or an SAE of a class that
+            this tool cannot express.
+    """
+    path = folder / CONFIG
+    trainer = read_json(path).get("trainer")
+    name = trainer.get("dict_class") if isinstance(trainer, dict) else None
+    if name not in CLASSES:
+        raise FormatError(f"{path}: trainer.dict_class {name!r} cannot be expressed here; "
+                          f"expected one of {', '.join(CLASSES)}")
+    layout = CLASSES[name]
+    found = read_torch(folder / TENSORS)
+    expect_names(folder / TENSORS, found, {*layout.names, *layout.extras})
+    extras = {key: found[key] for key in layout.extras}
+    try:
+        activation = layout.activation(extras)
+    except (ConfigError, RuntimeError) as error:
+        raise FormatError(f"{folder / TENSORS}: {error}") from error
+    tensors = {ours: found[theirs].T if theirs in LINEAR and found[theirs].ndim == 2 else found[theirs]
+               for theirs, ours in layout.names.items()}
+    if layout.subtracts:
+        tensors["b_enc"] = bias_without_subtraction(tensors["b_enc"], tensors["b_dec"], tensors["W_enc"])
+    wanted = {*WEIGHTS, *activation.parameters(1)}
+    if "threshold" in wanted:
+        tensors["threshold"] = extras["threshold"].expand(tensors["b_enc"].shape)
+    origin = {"model": trainer.get("lm_name"), "layer": trainer.get("layer")}
+    return SavedSAE(assemble(folder / TENSORS, tensors, activation, wanted),
+                    {key: value for key, value in origin.items() if value is not None})
+
+
+def _auto_encoder(sae: SAE) -> dict[str, Tensor]:
+    """Decoder rows of unit norm, as the library makes them on loading anyway: there it divides by a norm that is
+    zero for a latent without a decoder vector, so such a latent is written as one that never fires."""
+    norms = sae.W_dec.norm(dim=1)
+    silent = norms == 0
+    W_enc, b_enc = sae.W_enc * norms, sae.b_enc * norms
+    W_dec = sae.W_dec / norms.masked_fill(silent, 1)[:, None]
+    W_dec[silent, 0] = 1
+    return {"encoder.weight": W_enc.T, "encoder.bias": bias_with_subtraction(b_enc, sae.b_dec, W_enc),
+            "decoder.weight": W_dec.T, "bias": sae.b_dec}
+
+
+def _auto_encoder_top_k(sae: SAE) -> dict[str, Tensor]:
+    return {"encoder.weight": sae.W_enc.T, "encoder.bias": bias_with_subtraction(sae.b_enc, sae.b_dec, sae.W_enc),
+            "decoder.weight": sae.W_dec.T, "b_dec": sae.b_dec,
+            "k": torch.tensor(sae.activation.k, dtype=torch.int), "threshold": torch.tensor(-1.0)}
+
+
+def _jump_relu_auto_encoder(sae: SAE) -> dict[str, Tensor]:
+    return sae.tensors() | {"threshold": sae.activation.thresholds(sae.parameters, sae.d_sae)}
+
+
+WRITTEN_AS: dict[type[Activation], tuple[str, str, Callable[[SAE], dict[str, Tensor]]]] = {
+    Relu: ("AutoEncoder", "StandardTrainer", _auto_encoder),
+    ReluTopK: ("AutoEncoderTopK", "TopKTrainer", _auto_encoder_top_k),
+    JumpRelu: ("JumpReluAutoEncoder", "JumpReluTrainer", _jump_relu_auto_encoder),
+}
+
+
+def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
+    """Write an SAE so that dictionary_learning's `load_dictionary` reads it.
+
+    Args:
+        saved: the SAE, its activation one of `WRITTEN_AS`. With `relu` the codes come scaled by the norms of
+            the decoder's rows, as that library scales them on loading; the reconstructions are the same.
+        folder: an existing folder.
+    """
+    sae, origin = saved.sae.to(torch.float32), saved.origin
+    name, trainer, tensors_of = WRITTEN_AS[type(sae.activation)]
+    config: dict[str, Any] = {"dict_class": name, "trainer_class": trainer, "activation_dim": sae.d_in,
+                              "dict_size": sae.d_sae, "lm_name": origin.get("model"), "layer": origin.get("layer"),
+                              "submodule_name": origin.get("site")}
+    if isinstance(sae.activation, ReluTopK):
+        config["k"] = sae.activation.k
+    write_json(folder / CONFIG, {"trainer": config})
+    write_torch(folder / TENSORS, tensors_of(sae))

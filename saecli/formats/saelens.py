@@ -1,0 +1,101 @@
+"""SAELens, version 6 (checked against 6.54): `cfg.json` and `sae_weights.safetensors`.
+
+The weights have this tool's names and shapes. SAELens' TopK clips at zero, which is `relu-topk` here; its
+`abstopk` is `abs-topk`. A signed `topk` has no counterpart there.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..activations import AbsTopK, Activation, JumpRelu, Relu, ReluTopK
+from ..errors import ConfigError, FormatError
+from ..files import write_json
+from .common import (
+    WEIGHTS,
+    SavedSAE,
+    assemble,
+    bias_without_subtraction,
+    expect_names,
+    hook_name,
+    origin_of_hook,
+    read_json,
+    read_safetensors,
+    refuse_unless,
+    write_safetensors,
+)
+
+CONFIG, TENSORS = "cfg.json", "sae_weights.safetensors"
+WRITTEN_FOR = "6.54.12"  # SAELens converts a file that names no version, or one before 6, on loading
+
+ARCHITECTURES: dict[type[Activation], str] = {
+    Relu: "standard", JumpRelu: "jumprelu", ReluTopK: "topk", AbsTopK: "abstopk"}
+
+
+def load_saelens(folder: Path) -> SavedSAE:
+    """Read an SAE that SAELens saved.
+
+    Raises:
+        FormatError: the files are damaged or older than version 6, or the SAE is of an architecture or has a
+            setting that this tool does not have.
+    """
+    path = folder / CONFIG
+    config = read_json(path)
+    metadata = config.get("metadata")
+    if not isinstance(metadata, dict) or "architecture" not in config:
+        raise FormatError(f"{path}: expected the keys `architecture` and `metadata`, which SAELens writes since "
+                          f"version 6; load the SAE with a newer SAELens and save it again")
+    activation = _activation(path, config)
+    refuse_unless(path, config, "normalize_activations", "none")
+    refuse_unless(path, config, "reshape_activations", "none", "hook_z")  # rows are flat here either way
+    tensors = read_safetensors(folder / TENSORS)
+    wanted = {*WEIGHTS, *activation.parameters(1)}
+    expect_names(folder / TENSORS, tensors, wanted)
+    if config.get("rescale_acts_by_decoder_norm", False):
+        # its codes are those of the SAE whose decoder has unit rows and whose encoder took over their norms
+        norms = tensors["W_dec"].norm(dim=1)
+        tensors["W_dec"] = tensors["W_dec"] / norms[:, None]
+        tensors["W_enc"], tensors["b_enc"] = tensors["W_enc"] * norms, tensors["b_enc"] * norms
+    if config.get("apply_b_dec_to_input", True):
+        tensors["b_enc"] = bias_without_subtraction(tensors["b_enc"], tensors["b_dec"], tensors["W_enc"])
+    origin = {"model": metadata.get("model_name"), **origin_of_hook(metadata.get("hook_name")),
+              "context": metadata.get("context_size"), "prepend_bos": metadata.get("prepend_bos")}
+    return SavedSAE(assemble(folder / TENSORS, tensors, activation, wanted),
+                    {key: value for key, value in origin.items() if value is not None})
+
+
+def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
+    kinds = {architecture: kind for kind, architecture in ARCHITECTURES.items()}
+    if config["architecture"] not in kinds:
+        raise FormatError(f"{path}: architecture {config['architecture']!r} cannot be expressed here; "
+                          f"expected one of {', '.join(kinds)}")
+    kind = kinds[config["architecture"]]
+    try:
+        return kind(k=config.get("k")) if issubclass(kind, ReluTopK | AbsTopK) else kind()
+    except ConfigError as error:
+        raise FormatError(f"{path}: {error}") from error
+
+
+def save_saelens(saved: SavedSAE, folder: Path) -> None:
+    """Write an SAE so that SAELens' `SAE.load_from_disk` reads it.
+
+    Args:
+        saved: the SAE, its activation one of `ARCHITECTURES`.
+        folder: an existing folder.
+    """
+    sae, origin = saved.sae.to(torch.float32), saved.origin
+    metadata = {"sae_lens_version": WRITTEN_FOR, "sae_lens_training_version": None,
+                "model_name": origin.get("model"), "hook_name": hook_name(origin),
+                "context_size": origin.get("context"), "prepend_bos": origin.get("prepend_bos")}
+    config = {"architecture": ARCHITECTURES[type(sae.activation)], "d_in": sae.d_in, "d_sae": sae.d_sae,
+              "dtype": "float32", "device": "cpu", "apply_b_dec_to_input": False, "normalize_activations": "none",
+              "reshape_activations": "none", "metadata": metadata}
+    if isinstance(sae.activation, ReluTopK | AbsTopK):
+        config |= {"k": sae.activation.k, "rescale_acts_by_decoder_norm": False}
+    write_json(folder / CONFIG, config)
+    tensors = sae.tensors()
+    if isinstance(sae.activation, JumpRelu):
+        tensors["threshold"] = sae.activation.thresholds(sae.parameters, sae.d_sae)
+    write_safetensors(folder / TENSORS, tensors)
