@@ -1,0 +1,55 @@
+"""dictionary_learning's side of the format tests: run by the Python of an environment that has it.
+
+    python dictionary_learning.py FOLDER
+
+FOLDER/ours/CASE holds SAEs that saecli wrote; each reconstruction of FOLDER/rows.npy goes to FOLDER/ours/CASE.npz.
+FOLDER/theirs/CASE receives SAEs that the library makes, with their reconstructions beside them.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.pop(0)  # this file's folder, where the library's name would be this file
+
+import numpy as np
+import torch
+from dictionary_learning.dictionary import AutoEncoder, AutoEncoderNew, Dictionary, JumpReluAutoEncoder
+from dictionary_learning.trainers.batch_top_k import BatchTopKSAE
+from dictionary_learning.trainers.top_k import AutoEncoderTopK
+from dictionary_learning.utils import load_dictionary
+
+D, F, K = 24, 60, 6
+
+
+def record(sae: Dictionary, rows: torch.Tensor, path: Path) -> None:
+    """Keeps codes and reconstructions of the rows."""
+    codes = sae.encode(rows)
+    np.savez(path, codes=codes.numpy(), x_hat=sae.decode(codes).numpy())
+
+
+@torch.no_grad()
+def main() -> None:
+    """Reads ours, makes theirs."""
+    folder = Path(sys.argv[1])
+    rows = torch.from_numpy(np.load(folder / "rows.npy"))
+    for path in sorted((folder / "ours").iterdir()):
+        record(load_dictionary(str(path), "cpu")[0], rows, path.with_suffix(".npz"))
+    torch.manual_seed(0)
+    for kind, further in ((AutoEncoder, ()), (AutoEncoderNew, ()), (AutoEncoderTopK, (K,)), (BatchTopKSAE, (K,)),
+                          (JumpReluAutoEncoder, ())):
+        sae = kind(D, F, *further)
+        for name, parameter in sae.named_parameters():
+            parameter.normal_()
+            if name == "threshold":
+                parameter.abs_()
+        if kind is BatchTopKSAE:
+            sae.threshold.fill_(2.5)
+        path = folder / "theirs" / kind.__name__
+        path.mkdir()
+        torch.save(sae.state_dict(), path / "ae.pt")
+        (path / "config.json").write_text(json.dumps({"trainer": {"dict_class": kind.__name__, "k": K}}))
+        record(sae, rows, path.with_suffix(".npz"))
+
+
+main()
