@@ -1,0 +1,91 @@
+"""Run folders, and finding the SAE that a command is to look at.
+
+A run folder holds `run.json` (`format_version`, `created`, `complete`, `data`: the store's name, `training`,
+`solver`, `activation`, `result`), `metrics.jsonl`, and from the first checkpoint on `sae.safetensors`.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import formats
+from .errors import RunError
+from .home import Home
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An SAE to look at.
+
+    Args:
+        name: what it is called in tables: its run's name, or the path that was given.
+        folder: where it lies.
+        data: name of the store that it was trained on; None where no one knows.
+        split_seed: seed of the split into training and held-out rows.
+        fraction: share of the training rows that it was trained on, in (0, 1].
+        complete: whether its training was finished.
+    """
+
+    name: str
+    folder: Path
+    data: str | None = None
+    split_seed: int = 0
+    fraction: float = 1.0
+    complete: bool = True
+
+
+def find_subject(home: Home, text: str | None) -> Subject:
+    """The SAE that a user means.
+
+    Args:
+        home: the folder of stores and runs.
+        text: name of a run in the home, else a folder that holds an SAE in any known format; None for the
+            newest run.
+
+    Raises:
+        RunError: there is no such run or folder, and the message lists the runs that there are; or the run has
+            no SAE yet, or was written by a newer version.
+        FormatError: it is a folder, but holds no SAE in a known format.
+    """
+    marker = home.runs.marker
+    if text is None or text in home.runs.names():
+        folder = home.runs.find(text)
+        return _run(folder, marker, folder.name)
+    folder = Path(text).expanduser()
+    if (folder / marker).is_file():
+        return _run(folder, marker, text)
+    if formats.recognise(folder) is not None:
+        return Subject(text, folder)
+    if folder.is_dir():
+        formats.load(folder)  # raises, and says what a folder would have to hold
+    runs = home.runs.names()
+    there = f"there are: {', '.join(runs)}" if runs else f"{home.runs.path} holds none, {home.runs.remedy}"
+    raise RunError(f"found no run and no folder named {text!r}; expected a folder that holds an SAE or the name of "
+                   f"a run; {there}")
+
+
+def _run(folder: Path, marker: str, name: str) -> Subject:
+    run = _read(folder / marker)
+    if formats.recognise(folder) is None:
+        raise RunError(f"the run {name!r} holds no SAE yet: expected {formats.native.FILE_NAME} in {folder}, which the "
+                       f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`")
+    training = run["training"]
+    return Subject(name, folder, run["data"], training["split_seed"], training["fraction"], run["complete"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {error}; remove the folder to go on without it") from error
+    if (not isinstance(run, dict) or not {"format_version", "complete", "data", "training"} <= run.keys()
+            or not {"split_seed", "fraction"} <= {*run["training"]}):
+        raise RunError(f"cannot read {path}: expected what `sae train` writes, format_version, complete, data and "
+                       f"training, got something else; remove the folder to go on without it")
+    if run["format_version"] > FORMAT_VERSION:
+        raise RunError(f"{path} has format version {run['format_version']}, this tool reads up to {FORMAT_VERSION}; "
+                       f"upgrade it with `pip install --upgrade saecli`")
+    return run
