@@ -17,6 +17,22 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def partial_path(path: Path) -> Path:
+    """Where a file is written before it appears at `path`: beside it, hidden."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def settle(temporary: Path, path: Path) -> None:
+    """Flush a finished temporary file to disk and let it appear at `path`, in the same folder.
+
+    Raises:
+        OSError: the disk refuses it; `path` is as it was.
+    """
+    flush_to_disk(temporary)
+    temporary.replace(path)
+    flush_to_disk(path.parent)
+
+
 @contextmanager
 def appearing_whole(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success flush it to disk and rename it to `path`.
@@ -24,15 +40,13 @@ def appearing_whole(path: Path) -> Iterator[Path]:
     On any failure, a full disk and an interrupt included, the temporary file is removed and whatever stood
     at `path` before is untouched.
     """
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = partial_path(path)
     try:
         yield temporary
-        flush_to_disk(temporary)
-        temporary.replace(path)
+        settle(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    flush_to_disk(path.parent)
 
 
 def write_json(path: Path, document: Any) -> None:

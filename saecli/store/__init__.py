@@ -1,0 +1,11 @@
+"""The activation store: see `schema.py` for the format, `writer.py` and `reader.py` for its use."""
+
+from .dtypes import DTYPES
+from .reader import ActivationStore
+from .rows import Rows
+from .schema import COLUMNS, Resume, ShardRecord, StoreMeta, hash_request, rows_per_chunk, rows_per_shard
+from .split import TEST_FRACTION, Which, is_test
+from .writer import StoreWriter
+
+__all__ = ["COLUMNS", "DTYPES", "TEST_FRACTION", "ActivationStore", "Resume", "Rows", "ShardRecord", "StoreMeta",
+           "StoreWriter", "Which", "hash_request", "is_test", "rows_per_chunk", "rows_per_shard"]

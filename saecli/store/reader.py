@@ -1,0 +1,149 @@
+"""Opening a store, choosing rows of it, checking its shards.
+
+Legend: R rows, D = d_in.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from ..errors import StoreError
+from .rows import Rows
+from .schema import SHARDS, StoreMeta, read_meta
+from .shard import MappedShards, file_sha256
+from .split import TEST_FRACTION, Split, Which
+
+
+class ActivationStore:
+    """A store open for reading; the whole shards of one that is unfinished can be read too.
+
+    Args:
+        path: the store's folder.
+        meta: its `store.json`.
+
+    Attributes:
+        chunk_sizes: (chunks,) rows of each chunk, in stored order.
+    """
+
+    def __init__(self, path: Path, meta: StoreMeta) -> None:
+        self.path = path
+        self.meta = meta
+        self._shards = MappedShards(path, meta)
+        # Every shard but the last has the same number of chunks, so a chunk's number says its shard.
+        self._chunks_per_shard = -(-meta.shard_rows // min(meta.chunk_rows, meta.shard_rows))
+        self.chunk_sizes = _chunk_sizes(meta)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open a store.
+
+        Args:
+            path: its folder, e.g. `home.stores.find(name)`.
+
+        Raises:
+            StoreError: there is none, or its `store.json` is damaged or of a newer version. A damaged shard is
+                found when it is first read.
+        """
+        return cls(path, read_meta(path))
+
+    @property
+    def name(self) -> str:
+        """The store's name."""
+        return self.path.resolve().name
+
+    @property
+    def rows(self) -> int:
+        """Rows that can be read."""
+        return self.meta.rows
+
+    @property
+    def d_in(self) -> int:
+        """Dimensions of a row."""
+        return self.meta.d_in
+
+    @property
+    def dtype(self) -> str:
+        """How the rows are stored; reading gives float32 in any case."""
+        return self.meta.dtype
+
+    @property
+    def complete(self) -> bool:
+        """Whether the store was finished."""
+        return self.meta.complete
+
+    def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0,
+              test_fraction: float = TEST_FRACTION) -> Rows:
+        """Choose rows: by document where the store knows documents, else by row.
+
+        Args:
+            which: "train", "test" (held out) or "all".
+            fraction: share of the training rows to keep, in (0, 1]; a smaller fraction's rows are among a
+                larger one's, and the test rows do not depend on it.
+            seed: another seed holds out other rows.
+            test_fraction: share of the documents held out, in [0, 1).
+
+        Raises:
+            ConfigError: an argument out of its range.
+            StoreError: no row belongs to it, or a shard is damaged.
+
+        Cost: reads and hashes the document of every row (about 20 ms a million rows).
+        """
+        split = Split(which, fraction, seed, test_fraction)
+        counts = self.chunk_sizes.copy()
+        if which != "all":
+            for chunk in range(len(counts)):
+                counts[chunk] = np.count_nonzero(split.keeps(self.chunk_ids(chunk)))
+        if not counts.sum():
+            raise self._empty(split)
+        return Rows(self, split, counts)
+
+    def verify(self) -> Iterator[str]:
+        """Read every shard whole and compare it with its checksum.
+
+        Yields:
+            One sentence for each shard that is missing or damaged, naming its file.
+        """
+        for shard in self.meta.shards:
+            path = self.path / SHARDS / shard.file
+            try:
+                digest = file_sha256(path)
+            except OSError as error:
+                yield f"cannot read shard {path}: {error.strerror}"
+                continue
+            if digest != shard.sha256:
+                yield f"shard {path} is damaged: expected SHA-256 {shard.sha256}, got {digest}"
+
+    def chunk(self, chunk: int) -> np.ndarray:
+        """The rows of one chunk, by its number within the store, as they are stored; a read-only view."""
+        return self._shards.chunk(*divmod(chunk, self._chunks_per_shard))
+
+    def chunk_column(self, chunk: int, name: str) -> np.ndarray:
+        """The part of a column that belongs to one chunk; a read-only view."""
+        shard, within = divmod(chunk, self._chunks_per_shard)
+        start = within * self.meta.chunk_rows
+        return self._shards.column(shard, name)[start : start + self.chunk_sizes[chunk]]
+
+    def chunk_ids(self, chunk: int) -> np.ndarray:
+        """What the rows of a chunk are split by: their documents, else their numbers within the store."""
+        if "document" in self.meta.columns:
+            return self.chunk_column(chunk, "document")
+        shard, within = divmod(chunk, self._chunks_per_shard)
+        start = shard * self.meta.shard_rows + within * self.meta.chunk_rows
+        return np.arange(start, start + self.chunk_sizes[chunk])
+
+    def _empty(self, split: Split) -> StoreError:
+        unit = "documents" if "document" in self.meta.columns else "rows"
+        if not self.rows:
+            return StoreError(f"{self.path} holds no rows yet; run the command that makes it once more")
+        remedy = "use a larger --fraction, another --split-seed" if split.fraction < 1 else "use another --split-seed"
+        return StoreError(f"the {split.which} split of {self.path} is empty: of its {self.rows} rows, chosen by a "
+                          f"hash of their {unit}, none belongs to it; {remedy} or a store of more {unit}")
+
+
+def _chunk_sizes(meta: StoreMeta) -> np.ndarray:
+    """(chunks,) rows of each chunk of the store."""
+    sizes = [np.minimum(meta.chunk_rows, shard.rows - np.arange(0, shard.rows, meta.chunk_rows))
+             for shard in meta.shards]
+    return np.concatenate(sizes) if sizes else np.empty(0, np.int64)

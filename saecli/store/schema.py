@@ -1,0 +1,225 @@
+"""What a store holds, as `store.json` says it.
+
+The format, version 1:
+
+- A store is a folder with `store.json` and `shards/00000.h5`, `shards/00001.h5`, ... A reader MUST take the
+  list of shards from `store.json` and ignore any other file: it may be unfinished.
+- `store.json` is one JSON object with the fields of `StoreMeta`. A reader MUST refuse a larger
+  `format_version` than it knows, and SHOULD ignore fields that it does not know.
+- Each shard is an HDF5 file. All but the last hold `shard_rows` rows.
+- Its dataset `activations` has shape (rows, d_in); it MUST be chunked in whole rows, `chunk_rows` of them (a
+  shard of fewer rows has one chunk, of exactly its rows), without filters, every chunk present. Its type is
+  float32, float16, or for bfloat16 a custom float of 8 exponent and 7 mantissa bits, all little-endian.
+- The datasets of `columns`, each (rows,), are contiguous integers of the types in `COLUMNS`.
+- No activation is NaN or infinite.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from ..errors import ConfigError, StoreError
+from ..files import write_json
+from ..home import now
+from .dtypes import DTYPES
+
+FORMAT_VERSION = 1
+MARKER = "store.json"
+SHARDS = "shards"
+
+COLUMNS: dict[str, np.dtype] = {
+    "token_id": np.dtype("<i4"),
+    "position": np.dtype("<i4"),
+    "document": np.dtype("<i8"),
+    "label": np.dtype("<i8"),
+}
+
+CHUNK_BYTES = 1 << 20
+SHARD_BYTES = 256 << 20
+
+
+def rows_per_chunk(d_in: int, dtype: str) -> int:
+    """Rows in a chunk of about 1 MiB, at least one."""
+    return max(1, CHUNK_BYTES // (d_in * DTYPES[dtype].storage.itemsize))
+
+
+def rows_per_shard(d_in: int, dtype: str) -> int:
+    """Rows in a shard of about 256 MiB when the user names no number: whole chunks, so that none is padded."""
+    return rows_per_chunk(d_in, dtype) * (SHARD_BYTES // CHUNK_BYTES)
+
+
+def hash_request(request: Mapping[str, Any]) -> str:
+    """A hash of everything that decides a store's rows, by which a finished identical one is recognised."""
+    return hashlib.sha256(json.dumps(request, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a producer goes on after a shard.
+
+    Args:
+        cursor: the producer's own note of where the block begins that the shard's last row came from.
+        skip: how many kept rows of that block are in this shard and those before it.
+    """
+
+    cursor: dict[str, Any]
+    skip: int
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """One finished shard.
+
+    Args:
+        file: its name within `shards/`.
+        rows: rows in it.
+        sha256: hash of the file's bytes.
+        dropped: rows dropped, by reason, in the blocks that ended since the shard before.
+        resume: where the producer goes on after it.
+    """
+
+    file: str
+    rows: int
+    sha256: str
+    dropped: dict[str, int]
+    resume: Resume
+
+
+@dataclass(frozen=True)
+class StoreMeta:
+    """The contents of `store.json`.
+
+    Args:
+        source: where the rows come from (model, revision, layer, site, dataset, context, ...), free.
+        request_hash: `hash_request` of what was asked for; an interrupted store goes on only under the same.
+        dtype: "float32", "float16" or "bfloat16".
+        d_in: dimensions of a row.
+        shard_rows: rows in every shard but the last.
+        chunk_rows: rows in a chunk; 0 for `rows_per_chunk`.
+        columns: names out of `COLUMNS` of what is kept beside each row.
+        created: when the store was begun.
+        complete: whether all of its rows are there.
+        dropped: rows dropped, by reason.
+        shards: the finished shards, in the order of their rows.
+        format_version: version of the format.
+    """
+
+    source: dict[str, Any]
+    request_hash: str
+    dtype: str
+    d_in: int
+    shard_rows: int
+    chunk_rows: int = 0
+    columns: tuple[str, ...] = ()
+    created: str = field(default_factory=now)
+    complete: bool = False
+    dropped: dict[str, int] = field(default_factory=dict)
+    shards: tuple[ShardRecord, ...] = ()
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"cannot store {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        if unknown := [name for name in self.columns if name not in COLUMNS]:
+            raise ConfigError(f"cannot store column {unknown[0]!r}; expected some of {', '.join(COLUMNS)}")
+        if len(set(self.columns)) < len(self.columns):
+            raise ConfigError(f"cannot store a column twice, got {', '.join(self.columns)}")
+        for name, least in (("d_in", 1), ("shard_rows", 1), ("chunk_rows", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not self.chunk_rows:
+            object.__setattr__(self, "chunk_rows", rows_per_chunk(self.d_in, self.dtype))
+
+    @property
+    def rows(self) -> int:
+        """Rows in the finished shards."""
+        return sum(shard.rows for shard in self.shards)
+
+    def request(self) -> dict[str, Any]:
+        """Everything by which an interrupted store is recognised as the one asked for."""
+        names = ("dtype", "d_in", "shard_rows", "chunk_rows", "columns", "request_hash")
+        return {**self.source, **{name: getattr(self, name) for name in names}}
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of `store.json`."""
+        document = dataclasses.asdict(self)
+        return {name: document[name] for name in ("format_version", "created", "complete", *document)}
+
+    @classmethod
+    def from_json(cls, document: Any) -> Self:
+        """The `StoreMeta` that `to_json` wrote.
+
+        Raises:
+            ValueError: not such an object, or of a newer version; the message says what is wrong.
+        """
+        version = _take(document, "format_version", int)
+        if version > FORMAT_VERSION:
+            raise ValueError(f"expected format version {FORMAT_VERSION} or older, got {version}; "
+                             "upgrade saecli to read it")
+        kinds = {"source": dict, "request_hash": str, "dtype": str, "d_in": int, "shard_rows": int,
+                 "chunk_rows": int, "created": str, "complete": bool}
+        plain = {name: _take(document, name, kind) for name, kind in kinds.items()}
+        shards = tuple(_shard(entry, index) for index, entry in enumerate(_take(document, "shards", list)))
+        full = plain["shard_rows"]
+        for shard in shards:
+            if shard.rows > full or (shard.rows < full and shard is not shards[-1]):
+                raise ValueError(f"expected {full} rows in shard {shard.file}, got {shard.rows}")
+        columns = tuple(str(name) for name in _take(document, "columns", list))
+        return cls(**plain, columns=columns, dropped=_counts(document), shards=shards, format_version=version)
+
+
+def _take(document: Any, name: str, kind: type) -> Any:
+    if not isinstance(document, dict):
+        raise ValueError(f"expected a JSON object, got {type(document).__name__}")
+    value = document.get(name)
+    if type(value) is not kind:
+        raise ValueError(f"expected field {name!r} to be of type {kind.__name__}, got {value!r:.60}")
+    return value
+
+
+def _counts(document: dict[str, Any]) -> dict[str, int]:
+    return {reason: _take(document["dropped"], reason, int) for reason in _take(document, "dropped", dict)}
+
+
+def _shard(entry: Any, index: int) -> ShardRecord:
+    name, rows = _take(entry, "file", str), _take(entry, "rows", int)
+    # A name that anyone could have edited must not lead out of the store.
+    if name != shard_name(index):
+        raise ValueError(f"expected shard {index} to be named {shard_name(index)}, got {name!r:.60}")
+    if rows < 1:
+        raise ValueError(f"expected shard {name} to hold a row or more, got {rows}")
+    resume = _take(entry, "resume", dict)
+    return ShardRecord(name, rows, _take(entry, "sha256", str), _counts(entry),
+                       Resume(_take(resume, "cursor", dict), _take(resume, "skip", int)))
+
+
+def shard_name(index: int) -> str:
+    """File name of a shard."""
+    return f"{index:05d}.h5"
+
+
+def read_meta(store: Path) -> StoreMeta:
+    """Read a store's `store.json`.
+
+    Raises:
+        StoreError: there is none, or it is damaged or of a newer version.
+    """
+    path = store / MARKER
+    try:
+        return StoreMeta.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise StoreError(f"no activation store at {store}; expected {MARKER} in it, got none; "
+                         "make one with `sae extract` or `sae import`") from error
+    except (OSError, ValueError) as error:
+        raise StoreError(f"cannot read {path}: {error}") from error
+
+
+def write_meta(store: Path, meta: StoreMeta) -> None:
+    """Write a store's `store.json`, which appears whole or not at all."""
+    write_json(store / MARKER, meta.to_json())

@@ -1,0 +1,296 @@
+"""Writing a store so that whatever kills the process, the same producer run again completes it identically.
+
+Legend: R rows, D = d_in.
+"""
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from ..errors import StoreError
+from .dtypes import DTYPES
+from .schema import MARKER, SHARDS, Resume, ShardRecord, StoreMeta, read_meta, shard_name, write_meta
+from .shard import HDF5_ERRORS, ShardWriter
+
+NONFINITE = "nonfinite"
+
+
+class StoreWriter:
+    """Appends a producer's blocks of rows to a store, in shards that appear whole or not at all.
+
+    A producer is anything that yields deterministic blocks, each at a cursor: a small JSON object from which
+    it can yield that block, and those after it, again. It starts at `writer.cursor`:
+
+        with StoreWriter.open(path, meta) as writer:
+            for cursor, rows, columns, dropped in produce(since=writer.cursor):
+                writer.append(rows, columns, cursor, dropped)
+                if writer.full:
+                    break
+            meta = writer.finish()
+
+    After an interruption the first block comes a second time; the writer discards of it what is stored.
+    Leaving the `with` without `finish` keeps the whole shards and drops the rows of the unfinished one.
+    """
+
+    def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int | None) -> None:
+        self._path, self._meta, self._lock, self._limit = path, meta, lock, limit
+        self._shard: ShardWriter | None = None
+        self._resume = meta.shards[-1].resume if meta.shards else None
+        self._failed = False
+        self._last: Resume | None = None  # where the last row stored came from
+        self._ended: dict[str, int] = {}  # dropped in blocks that ended since the last shard
+        self._current: dict[str, int] = {}  # dropped in the block that came last
+
+    @classmethod
+    def open(cls, path: Path, meta: StoreMeta, *, limit: int | None = None) -> Self:
+        """Begin a store, or go on with one that was interrupted.
+
+        Args:
+            path: the store's folder; made if need be.
+            meta: what it is to hold; `created`, `dropped` and `shards` are an interrupted store's own.
+            limit: the number of rows after which the store is full; None for no limit.
+
+        Returns:
+            A context manager that holds the store's lock until it exits.
+
+        Raises:
+            StoreError: another process is writing it, it is complete, or it holds something else.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _take_lock(path)
+        except OSError as error:
+            raise _refused(path, 0, error) from error
+        try:
+            return cls(path, _begin(path, meta), lock, limit)
+        except OSError as error:
+            os.close(lock)
+            raise _refused(path, 0, error) from error
+        except BaseException:
+            os.close(lock)
+            raise
+
+    @property
+    def cursor(self) -> dict[str, Any] | None:
+        """Where the producer must start: None for its beginning."""
+        return self._meta.shards[-1].resume.cursor if self._meta.shards else None
+
+    @property
+    def rows(self) -> int:
+        """Rows stored, those of the unfinished shard included."""
+        return self._meta.rows + (self._shard.rows if self._shard else 0)
+
+    @property
+    def full(self) -> bool:
+        """Whether `limit` is reached; never before the block at `cursor` has come again."""
+        return self._limit is not None and self._resume is None and self.rows >= self._limit
+
+    @property
+    def meta(self) -> StoreMeta:
+        """The store's `store.json` as it stands on disk."""
+        return self._meta
+
+    def append(self, activations: np.ndarray, columns: Mapping[str, np.ndarray], cursor: dict[str, Any],
+               dropped: Mapping[str, int] | None = None) -> None:
+        """Append one block; rows that are not finite in the stored type are dropped and counted.
+
+        Args:
+            activations: (R, D) float, or uint16 bits where the store is bfloat16; R may be 0.
+            columns: (R,) integers for each of the store's columns.
+            cursor: where this block begins, a JSON object.
+            dropped: rows of this block that the producer itself left out, by reason.
+
+        Raises:
+            StoreError: the disk refuses it (whole shards stay, and the store can be gone on with), or the
+                producer does not go on where the interrupted store ends.
+            ValueError: shapes or types do not fit the store.
+        """
+        rows, cursor = self._checked(activations, columns), json.loads(json.dumps(cursor))
+        kept = DTYPES[self._meta.dtype].keeps(rows)
+        self._ended, self._current = _sum(self._ended, self._current), dict(dropped or {})
+        if not kept.all():
+            self._current = _sum(self._current, {NONFINITE: int((~kept).sum())})
+            rows, columns = rows[kept], {name: columns[name][kept] for name in self._meta.columns}
+        begin, end = self._after_stored(len(rows), cursor), len(rows)
+        if self._limit is not None:
+            end = min(end, begin + max(0, self._limit - self.rows))
+        with self._reporting():
+            self._store(rows, columns, begin, end, cursor)
+
+    def finish(self) -> StoreMeta:
+        """Write the last shard and mark the store complete.
+
+        Returns:
+            The finished store's `store.json`.
+
+        Raises:
+            StoreError: there are no rows at all, or the disk refuses it.
+        """
+        if self._resume is not None:
+            raise self._differs("nothing")
+        self._ended, self._current = _sum(self._ended, self._current), {}
+        if not self.rows:
+            counts = ", ".join(f"{count} {reason}" for reason, count in self._ended.items())
+            raise StoreError(f"there are no rows to store in {self._path}; expected at least one, got none "
+                             f"(dropped: {counts or 'none'}); give more or other data")
+        with self._reporting():
+            if self._shard:
+                self._close_shard()
+            totals = _sum(self._meta.dropped, self._ended)
+            finished = dataclasses.replace(self._meta, complete=True, dropped=totals)
+            write_meta(self._path, finished)
+        self._meta = finished
+        return finished
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        try:
+            self._drop_shard()
+        finally:
+            os.close(self._lock)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Turn what the disk refuses into a StoreError, after which this writer takes no more."""
+        if self._failed:
+            raise StoreError(f"cannot write to {self._path}: an earlier write failed; open it again to go on")
+        try:
+            yield
+        except HDF5_ERRORS as error:
+            self._failed = True
+            self._drop_shard()
+            raise _refused(self._path, self._meta.rows, error) from error
+
+    def _checked(self, activations: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+        meta = self._meta
+        if activations.ndim != 2 or activations.shape[1] != meta.d_in:
+            raise ValueError(f"a block does not fit {self._path}: expected shape (rows, {meta.d_in}), "
+                             f"got {activations.shape}")
+        if columns.keys() != set(meta.columns):
+            raise ValueError(f"a block does not fit {self._path}: expected columns {list(meta.columns)}, "
+                             f"got {list(columns)}")
+        for name, column in columns.items():
+            if column.shape != (len(activations),) or column.dtype.kind not in "iu":
+                raise ValueError(f"column {name} does not fit {self._path}: expected {len(activations)} integers, "
+                                 f"got {column.dtype} of shape {column.shape}")
+        if activations.dtype == DTYPES[meta.dtype].storage:
+            return activations
+        if activations.dtype.kind != "f":
+            raise ValueError(f"a block does not fit {self._path}: expected floats, got {activations.dtype}")
+        with np.errstate(over="ignore"):  # what overflows is infinite, and dropped
+            return activations.astype(np.float32, copy=False)
+
+    def _after_stored(self, kept: int, cursor: dict[str, Any]) -> int:
+        """How many of the block's kept rows are stored already, as those before an interruption are."""
+        if self._resume is None:
+            return 0
+        if cursor != self._resume.cursor or kept < self._resume.skip:
+            raise self._differs(f"{kept} rows at {cursor}")
+        skip, self._resume = self._resume.skip, None
+        return skip
+
+    def _store(self, rows: np.ndarray, columns: Mapping[str, np.ndarray], begin: int, end: int,
+               cursor: dict[str, Any]) -> None:
+        stored = DTYPES[self._meta.dtype]
+        while begin < end:
+            if self._shard is None:
+                name = shard_name(len(self._meta.shards))
+                self._shard = ShardWriter(self._path / SHARDS / name, self._meta)
+            stop = min(end, begin + self._meta.shard_rows - self._shard.rows)
+            part = rows[begin:stop]
+            if part.dtype != stored.storage:
+                part = stored.encode_rows(np.ascontiguousarray(part))
+            self._shard.append(part, {name: columns[name][begin:stop] for name in self._meta.columns})
+            self._last = Resume(cursor, stop)
+            if self._shard.rows == self._meta.shard_rows:
+                self._close_shard()
+            begin = stop
+
+    def _close_shard(self) -> None:
+        assert self._shard is not None
+        assert self._last is not None
+        digest = self._shard.commit()
+        record = ShardRecord(self._shard.path.name, self._shard.rows, digest, self._ended, self._last)
+        totals = _sum(self._meta.dropped, self._ended)
+        meta = dataclasses.replace(self._meta, shards=(*self._meta.shards, record), dropped=totals)
+        write_meta(self._path, meta)
+        self._meta, self._shard, self._ended = meta, None, {}
+
+    def _drop_shard(self) -> None:
+        if self._shard:
+            self._shard.abandon()
+            self._shard = None
+
+    def _differs(self, got: str) -> StoreError:
+        assert self._resume is not None
+        return StoreError(f"cannot go on with {self._path}: expected {self._resume.skip} rows or more at "
+                          f"{self._resume.cursor}, got {got}; the source has changed, so remove the store and "
+                          "make it again")
+
+
+def _sum(counts: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+    """Counts by reason, added; a reason of none is left out."""
+    reasons = {**counts, **more}
+    totals = {reason: counts.get(reason, 0) + more.get(reason, 0) for reason in reasons}
+    return {reason: total for reason, total in totals.items() if total}
+
+
+def _refused(path: Path, rows: int, error: Exception) -> Exception:
+    """What to raise when the disk refuses to write; a StoreError says its own already."""
+    if isinstance(error, StoreError):
+        return error
+    number = getattr(error, "errno", None)
+    reason = os.strerror(number) if number else " ".join(str(error).split())
+    remedy = "free some space" if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
+    return StoreError(f"cannot write to {path}: {reason}; {remedy} and run the same command again, "
+                      f"which goes on after the {rows} rows that are safe")
+
+
+def _take_lock(path: Path) -> int:
+    """A descriptor that holds the store's lock; the system lets go of it when the process dies."""
+    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise StoreError(f"cannot write to {path}: another process is writing it; "
+                         "wait for that one, or choose another --name") from error
+    return descriptor
+
+
+def _begin(path: Path, meta: StoreMeta) -> StoreMeta:
+    """The `store.json` to go on from, written if there was none."""
+    if not (path / MARKER).exists():
+        foreign = [entry.name for entry in path.iterdir() if not entry.name.startswith(".")]
+        if foreign:
+            raise StoreError(f"cannot make a store in {path}: expected an empty folder, got one that holds "
+                             f"{foreign[0]}; choose another --name")
+        write_meta(path, meta)
+        return meta
+    there = read_meta(path)
+    if there.request() != meta.request():
+        wanted, got = _difference(meta.request(), there.request())
+        raise StoreError(f"{path} holds something else: expected {wanted}, got {got}; "
+                         "choose another --name, or remove that store")
+    if there.complete:
+        raise StoreError(f"{path} is complete, with {there.rows} rows; expected one to go on with; "
+                         "choose another --name, or remove that store")
+    return there
+
+
+def _difference(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> tuple[str, str]:
+    """The first entry by which two requests differ, each as a phrase."""
+    name = next(n for n in {**wanted, **got} if wanted.get(n) != got.get(n))
+    return f"{name} {wanted.get(name)}", f"{got.get(name)}"

@@ -1,0 +1,40 @@
+"""What the tests of the store share."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from saecli.store import ActivationStore, StoreMeta, StoreWriter
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """A temporary folder, in memory where the system has such a place: flushing to disk is slow."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        yield Path(folder)
+
+
+def make_meta(d_in: int, dtype: str = "float32", *, shard_rows: int = 100, chunk_rows: int = 8,
+              columns: tuple[str, ...] = (), source: dict | None = None) -> StoreMeta:
+    """A small store's meta."""
+    return StoreMeta(source or {"dataset": "test"}, "request", dtype, d_in, shard_rows, chunk_rows, columns)
+
+
+def make_store(path: Path, rows: np.ndarray, dtype: str = "float32", *, block: int = 37,
+               documents: np.ndarray | None = None, **meta) -> ActivationStore:
+    """Write rows to a store, block by block, and open it."""
+    columns = {} if documents is None else {"document": documents}
+    with StoreWriter.open(path, make_meta(rows.shape[1], dtype, columns=tuple(columns), **meta)) as writer:
+        for start in range(0, len(rows), block):
+            part = slice(start, start + block)
+            writer.append(rows[part], {name: column[part] for name, column in columns.items()}, {"row": start})
+        writer.finish()
+    return ActivationStore.open(path)
+
+
+def collect(batches: Iterator[np.ndarray]) -> np.ndarray:
+    """All rows of a stream; each batch is copied, as its memory is used again."""
+    return np.concatenate([batch.copy() for batch in batches])

@@ -1,0 +1,83 @@
+"""Splits: by document, the test rows fixed, fractions nested."""
+
+import numpy as np
+import pytest
+from storing import collect, make_store
+
+from saecli.errors import ConfigError, StoreError
+from saecli.store import is_test
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    rows = np.zeros((20_000, 2), np.float32)
+    rows[:, 0] = np.arange(20_000)
+    return make_store(tmp_path_factory.mktemp("s") / "s", rows, documents=np.arange(20_000) // 10, block=1000,
+                      shard_rows=3000, chunk_rows=70)
+
+
+def numbers(rows) -> set[int]:
+    return set(collect(rows.sequential(512))[:, 0].astype(int).tolist())
+
+
+def test_train_and_test_share_no_document_and_miss_no_row(store):
+    train, test = numbers(store.split("train")), numbers(store.split("test"))
+    assert not {n // 10 for n in train} & {n // 10 for n in test}
+    assert train | test == set(range(20_000))
+    assert len(test) == store.split("test").rows == pytest.approx(2000, rel=0.15)
+
+
+def test_smaller_fractions_nest_in_larger_ones_and_never_touch_the_test_rows(store):
+    test = numbers(store.split("test"))
+    larger = numbers(store.split("train"))
+    for fraction in (0.5, 0.1, 0.01):
+        assert numbers(store.split("test", fraction=fraction)) == test
+        smaller = numbers(store.split("train", fraction=fraction))
+        assert len(smaller) == pytest.approx(fraction * 18_000, rel=0.5)
+        assert smaller < larger
+        larger = smaller
+
+
+def test_seed_decides_which_rows_are_held_out(store):
+    first, second = (numbers(store.split("test", seed=seed)) for seed in (0, 1))
+    assert len(first & second) / len(first) == pytest.approx(0.1, abs=0.06)
+
+
+def test_is_test_picks_the_documents_of_the_test_split(store):
+    documents = np.arange(2000)
+    held_out = set(documents[is_test(documents, seed=3)].tolist())
+    assert held_out == {n // 10 for n in numbers(store.split("test", seed=3))}
+
+
+def test_columns_follow_the_split(store):
+    for batch, columns in store.split("test").sequential_with(["document"], 100):
+        np.testing.assert_array_equal(batch[:, 0] // 10, columns["document"])
+
+
+def test_shares_are_uniform_over_seeds():
+    shares = [is_test(np.arange(1000), seed=seed, test_fraction=0.1).mean() for seed in range(200)]
+    assert np.mean(shares) == pytest.approx(0.1, abs=0.003)
+    assert np.std(shares) == pytest.approx((0.1 * 0.9 / 1000) ** 0.5, rel=0.2)  # of independent draws
+
+
+def test_a_store_without_documents_is_split_by_row(tmp_path):
+    rows = np.arange(3000, dtype=np.float32)[:, None]
+    test = numbers(make_store(tmp_path / "s", rows).split("test"))
+    assert test == set(np.flatnonzero(is_test(np.arange(3000))).tolist())
+
+
+@pytest.mark.parametrize(("documents", "which", "unit"), [(np.zeros(50, int), "test", "documents"), (None, "test", "rows")])
+def test_an_empty_split_is_refused_with_advice(tmp_path, documents, which, unit):
+    store = make_store(tmp_path / "s", np.zeros((50 if unit == "documents" else 1, 2), np.float32), documents=documents)
+    with pytest.raises(StoreError, match=f"the test split .* is empty.*use another --split-seed or a store of more {unit}"):
+        store.split(which)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ({"which": "dev"}, "split must be one of train, test, all, got 'dev'"),
+    ({"which": "train", "fraction": 0}, "--fraction must be above 0 and at most 1, got 0"),
+    ({"which": "train", "test_fraction": 1}, "at least 0 and below 1, got 1"),
+])
+def test_arguments_out_of_range_are_refused(store, arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        store.split(**arguments)
