@@ -1,0 +1,71 @@
+"""`sae sparsity`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from ..metrics import DENSE_FREQUENCY, Firing
+from ..report import Report, table
+from .options import Json, Plot, Runs, Session, start
+from .subjects import Data, Device, Measured, SplitName, all_measured
+
+COLUMNS = ("rows", "l0", "l0_std", "density", "dead", "dense")
+PICTURED_ROWS = 200
+LISTED = 12  # latents that a list names before it says how many more there are
+
+
+def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: SplitName = "test",
+            device: Device = "auto", plot: Plot = None, json: Json = False) -> None:
+    """Show how often latents fire, which are dead and which dense.
+
+    A latent is dead if it fires on none of the rows, dense if on more than a tenth. --plot saves histograms of L0
+    and of the latents' frequencies, and beside them, one a run, the first rows' codes as a picture.
+
+    Example: sae sparsity first second --plot sparsity.png
+    """
+    session = start(ctx, json)
+    everything = all_measured(session, runs, data, split, device)
+    counted = [_count(session, one, PICTURED_ROWS if plot else 0) for one in everything]
+    found = [one.heading | firing.result() for one, firing in zip(everything, counted, strict=True)]
+    if plot is not None:
+        _draw(session.report, plot, {run["run"]: firing for run, firing in zip(found, counted, strict=True)})
+    rows = [[run["run"], run["data"], run["split"], *(run[column] for column in COLUMNS)] for run in found]
+    columns = ["run", "data", "split", *(column.replace("_", " ") for column in COLUMNS)]
+    session.report.result({"runs": found}, table(None, columns, rows), *(extremes(run) for run in found))
+
+
+@torch.no_grad()
+def _count(session: Session, one: Measured, keep: int) -> Firing:
+    firing = Firing(one.sae.d_sae, keep)
+    for x in one.batches(session):
+        firing.update(one.sae.encode(x))
+    return firing
+
+
+def extremes(run: dict[str, Any]) -> str:
+    """Two lines that name a run's dense and dead latents, the most frequent and the first of them."""
+    frequency = run["frequency"]
+    dense = sorted((i for i, f in enumerate(frequency) if f > DENSE_FREQUENCY), key=lambda i: -frequency[i])
+    dead = [i for i, f in enumerate(frequency) if f == 0]
+    return (f"{run['run']}: dense {_listed([f'{i} ({frequency[i]:.0%})' for i in dense])}\n"
+            f"{run['run']}: dead {_listed([str(i) for i in dead])}")
+
+
+def _listed(words: list[str]) -> str:
+    if not words:
+        return "none"
+    more = f" and {len(words) - LISTED:,} more" if len(words) > LISTED else ""
+    return ", ".join(words[:LISTED]) + more
+
+
+def _draw(report: Report, path: Path, counted: dict[str, Firing]) -> None:
+    from .. import plots  # matplotlib takes a second to import
+
+    plots.firing(path, {name: (firing.l0_histogram, firing.frequency) for name, firing in counted.items()})
+    drawn = [path]
+    for name, firing in counted.items():
+        drawn.append(path.with_stem(f"{path.stem}-patterns" + (f"-{Path(name).name}" if len(counted) > 1 else "")))
+        plots.patterns(drawn[-1], firing.patterns, name)
+    report.note(f"drew {', '.join(map(str, drawn))}")

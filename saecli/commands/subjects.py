@@ -1,0 +1,104 @@
+"""What `eval`, `sparsity` and `export` share: which SAEs to look at, and on which rows."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+import typer
+from torch import Tensor
+
+from .. import formats
+from ..errors import ConfigError
+from ..formats import SavedSAE
+from ..runs import Subject, find_subject
+from ..sae import SAE
+from ..store import ActivationStore, Rows
+from ..training.loop import device_named
+from .options import Session
+
+Data = Annotated[str | None, typer.Option(
+    "--data", help="Activation store.  [default: the one that the run was trained on, else the newest]")]
+SplitName = Annotated[Literal["test", "train", "all"], typer.Option(
+    "--split", help="Rows to measure on: test, those held out; train, those trained on; all.")]
+Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1; auto takes cuda if any.")]
+
+BATCH_CODES = 1 << 24  # codes at a time: 64 MB in float32
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An SAE, and the rows that it is measured on.
+
+    Args:
+        subject: where the SAE comes from.
+        saved: the SAE, on the device it is measured on, in float32 or better.
+        split: which of the store's rows.
+        rows: those rows.
+    """
+
+    subject: Subject
+    saved: SavedSAE
+    split: str
+    rows: Rows
+
+    @property
+    def sae(self) -> SAE:
+        """The autoencoder."""
+        return self.saved.sae
+
+    @property
+    def heading(self) -> dict[str, str]:
+        """What every measurement starts with: the names of run, store and split."""
+        return {"run": self.subject.name, "data": self.rows.store.name, "split": self.split}
+
+    def batches(self, session: Session) -> Iterator[Tensor]:
+        """The rows in stored order, in batches (B, D) of the SAE's device and dtype, progress shown."""
+        size = max(16, min(4096, BATCH_CODES // self.sae.d_sae))
+        done = 0
+        with session.report.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
+            for batch in self.rows.sequential(size):
+                yield torch.from_numpy(batch).to(self.sae.W_enc)
+                done += len(batch)
+                show(done)
+
+
+def measured(session: Session, run: str | None, data: str | None, split: str, device: str) -> Measured:
+    """Open an SAE and the rows that it is to be measured on, saying on stderr whatever was not asked for.
+
+    Args:
+        session: the command's session.
+        run: a run's name or a folder that holds an SAE; None for the newest run.
+        data: the store's name; None for the run's own, else the newest.
+        split: "test", "train" or "all", split as the run was.
+        device: what `--device` says.
+
+    Raises:
+        RunError, FormatError, StoreError: one of them is missing or cannot be read.
+        ConfigError: the store's rows are not of the width that the SAE takes, or there is no such device.
+    """
+    subject = find_subject(session.home, run)
+    if run is None:
+        session.report.note(f"using the newest run, {subject.name}")
+    if not subject.complete:
+        session.report.note(f"{subject.name} is not finished; this is its last checkpoint")
+    store = ActivationStore.open(session.home.stores.find(data or subject.data))
+    if data is None and subject.data is None:
+        session.report.note(f"using the newest store, {store.name}")
+    if not store.complete:
+        session.report.note(f"{store.name} is not finished; {store.rows:,} rows of it are there so far")
+    saved = formats.load(subject.folder)
+    if saved.sae.d_in != store.d_in:
+        raise ConfigError(f"{subject.name} cannot be measured on {store.name}: expected rows of {saved.sae.d_in} "
+                          f"dimensions, got {store.d_in}; name another store with --data")
+    rows = store.split(split, fraction=subject.fraction if split == "train" else 1.0, seed=subject.split_seed)
+    return Measured(subject, SavedSAE(saved.sae.to(device_named(device)), saved.origin), split, rows)
+
+
+def all_measured(session: Session, runs: Sequence[str] | None, data: str | None, split: str,
+                 device: str) -> list[Measured]:
+    """As `measured`, for each of several runs; says so where their rows are not the same."""
+    found = [measured(session, run, data, split, device) for run in runs or [None]]
+    if len({(one.rows.store.name, one.subject.split_seed) for one in found}) > 1:
+        session.report.note("these runs are measured on different rows, each on its own store and split")
+    return found

@@ -1,0 +1,81 @@
+"""Homes for tests of commands: real stores and run folders, and the command line run in this process."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from saecli.activations import Activation, Relu, activation_to_json
+from saecli.cli import main
+from saecli.formats import SavedSAE, save_native
+from saecli.sae import SAE
+from saecli.store import StoreMeta, StoreWriter
+
+D, F = 8, 20
+
+
+def some_rows(rows: int = 3000, d_in: int = D, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng(seed).normal(size=(rows, d_in)) + 1.5).astype(np.float32)
+
+
+def make_store(home: Path, name: str, rows: np.ndarray) -> np.ndarray:
+    meta = StoreMeta(source={"kind": "array"}, request_hash=name, dtype="float32", d_in=rows.shape[1],
+                     shard_rows=len(rows), chunk_rows=256)
+    with StoreWriter.open(home / "activations" / name, meta) as writer:
+        writer.append(rows, {}, {"row": 0})
+        writer.finish()
+    return rows
+
+
+def random_sae(activation: Activation | None = None, d_in: int = D, seed: int = 0) -> SAE:
+    activation = activation or Relu()
+    generator = torch.Generator().manual_seed(seed)
+    W_enc = torch.randn(d_in, F, generator=generator)
+    return SAE(W_enc, torch.randn(F, generator=generator), W_enc.T / 10, torch.randn(d_in, generator=generator),
+               activation, activation.parameters(F))
+
+
+def make_run(home: Path, name: str, sae: SAE, data: str = "rows", split_seed: int = 0, fraction: float = 1.0,
+             created: str = "2026-01-01", complete: bool = True) -> Path:
+    folder = home / "runs" / name
+    folder.mkdir(parents=True)
+    document = {"format_version": 1, "created": created, "complete": complete, "data": data,
+                "training": {"split_seed": split_seed, "fraction": fraction}, "solver": {"name": "sgd"},
+                "activation": activation_to_json(sae.activation), "result": None}
+    (folder / "run.json").write_text(json.dumps(document))
+    save_native(SavedSAE(sae, {"model": "gpt2", "layer": 3, "site": "resid_post"}), folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left: its exit status and its output."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict:
+        """The JSON document on stdout, which is all there may be."""
+        return json.loads(self.out)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """Runs `sae` in this process."""
+
+    home: Path
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, *words: str | Path) -> Done:
+        self.monkeypatch.setattr(sys, "argv", ["sae", "--home", str(self.home), *map(str, words)])
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return Done(stop.value.code or 0, *self.capsys.readouterr())
