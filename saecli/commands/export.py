@@ -16,7 +16,7 @@ from .options import Json, Session, start
 from .subjects import Data, measured
 
 Run = Annotated[str | None, typer.Argument(
-    metavar="[RUN]", help="Run name, or folder that holds an SAE.  [default: the newest run]")]
+    help="Run name, or folder that holds an SAE.", show_default="the newest run")]
 To = Annotated[Literal["saelens", "sparsify", "dictionary-learning"], typer.Option("--to", help="The library.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
 

@@ -9,16 +9,17 @@ import typer
 from torch import Tensor
 
 from .. import formats
+from ..devices import device_named
 from ..errors import ConfigError
 from ..formats import SavedSAE
 from ..runs import Subject, find_subject
 from ..sae import SAE
-from ..store import ActivationStore, Rows
-from ..training.loop import device_named
+from ..store import Rows
 from .options import Session
+from .stores import open_store
 
 Data = Annotated[str | None, typer.Option(
-    "--data", help="Activation store.  [default: the one that the run was trained on, else the newest]")]
+    "--data", help="Activation store.", show_default="the one that the run was trained on, else the newest")]
 SplitName = Annotated[Literal["test", "train", "all"], typer.Option(
     "--split", help="Rows to measure on: test, those held out; train, those trained on; all.")]
 Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1; auto takes cuda if any.")]
@@ -52,6 +53,11 @@ class Measured:
         """What every measurement starts with: the names of run, store and split."""
         return {"run": self.subject.name, "data": self.rows.store.name, "split": self.split}
 
+    @property
+    def chosen_rows(self) -> tuple[str, int, float]:
+        """What decides the rows, the split's name apart: store, seed and share of the split."""
+        return self.rows.store.name, self.subject.split_seed, self.rows.split.fraction
+
     def batches(self, session: Session) -> Iterator[Tensor]:
         """The rows in stored order, in batches (B, D) of the SAE's device and dtype, progress shown."""
         size = max(16, min(4096, BATCH_CODES // self.sae.d_sae))
@@ -82,11 +88,7 @@ def measured(session: Session, run: str | None, data: str | None, split: str, de
         session.report.note(f"using the newest run, {subject.name}")
     if not subject.complete:
         session.report.note(f"{subject.name} is not finished; this is its last checkpoint")
-    store = ActivationStore.open(session.home.stores.find(data or subject.data))
-    if data is None and subject.data is None:
-        session.report.note(f"using the newest store, {store.name}")
-    if not store.complete:
-        session.report.note(f"{store.name} is not finished; {store.rows:,} rows of it are there so far")
+    store = open_store(session, data or subject.data)
     saved = formats.load(subject.folder)
     if saved.sae.d_in != store.d_in:
         raise ConfigError(f"{subject.name} cannot be measured on {store.name}: expected rows of {saved.sae.d_in} "
@@ -99,6 +101,6 @@ def all_measured(session: Session, runs: Sequence[str] | None, data: str | None,
                  device: str) -> list[Measured]:
     """As `measured`, for each of several runs; says so where their rows are not the same."""
     found = [measured(session, run, data, split, device) for run in runs or [None]]
-    if len({(one.rows.store.name, one.subject.split_seed) for one in found}) > 1:
+    if len({one.chosen_rows for one in found}) > 1:
         session.report.note("these runs are measured on different rows, each on its own store and split")
     return found

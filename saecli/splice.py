@@ -1,0 +1,155 @@
+"""What becomes of a language model whose activations at one site are replaced by an SAE's reconstructions.
+
+The windows of tokens are put together again from the token ids that a store keeps beside its rows, so that
+neither the text nor the network is needed. Special tokens (BOS) keep their own activations, and predictions made
+from them are left out of every mean; only where the site is set to zero, it is so at all tokens. SAELens' current
+evaluation does the same. Shapes: B windows, T tokens, D = d_in, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import StoreError
+from .harvest import Window, is_plain, padded
+from .language_model import LanguageModel
+from .sae import SAE
+from .store import Rows
+
+COLUMNS = ("document", "position", "token_id")
+READ = 1 << 16  # rows of the columns at a time
+BATCH_LOGITS = 1 << 25  # logits at a time: 128 MB in float32, held a few times over
+
+
+def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[Window]:
+    """The first windows of tokens among a store's rows.
+
+    A window of which the store dropped a token other than the prefix is left out, for it cannot be put together.
+
+    Args:
+        rows: rows of a store that keeps every position of its windows.
+        prefix: the special tokens that stand before each window, which the store drops.
+        tokens: how many tokens, the prefix not counted, are enough.
+
+    Yields:
+        Windows in stored order; whole ones, so that there may be a few tokens more.
+
+    Raises:
+        StoreError: the rows keep no tokens, or make no whole window.
+    """
+    if missing := [name for name in COLUMNS if name not in rows.store.meta.columns]:
+        raise StoreError(f"{rows.store.name} cannot be run through a model: expected a store that `sae extract` made, "
+                         f"got one without {', '.join(missing)}; leave --model out, or name another store")
+    if rows.store.meta.source.get("positions") == "last":
+        raise StoreError(f"{rows.store.name} cannot be run through a model: expected every position of a window, got "
+                         f"only the last; extract a store with --positions all")
+    found = 0
+    for document, positions, token_ids in _spans(rows):
+        if positions[0] != len(prefix) or positions[-1] - positions[0] + 1 != len(positions):
+            continue
+        yield Window(document, 0, 0, [*prefix, *token_ids])
+        found += len(token_ids)
+        if found >= tokens:
+            return
+    if not found:
+        raise StoreError(f"{rows.store.name} cannot be run through a model: expected windows of "
+                         f"which every token was stored, got none; name another store")
+
+
+def _spans(rows: Rows) -> Iterator[tuple[int, list[int], list[int]]]:
+    """The document, positions and token ids of each run of rows that come from one window."""
+    waiting = np.empty((3, 0), np.int64)
+    for columns in zip(*(rows.column(name, READ) for name in COLUMNS), strict=True):
+        waiting = np.concatenate([waiting, np.stack(columns)], axis=1)
+        edges = 1 + np.flatnonzero((np.diff(waiting[0]) != 0) | (np.diff(waiting[1]) <= 0))
+        *whole, waiting = np.split(waiting, edges, axis=1)
+        for span in whole:
+            yield int(span[0, 0]), span[1].tolist(), span[2].tolist()
+    if waiting.shape[1]:
+        yield int(waiting[0, 0]), waiting[1].tolist(), waiting[2].tolist()
+
+
+@torch.no_grad()
+def effects(model: LanguageModel, windows: Iterable[Window], special: Tensor, layer: int, site: str,
+            saes: Sequence[SAE], show: Callable[[int], None]) -> list[dict[str, Any]]:
+    """Splice SAEs into a model, each on its own.
+
+    Args:
+        model: the language model, loaded with its head.
+        windows: what it reads.
+        special: token ids whose activations stay as they are, and whose predictions do not count.
+        layer: block, from 0.
+        site: where in it; see `language_model.SITES`.
+        saes: the SAEs, of the site's width.
+        show: told after each batch how many tokens are done.
+
+    Returns:
+        For each SAE: tokens, how many counted; ce_clean, ce_spliced and ce_zero, the mean cross-entropy of the
+        next token in nats, of the model as it is, with the SAE's reconstructions, and with zeros at the site;
+        ce_recovered, `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`; kl, the mean of KL(clean || spliced) in
+        nats.
+
+    Cost: 2 forward passes, and one more for each SAE.
+    """
+    most = BATCH_LOGITS // model.source.config.get_text_config().vocab_size
+    sums = torch.zeros(len(saes), 2, dtype=torch.float64)  # cross-entropy, KL
+    shared = torch.zeros(2, dtype=torch.float64)  # cross-entropy clean, with zeros
+    tokens = predictions = 0
+    for batch in _batches(windows, most):
+        token_ids, mask = padded(batch)
+        plain = is_plain(token_ids, mask, special).to(model.device)
+        scored = plain[:, :-1] & mask[:, 1:].bool().to(model.device)  # has a next token
+        clean = model.logits(token_ids, mask).log_softmax(-1)
+        following = token_ids[:, 1:].to(model.device)
+
+        def logits_with(replace: Any, token_ids: Tensor = token_ids, mask: Tensor = mask) -> Tensor:
+            with model.intercepted(layer, site, replace):
+                return model.logits(token_ids, mask).log_softmax(-1)
+
+        shared += torch.stack([_cross_entropy(clean, following, scored),
+                               _cross_entropy(logits_with(torch.zeros_like), following, scored)]).cpu()
+        for index, sae in enumerate(saes):
+            spliced = logits_with(lambda x, sae=sae, plain=plain: _reconstructed(sae, x, plain))
+            kl = (clean.exp() * (clean - spliced)).sum(-1)[plain].sum(dtype=torch.float64)
+            sums[index] += torch.stack([_cross_entropy(spliced, following, scored), kl]).cpu()
+        tokens += int(plain.sum())
+        predictions += int(scored.sum())
+        show(tokens)
+    return [_result(shared, own, tokens, predictions) for own in sums]
+
+
+def _batches(windows: Iterable[Window], most: int) -> Iterator[list[Window]]:
+    """The windows in lists that take `most` tokens when padded, at least one window each."""
+    pending: list[Window] = []
+    for window in windows:
+        longest = max(len(other.token_ids) for other in [*pending, window])
+        if pending and (len(pending) + 1) * longest > most:
+            yield pending
+            pending = []
+        pending.append(window)
+    if pending:
+        yield pending
+
+
+def _cross_entropy(log_probabilities: Tensor, following: Tensor, scored: Tensor) -> Tensor:
+    """Sum over the scored tokens of minus the log-probability of the next, float64."""
+    chosen = log_probabilities[:, :-1].gather(-1, following[..., None])[..., 0]
+    return -chosen[scored].sum(dtype=torch.float64)
+
+
+def _reconstructed(sae: SAE, x: Tensor, plain: Tensor) -> Tensor:
+    """The activations (B, T, D) with those of plain tokens replaced by their reconstructions."""
+    result = x.clone()
+    result[plain] = sae(x[plain].to(sae.W_enc)).to(x)
+    return result
+
+
+def _result(shared: Tensor, own: Tensor, tokens: int, predictions: int) -> dict[str, Any]:
+    clean, zero = (shared / predictions).tolist()
+    spliced = float(own[0] / predictions)
+    recovered = float((shared[1] - own[0]) / (shared[1] - shared[0]))
+    return {"ce_clean": clean, "ce_spliced": spliced, "ce_zero": zero, "ce_recovered": recovered,
+            "kl": float(own[1] / tokens), "tokens": tokens}

@@ -1,0 +1,226 @@
+"""Splicing an SAE into a language model, against plain torch on a small real model."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, make_run
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from saecli.activations import Relu, TopK
+from saecli.harvest import COLUMNS, Windows, harvest
+from saecli.language_model import LanguageModel, find_model
+from saecli.sae import SAE
+from saecli.splice import stored_windows
+from saecli.store import ActivationStore, StoreMeta, StoreWriter, is_test
+
+D, WORDS, CONTEXT, LAYER = 16, 40, 12, 1
+BOS = 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two blocks with random weights, large enough to make it certain of things."""
+    folder = tmp_path_factory.mktemp("model")
+    words = {"<pad>": 0, "<bos>": BOS, "<unk>": 2} | {f"w{i}": i + 3 for i in range(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>",
+                            unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(words), hidden_size=D, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        initializer_range=0.5, max_position_embeddings=64, bos_token_id=BOS, eos_token_id=None,
+        pad_token_id=0)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LanguageModel:
+    return LanguageModel(find_model(str(folder)), torch.device("cpu"), head=True)
+
+
+def documents(number: int = 60) -> list[tuple[int, str]]:
+    generator = np.random.default_rng(0)
+    return [(i, " ".join(f"w{w}" for w in generator.integers(0, WORDS, generator.integers(1, 40))))
+            for i in range(number)]
+
+
+def extracted(home: Path, model: LanguageModel, positions: str = "all", limit: int | None = None,
+              text: list[tuple[int, str]] | None = None) -> Path:
+    """A store as `sae extract` makes it."""
+    path = home / "activations" / "store"
+    source = {"model": str(Path(model.source.location).resolve()), "layer": LAYER, "site": "resid_post",
+              "context": CONTEXT, "positions": positions}
+    meta = StoreMeta(source=source, request_hash="x", dtype="float32", d_in=D, shard_rows=500, chunk_rows=64,
+                     columns=COLUMNS)
+    cutter = Windows(model.tokenizer, CONTEXT, first_only=positions == "last")
+    with StoreWriter.open(path, meta, limit=limit) as writer:
+        for block in harvest(model, cutter.cut(text or documents()), cutter, LAYER, "resid_post", positions, 8):
+            writer.append(block.activations, block.columns, block.cursor, block.dropped)
+            if writer.full:
+                break
+        writer.finish()
+    return path
+
+
+@pytest.fixture
+def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(tmp_path / "home", monkeypatch, capsys)
+
+
+def random_sae(seed: int = 0) -> SAE:
+    generator = torch.Generator().manual_seed(seed)
+    W_enc = torch.randn(D, 30, generator=generator) / 4
+    return SAE(W_enc, torch.randn(30, generator=generator), W_enc.T.clone(), torch.zeros(D), Relu())
+
+
+def identity_sae() -> SAE:
+    return SAE(torch.eye(D), torch.zeros(D), torch.eye(D), torch.zeros(D), TopK(k=D))
+
+
+def oracle(folder: Path, windows: Iterator[list[int]], sae: SAE) -> dict[str, float]:
+    """One window at a time in float64, the site replaced by a hook written out here."""
+    llama = LlamaForCausalLM.from_pretrained(folder).double()
+    sae = sae.to(torch.float64)
+
+    def run(ids: Tensor, replace: object) -> Tensor:
+        handle = llama.model.layers[LAYER].register_forward_hook(
+            lambda module, args, output: replace(output if isinstance(output, Tensor) else output[0]))
+        logits = llama(input_ids=ids).logits[0]
+        handle.remove()
+        return logits.log_softmax(-1)
+
+    def spliced(x: Tensor) -> Tensor:
+        return torch.cat([x[:, :1], sae(x[0, 1:])[None]], dim=1)
+
+    losses, divergences = {"ce_clean": [], "ce_spliced": [], "ce_zero": []}, []
+    with torch.no_grad():
+        for window in windows:
+            ids = torch.tensor([window])
+            found = {"ce_clean": run(ids, lambda x: x), "ce_spliced": run(ids, spliced),
+                     "ce_zero": run(ids, torch.zeros_like)}
+            for name, log_probabilities in found.items():
+                losses[name].append(functional.nll_loss(log_probabilities[1:-1], ids[0, 2:], reduction="none"))
+            clean = found["ce_clean"]
+            divergences.append((clean.exp() * (clean - found["ce_spliced"])).sum(-1)[1:])
+    result = {name: float(torch.cat(values).mean()) for name, values in losses.items()}
+    recovered = (result["ce_zero"] - result["ce_spliced"]) / (result["ce_zero"] - result["ce_clean"])
+    tokens = torch.cat(divergences)
+    return result | {"ce_recovered": recovered, "kl": float(tokens.mean()), "tokens": len(tokens)}
+
+
+def test_effects_on_held_out_documents_match_plain_torch(
+        sae: CommandLine, folder: Path, model: LanguageModel) -> None:
+    extracted(sae.home, model)
+    make_run(sae.home, "random", random_sae(), data="store", split_seed=5)
+    make_run(sae.home, "other", random_sae(1), data="store", split_seed=5)
+    done = sae("eval", "random", "other", "--model", folder, "--tokens", "1000000", "--json")
+    assert done.status == 0, done.err
+    held_out = [(i, text) for i, text in documents() if is_test(np.array([i]), seed=5)[0]]
+    assert len(held_out) > 2
+    windows = [window.token_ids for window in Windows(model.tokenizer, CONTEXT).cut(held_out)]
+    for found, seed in zip(done.json["runs"], (0, 1), strict=True):
+        expected = oracle(folder, iter(windows), random_sae(seed))
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+        assert abs(1 - found["ce_recovered"]) > 0.01
+    assert "special tokens keep their own activations and are left out of the means" in done.err
+
+
+def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path, model: LanguageModel) -> None:
+    extracted(sae.home, model)
+    make_run(sae.home, "exact", identity_sae(), data="store")
+    (found,) = sae("eval", "--model", folder, "--json").json["runs"]
+    assert found["ce_spliced"] == pytest.approx(found["ce_clean"], rel=1e-6)
+    assert found["ce_recovered"] == pytest.approx(1, abs=1e-5)
+    assert found["kl"] == pytest.approx(0, abs=1e-6)
+    assert list(found)[-6:] == ["ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens"]
+
+
+def test_a_people_table_has_the_effect(sae: CommandLine, folder: Path, model: LanguageModel) -> None:
+    extracted(sae.home, model)
+    make_run(sae.home, "exact", identity_sae(), data="store")
+    out = sae("eval", "--model", folder, "--tokens", "20").out
+    assert "ce recovered" in out and "with the SAE's reconstructions" in out
+
+
+@pytest.mark.parametrize("limit", [None, 300])
+def test_windows_put_together_from_the_store_are_those_that_were_extracted(
+        tmp_path: Path, model: LanguageModel, limit: int | None) -> None:
+    rows = ActivationStore.open(extracted(tmp_path, model, limit=limit)).split("all")
+    cutter = Windows(model.tokenizer, CONTEXT)
+    found = [(window.document, window.token_ids) for window in stored_windows(rows, cutter.prefix, 10**9)]
+    cut = [(window.document, window.token_ids) for window in cutter.cut(documents())]
+    whole = cut if limit is None else cut[:len(found) - 1]
+    assert found[:len(whole)] == whole
+    assert sum(len(token_ids) - 1 for _, token_ids in found) == rows.rows
+
+
+def test_windows_are_whole_and_no_more_than_asked_for(tmp_path: Path, model: LanguageModel) -> None:
+    rows = ActivationStore.open(extracted(tmp_path, model)).split("all")
+    windows = list(stored_windows(rows, [BOS], 50))
+    counts = [len(window.token_ids) - 1 for window in windows]
+    assert sum(counts) >= 50 > sum(counts[:-1])
+
+
+def test_a_store_of_last_positions_is_refused(sae: CommandLine, folder: Path, model: LanguageModel) -> None:
+    extracted(sae.home, model, positions="last")
+    make_run(sae.home, "exact", identity_sae(), data="store")
+    done = sae("eval", "--model", folder)
+    assert done.status == 1
+    assert "extract a store with --positions all" in done.err
+
+
+def test_rows_that_came_from_no_model_are_refused(sae: CommandLine, folder: Path) -> None:
+    meta = StoreMeta(source={"kind": "array"}, request_hash="x", dtype="float32", d_in=D, shard_rows=500)
+    with StoreWriter.open(sae.home / "activations" / "store", meta) as writer:
+        writer.append(np.ones((500, D), np.float32), {}, {"row": 0})
+        writer.finish()
+    make_run(sae.home, "exact", identity_sae(), data="store")
+    done = sae("eval", "--model", folder)
+    assert (done.status, "got one that names no layer; leave --model out" in done.err) == (1, True)
+
+
+def test_tokens_without_a_model_do_nothing_and_are_refused(sae: CommandLine) -> None:
+    done = sae("eval", "--tokens", "5")
+    assert (done.status, "--tokens does nothing without --model" in done.err) == (1, True)
+
+
+@pytest.mark.skipif("SAECLI_TEST_SAELENS" not in os.environ, reason="SAECLI_TEST_SAELENS names no Python with SAELens")
+def test_eval_agrees_with_saelens_current_evaluation(
+        sae: CommandLine, tmp_path: Path, folder: Path, model: LanguageModel) -> None:
+    generator = np.random.default_rng(1)
+    even = [(i, " ".join(f"w{w}" for w in generator.integers(0, WORDS, CONTEXT - 1))) for i in range(80)]
+    extracted(sae.home, model, text=even)
+    make_run(sae.home, "random", random_sae(), data="store")
+    sae("export", "random", "--to", "saelens", "--out", tmp_path / "exported")
+    config = json.loads((tmp_path / "exported" / "cfg.json").read_text())
+    config["metadata"]["hook_name"] = f"blocks.{LAYER}.hook_resid_post"
+    (tmp_path / "exported" / "cfg.json").write_text(json.dumps(config))
+    cutter = Windows(model.tokenizer, CONTEXT)
+    np.save(tmp_path / "tokens.npy", np.array([window.token_ids for window in cutter.cut(even)]))
+    script = Path(__file__).parent / "libraries" / "saelens_evaluation.py"
+    special = ",".join(map(str, cutter.special.tolist()))
+    done = subprocess.run([os.environ["SAECLI_TEST_SAELENS"], script, tmp_path / "exported", folder,
+                           tmp_path / "tokens.npy", str(LAYER), special], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout)
+    (ours,) = sae("eval", "random", "--split", "all", "--model", folder, "--json").json["runs"]
+    assert ours["rows"] == ours["tokens"] == 80 * (CONTEXT - 1)
+    assert {
+        "explained_variance": ours["explained_variance"], "mse": ours["mse"] * D, "cossim": ours["cosine"],
+        "l0": ours["l0"], "l1": ours["l1"], "ce_loss_without_sae": ours["ce_clean"],
+        "ce_loss_with_sae": ours["ce_spliced"], "ce_loss_with_ablation": ours["ce_zero"],
+        "ce_loss_score": ours["ce_recovered"], "kl_div_with_sae": ours["kl"],
+    } == pytest.approx({name: theirs[name] for name in (
+        "explained_variance", "mse", "cossim", "l0", "l1", "ce_loss_without_sae", "ce_loss_with_sae",
+        "ce_loss_with_ablation", "ce_loss_score", "kl_div_with_sae")}, rel=1e-4)
