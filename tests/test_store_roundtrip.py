@@ -156,6 +156,6 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path, block, columns, said):
 
 def test_a_store_of_no_rows_is_refused_with_the_counts(tmp_path):
     with (StoreWriter.open(tmp_path / "s", make_meta(4)) as writer,
-          pytest.raises(StoreError, match="no rows.*5 special, 2 nonfinite")):
+          pytest.raises(StoreError, match=r"no rows.*5 special, 2 nonfinite")):
         writer.append(np.full((2, 4), np.nan, np.float32), {}, {}, {"special": 5})
         writer.finish()

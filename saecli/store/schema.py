@@ -32,6 +32,7 @@ from .dtypes import DTYPES
 FORMAT_VERSION = 1
 MARKER = "store.json"
 SHARDS = "shards"
+ACTIVATIONS = "activations"
 
 COLUMNS: dict[str, np.dtype] = {
     "token_id": np.dtype("<i4"),

@@ -1,4 +1,4 @@
-"""One shard: writing its HDF5 file chunk by chunk, and mapping the bytes of one that is finished.
+"""Reading shards: checking that an HDF5 file is what the store says, and mapping its bytes.
 
 Legend: R rows, D = d_in.
 """
@@ -7,8 +7,6 @@ import hashlib
 import mmap
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +14,9 @@ import h5py
 import numpy as np
 
 from ..errors import StoreError
-from ..files import partial_path, settle
 from .dtypes import DTYPES
-from .schema import COLUMNS, SHARDS, StoreMeta
+from .schema import ACTIVATIONS, COLUMNS, SHARDS, StoreMeta
 
-ACTIVATIONS = "activations"
 # What h5py raises, by no rule that could be relied on, for files that are not as they should be.
 HDF5_ERRORS = (OSError, RuntimeError, KeyError, TypeError, ValueError)
 
@@ -29,93 +25,6 @@ def file_sha256(path: Path) -> str:
     """The hash of a file's bytes; cost: one read of the file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class ShardWriter:
-    """Writes one shard under a hidden name; it appears whole, by `commit`, or not at all.
-
-    Args:
-        path: where the shard is to appear.
-        meta: what it holds. Memory: one chunk, and the columns.
-    """
-
-    def __init__(self, path: Path, meta: StoreMeta) -> None:
-        self.path = path
-        self.rows = 0
-        self._meta = meta
-        self._chunk = np.empty((meta.chunk_rows, meta.d_in), DTYPES[meta.dtype].storage)
-        self._filled = 0  # rows of the chunk that is being gathered
-        self._written = 0  # rows in the file, the padding included
-        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in meta.columns}
-        self._file: h5py.File | None = None  # and its dataset, once there is a chunk to write
-        self._dataset: h5py.h5d.DatasetID | None = None
-
-    def append(self, rows: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
-        """Add rows.
-
-        Args:
-            rows: (R, D) in the storage dtype.
-            columns: (R,) for each of the store's columns.
-        """
-        for name, parts in self._columns.items():
-            parts.append(columns[name].astype(COLUMNS[name]))
-        self.rows += len(rows)
-        while len(rows):
-            room = len(self._chunk) - self._filled
-            taken, rows = rows[:room], rows[room:]
-            self._chunk[self._filled : self._filled + len(taken)] = taken
-            self._filled += len(taken)
-            if self._filled == len(self._chunk):
-                self._flush_chunk()
-
-    def commit(self) -> str:
-        """Finish the shard, flush it to disk and let it appear.
-
-        Returns:
-            The SHA-256 of the file.
-        """
-        if self._filled:
-            if self._file is None:
-                self._chunk = self._chunk[: self._filled]  # a shard of less than a chunk needs no padding
-            self._chunk[self._filled :] = 0
-            self._flush_chunk()
-        assert self._file is not None, "a shard of no rows is never written"
-        self._dataset.set_extent((self.rows, self._meta.d_in))
-        for name, parts in self._columns.items():
-            self._file.create_dataset(name, data=np.concatenate(parts))
-        self._file.close()
-        temporary = partial_path(self.path)
-        digest = file_sha256(temporary)
-        settle(temporary, self.path)
-        return digest
-
-    def abandon(self) -> None:
-        """Remove what was written; calling it after `commit` does nothing."""
-        if self._file:
-            # On a full disk HDF5 fails again on closing; the file goes away in any case.
-            with suppress(*HDF5_ERRORS):
-                self._file.close()
-        partial_path(self.path).unlink(missing_ok=True)
-
-    def _flush_chunk(self) -> None:
-        if self._file is None:
-            self._create()
-        start = self._written
-        self._written += len(self._chunk)
-        self._dataset.set_extent((self._written, self._meta.d_in))
-        self._dataset.write_direct_chunk((start, 0), self._chunk)
-        self._filled = 0
-
-    def _create(self) -> None:
-        self.path.parent.mkdir(exist_ok=True)
-        self._file = h5py.File(partial_path(self.path), "w", libver="earliest", locking=False)
-        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        layout.set_chunk(self._chunk.shape)
-        layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        layout.set_obj_track_times(False)  # equal rows make equal bytes, whenever they were written
-        space = h5py.h5s.create_simple((0, self._meta.d_in), (h5py.h5s.UNLIMITED, self._meta.d_in))
-        stored = DTYPES[self._meta.dtype].hdf5
-        self._dataset = h5py.h5d.create(self._file.id, ACTIVATIONS.encode(), stored, space, layout)
 
 
 @dataclass(frozen=True)

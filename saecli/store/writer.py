@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import StoreError
 from .dtypes import DTYPES
 from .schema import MARKER, SHARDS, Resume, ShardRecord, StoreMeta, read_meta, shard_name, write_meta
-from .shard import HDF5_ERRORS, ShardWriter
+from .shard_writer import ShardWriter
 
 NONFINITE = "nonfinite"
 
@@ -143,13 +143,8 @@ class StoreWriter:
             raise StoreError(f"there are no rows to store in {self._path}; expected at least one, got none "
                              f"(dropped: {counts or 'none'}); give more or other data")
         with self._reporting():
-            if self._shard:
-                self._close_shard()
-            totals = _sum(self._meta.dropped, self._ended)
-            finished = dataclasses.replace(self._meta, complete=True, dropped=totals)
-            write_meta(self._path, finished)
-        self._meta = finished
-        return finished
+            self._record(complete=True)
+        return self._meta
 
     def __enter__(self) -> Self:
         return self
@@ -168,7 +163,7 @@ class StoreWriter:
             raise StoreError(f"cannot write to {self._path}: an earlier write failed; open it again to go on")
         try:
             yield
-        except HDF5_ERRORS as error:
+        except OSError as error:
             self._failed = True
             self._drop_shard()
             raise _refused(self._path, self._meta.rows, error) from error
@@ -215,16 +210,22 @@ class StoreWriter:
             self._shard.append(part, {name: columns[name][begin:stop] for name in self._meta.columns})
             self._last = Resume(cursor, stop)
             if self._shard.rows == self._meta.shard_rows:
-                self._close_shard()
+                self._record()
             begin = stop
 
-    def _close_shard(self) -> None:
-        assert self._shard is not None
-        assert self._last is not None
-        digest = self._shard.commit()
-        record = ShardRecord(self._shard.path.name, self._shard.rows, digest, self._ended, self._last)
-        totals = _sum(self._meta.dropped, self._ended)
-        meta = dataclasses.replace(self._meta, shards=(*self._meta.shards, record), dropped=totals)
+    def _record(self, complete: bool = False) -> None:
+        """Close the shard, if there is one, and say so in `store.json`.
+
+        The last shard and the store's completion are said in one: a short shard in a store that is not
+        complete would have its dropped rows counted twice when the producer comes back.
+        """
+        shards = self._meta.shards
+        if self._shard:
+            assert self._last is not None
+            digest = self._shard.commit()
+            shards += (ShardRecord(self._shard.path.name, self._shard.rows, digest, self._ended, self._last),)
+        meta = dataclasses.replace(self._meta, complete=complete, shards=shards,
+                                   dropped=_sum(self._meta.dropped, self._ended))
         write_meta(self._path, meta)
         self._meta, self._shard, self._ended = meta, None, {}
 

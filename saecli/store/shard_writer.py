@@ -1,0 +1,184 @@
+"""Writing one shard.
+
+The HDF5 library never writes to the disk here: on a full one it has been seen to crash the process. It writes
+its few kilobytes of headers, and the columns, into memory; the activations go into the file at the offset that
+the headers give for them, by plain writes whose failure is an OSError like any other.
+
+Legend: R rows, D = d_in.
+"""
+
+import io
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from ..files import partial_path, settle
+from .dtypes import DTYPES
+from .schema import ACTIVATIONS, COLUMNS, StoreMeta
+from .shard import file_sha256
+
+# Of everything in the file, in bytes: NumPy is slow with numbers that lie askew.
+ALIGNMENT = 64
+
+
+class ShardWriter:
+    """Writes one shard under a hidden name; it appears whole, by `commit`, or not at all.
+
+    Args:
+        path: where the shard is to appear.
+        meta: what it holds. Memory: one chunk, and the columns.
+    """
+
+    def __init__(self, path: Path, meta: StoreMeta) -> None:
+        self.path = path
+        self.rows = 0
+        self._meta = meta
+        self._chunk = np.empty((meta.chunk_rows, meta.d_in), DTYPES[meta.dtype].storage)
+        self._filled = 0  # rows of the chunk that is being gathered
+        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in meta.columns}
+        _, self._start = _headers(meta, meta.shard_rows, None)
+        self._end = self._start
+        path.parent.mkdir(exist_ok=True)
+        self._file = os.open(partial_path(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def append(self, rows: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
+        """Add rows.
+
+        Args:
+            rows: (R, D) in the storage dtype.
+            columns: (R,) for each of the store's columns.
+
+        Raises:
+            OSError: the disk refuses it.
+        """
+        for name, parts in self._columns.items():
+            parts.append(columns[name].astype(COLUMNS[name]))
+        self.rows += len(rows)
+        while len(rows):
+            room = len(self._chunk) - self._filled
+            taken, rows = rows[:room], rows[room:]
+            self._chunk[self._filled : self._filled + len(taken)] = taken
+            self._filled += len(taken)
+            if self._filled == len(self._chunk):
+                self._flush_chunk()
+
+    def commit(self) -> str:
+        """Finish the shard, flush it to disk and let it appear.
+
+        Returns:
+            The SHA-256 of the file.
+
+        Raises:
+            OSError: the disk refuses it.
+        """
+        if self._filled:
+            # Only a whole chunk has a place in the file, but for a shard of less than one chunk.
+            if self.rows < len(self._chunk):
+                self._chunk = self._chunk[: self.rows]
+            self._chunk[self._filled :] = 0
+            self._flush_chunk()
+        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        image, start = _headers(self._meta, self.rows, columns)
+        assert start == self._start, "the place of the activations depends on their number"
+        for offset, data in image.writes:
+            _write(self._file, data, offset)
+        os.ftruncate(self._file, image.size)
+        os.close(self._file)
+        self._file = -1
+        temporary = partial_path(self.path)
+        digest = file_sha256(temporary)
+        settle(temporary, self.path)
+        return digest
+
+    def abandon(self) -> None:
+        """Remove what was written; calling it after `commit` does nothing."""
+        if self._file >= 0:
+            with suppress(OSError):  # some systems report on closing what they failed to write
+                os.close(self._file)
+            self._file = -1
+        partial_path(self.path).unlink(missing_ok=True)
+
+    def _flush_chunk(self) -> None:
+        _write(self._file, memoryview(self._chunk).cast("B"), self._end)
+        self._end += self._chunk.nbytes
+        self._filled = 0
+
+
+def _write(file: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all of the data: one call may write but a part of it."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+
+
+class _Image(io.RawIOBase):
+    """A file for HDF5 to write to: takes note of what is written where.
+
+    Attributes:
+        writes: offset and bytes of every write, in order.
+        size: size of the file.
+    """
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[int, bytes]] = []
+        self.size = 0
+        self._at = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def write(self, data) -> int:
+        self.writes.append((self._at, bytes(data)))
+        self._at += len(data)
+        self.size = max(self.size, self._at)
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        self.size = self._at if size is None else size
+        return self.size
+
+
+def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | None) -> tuple[_Image, int]:
+    """Everything in a shard but its activations.
+
+    A dataset of fixed size in chunks without filters, allocated at once, has its chunks one after the other
+    and needs no index of them (version 1.10 of the format); what stands before them does not depend on `rows`.
+
+    Args:
+        meta: what the shard holds.
+        rows: how many rows.
+        columns: (rows,) for each of the store's columns; None leaves them out of the image.
+
+    Returns:
+        The image, and the byte offset of the activations.
+    """
+    image = _Image()
+    with h5py.File(image, "w", libver=("v110", "v110"), alignment_threshold=1, alignment_interval=ALIGNMENT) as file:
+        for name in meta.columns:
+            _create(file, name, h5py.h5t.py_create(COLUMNS[name]), (rows,))
+        chunk = (min(meta.chunk_rows, rows), meta.d_in)
+        activations = _create(file, ACTIVATIONS, DTYPES[meta.dtype].hdf5, (rows, meta.d_in), chunk)
+        for name, column in (columns or {}).items():
+            file[name][...] = column
+        start = activations.get_chunk_info_by_coord((0, 0)).byte_offset
+    return image, start
+
+
+def _create(file: h5py.File, name: str, kind: h5py.h5t.TypeID, shape: tuple[int, ...],
+            chunk: tuple[int, ...] | None = None) -> h5py.h5d.DatasetID:
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    layout.set_obj_track_times(False)  # equal rows make equal bytes, whenever they were written
+    if chunk:
+        layout.set_chunk(chunk)
+        layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    return h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), layout)

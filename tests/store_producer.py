@@ -1,0 +1,87 @@
+"""A producer of blocks to write to a store, as a process to kill.
+
+Run as a script it reads one JSON object a line, forks a child that writes the store at "path" from where it
+stands, and prints how the child ended. The child kills itself at the "kill_at"-th thing that it does to a file
+(or block that it begins), is killed after "kill_after" seconds, or finds files limited to "file_bytes".
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from storing import make_meta
+
+from saecli.errors import StoreError
+from saecli.store import StoreWriter
+
+BLOCKS = 60
+D_IN = 24
+
+
+def blocks(since: dict | None) -> Iterator[tuple[dict, np.ndarray, dict, dict]]:
+    """Blocks of 0 to 40 rows, some not finite, with what was dropped; a function of the block's number alone."""
+    for number in range(since["block"] if since else 0, BLOCKS):
+        rng = np.random.default_rng(number)
+        count = int(rng.integers(0, 40)) if number % 7 else 0
+        rows = rng.standard_normal((count, D_IN), np.float32)
+        rows[rng.random(count) < 0.1, 3] = np.nan
+        columns = {"document": np.full(count, number), "position": np.arange(count)}
+        yield {"block": number}, rows, columns, {"special": int(rng.integers(0, 3))}
+
+
+def write(path: Path, limit: int | None = None) -> None:
+    """Write the store, from its beginning or from where it was interrupted."""
+    meta = make_meta(D_IN, "bfloat16", shard_rows=90, chunk_rows=16, columns=("document", "position"))
+    with StoreWriter.open(path, meta, limit=limit) as writer:
+        for cursor, rows, columns, dropped in blocks(writer.cursor):
+            sys.audit("store_producer.block")
+            writer.append(rows, columns, cursor, dropped)
+            if writer.full:
+                break
+        writer.finish()
+
+
+def _child(order: dict) -> None:
+    if order.get("file_bytes"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_bytes"], resource.RLIM_INFINITY))
+    if order.get("kill_at"):
+        events = itertools.count(1)
+        watched = {"open", "os.rename", "os.remove", "os.mkdir", "fcntl.flock", "store_producer.block"}
+
+        def hook(event: str, _: tuple) -> None:
+            if event in watched and next(events) == order["kill_at"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+    try:
+        write(Path(order["path"]), order.get("limit"))
+    except StoreError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+
+
+def main() -> None:
+    """Serve orders until the input ends."""
+    for line in sys.stdin:
+        order = json.loads(line)
+        child = os.fork()
+        if not child:
+            _child(order)
+            os._exit(0)
+        if order.get("kill_after") is not None:
+            time.sleep(order["kill_after"])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        print(json.dumps({"exit": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Nothing is lost: killed, interrupted, out of disk, or two at once, a store ends as if nothing had happened."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import store_producer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from storing import collect, make_meta, make_store, memory_folder
+
+from saecli.errors import StoreError
+from saecli.store import ActivationStore, StoreWriter
+
+HERE = Path(__file__).parent
+
+
+class Producer:
+    """The process of `store_producer`, which forks the writers."""
+
+    def __init__(self) -> None:
+        paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen([sys.executable, store_producer.__file__], stdin=subprocess.PIPE,
+                                         stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths})
+
+    def __call__(self, path: Path, **order) -> tuple[int, str]:
+        """Write the store once; returns the exit status, negative for a signal, and the error if one was said."""
+        print(json.dumps({"path": str(path), **order}), file=self._process.stdin, flush=True)
+        error = ""
+        while "exit" not in (answer := json.loads(self._process.stdout.readline())):
+            error = answer["error"]
+        return answer["exit"], error
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def produce():
+    producer = Producer()
+    yield producer
+    producer.close()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    with memory_folder() as folder:
+        store_producer.write(folder / "s")
+        yield contents(folder / "s")
+
+
+def contents(path: Path) -> dict:
+    """All that a store says and holds, but for when it was begun."""
+    store = ActivationStore.open(path)
+    assert not list(store.verify())
+    rows = collect(store.split("all").sequential(64)) if store.rows else np.empty((0, store.d_in))
+    return {"meta": store.meta.to_json() | {"created": ""}, "rows": rows}
+
+
+def assert_prefix(path: Path, whole: dict) -> None:
+    """Whatever has happened, the store opens, and its rows are the first of the uninterrupted one's."""
+    try:
+        there = contents(path)
+    except StoreError as error:
+        assert "expected store.json in it" in str(error)  # killed before there was anything
+        return
+    np.testing.assert_array_equal(there["rows"], whole["rows"][: len(there["rows"])])
+
+
+def test_uninterrupted_store_holds_the_blocks(uninterrupted):
+    blocks = list(store_producer.blocks(None))
+    kept = np.concatenate([rows[np.isfinite(rows).all(axis=1)] for _, rows, _, _ in blocks])
+    assert len(uninterrupted["rows"]) == len(kept) > 1000
+    assert uninterrupted["meta"]["dropped"] == {
+        "special": sum(dropped["special"] for *_, dropped in blocks),
+        "nonfinite": sum(len(rows) for _, rows, _, _ in blocks) - len(kept)}
+
+
+def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce, uninterrupted):
+    rng = random.Random(0)
+    kills = 0
+    while kills < 40:
+        with memory_folder() as folder:
+            for _ in range(1000):
+                how = {"kill_at": rng.randint(1, 150)} if rng.random() < 0.6 else {"kill_after": rng.uniform(0, 0.05)}
+                status, error = produce(folder / "s", **how)
+                assert not error
+                assert_prefix(folder / "s", uninterrupted)
+                if not status:
+                    break
+                kills += 1
+            found = contents(folder / "s")
+            assert found["meta"] == uninterrupted["meta"]
+            np.testing.assert_array_equal(found["rows"], uninterrupted["rows"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.one_of(st.none(), st.integers(1, 1200)))
+def test_interrupted_after_any_blocks_and_run_again_equals_never_interrupted(pauses, limit):
+    meta = make_meta(store_producer.D_IN, shard_rows=70, chunk_rows=16, columns=("document", "position"))
+    with memory_folder() as folder:
+        for name, stops in (("whole", [10**6]), ("parts", [*pauses, 10**6])):
+            for stop in stops:
+                with StoreWriter.open(folder / name, meta, limit=limit) as writer:
+                    for cursor, rows, columns, dropped in store_producer.blocks(writer.cursor):
+                        if writer.full or stop == 0:
+                            break
+                        writer.append(rows, columns, cursor, dropped)
+                        stop -= 1
+                    if stop:
+                        writer.finish()
+                        break
+        whole, parts = contents(folder / "whole"), contents(folder / "parts")
+        assert whole["meta"] == parts["meta"]
+        np.testing.assert_array_equal(whole["rows"], parts["rows"])
+
+
+def test_a_file_size_limit_leaves_a_store_that_can_be_gone_on_with(produce, uninterrupted):
+    with memory_folder() as folder:
+        path = folder / "s"
+        # A full shard takes 6952 bytes: too little for store.json, for a few chunks, for the columns at the end.
+        for limit in (300, 2000, 6900):
+            status, error = produce(path, file_bytes=limit)
+            assert status == 0
+            assert "File too large; free some space and run the same command again" in error
+            assert_prefix(path, uninterrupted)
+            assert not list(path.rglob("*.partial"))
+        assert produce(path) == (0, "")
+        assert contents(path)["meta"] == uninterrupted["meta"]
+
+
+def test_a_full_disk_leaves_a_store_that_can_be_gone_on_with(tmp_path, produce, uninterrupted):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a file system of its own needs the right to mount one")
+    try:
+        status, error = produce(disk / "s")
+        assert status == 0
+        assert "No space left on device; free some space and run the same command again" in error
+        store = ActivationStore.open(disk / "s")
+        assert 0 < store.rows < len(uninterrupted["rows"])
+        assert not list(disk.rglob("*.partial"))
+        assert_prefix(disk / "s", uninterrupted)
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        assert produce(disk / "s") == (0, "")
+        assert contents(disk / "s")["meta"] == uninterrupted["meta"]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_second_writer_is_refused_until_the_first_lets_go(tmp_path, produce):
+    with StoreWriter.open(tmp_path / "s", make_meta(store_producer.D_IN)):
+        assert "another process is writing it" in produce(tmp_path / "s")[1]
+        with pytest.raises(StoreError, match="another process is writing it; wait for that one"):
+            StoreWriter.open(tmp_path / "s", make_meta(store_producer.D_IN))
+    with StoreWriter.open(tmp_path / "s", make_meta(store_producer.D_IN)) as writer:
+        assert writer.cursor is None
+
+
+def test_whole_shards_can_be_read_while_another_shard_is_written(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((250, 4), np.float32)
+    with StoreWriter.open(tmp_path / "s", make_meta(4)) as writer:
+        writer.append(rows, {}, {"row": 0})
+        assert writer.rows == 250
+        store = ActivationStore.open(tmp_path / "s")
+        assert not store.complete
+        np.testing.assert_array_equal(collect(store.split("all").sequential(64)), rows[:200])
+    assert not list((tmp_path / "s").rglob("*.partial"))
+
+
+def test_another_request_under_the_same_name_is_refused_with_the_difference(tmp_path):
+    make_store(tmp_path / "s", np.ones((5, 4), np.float32), source={"layer": 6})
+    with pytest.raises(StoreError, match="holds something else: expected layer 12, got 6; choose another --name"):
+        StoreWriter.open(tmp_path / "s", make_meta(4, source={"layer": 12}))
+    with pytest.raises(StoreError, match="is complete, with 5 rows"):
+        StoreWriter.open(tmp_path / "s", make_meta(4, source={"layer": 6}))
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(StoreError, match=r"expected an empty folder, got one that holds thesis\.tex"):
+        StoreWriter.open(tmp_path, make_meta(4))
+
+
+def test_a_source_that_changed_is_refused(tmp_path):
+    rows = np.ones((120, 4), np.float32)
+    for block, cursor, said in ((rows[:50], {"row": 0}, "expected 100 rows or more at {'row': 0}, got 50 rows"),
+                                (rows, {"row": 7}, "got 120 rows at {'row': 7}")):
+        with StoreWriter.open(tmp_path / "s", make_meta(4)) as writer:
+            if writer.cursor is None:
+                writer.append(rows, {}, {"row": 0})
+        with StoreWriter.open(tmp_path / "s", make_meta(4)) as writer, pytest.raises(StoreError, match=said):
+            writer.append(block, {}, cursor)
+    with (StoreWriter.open(tmp_path / "s", make_meta(4)) as writer,
+          pytest.raises(StoreError, match="got nothing; the source has changed")):
+        writer.finish()
