@@ -138,6 +138,14 @@ def test_figures_that_are_no_numbers_become_null(sae: CommandLine) -> None:
     assert found["fvu"] is None and found["explained_variance"] is None
 
 
+def test_plot_draws_the_frontier_and_refuses_other_kinds_of_picture(sae: CommandLine, tmp_path: Path) -> None:
+    make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "run", random_sae())
+    assert sae("eval", "run", "--plot", tmp_path / "frontier.png", "--json").json
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert "cannot draw" in sae("eval", "run", "--plot", tmp_path / "frontier.docx").err
+
+
 def test_python_m_saecli_prints_one_json_document_and_nothing_else(tmp_path: Path) -> None:
     home = tmp_path / "home"
     make_store(home, "rows", some_rows())

@@ -64,3 +64,18 @@ def test_two_runs_stand_in_one_table_in_the_order_given(sae: CommandLine) -> Non
     done = sae("sparsity", "random", "graded")
     lines = [line.split()[1] for line in done.out.splitlines() if line.startswith("│")]
     assert lines == ["random", "graded"]
+
+
+def test_plot_saves_histograms_and_one_picture_of_patterns_a_run(sae: CommandLine, tmp_path: Path) -> None:
+    make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "graded", graded_sae())
+    make_run(sae.home, "random", random_sae())
+    sae("sparsity", "random", "--plot", tmp_path / "one.png")
+    sae("sparsity", "random", "graded", "--plot", tmp_path / "two.svg")
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == [
+        "one-patterns.png", "one.png", "two-patterns-graded.svg", "two-patterns-random.svg", "two.svg"]
+
+
+def test_a_picture_of_no_known_kind_is_refused_before_the_work(sae: CommandLine, tmp_path: Path) -> None:
+    done = sae("sparsity", "--plot", tmp_path / "picture.docx")
+    assert (done.status, "cannot draw" in done.err) == (1, True)

@@ -1,5 +1,6 @@
 """`sae sparsity`."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     Example: sae sparsity first second --plot sparsity.png
     """
     session = start(ctx, json)
+    if plot is not None:
+        from ..plots import check_suffix  # matplotlib takes a second to import
+
+        check_suffix(plot)
     everything = all_measured(session, runs, data, split, device)
     counted = [_count(session, one, PICTURED_ROWS if plot else 0) for one in everything]
     found = [one.heading | firing.result() for one, firing in zip(everything, counted, strict=True)]
@@ -61,11 +66,12 @@ def _listed(words: list[str]) -> str:
 
 
 def _draw(report: Report, path: Path, counted: dict[str, Firing]) -> None:
-    from .. import plots  # matplotlib takes a second to import
+    from ..plots import firing, patterns
 
-    plots.firing(path, {name: (firing.l0_histogram, firing.frequency) for name, firing in counted.items()})
+    firing(path, {name: (one.l0_histogram, one.frequency) for name, one in counted.items()})
     drawn = [path]
-    for name, firing in counted.items():
-        drawn.append(path.with_stem(f"{path.stem}-patterns" + (f"-{Path(name).name}" if len(counted) > 1 else "")))
-        plots.patterns(drawn[-1], firing.patterns, name)
+    for name, one in counted.items():
+        which = "-" + re.sub(r"[^\w.-]+", "-", name) if len(counted) > 1 else ""
+        drawn.append(path.with_stem(f"{path.stem}-patterns{which}"))
+        patterns(drawn[-1], one.patterns, name)
     report.note(f"drew {', '.join(map(str, drawn))}")
