@@ -55,6 +55,14 @@ class Activation(Config):
         """
         raise TypeError(f"{type(self).__name__} does not say what its codes are")
 
+    def norm_weights(self, sparsity: str, codes: Tensor) -> Tensor:
+        """How much of a penalty each decoder norm carries: its derivative in `||W_dec_i||`, summed over rows, (F,)."""
+        return codes.abs().sum(0) if sparsity == "l1" else codes.new_zeros(codes.shape[1])
+
+    def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
+        """The parameters with which pre-activations `factor` > 0 times as large give codes `factor` times as large."""
+        return parameters
+
     def default_weight(self, sparsity: str, d_in: int) -> float:
         """The penalty's weight when the user gives none, for rows of mean squared norm `d_in`."""
         return {"none": 0.0, "l1": 0.1 * math.sqrt(d_in)}[sparsity]
@@ -159,6 +167,10 @@ class JumpRelu(Thresholded):
     def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
         """`pre` where it exceeds its latent's threshold, else 0, (B, F)."""
         return _JumpReluGate.apply(pre, self.thresholds(parameters, pre.shape[-1]), self.bandwidth)
+
+    def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
+        """The thresholds grow with the pre-activations."""
+        return {"threshold": parameters["threshold"] * factor}
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
         """An active latent costs a thousandth of a row's mean squared norm."""

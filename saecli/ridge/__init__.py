@@ -3,14 +3,15 @@
 Over (W, b), for codes z and inputs x of N rows, minimise
 
     sum ||z W + b - x||^2 + alpha ||W - T||_F^2 + beta ||b||^2 + mu ||W - W_t||_F^2 + nu ||b - b_t||^2
+        + sum_i decay_i ||W_i||^2
 
 (no term has a 1/2). With D = N + beta + nu, s = N/D, t = nu/D, r = alpha + mu and the means z_bar, x_bar,
 
-    A = sum z z' - s N z_bar z_bar'                  C = sum z x' - N z_bar (s x_bar + t b_t)'
-    W = (A + r I)^-1 (C + alpha T + mu W_t)          b = t b_t + s (x_bar - z_bar W)
+    A = sum z z' - s N z_bar z_bar'                             C = sum z x' - N z_bar (s x_bar + t b_t)'
+    W = (A + diag(decay) + r I)^-1 (C + alpha T + mu W_t)       b = t b_t + s (x_bar - z_bar W)
 
 Source: the paper's theorem on the optimal decoding, which states it with a stacked pseudo-inverse of N + 2
-columns and T = 0. Here T may be a multiple of a given direction, T = c T0, with c optimal jointly with W.
+columns, T = 0 and no decay. Here T may be a multiple of a given direction, T = c T0, with c optimal jointly with W.
 
 `systems.py` gathers the normal equations in one pass, `solve.py` solves them, `press.py` chooses alpha.
 """

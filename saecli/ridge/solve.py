@@ -20,6 +20,7 @@ class Terms:
         direction: T0, (F, D), of which T = c T0 is the best multiple; None for T = 0.
         W_t: the decoder before this step, (F, D).
         b_t: its bias, (D,).
+        decay: weights of each latent's own `||W_i||^2`, (F,), at least 0.
     """
 
     alpha: float
@@ -29,6 +30,7 @@ class Terms:
     direction: Tensor | None
     W_t: Tensor
     b_t: Tensor
+    decay: Tensor
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ def solve(system: System, terms: Terms) -> Decoder:
 
 
 def factor(system: System, terms: Terms) -> Factor:
-    """Factorise `A + (alpha + mu) I`."""
-    return system.factor(terms.alpha + terms.mu, shrinkage(system, terms))
+    """Factorise `A + diag(decay) + (alpha + mu) I`."""
+    return system.factor(terms.alpha + terms.mu, shrinkage(system, terms), terms.decay)
 
 
 def shrinkage(system: System, terms: Terms) -> float:
@@ -94,9 +96,10 @@ def solve_factored(system: System, terms: Terms, factor: Factor) -> Decoder:
 def _best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> float:
     """The c that minimises the objective jointly with W.
 
-    At W(c) = M (C + mu W_t) + c alpha M T0, M = (A + r I)^-1, the objective's derivative in c is
+    At W(c) = M (C + mu W_t) + c alpha M T0, with M the inverse, the objective's derivative in c is
     `-2 alpha <T0, W(c) - c T0>`. It vanishes at `<T0, M (C + mu W_t)> / <T0, T0 - alpha M T0>`, which for mu = 0
-    is `<T0, M C> / <T0, M A T0>`. Where no code varies, every c is as good, and 1 keeps the encoder's gradient.
+    and no decay is `<T0, M C> / <T0, M A T0>`. Where no code varies every c is as good; 1 keeps the encoder's
+    gradient.
     """
     curvature = (T0 * (T0 - alpha * along)).sum().item()
     return (T0 * untargeted).sum().item() / curvature if curvature > 0 else 1.0

@@ -23,10 +23,10 @@ RAISES = 15  # how often a ridge that fails is raised tenfold before giving up
 
 @dataclass(frozen=True)
 class Factor:
-    """A factorised `A + ridge I`.
+    """A factorised `A + diag(decay) + ridge I`.
 
     Args:
-        solve: maps G, (F, *), to `(A + ridge I)^-1 G`.
+        solve: maps G, (F, *), to `(A + diag(decay) + ridge I)^-1 G`.
         ridge: the ridge it holds for.
         raised: that ridge over the one asked for; above 1 where the one asked for could not be factorised.
         condition: estimate of the 1-norm condition number of the matrix factorised.
@@ -57,8 +57,8 @@ class System(Protocol):
     def scale(self, shrink: float) -> float:
         """Mean of A's diagonal, which ridges are compared with."""
 
-    def factor(self, ridge: float, shrink: float) -> Factor:
-        """Factorise `A + ridge I`.
+    def factor(self, ridge: float, shrink: float, decay: Tensor) -> Factor:
+        """Factorise `A + diag(decay) + ridge I`, for a decay of shape (F,), nowhere negative.
 
         Raises:
             TrainingError: no ridge makes it positive definite, since it is not finite.
@@ -109,9 +109,10 @@ class Moments:
         """Mean of A's diagonal."""
         return (self.zz.diagonal() - shrink * self.rows * self.z_bar.square()).mean().item()
 
-    def factor(self, ridge: float, shrink: float) -> Factor:
-        """Factorise `A + ridge I` by Cholesky; costs F^3 / 3 operations."""
+    def factor(self, ridge: float, shrink: float, decay: Tensor) -> Factor:
+        """Factorise `A + diag(decay) + ridge I` by Cholesky; costs F^3 / 3 operations."""
         matrix = torch.addr(self.zz, self.z_bar, self.z_bar, alpha=-shrink * self.rows)
+        matrix.diagonal().add_(decay)
         lower, held, condition = _cholesky(matrix, ridge, RESOLUTION)
         return Factor(lambda g: torch.cholesky_solve(g, lower), held, _ratio(held, ridge), condition)
 
@@ -119,8 +120,8 @@ class Moments:
 class HeldRows:
     """Normal equations where there are fewer rows than latents: the rows are kept, and solved for in N dimensions.
 
-    With Z_h the codes less a multiple of their mean, `A = Z_h' Z_h`, and by Woodbury's identity
-    `(A + r I)^-1 G = (G - Z_h' (Z_h Z_h' + r I)^-1 Z_h G) / r`. Memory: see `memory_needed`.
+    With Z_h the codes less a multiple of their mean, `A = Z_h' Z_h`, and with E = diag(decay) + r I Woodbury's
+    identity gives `(A + E)^-1 = E^-1 - E^-1 Z_h' (I + Z_h E^-1 Z_h')^-1 Z_h E^-1`. Memory: see `memory_needed`.
     """
 
     def __init__(self, z: Tensor, x: Tensor) -> None:
@@ -139,12 +140,20 @@ class HeldRows:
         total = self.z.square().sum() - shrink * self.rows * self.z_bar.square().sum()
         return total.item() / self.z.shape[1]
 
-    def factor(self, ridge: float, shrink: float) -> Factor:
-        """Factorise `Z_h Z_h' + ridge I` by Cholesky; costs 2 N^2 F + N^3 / 3 operations."""
+    def factor(self, ridge: float, shrink: float, decay: Tensor) -> Factor:
+        """Factorise `r (I + Z_h E^-1 Z_h')` by Cholesky; costs 2 N^2 F + N^3 / 3 operations."""
         centred = self.z - (1 - (1 - shrink) ** 0.5) * self.z_bar  # gives A for every shrink in [0, 1]
-        lower, held, condition = _cholesky(centred @ centred.T, ridge, WOODBURY_RESOLUTION)
-        return Factor(lambda g: (g - centred.T @ torch.cholesky_solve(centred @ g, lower)) / held,
-                      held, _ratio(held, ridge), condition)
+        held = max(ridge, WOODBURY_RESOLUTION * centred.square().sum().item() / self.rows) or WOODBURY_RESOLUTION
+        weight = (held / (decay + held))[:, None]  # r E^-1, (F, 1)
+        lower, added, condition = _cholesky((centred * weight.T) @ centred.T, held, 0.0)
+        if added > held:
+            return self.factor(added, shrink, decay)
+
+        def solve(g: Tensor) -> Tensor:
+            scaled = weight * g
+            return (scaled - weight * (centred.T @ torch.cholesky_solve(centred @ scaled, lower))) / held
+
+        return Factor(solve, held, _ratio(held, ridge), condition)
 
 
 def memory_needed(rows: int, d_in: int, d_sae: int) -> int:
