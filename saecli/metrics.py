@@ -5,12 +5,14 @@ batch of all the rows would give. Sums are float64 and stay on the device of the
 for it until `result`. Shapes: B rows, D = d_in, F = d_sae. A latent fires on a row when its code is not zero.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import ConfigError
+from .sae import SAE
 
 DENSE_FREQUENCY = 0.1  # a latent that fires on a larger share of the rows counts as dense
 
@@ -82,6 +84,21 @@ class Reconstruction:
         fvu = float(self._sums[1] / self._sums[0])
         return {"rows": self.rows, "mse": error / len(self._mean), "fvu": fvu, "explained_variance": 1 - fvu,
                 "cosine": cosine, "l0": l0, "l1": l1, "dead_fraction": 1 - float(self._fired.double().mean())}
+
+
+@torch.no_grad()
+def reconstruction(sae: SAE, batches: Iterable[Tensor]) -> dict[str, Any]:
+    """The measures of `Reconstruction.result` of an SAE over rows, in one pass.
+
+    Args:
+        sae: the autoencoder.
+        batches: the rows, in batches (B, D), of the SAE's dtype and device.
+    """
+    found = Reconstruction(sae.d_in, sae.d_sae)
+    for x in batches:
+        z = sae.encode(x)
+        found.update(x, sae.decode(z), z)
+    return found.result()
 
 
 class Firing:

@@ -1,0 +1,193 @@
+"""What all solvers share: the batch objective, Adam with its schedule, and the state that resuming needs.
+
+Shapes: B rows, D = d_in, F = d_sae. Rows are normalised rows throughout (see `normalise.py`).
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ..config import Config
+from ..sae import SAE
+
+WARM_UP = 0.02  # share of all steps over which the learning rate rises
+DECAY = 0.5  # share of all steps, the last ones, over which it falls to zero
+PENALTY_WARM_UP = 0.2  # share of all steps over which the sparsity penalty rises
+
+
+class Rows(Protocol):
+    """Rows to train on, streamed as often as a solver asks; a batch handed out is not written to again."""
+
+    rows: int
+    d_in: int
+
+    def shuffled(self, epoch: int) -> Iterator[Tensor]:
+        """Every row once, in batches (B, D), in an order that is a pure function of the epoch."""
+
+    def sequential(self) -> Iterator[Tensor]:
+        """Every row once, in batches (B, D), in stored order."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be minimised, and for how long.
+
+    The loss of a batch is the mean over its rows of `||x_hat - x||^2 + sparsity_weight * penalty(row)`; terms
+    that the paper adds to the sum over all N rows are divided by N alike.
+
+    Args:
+        rows: N, the number of training rows.
+        steps: optimiser steps in the whole of training.
+        lr: Adam's learning rate at its highest.
+        sparsity: the activation's penalty, or `none`.
+        sparsity_weight: its weight.
+    """
+
+    rows: int
+    steps: int
+    lr: float
+    sparsity: str
+    sparsity_weight: float
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, from 0: a short linear rise, a plateau, and a linear fall to zero."""
+        rise = (step + 1) / max(1, math.ceil(WARM_UP * self.steps))
+        fall = (self.steps - step) / max(1, math.ceil(DECAY * self.steps))
+        return self.lr * min(1.0, rise, fall)
+
+    def penalty_weight(self, step: int) -> float:
+        """The penalty's weight at a step, from 0."""
+        return self.sparsity_weight * min(1.0, (step + 1) / max(1, math.ceil(PENALTY_WARM_UP * self.steps)))
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one batch showed, before the step that it caused; tensors, so that nothing waits for a device.
+
+    Args:
+        step: the step's number, from 1.
+        rows: B.
+        loss: the batch's loss, penalty and proximal terms included.
+        squared_error: mean over rows of `||x_hat - x||^2`.
+        l0: mean number of non-zero codes.
+    """
+
+    step: int
+    rows: int
+    loss: Tensor
+    squared_error: Tensor
+    l0: Tensor
+
+
+class Solver(ABC):
+    """Trains an SAE's encoder by Adam on batches; subclasses say what the decoder is.
+
+    Args:
+        initial: the SAE to start from.
+        task: what is to be minimised.
+        also: tensors trained by Adam besides the encoder and the activation's parameters, by name.
+    """
+
+    def __init__(self, initial: SAE, task: Task, also: dict[str, Tensor]) -> None:
+        self.activation = initial.activation
+        self.task = task
+        self.step = 0
+        trained = {"W_enc": initial.W_enc, "b_enc": initial.b_enc, **initial.parameters, **also}
+        self.trained = {name: tensor.clone().requires_grad_() for name, tensor in trained.items()}
+        self._parameter_names = tuple(initial.parameters)
+        self._adam = torch.optim.Adam(self.trained.values(), lr=task.lr)
+
+    @abstractmethod
+    def decoder(self) -> tuple[Tensor, Tensor]:
+        """W_dec (F, D) and b_dec (D,), differentiable in what is trained of them."""
+
+    @abstractmethod
+    def epoch(self, rows: Rows, epoch: int) -> Iterator[StepReport]:
+        """One pass over the rows, a report a batch; ends early where the task's steps are used up."""
+
+    def extra_loss(self) -> Tensor | float:
+        """Terms of the loss that do not depend on the batch, divided by N."""
+        return 0.0
+
+    def record(self) -> dict[str, float]:
+        """Figures of the solver's own for `metrics.jsonl` and the final summary."""
+        return {}
+
+    def notes(self) -> list[str]:
+        """Sentences that the user should read at the end."""
+        return []
+
+    def sae(self) -> SAE:
+        """The SAE as it stands, acting on normalised rows."""
+        with torch.no_grad():
+            W_dec, b_dec = self.decoder()
+            return SAE(self.trained["W_enc"].detach().clone(), self.trained["b_enc"].detach().clone(),
+                       W_dec.detach().clone(), b_dec.detach().clone(), self.activation,
+                       {name: value.detach().clone() for name, value in self._parameters().items()})
+
+    def descend(self, x: Tensor) -> StepReport:
+        """One Adam step on a batch x, (B, D)."""
+        W_dec, b_dec = self.decoder()
+        pre = torch.addmm(self.trained["b_enc"], x, self.trained["W_enc"])  # (B, F)
+        z = self.activation(pre, self._parameters())
+        squared_error = (torch.addmm(b_dec, z, W_dec) - x).square().sum(-1).mean()
+        loss = squared_error + self.extra_loss()
+        if self.task.sparsity != "none":
+            norms = W_dec.norm(dim=1)
+            penalty = self.activation.penalty(self.task.sparsity, pre, z, norms, self._parameters()).mean()
+            loss = loss + self.task.penalty_weight(self.step) * penalty
+        self._adam.zero_grad(set_to_none=True)
+        loss.backward()
+        for group in self._adam.param_groups:
+            group["lr"] = self.task.learning_rate(self.step)
+        self._adam.step()
+        self.step += 1
+        l0 = (z != 0).sum(-1, dtype=x.dtype).mean()
+        return StepReport(self.step, len(x), loss.detach(), squared_error.detach(), l0)
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that training goes on from, by name."""
+        state = {f"trained.{name}": tensor.detach() for name, tensor in self.trained.items()}
+        for name, tensor in self.trained.items():
+            state |= {f"adam.{key}.{name}": value for key, value in self._adam.state[tensor].items()}
+        return state | {"step": torch.tensor(self.step)}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from what `state` returned."""
+        self.step = int(state["step"])
+        with torch.no_grad():
+            for name, tensor in self.trained.items():
+                tensor.copy_(state[f"trained.{name}"])
+        for name, tensor in self.trained.items():
+            kept = {key: state[f"adam.{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            self._adam.state[tensor] = {key: value.clone() if key == "step" else value.to(tensor.device, copy=True)
+                                        for key, value in kept.items()}
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {name: self.trained[name] for name in self._parameter_names}
+
+
+class SolverConfig(Config, ABC):
+    """A solver's options; `build` makes the solver."""
+
+    panel: ClassVar[str] = "Solver"
+    name: ClassVar[str]
+    memory_advice: ClassVar[str] = "use a smaller --d-sae"
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimiser steps on each batch."""
+        return 1
+
+    @abstractmethod
+    def build(self, initial: SAE, task: Task) -> Solver:
+        """A solver that starts from `initial`."""
+
+    @abstractmethod
+    def memory(self, rows: int, d_in: int, d_sae: int) -> int:
+        """Bytes that the solver takes at its peak, the batches left out."""

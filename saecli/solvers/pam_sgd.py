@@ -1,0 +1,217 @@
+"""PAM-SGD: SGD on the encoder alternates with the decoder's closed-form optimum.
+
+Source: the paper's Algorithm 3.1. One outer iteration t is a pass of encoder steps, on
+
+    sum ||x_hat - x||^2 + penalty + mu_enc ||W_enc - W_enc^t||_F^2 + nu_enc ||b_enc - b_enc^t||^2
+
+(no term has a 1/2), and then the decoder step of `saecli/ridge`, with proximal weights mu_dec and nu_dec.
+
+The paper's decoder, `free`, is the unknown W_dec itself. The default, `residual`, has the unknown Delta in
+`W_dec = c W_enc' + Delta`: the decoder step solves for Delta, c and b_dec with the ridge alpha on Delta, and the
+encoder step holds them fixed and differentiates through c W_enc'. As alpha grows it tends to SGD with tied
+weights, as alpha falls to the free decoder.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..config import option
+from ..ridge import Decoder, HeldRows, Moments, System, Terms, choose_alpha, memory_needed, solve
+from ..sae import SAE
+from .base import Rows, Solver, SolverConfig, StepReport, Task
+
+PRESS_ROWS = 4096  # rows, evenly spaced over all, on which alpha is chosen
+LEAST_NORM = 1e-3  # of the mean decoder norm, below which a latent's penalty is no longer taken to bend
+
+
+@dataclass(frozen=True)
+class PamSgd(SolverConfig):
+    """Options of PAM-SGD; penalties are in the units of a sum of squared errors over all training rows."""
+
+    name: ClassVar[str] = "pam-sgd"
+    memory_advice: ClassVar[str] = "use a smaller --d-sae, or --solver sgd, which has no d_sae x d_sae matrix"
+
+    decoder: str = option("residual", "The decoder step's unknown: residual, W_dec = c W_enc' + Delta with alpha on "
+                                      "Delta; or free, W_dec itself, as in the paper.", choices=("residual", "free"))
+    alpha: float | str = option("auto", "Ridge of the decoder step: alpha ||Delta||^2 or alpha ||W_dec||^2, added to "
+                                        "the sum of squared errors over all rows; auto chooses it by leave-one-out.",
+                                choices=("auto",), minimum=0)
+    beta: float = option(0.0, "Weight of ||b_dec||^2, beside the sum over all rows.", minimum=0)
+    mu_enc: float = option(0.0, "Proximal weight of ||W_enc - W_enc^t||^2, beside the sum over all rows.", minimum=0)
+    nu_enc: float = option(0.0, "Proximal weight of ||b_enc - b_enc^t||^2, beside the sum over all rows.", minimum=0)
+    mu_dec: float = option(0.0, "Proximal weight of ||W_dec - W_dec^t||^2, beside the sum over all rows.", minimum=0)
+    nu_dec: float = option(0.0, "Proximal weight of ||b_dec - b_dec^t||^2, beside the sum over all rows.", minimum=0)
+    inner_steps: int = option(1, "Encoder steps on each batch.", minimum=1)
+    decoder_every: int | str = option("epoch", "Solve for the decoder after each epoch, or also after every so many "
+                                               "batches; each solve is a pass over all training rows.",
+                                      choices=("epoch",), minimum=1)
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Encoder steps on each batch."""
+        return self.inner_steps
+
+    def build(self, initial: SAE, task: Task) -> "PamSgdSolver":
+        """A solver that starts from `initial`."""
+        return PamSgdSolver(initial, task, self)
+
+    def memory(self, rows: int, d_in: int, d_sae: int) -> int:
+        """The decoder step's, and the encoder's weights, gradients and moments in float32."""
+        return memory_needed(rows, d_in, d_sae) + 4 * 6 * d_in * d_sae
+
+
+class PamSgdSolver(Solver):
+    """The alternation; its own state is the decoder (c, Delta, b_dec), alpha, and the encoder it started from."""
+
+    def __init__(self, initial: SAE, task: Task, config: PamSgd) -> None:
+        super().__init__(initial, task, {})
+        self.config = config
+        residual = config.decoder == "residual"
+        self.c = torch.tensor(1.0 if residual else 0.0, dtype=initial.W_dec.dtype)
+        self.Delta = initial.W_dec - self.c * initial.W_enc.T
+        self.b_dec = initial.b_dec.clone()
+        self.alpha = torch.tensor(math.nan if config.alpha == "auto" else config.alpha, dtype=torch.float64)
+        self.condition = torch.tensor(math.nan, dtype=torch.float64)
+        self.raised = torch.tensor(1.0, dtype=torch.float64)
+        self._hold_encoder()
+
+    def decoder(self) -> tuple[Tensor, Tensor]:
+        """W_dec (F, D), differentiable through c W_enc', and b_dec (D,)."""
+        if self.config.decoder == "free":
+            return self.Delta, self.b_dec
+        return self.c * self.trained["W_enc"].T + self.Delta, self.b_dec
+
+    def extra_loss(self) -> Tensor | float:
+        """The encoder's proximal terms, divided by N."""
+        terms = ((self.config.mu_enc, "W_enc"), (self.config.nu_enc, "b_enc"))
+        return sum((weight / self.task.rows * (self.trained[name] - self._held[name]).square().sum()
+                    for weight, name in terms if weight), start=0.0)
+
+    def epoch(self, rows: Rows, epoch: int) -> Iterator[StepReport]:
+        """Encoder steps on every batch, and the decoder step as often as asked, at the end in any case."""
+        every = self.config.decoder_every
+        for index, x in enumerate(rows.shuffled(epoch)):
+            if self.step >= self.task.steps:
+                break
+            if index and every != "epoch" and index % every == 0:
+                self.solve_decoder(rows, penalised=True)
+            for _ in range(min(self.config.inner_steps, self.task.steps - self.step)):
+                report = self.descend(x)
+            yield report
+        self.solve_decoder(rows, penalised=self.step < self.task.steps)
+
+    @torch.no_grad()
+    def solve_decoder(self, rows: Rows, penalised: bool) -> Decoder:
+        """The decoder step, over one pass of all rows; the proximal terms then refer to what it leaves.
+
+        Args:
+            rows: the training rows.
+            penalised: let the sparsity penalty, which grows with the decoder's norms, pull on them. The last step
+                of all does without: codes that a penalty has shrunk then reconstruct as well as they can.
+        """
+        W_dec, b_dec = self.decoder()
+        residual = self.config.decoder == "residual"
+        system, sampled_z, sampled_x, norm_weights = self._gather(rows)
+        terms = Terms(0.0, self.config.beta, self.config.mu_dec, self.config.nu_dec,
+                      self.trained["W_enc"].T if residual else None, W_dec, b_dec,
+                      self._decay(W_dec, norm_weights) * penalised)
+        if self.config.alpha == "auto":
+            new_problem = self.alpha.isnan() or (terms.decay.any() != norm_weights.any())
+            last = None if new_problem else self.alpha.item()
+            self.alpha.fill_(choose_alpha(system, terms, sampled_z, sampled_x, last))
+        solved = solve(system, replace(terms, alpha=self.alpha.item()))
+        self.c.fill_(solved.c)
+        self.Delta.copy_(solved.W - solved.c * self.trained["W_enc"].T.double() if residual else solved.W)
+        self.b_dec.copy_(solved.b)
+        self.condition.fill_(solved.condition)
+        self.raised.fill_(max(self.raised.item(), solved.raised))
+        self._balance()
+        self._hold_encoder()
+        return solved
+
+    def _decay(self, W_dec: Tensor, norm_weights: Tensor) -> Tensor:
+        """The quadratic in each `||W_i||` that touches the penalty from above at the decoder as it is, (F,).
+
+        `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so that a step which lowers the right side lowers the left:
+        encoder and decoder step then descend on one objective. A decoder step blind to the penalty would undo what
+        the encoder step gained, and the two together drive the codes to nothing.
+        """
+        norms = W_dec.double().norm(dim=1)
+        weight = self.task.penalty_weight(self.step - 1)
+        return weight * norm_weights / (2 * norms.clamp(min=LEAST_NORM * norms.mean().item()))
+
+    def _gather(self, rows: Rows) -> tuple[System, Tensor, Tensor, Tensor]:
+        """The decoder step's system, codes and inputs of the rows on which alpha is chosen, and what the penalty
+        weighs each decoder norm with, (F,)."""
+        W_enc, stride = self.trained["W_enc"], math.ceil(rows.rows / PRESS_ROWS)
+        hold = rows.rows < W_enc.shape[1]
+        moments = None if hold else Moments(*W_enc.shape, device=W_enc.device)
+        norm_weights = torch.zeros(W_enc.shape[1], dtype=torch.float64, device=W_enc.device)
+        kept_z, kept_x, seen = [], [], 0
+        for x in rows.sequential():
+            z = self.activation(torch.addmm(self.trained["b_enc"], x, W_enc), self._parameters())
+            first = -seen % stride
+            kept_z.append(z if hold else z[first::stride].clone())
+            kept_x.append(x if hold else x[first::stride].clone())
+            if moments is not None:
+                moments.add(z, x)
+            norm_weights += self.activation.norm_weights(self.task.sparsity, z)
+            seen += len(x)
+        z, x = torch.cat(kept_z), torch.cat(kept_x)
+        if moments is not None:
+            return moments, z, x, norm_weights
+        return HeldRows(z, x), z[::stride], x[::stride], norm_weights
+
+    def _balance(self) -> None:
+        """Scale codes up and decoder down, or the reverse, so that encoder and decoder are of one size.
+
+        The SAE stays the same. Without it a penalty shrinks the codes a little in each encoder step, the decoder
+        step makes up for it, and after some hundred iterations Adam's steps are large against the encoder.
+        """
+        W_enc = self.trained["W_enc"]
+        square = self.c.item() if self.config.decoder == "residual" else (self.Delta.norm() / W_enc.norm()).item()
+        if not 0 < square < math.inf:
+            return
+        factor = math.sqrt(square)
+        rescaled = self.activation.rescaled(self._parameters(), factor)
+        for name, tensor in self.trained.items():
+            tensor.copy_(rescaled[name] if name in rescaled else tensor * factor)
+            moments = self._adam.state[tensor]
+            if moments:
+                moments["exp_avg"] /= factor  # gradients shrink as what they belong to grows
+                moments["exp_avg_sq"] /= square
+        self.c /= square
+        self.Delta /= factor
+        if self.config.alpha == "auto":
+            self.alpha *= square
+
+    def _hold_encoder(self) -> None:
+        self._held = {name: self.trained[name].detach().clone() for name in ("W_enc", "b_enc")}
+
+    def record(self) -> dict[str, float]:
+        """The decoder step's alpha, multiple c and condition estimate."""
+        return {"alpha": self.alpha.item(), "c": self.c.item(), "condition": self.condition.item()}
+
+    def notes(self) -> list[str]:
+        """That a ridge had to be raised, where it had."""
+        if self.raised.item() <= 1:
+            return []
+        return [f"the decoder step could not be solved with the ridge asked for, and raised it (by a factor of up to "
+                f"{self.raised.item():.3g}); give a larger --alpha, or leave the choice to --alpha auto"]
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that training goes on from, by name."""
+        own = {name: getattr(self, name) for name in ("c", "Delta", "b_dec", "alpha", "condition", "raised")}
+        return super().state() | {f"decoder.{name}": tensor for name, tensor in own.items()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from what `state` returned; it was taken after a decoder step."""
+        super().restore(state)
+        for name in ("c", "Delta", "b_dec", "alpha", "condition", "raised"):
+            getattr(self, name).copy_(state[f"decoder.{name}"])
+        self._hold_encoder()

@@ -1,0 +1,48 @@
+"""SGD: encoder and decoder trained together by Adam; the baseline of the paper and of the field's tools."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..config import option
+from ..sae import SAE
+from .base import Rows, Solver, SolverConfig, StepReport, Task
+
+
+@dataclass(frozen=True)
+class Sgd(SolverConfig):
+    """Options of SGD."""
+
+    name: ClassVar[str] = "sgd"
+
+    tied: bool = option(False, "Use the encoder's transpose as decoder: W_dec = W_enc'.")
+
+    def build(self, initial: SAE, task: Task) -> "SgdSolver":
+        """A solver that starts from `initial`."""
+        return SgdSolver(initial, task, self.tied)
+
+    def memory(self, rows: int, d_in: int, d_sae: int) -> int:
+        """Weights, their gradients and Adam's two moments, in float32."""
+        return 4 * 4 * d_in * d_sae * (1 if self.tied else 2)
+
+
+class SgdSolver(Solver):
+    """Adam on encoder and decoder together, or with tied weights on the one matrix they share."""
+
+    def __init__(self, initial: SAE, task: Task, tied: bool) -> None:
+        self.tied = tied
+        super().__init__(initial, task, {"b_dec": initial.b_dec} | ({} if tied else {"W_dec": initial.W_dec}))
+
+    def decoder(self) -> tuple[Tensor, Tensor]:
+        """W_dec (F, D) and b_dec (D,), both trained."""
+        W_dec = self.trained["W_enc"].T if self.tied else self.trained["W_dec"]
+        return W_dec, self.trained["b_dec"]
+
+    def epoch(self, rows: Rows, epoch: int) -> Iterator[StepReport]:
+        """One step a batch."""
+        for x in rows.shuffled(epoch):
+            if self.step >= self.task.steps:
+                return
+            yield self.descend(x)
