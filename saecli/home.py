@@ -8,6 +8,9 @@ from typing import ClassVar
 
 from .errors import RunError, SaeError, StoreError
 
+STORE_MARKER = "store.json"
+RUN_MARKER = "run.json"
+
 
 def now() -> str:
     """The time that a marker file records as its `created`, in ISO 8601 with microseconds, UTC."""
@@ -83,10 +86,10 @@ class Home:
     @property
     def stores(self) -> Shelf:
         """The activation stores."""
-        return Shelf(self.path / "activations", "activation store", "store.json", StoreError,
+        return Shelf(self.path / "activations", "activation store", STORE_MARKER, StoreError,
                      "make one with `sae extract` or `sae import`")
 
     @property
     def runs(self) -> Shelf:
         """The training runs."""
-        return Shelf(self.path / "runs", "run", "run.json", RunError, "make one with `sae train`")
+        return Shelf(self.path / "runs", "run", RUN_MARKER, RunError, "make one with `sae train`")

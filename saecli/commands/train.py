@@ -1,0 +1,117 @@
+"""`sae train`."""
+
+import shutil
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ..activations import ACTIVATIONS, activation_from_json
+from ..errors import ConfigError, RunError, SaeError
+from ..home import Home, now
+from ..report import table
+from ..solvers import SOLVERS
+from ..store import ActivationStore
+from ..training import Plan, Trainer, TrainingConfig, read_metrics
+from .options import Given, Json, Session, configured, start
+from .stores import checked_name, open_store
+
+Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="How to train.")]
+Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="The activation.")]
+Data = Annotated[str | None, typer.Option("--data", help="Activation store.  [default: the newest]")]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the run.  [default: solver, activation, a number]")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of that --name, or else with the newest "
+                                                       "unfinished one, from its last checkpoint, bit for bit.")]
+
+
+@configured(TrainingConfig, solver=SOLVERS, act=ACTIVATIONS)
+def command(ctx: typer.Context, options: Given, solver: Solver = "pam-sgd", act: Act = "relu", data: Data = None,
+            name: Name = None, resume: Resume = False, json: Json = False) -> None:
+    """Train a sparse autoencoder from a store.
+
+    Writes a folder into runs/ of the home, with the SAE (acting on raw activations), a checkpoint after every epoch,
+    metrics.jsonl and loss.png. A run that was stopped or killed goes on with --resume.
+
+    Example: sae train --solver pam-sgd --act topk --k 32
+    """
+    session = start(ctx, json)
+    if resume:
+        folder, plan = _resumed(session, ctx, name)
+    else:
+        folder, plan = _begun(session, options, solver, act, data, name)
+    try:
+        trainer = Trainer(plan, folder)
+        session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
+                            f"on {plan.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
+                            f"{trainer.test_rows.rows:,} test rows, {trainer.task.steps:,} steps")
+        with session.report.progress("training", trainer.task.steps, "steps") as show:
+            result = trainer.run(show)
+    except KeyboardInterrupt:
+        session.report.note(f"stopped; `sae train --resume --name {folder.name}` goes on after the last whole epoch")
+        raise
+    except SaeError:
+        if not (folder / "sae.safetensors").exists():
+            shutil.rmtree(folder)
+        raise
+    from ..plots import loss_curves  # matplotlib takes a second to import
+
+    loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
+    for note in result["notes"]:
+        session.report.note(note)
+    document = {"run": folder.name, "path": str(folder), "solver": plan.solver.name, "act": plan.activation.name,
+                "data": plan.store.name, "d_in": plan.store.d_in, "d_sae": plan.training.d_sae, **result}
+    title = f"{folder.name}: {result['epochs']} epochs, {result['steps']:,} steps in {result['seconds']:.0f} s"
+    measures = table(title, ["measure", "value"], [[key, value] for key, value in result["final"].items()])
+    session.report.result(document, measures, f"saved in {folder}")
+
+
+def _begun(session: Session, options: Given, solver: str, act: str, data: str | None,
+           name: str | None) -> tuple[Path, Plan]:
+    """A new run's folder, with its `run.json`."""
+    training = options.config(TrainingConfig)
+    chosen_solver = options.choose(SOLVERS, "solver", solver)
+    activation = options.choose(ACTIVATIONS, "act", act)
+    store = open_store(session, data)
+    rows = store.split("train", fraction=training.fraction, seed=training.split_seed).rows
+    plan = Plan(store, training.resolved(activation, rows, store.d_in), chosen_solver, activation, now())
+    folder = _new_folder(session.home, name, f"{solver}-{act}")
+    folder.mkdir(parents=True)
+    plan.write(folder, None)
+    return folder, plan
+
+
+def _new_folder(home: Home, name: str | None, stem: str) -> Path:
+    runs = home.runs.path
+    if name is None:
+        number = 1
+        while (runs / f"{stem}-{number}").exists():
+            number += 1
+        return runs / f"{stem}-{number}"
+    if (runs / checked_name(name)).exists():
+        raise RunError(f"there is a run named {name!r} already; give another --name, or go on with it by --resume")
+    return runs / name
+
+
+def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Path, Plan]:
+    """The folder and the plan of a run that was begun before."""
+    given = [p for p in ctx.params if ctx.get_parameter_source(p).name != "DEFAULT"]
+    other = sorted(set(given) - {"name", "resume", "json"})
+    if other:
+        raise ConfigError(f"--{other[0].replace('_', '-')} does nothing with --resume, which goes on with the settings "
+                          f"the run was begun with; leave it out")
+    runs = session.home.runs
+    if name is None:
+        unfinished = [n for n in runs.names() if not runs.read_marker(n).get("complete")]
+        if not unfinished:
+            raise RunError(f"there is no unfinished run in {runs.path}; start one with `sae train`")
+        name = unfinished[0]
+        session.report.note(f"going on with {name}")
+    folder = runs.find(name)
+    marker: dict[str, Any] = runs.read_marker(name)
+    if marker["complete"]:
+        raise RunError(f"{name} is finished; there is nothing to resume, start a new run with `sae train`")
+    settings = dict(marker["solver"])
+    plan = Plan(ActivationStore.open(session.home.stores.find(marker["data"])),
+                TrainingConfig.from_json(marker["training"]), SOLVERS[settings.pop("name")].from_json(settings),
+                activation_from_json(marker["activation"]), marker["created"])
+    return folder, plan

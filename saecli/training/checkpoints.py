@@ -1,0 +1,88 @@
+"""Run folders as training writes them.
+
+    run.json                  configuration, data, state, result; written first, and again at the end
+    metrics.jsonl             one JSON object a line: a line now and then, and one at the end of each epoch
+    checkpoint.safetensors    all that training goes on from, as of the end of the last whole epoch
+    sae.safetensors           the SAE as of then, acting on raw activations
+
+Each file but `metrics.jsonl` appears whole or not at all; lines of `metrics.jsonl` that are newer than the
+checkpoint are dropped on resuming.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import RunError
+from ..files import appearing_whole
+
+CHECKPOINT = "checkpoint.safetensors"
+METRICS = "metrics.jsonl"
+
+
+def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
+    """Write a checkpoint in place of the one before.
+
+    Args:
+        folder: the run folder.
+        tensors: the state of training, by name.
+        progress: how far it has come, as a JSON object.
+    """
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with appearing_whole(folder / CHECKPOINT) as path:
+        save_file(whole, path, metadata={"progress": json.dumps(progress)})
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The tensors and the progress that `save_checkpoint` wrote last, or None where it never did.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    path = folder / CHECKPOINT
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            progress = json.loads(file.metadata()["progress"])
+            return {name: file.get_tensor(name) for name in file.keys()}, progress  # noqa: SIM118 - no mapping
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        raise RunError(f"cannot read {path}: {error}; remove it to train this run from the start") from error
+
+
+class MetricsLog:
+    """Appends to a run's `metrics.jsonl`.
+
+    Args:
+        folder: the run folder.
+        up_to_step: lines of later steps, left by a run that was stopped, are dropped first.
+    """
+
+    def __init__(self, folder: Path, up_to_step: int) -> None:
+        path = folder / METRICS
+        kept = [line for line in read_metrics(folder) if line["step"] <= up_to_step]
+        with appearing_whole(path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line; it has `step` among its keys."""
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out."""
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

@@ -1,0 +1,72 @@
+"""What every solver's training has in common, as options."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from ..activations import Activation, sparsity_names
+from ..config import Config, option
+from ..errors import ConfigError
+from .normalise import NORMALISATIONS
+
+DEFAULT_STEPS = 4000  # batches that the default number of epochs comes to
+MOST_DEFAULT_EPOCHS = 100
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Config):
+    """What every solver's training has in common."""
+
+    panel: ClassVar[str] = "Training"
+
+    d_sae: int | None = option(None, "Number of latents; default: 4 times the width of the activations.", minimum=1)
+    epochs: int | None = option(None, "Passes over the training rows; default: as many as make about "
+                                      f"{DEFAULT_STEPS} batches, at most {MOST_DEFAULT_EPOCHS}.", minimum=1)
+    steps: int | None = option(None, "Optimiser steps, in place of --epochs.", minimum=1)
+    batch_size: int = option(256, "Rows in a batch.", minimum=1)
+    lr: float = option(3e-3, "Adam's learning rate at its highest; it rises over the first 2% of steps and falls to "
+                             "zero over the last half.", above=0)
+    sparsity: str | None = option(None, "Penalty: l1, sum_i |z_i| ||W_dec_i||; l0, the number of active latents "
+                                        "(jumprelu); default: l1 with relu, l0 with jumprelu, else none.",
+                                  choices=sparsity_names())
+    sparsity_weight: float | None = option(
+        None, "Weight of a row's penalty against its ||x_hat - x||^2, rows normalised to a mean squared norm of "
+              "d_in; rises over the first fifth of steps; default: 0.1 sqrt(d_in) for l1, 0.001 d_in for l0.",
+        minimum=0)
+    fraction: float = option(1.0, "Share of the training rows to use; smaller shares lie within larger ones.",
+                             above=0, maximum=1)
+    split_seed: int = option(0, "Seed of the split into training rows and a tenth of test rows.", minimum=0)
+    seed: int = option(0, "Seed of initial weights and batch order.", minimum=0)
+    normalize: str = option("scale", "Normalisation of the rows, folded into the saved weights: scale centres them "
+                                     "and divides by one number; standardize gives each dimension unit variance.",
+                            choices=NORMALISATIONS)
+    device: str = option("auto", "Where to train: cpu, cuda, cuda:1, mps; auto takes cuda where there is one.")
+    dtype: str = option("float32", "Precision of weights and steps; the decoder step sums in float64 in any case.",
+                        choices=tuple(DTYPES))
+
+    def resolved(self, activation: Activation, rows: int, d_in: int) -> "TrainingConfig":
+        """The same with every default that depends on the data or the activation filled in.
+
+        Raises:
+            ConfigError: options contradict each other, or do nothing together.
+        """
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
+        sparsity = self.sparsity or activation.sparsities[0]
+        if sparsity not in activation.sparsities:
+            raise ConfigError(f"--sparsity {sparsity} cannot be used with --act {activation.name}; "
+                              f"use one of {', '.join(activation.sparsities)}")
+        if sparsity == "none" and self.sparsity_weight is not None:
+            raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty"
+                              f" ({', '.join(name for name in activation.sparsities if name != 'none')})")
+        weight = self.sparsity_weight
+        per_epoch = math.ceil(rows / self.batch_size)
+        epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / per_epoch))
+        resolved = replace(
+            self, d_sae=self.d_sae or 4 * d_in, sparsity=sparsity, epochs=None if self.steps else epochs,
+            sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
+        activation.check(resolved.d_sae)
+        return resolved

@@ -1,0 +1,224 @@
+"""The training loop: epochs, checkpoints, measures, and the run folder that they leave."""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..activations import Activation, activation_to_json
+from ..devices import device_named
+from ..errors import ConfigError, TrainingError
+from ..files import write_json
+from ..formats import SavedSAE, save_native
+from ..home import RUN_MARKER
+from ..machine import available_memory
+from ..metrics import reconstruction
+from ..report import Step
+from ..runs import FORMAT_VERSION
+from ..sae import SAE
+from ..solvers import Solver, SolverConfig, StepReport, Task
+from ..store import ActivationStore
+from .checkpoints import MetricsLog, load_checkpoint, save_checkpoint
+from .config import DTYPES, TrainingConfig
+from .normalise import Normalisation, fit_normalisation
+from .rows import TrainingRows, initial_sae, raw_batches
+
+LOG_EVERY = 20  # steps between lines in metrics.jsonl, and between looks at whether the loss is a number
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One training run, fully decided.
+
+    Args:
+        store: the activations.
+        training: the settings, resolved.
+        solver: the solver and its settings.
+        activation: the activation and its settings.
+        created: when the run was begun.
+    """
+
+    store: ActivationStore
+    training: TrainingConfig
+    solver: SolverConfig
+    activation: Activation
+    created: str
+
+    def write(self, folder: Path, result: dict[str, Any] | None) -> None:
+        """Write the run's `run.json`: finished where there is a result."""
+        write_json(folder / RUN_MARKER, {
+            "format_version": FORMAT_VERSION, "created": self.created, "complete": result is not None,
+            "data": self.store.name, "training": self.training.to_json(),
+            "solver": {"name": self.solver.name, **self.solver.to_json()},
+            "activation": activation_to_json(self.activation), "result": result})
+
+
+@dataclass
+class Progress:
+    """How far training has come: epochs and steps done, rows seen, seconds spent."""
+
+    epoch: int = 0
+    step: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+
+
+class Trainer:
+    """Trains one run, from its start or from its last checkpoint.
+
+    Args:
+        plan: what to train.
+        folder: the run folder, which exists.
+
+    Raises:
+        ConfigError: the solver needs more memory than is free, or the device is unknown.
+        StoreError: the store cannot be split.
+    """
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.folder = plan, folder
+        training = plan.training
+        self.train_rows = plan.store.split("train", fraction=training.fraction, seed=training.split_seed)
+        self.test_rows = plan.store.split("test", seed=training.split_seed)
+        self.device = device_named(training.device)
+        self._demand_memory()
+        per_epoch = math.ceil(self.train_rows.rows / training.batch_size) * plan.solver.steps_per_batch
+        steps = training.steps or training.epochs * per_epoch
+        self.epochs = math.ceil(steps / per_epoch)
+        self.task = Task(self.train_rows.rows, steps, training.lr, training.sparsity, training.sparsity_weight)
+
+    def run(self, show: Step) -> dict[str, Any]:
+        """Train to the end.
+
+        Args:
+            show: told the steps done, and a few words on how it goes.
+
+        Returns:
+            The result that `run.json` then holds: `rows_train, rows_test, epochs, steps, seconds,
+            rows_per_second, notes, final`.
+
+        Raises:
+            TrainingError: the loss became NaN or infinite; the last checkpoint stands.
+        """
+        checkpoint = load_checkpoint(self.folder)
+        solver, normalisation, progress = self._begin(checkpoint)
+        training = self.plan.training
+        rows = TrainingRows(self.train_rows, normalisation, training.batch_size, training.seed)
+        log = MetricsLog(self.folder, progress.step)
+        try:
+            while progress.epoch < self.epochs:
+                began = time.monotonic()
+                progress.rows += self._epoch(solver, rows, progress, log, show)
+                progress.epoch, progress.step = progress.epoch + 1, solver.step
+                progress.seconds += time.monotonic() - began
+                sae = on_raw_rows(solver.sae(), normalisation)
+                test = reconstruction(sae, self._raw(self.test_rows, sae))
+                log.write({"step": solver.step, "epoch": progress.epoch, "test_fvu": test["fvu"],
+                           "test_l0": test["l0"], **solver.record()})
+                self._save(solver, sae, normalisation, progress)
+        finally:
+            log.close()
+        return self._finish(solver, on_raw_rows(solver.sae(), normalisation), progress)
+
+    def _demand_memory(self) -> None:
+        solver, d_sae = self.plan.solver, self.plan.training.d_sae
+        needed = solver.memory(self.train_rows.rows, self.plan.store.d_in, d_sae)
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
+        if needed > free:
+            raise ConfigError(f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, "
+                              f"{free / 2**30:.1f} GiB are free; {solver.memory_advice}")
+
+    def _begin(self, checkpoint: tuple[dict, dict] | None) -> tuple[Solver, Normalisation, Progress]:
+        training = self.plan.training
+        if checkpoint is None:
+            normalisation = fit_normalisation(training.normalize, raw_batches(self.train_rows),
+                                              self.plan.store.d_in, DTYPES[training.dtype])
+        else:
+            kept = {name: checkpoint[0][f"normalisation.{name}"] for name in ("mean", "scale", "variance")}
+            normalisation = Normalisation(**kept)
+        normalisation = normalisation.to(self.device)
+        first = next(TrainingRows(self.train_rows, normalisation, training.batch_size, training.seed).sequential())
+        solver = self.plan.solver.build(
+            initial_sae(self.plan.activation, training.d_sae, first, training.seed), self.task)
+        if checkpoint is None:
+            return solver, normalisation, Progress()
+        solver.restore(checkpoint[0])
+        return solver, normalisation, Progress(**checkpoint[1])
+
+    def _epoch(self, solver: Solver, rows: TrainingRows, progress: Progress, log: MetricsLog, show: Step) -> int:
+        """One pass; returns how many rows it saw. Every loss has been looked at when it returns."""
+        seen, pending, began = 0, [], time.monotonic()
+
+        def look() -> None:
+            if not pending:
+                return
+            line = averages(pending, rows.normalisation.variance)
+            log.write(line)
+            rate = seen / max(time.monotonic() - began, 1e-9)
+            show(solver.step, f"epoch {progress.epoch + 1}/{self.epochs}  loss {line['loss']:.4g}  "
+                              f"fvu {line['train_fvu']:.4f}  l0 {line['l0']:.1f}  {rate:,.0f} rows/s")
+            pending.clear()
+
+        try:
+            for report in solver.epoch(rows, progress.epoch):
+                seen += report.rows
+                pending.append(report)
+                if len(pending) == LOG_EVERY:
+                    look()
+        except TrainingError:
+            look()  # a loss that is no number explains the failure better
+            raise
+        look()
+        return seen
+
+    def _raw(self, stored: Any, sae: SAE) -> Any:
+        return (batch.to(sae.W_enc) for batch in raw_batches(stored))
+
+    def _save(self, solver: Solver, sae: SAE, normalisation: Normalisation, progress: Progress) -> None:
+        source = self.plan.store.meta.source
+        origin = {key: source[key] for key in ("model", "layer", "site") if key in source}
+        save_native(SavedSAE(sae.to(torch.float32), origin), self.folder)
+        kept = {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
+        save_checkpoint(self.folder, solver.state() | kept, vars(progress))
+
+    def _finish(self, solver: Solver, sae: SAE, progress: Progress) -> dict[str, Any]:
+        train, test = (reconstruction(sae, self._raw(stored, sae)) for stored in (self.train_rows, self.test_rows))
+        result = {
+            "rows_train": self.train_rows.rows, "rows_test": self.test_rows.rows, "epochs": progress.epoch,
+            "steps": progress.step, "seconds": progress.seconds,
+            "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "notes": solver.notes(),
+            "final": {"train_fvu": train["fvu"], "test_fvu": test["fvu"], "test_mse": test["mse"], "l0": test["l0"],
+                      "dead_fraction": train["dead_fraction"], **solver.record()}}
+        self.plan.write(self.folder, result)
+        return result
+
+
+def averages(reports: list[StepReport], variance: torch.Tensor) -> dict[str, Any]:
+    """The means of some consecutive batches' reports, as a line of `metrics.jsonl`.
+
+    Args:
+        reports: the reports.
+        variance: of the normalised rows, which squared errors are divided by.
+
+    Raises:
+        TrainingError: one of the losses is NaN or infinite; names the step.
+    """
+    losses = torch.stack([report.loss for report in reports])
+    bad = (~losses.isfinite()).nonzero()
+    if len(bad):
+        first = reports[int(bad[0])]
+        raise TrainingError(f"the loss became {first.loss.item()} at step {first.step}; the run stops there, and its "
+                            f"last checkpoint, if it came to one, stands; lower --lr, or look at the data")
+    error = torch.stack([report.squared_error for report in reports]).mean()
+    l0 = torch.stack([report.l0 for report in reports]).mean()
+    return {"step": reports[-1].step, "loss": losses.mean().item(), "train_fvu": (error / variance).item(),
+            "l0": l0.item()}
+
+
+def on_raw_rows(sae: SAE, normalisation: Normalisation) -> SAE:
+    """The SAE with the normalisation folded in, computed in float64."""
+    folded = sae.to(torch.float64).on_raw_rows(normalisation.mean.double(), normalisation.scale.double())
+    return folded.to(sae.W_enc.dtype)

@@ -1,0 +1,74 @@
+"""Where batches of activations enter training, and the SAE that it starts from."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..activations import Activation
+from ..sae import SAE
+from ..store import Rows as StoredRows
+from .normalise import Normalisation
+
+STREAMED_ROWS = 2048  # rows at a time where their order does not matter
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """Normalised rows of a store's split, as solvers take them (see `solvers.Rows`)."""
+
+    stored: StoredRows
+    normalisation: Normalisation
+    batch_size: int
+    seed: int
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return self.stored.rows
+
+    @property
+    def d_in(self) -> int:
+        """Their width."""
+        return self.stored.d_in
+
+    def shuffled(self, epoch: int) -> Iterator[Tensor]:
+        """Every row once, in batches (B, D), in an order that is a pure function of seed and epoch."""
+        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch))
+
+    def sequential(self) -> Iterator[Tensor]:
+        """Every row once, in batches (B, D), in stored order."""
+        return self._normalised(self.stored.sequential(STREAMED_ROWS))
+
+    def _normalised(self, batches: Iterator[np.ndarray]) -> Iterator[Tensor]:
+        mean = self.normalisation.mean
+        for batch in batches:
+            yield self.normalisation(torch.from_numpy(batch).to(mean.device, mean.dtype))
+
+
+def raw_batches(stored: StoredRows) -> Iterator[Tensor]:
+    """The rows as stored, in batches (B, D), float32; each is valid until the next."""
+    return map(torch.from_numpy, stored.sequential(STREAMED_ROWS))
+
+
+def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) -> SAE:
+    """An SAE with random unit directions, decoder and encoder aligned, its scale fitted to a batch.
+
+    Args:
+        activation: the activation.
+        d_sae: F.
+        batch: normalised rows, (B, D).
+        seed: of the directions.
+    """
+    d_in = batch.shape[1]
+    directions = torch.randn(d_in, d_sae, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    W_enc = (directions / directions.norm(dim=0)).to(batch)
+    zeros = batch.new_zeros(d_in)
+    parameters = {name: tensor.to(batch) for name, tensor in activation.parameters(d_sae).items()}
+    sae = SAE(W_enc, batch.new_zeros(d_sae), W_enc.T.clone(), zeros, activation, parameters)
+    x_hat = sae(batch)
+    size = x_hat.square().sum()
+    fit = ((batch * x_hat).sum() / size).clamp(min=1e-3) if size > 0 else batch.new_ones(())
+    return replace(sae, W_enc=W_enc * fit.sqrt(), W_dec=sae.W_dec * fit.sqrt())
