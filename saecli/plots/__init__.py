@@ -1,0 +1,6 @@
+"""Pictures, saved as PNG, PDF or SVG by the ending of their path; the only place that imports matplotlib."""
+
+from .runs import firing, frontier, loss_curves, patterns
+from .style import check_suffix
+
+__all__ = ["check_suffix", "firing", "frontier", "loss_curves", "patterns"]

@@ -1,0 +1,180 @@
+"""Pictures of one or several runs: loss curves, how often latents fire, activation patterns, and the frontier."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike, NDArray
+
+from ..metrics import DENSE_FREQUENCY
+from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, log_scale, say_empty, short
+
+BINS = 60
+PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # rows and columns of a pattern picture, about what its pixels can show
+
+
+def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Draw how runs learned: FVU and L0 against the step, training and test rows apart.
+
+    Args:
+        path: PNG, PDF or SVG by its ending.
+        runs: by name, the lines of `metrics.jsonl`: each has `step`, and some of `train_fvu`, `l0`, `test_fvu`,
+            `test_l0`.
+
+    Raises:
+        ConfigError: the ending is another.
+    """
+    with figure(path, 9, 3.6) as drawn:
+        left, right = drawn.subplots(1, 2)
+        for index, rows in enumerate(runs.values()):
+            for axes, train, test in ((left, "train_fvu", "test_fvu"), (right, "l0", "test_l0")):
+                style = line_style(index)
+                steps, values = _curve(rows, train)
+                axes.plot(steps, values, **style, alpha=0.45, linewidth=1, marker="o" if len(steps) == 1 else "")
+                steps, values = _curve(rows, test)
+                axes.plot(steps, values, **style, marker="o", markevery=max(1, len(steps) // 20))
+        left.set(xlabel="step", ylabel="fraction of variance unexplained (FVU)")
+        right.set(xlabel="step", ylabel="active latents a row (L0)")
+        for axes in (left, right):
+            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+            if not any(len(line.get_xdata()) for line in axes.lines):
+                say_empty(axes)
+        if any((np.asarray(line.get_ydata()) > 0).any() for line in left.lines):
+            log_scale(left, "y")
+        handles = [Line2D([], [], **line_style(index)) for index in range(len(runs))] if len(runs) > 1 else []
+        handles += [Line2D([], [], color=GREY, alpha=0.6, linewidth=1), Line2D([], [], color=GREY, marker="o")]
+        names = [short(name) for name in runs] if len(runs) > 1 else []
+        legend_below(drawn, handles, [*names, "training rows", "test rows"])
+        if len(runs) == 1:
+            drawn.suptitle(short(next(iter(runs))), fontsize=10)
+
+
+def _curve(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    """The steps and values of a measure, lines without it or without a finite one left out."""
+    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None and math.isfinite(row[key])]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
+    """Draw how many latents fire on a row, and on how many rows a latent fires.
+
+    Args:
+        path: PNG, PDF or SVG by its ending.
+        runs: by name, how many rows had 0, 1, ..., F latents fire, (F + 1,), and the share of rows on which each
+            latent fires, (F,), in [0, 1].
+
+    Raises:
+        ConfigError: the ending is another.
+    """
+    counted = {name: (np.asarray(l0), np.asarray(frequency)) for name, (l0, frequency) in runs.items()}
+    with figure(path, 9, 3.6) as drawn:
+        left, right = drawn.subplots(1, 2)
+        for index, (l0, _) in enumerate(counted.values()):
+            left.stairs(*_l0_shares(l0), **line_style(index), linewidth=1.6)
+        lowest = min((f[f > 0].min() for _, f in counted.values() if (f > 0).any()), default=1e-3)
+        edges = np.logspace(math.floor(math.log10(lowest)), 0, BINS // 2 + 1)
+        for index, (_, frequency) in enumerate(counted.values()):
+            right.stairs(np.histogram(frequency[frequency > 0], edges)[0], edges, **line_style(index), linewidth=1.6)
+        if not any((f > 0).any() for _, f in counted.values()):
+            say_empty(right, "no latent fires")
+        right.axvline(DENSE_FREQUENCY, color=GREY, linestyle=":", linewidth=1)
+        right.text(DENSE_FREQUENCY, 1.0, " dense", transform=right.get_xaxis_transform(), color=GREY, va="bottom",
+                   ha="left", fontsize=8)
+        left.set(xlabel="active latents a row (L0)", ylabel="share of rows", ylim=(0, None))
+        right.set(xlabel="share of rows a latent fires on", ylabel="latents", xscale="log", ylim=(0, None))
+        left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        right.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+        labels = [f"{short(name)} ({int((f == 0).sum()):,} of {len(f):,} dead)" for name, (_, f) in counted.items()]
+        legend_below(drawn, [Line2D([], [], **line_style(index)) for index in range(len(counted))], labels)
+
+
+def _l0_shares(counts: NDArray) -> tuple[NDArray, NDArray]:
+    """The share of rows in each of at most `BINS` bins of L0, and the bins' edges, half-way between whole numbers."""
+    present = np.flatnonzero(counts)
+    if not len(present):
+        return np.zeros(1), np.array([-0.5, 0.5])
+    low, high = max(0, present[0] - 1), present[-1] + 1  # a margin, so that a single value still shows as a bar
+    step = -(-(high - low + 1) // BINS)
+    edges = np.arange(low, high + step + 1, step)
+    padded = np.zeros(edges[-1])
+    padded[:len(counts[:edges[-1]])] = counts[:edges[-1]]
+    return np.add.reduceat(padded, edges[:-1]) / counts.sum(), edges - 0.5
+
+
+def patterns(path: Path, codes: ArrayLike, title: str) -> None:
+    """Draw codes as an image, a row a row, a latent a column, the latents that fire most often first.
+
+    Args:
+        path: PNG, PDF or SVG by its ending.
+        codes: codes, (rows, F); the first 400 rows are drawn.
+        title: what stands above.
+
+    Raises:
+        ConfigError: the ending is another.
+    """
+    size = np.abs(np.asarray(codes)[:PATTERN_ROWS])
+    frequency = (size > 0).sum(0)
+    order = np.argsort(-frequency, kind="stable")[:(frequency > 0).sum()]
+    with figure(path, 8, 4) as drawn:
+        axes = drawn.subplots()
+        axes.grid(False)
+        firing_latents = f"{len(order):,} of {size.shape[1]:,} latents fire on these {len(size):,} rows"
+        axes.set(xlabel="latents, the most frequent first", ylabel="rows", title=f"{short(title)}: {firing_latents}")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(6, integer=True))
+        if len(order):
+            image = _pooled(size[:, order], PATTERN_COLUMNS)
+            # A few codes are far larger than the others; the root keeps the small ones darker than the paper.
+            norm = PowerNorm(0.5, 0, np.quantile(image[image > 0], 0.99), clip=True)
+            shown = axes.imshow(image, cmap="Greys", norm=norm, aspect="auto", interpolation="nearest",
+                                extent=(0, len(order), len(size), 0))
+            drawn.colorbar(shown, ax=axes, label="size of the code", pad=0.02, extend="max",
+                           ticks=[share * norm.vmax for share in (0, 0.1, 0.25, 0.5, 1)], format="{x:.2g}")
+        else:
+            say_empty(axes, "no latent fires")
+
+
+def _pooled(image: NDArray, columns: int) -> NDArray:
+    """The image with neighbouring columns merged to their maximum until there are at most so many."""
+    step = -(-image.shape[1] // columns)
+    return np.maximum.reduceat(image, np.arange(0, image.shape[1], step), axis=1)
+
+
+def frontier(path: Path, points: Mapping[str, tuple[float, float]]) -> None:
+    """Draw runs by sparsity and error; better ones lie lower and further left.
+
+    Args:
+        path: PNG, PDF or SVG by its ending.
+        points: by run, its L0 and its FVU; one whose figures are not finite is left out.
+
+    Raises:
+        ConfigError: the ending is another.
+    """
+    finite = {name: point for name, point in points.items() if all(map(math.isfinite, point))}
+    with figure(path, 5.5, 4) as drawn:
+        axes = drawn.subplots()
+        handles = [axes.plot(*point, linestyle="none", color=COLOURS[index % len(COLOURS)], markersize=8,
+                             marker=MARKERS[index % len(MARKERS)], markeredgecolor="white", clip_on=False)[0]
+                   for index, point in enumerate(finite.values())]
+        axes.set(xlabel="active latents a row (L0)", ylabel="fraction of variance unexplained (FVU)")
+        if finite:
+            l0, fvu = zip(*finite.values(), strict=True)
+            _scale(axes, "x", l0)
+            _scale(axes, "y", fvu)
+        else:
+            say_empty(axes)
+        legend_below(drawn, handles, [short(name) for name in finite])
+
+
+def _scale(axes: Axes, which: str, values: Sequence[float]) -> None:
+    """A logarithmic axis where the values span a decade, else a linear one from zero."""
+    if min(values) > 0 and max(values) >= 10 * min(values):
+        log_scale(axes, which)
+    else:
+        axes.set(**{f"{which}lim": (0, max(values) * 1.15 or 1)})

@@ -1,0 +1,105 @@
+"""One look for all pictures, and how one becomes a file."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from ..errors import ConfigError
+from ..files import appearing_whole
+
+# Okabe and Ito, "Color Universal Design" (2008), their yellow left out: it is too pale for a line on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", "-.", ":")  # after seven runs the colours come again, dashed
+MARKERS = "osD^vPXp"
+GREY = "#666666"
+
+# No date and no random identifiers: the same data gives the same file.
+FORMATS: dict[str, dict[str, Any]] = {".png": {}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
+
+STYLE = {
+    "font.size": 10, "axes.titlesize": 10, "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9,
+    "legend.fontsize": 9, "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True,
+    "lines.linewidth": 1.6, "lines.markersize": 4.5, "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.w_pad": 0.08, "savefig.dpi": 200, "pdf.fonttype": 42, "svg.hashsalt": "saecli",
+}
+
+NAME_WIDTH = 40  # letters of a run's name that a legend shows
+
+
+def check_suffix(path: Path) -> None:
+    """Refuse a picture's path before the work that it would show.
+
+    Raises:
+        ConfigError: its ending is none of `FORMATS`.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"cannot draw {path}: expected an ending out of {', '.join(FORMATS)}, got "
+                          f"{path.suffix or 'none'}; give the picture another name")
+
+
+@contextmanager
+def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """Yield an empty figure in the common style, and save it when the block ends well.
+
+    Args:
+        path: the picture's file, PNG, PDF or SVG by its ending; missing folders are made.
+        width: inches.
+        height: inches.
+
+    Raises:
+        ConfigError: the ending is another.
+    """
+    check_suffix(path)
+    with matplotlib.rc_context(STYLE):
+        # Without pyplot a figure is forgotten with its last name, and no display is looked for.
+        drawn = Figure(figsize=(width, height), layout="constrained")
+        yield drawn
+        path.parent.mkdir(parents=True, exist_ok=True)
+        suffix = path.suffix.lower()
+        with appearing_whole(path) as temporary:
+            drawn.savefig(temporary, format=suffix[1:], metadata=FORMATS[suffix])
+
+
+def line_style(index: int) -> dict[str, str]:
+    """Colour and dash of the run of that number, as keywords of `Axes.plot`."""
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index // len(COLOURS) % len(DASHES)]}
+
+
+def short(name: str) -> str:
+    """A name no longer than legends have room for, its middle left out."""
+    half = NAME_WIDTH // 2 - 1
+    return name if len(name) <= NAME_WIDTH else f"{name[:half]}…{name[-half:]}"
+
+
+def log_scale(axes: Axes, which: str) -> None:
+    """Make an axis logarithmic, with plain numbers at 1, 2 and 5 where it spans fewer than three decades."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = axis.get_view_interval()
+    if low > 0 and high < 1000 * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
+
+
+def legend_below(drawn: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """One legend under all panels, the figure grown by its height, so that it hides nothing."""
+    if not handles:
+        return
+    inches = max(0.35 + 0.075 * len(label) for label in labels) + 0.3
+    columns = max(1, min(len(labels), int(drawn.get_figwidth() // inches)))
+    drawn.set_figheight(drawn.get_figheight() + 0.2 * math.ceil(len(labels) / columns))
+    drawn.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def say_empty(axes: Axes, words: str = "nothing to draw") -> None:
+    """Say in the middle of a panel that it has no data."""
+    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color=GREY)

@@ -1,0 +1,118 @@
+"""Pictures: their files, what they draw against the data, and the inputs at the edges."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from saecli.errors import ConfigError
+from saecli.plots import firing, frontier, loss_curves, patterns, runs
+
+LINES = [{"step": 20, "loss": 3.0, "train_fvu": 0.5, "l0": 30.0},
+         {"step": 40, "loss": 2.0, "train_fvu": 0.25, "l0": 20.0},
+         {"step": 40, "epoch": 1, "test_fvu": 0.3, "test_l0": 21.0, "alpha": 1.0}]
+NO_NUMBER = {"step": 1, "train_fvu": float("nan"), "l0": None}
+MAGIC = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
+
+DRAW: dict[str, Callable[[Path], None]] = {
+    "loss curves": lambda path: loss_curves(path, {"one": LINES, "two": LINES[:1]}),
+    "loss curves of none": lambda path: loss_curves(path, {}),
+    "loss curves of no number": lambda path: loss_curves(path, {"one": [NO_NUMBER]}),
+    "loss curves of one point": lambda path: loss_curves(path, {"one": LINES[:1]}),
+    "loss curves of a perfect run": lambda path: loss_curves(path, {"one": [{"step": 1, "train_fvu": 0.0, "l0": 0.0}]}),
+    "loss curves of many": lambda path: loss_curves(path, {f"{i} {'long' * 30}": LINES for i in range(30)}),
+    "firing": lambda path: firing(path, {"one": (torch.tensor([0, 5, 3, 0]), torch.tensor([0.0, 0.3, 1.0]))}),
+    "firing of none": lambda path: firing(path, {}),
+    "firing of dead latents": lambda path: firing(path, {"one": (np.array([9, 0, 0]), np.zeros(2))}),
+    "patterns": lambda path: patterns(path, torch.eye(5)[:, :3] - 0.5, "one"),
+    "patterns of no rows": lambda path: patterns(path, torch.zeros(0, 7), "one"),
+    "patterns of dead latents": lambda path: patterns(path, np.zeros((4, 7)), "one"),
+    "patterns of many latents": lambda path: patterns(path, np.eye(50, 4000), "one"),
+    "frontier": lambda path: frontier(path, {"one": (32.0, 0.2), "two": (500.0, 0.01)}),
+    "frontier of one": lambda path: frontier(path, {"one": (32.0, 0.2)}),
+    "frontier of none": lambda path: frontier(path, {}),
+    "frontier of no number": lambda path: frontier(path, {"one": (32.0, float("nan")), "two": (0.0, 0.0)}),
+}
+
+
+@pytest.mark.parametrize("draw", DRAW.values(), ids=DRAW.keys())
+def test_every_input_gives_a_picture_that_can_be_read(draw: Callable[[Path], None], tmp_path: Path) -> None:
+    draw(tmp_path / "x.png")
+    image = imread(tmp_path / "x.png")
+    assert min(image.shape[:2]) > 400
+    assert image[..., :3].std() > 0.01
+    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+
+
+@pytest.mark.parametrize("suffix", MAGIC)
+def test_the_ending_is_the_format_and_the_same_data_the_same_file(suffix: str, tmp_path: Path) -> None:
+    first, second = tmp_path / "new" / f"first{suffix}", tmp_path / f"second{suffix.upper()}"
+    DRAW["loss curves"](first)
+    DRAW["loss curves"](second)
+    assert first.read_bytes().startswith(MAGIC[suffix])
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["x.gif", "x"])
+def test_another_ending_is_refused_in_one_sentence_and_nothing_written(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot draw .*: expected an ending out of .png, .pdf, .svg, got (.gif|none); "):
+        frontier(tmp_path / name, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved, kept to be looked into."""
+    kept: list[Figure] = []
+    original = runs.figure
+
+    @contextmanager
+    def keeping(*arguments: object) -> Iterator[Figure]:
+        with original(*arguments) as figure:
+            yield figure
+            kept.append(figure)
+
+    monkeypatch.setattr(runs, "figure", keeping)
+    return kept
+
+
+def test_loss_curves_draw_each_measure_against_its_own_steps(drawn: list[Figure], tmp_path: Path) -> None:
+    loss_curves(tmp_path / "x.png", {"one": LINES})
+    curves = [(list(line.get_xdata()), list(line.get_ydata())) for axes in drawn[0].axes for line in axes.lines]
+    assert curves == [([20, 40], [0.5, 0.25]), ([40], [0.3]), ([20, 40], [30.0, 20.0]), ([40], [21.0])]
+    assert [axes.get_yscale() for axes in drawn[0].axes] == ["log", "linear"]
+
+
+@pytest.mark.parametrize("counts", [[0, 5, 3, 0], [8], [0] * 32 + [100] + [0] * 200, list(range(1000))])
+def test_l0_histogram_holds_every_row_once_at_its_place(counts: list[int]) -> None:
+    shares, edges = runs._l0_shares(np.array(counts))
+    values = np.repeat(np.arange(len(counts)), counts)
+    np.testing.assert_allclose(shares, np.histogram(values, edges)[0] / len(values))
+    assert shares.sum() == pytest.approx(1)
+    assert len(shares) <= runs.BINS + 1
+
+
+def test_firing_counts_dead_latents_in_the_legend_and_others_in_bars(drawn: list[Figure], tmp_path: Path) -> None:
+    frequency = np.array([0, 0, 1e-4, 0.01, 0.5, 1.0])
+    firing(tmp_path / "x.png", {"one": (np.array([3, 4]), frequency)})
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["one (2 of 6 dead)"]
+    bars = drawn[0].axes[1].patches[0].get_data()
+    assert (bars.values.sum(), bars.edges[0], bars.edges[-1]) == (4, pytest.approx(1e-4), 1)
+
+
+def test_patterns_show_sizes_with_the_most_frequent_latents_first(drawn: list[Figure], tmp_path: Path) -> None:
+    codes = np.array([[0, -1, 2, 0], [0, 0, 3, 0], [0, 0, 4, 5]])
+    patterns(tmp_path / "x.png", codes, "one")
+    np.testing.assert_array_equal(drawn[0].axes[0].images[0].get_array(), np.abs(codes[:, [2, 1, 3]]))
+
+
+def test_importing_the_package_imports_no_display_code() -> None:
+    code = "import sys, saecli.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
