@@ -1,0 +1,1 @@
+"""Data that comes with the package: the bundled language model `tiny-gemma2`."""
