@@ -162,7 +162,7 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | Non
         The image, and the byte offset of the activations.
     """
     image = _Image()
-    with h5py.File(image, "w", libver=("v110", "v110"), alignment_threshold=1, alignment_interval=ALIGNMENT) as file:
+    with _open(image) as file:
         for name in meta.columns:
             _create(file, name, h5py.h5t.py_create(COLUMNS[name]), (rows,))
         chunk = (min(meta.chunk_rows, rows), meta.d_in)
@@ -173,11 +173,21 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | Non
     return image, start
 
 
+def _open(image: _Image) -> h5py.File:
+    creation, access = h5py.h5p.create(h5py.h5p.FILE_CREATE), h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    creation.set_obj_track_times(False)  # equal rows make equal bytes, whenever they were written
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, image)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_libver_bounds(h5py.h5f.LIBVER_V110, h5py.h5f.LIBVER_V110)
+    access.set_alignment(1, ALIGNMENT)
+    return h5py.File(h5py.h5f.create(b"shard", h5py.h5f.ACC_TRUNC, creation, access))
+
+
 def _create(file: h5py.File, name: str, kind: h5py.h5t.TypeID, shape: tuple[int, ...],
             chunk: tuple[int, ...] | None = None) -> h5py.h5d.DatasetID:
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    layout.set_obj_track_times(False)  # equal rows make equal bytes, whenever they were written
+    layout.set_obj_track_times(False)
     if chunk:
         layout.set_chunk(chunk)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
