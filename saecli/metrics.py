@@ -57,8 +57,10 @@ class Reconstruction:
         scatter = (x - mean).square().sum() + shift.square().sum() * (self.rows * len(x) / total)
         norms = (x.norm(dim=1) * x_hat.norm(dim=1)).clamp(min=torch.finfo(torch.float64).tiny)
         fires = z != 0
+        # a row of codes is summed in their own precision: converting every code to float64 takes as long as encoding
+        l1 = torch.linalg.vector_norm(z, 1, dim=1, dtype=torch.promote_types(z.dtype, torch.float32))
         self._sums += torch.stack([scatter, (x_hat - x).square().sum(), ((x * x_hat).sum(1) / norms).sum(),
-                                   fires.sum().double(), z.abs().sum(dtype=torch.float64)])
+                                   fires.sum(1, dtype=torch.int32).sum().double(), l1.sum(dtype=torch.float64)])
         self._fired |= fires.any(0)
         self._mean += shift * (len(x) / total)
         self.rows = total
@@ -124,9 +126,9 @@ class Firing:
         if self.rows < self._keep:
             self._kept.append(z[:self._keep - self.rows].cpu())
         fires = z != 0
-        l0 = fires.sum(1)
-        self._counts += fires.sum(0)
-        self._histogram.index_add_(0, l0, torch.ones_like(l0))
+        l0 = fires.sum(1, dtype=torch.int32)
+        self._counts += fires.sum(0, dtype=torch.int32)
+        self._histogram.index_add_(0, l0, torch.ones_like(l0, dtype=torch.int64))
         self.rows += len(z)
 
     @property
