@@ -28,9 +28,16 @@ def settle(temporary: Path, path: Path) -> None:
     Raises:
         OSError: the disk refuses it; `path` is as it was.
     """
+    temporary.chmod(0o666 & ~_umask())  # some writers make files that only their owner may read
     flush_to_disk(temporary)
     temporary.replace(path)
     flush_to_disk(path.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 @contextmanager

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
 PIPE_WIDTH = 140  # columns of a table that goes into a file or a pipe
@@ -35,14 +36,14 @@ def number(value: float | int | None) -> str:
     return f"{value:.4g}"
 
 
-def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """A table whose first column is text and whose others are right-aligned figures or words."""
-    result = Table(title=title, title_justify="left", header_style="bold")
+def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> RenderableType:
+    """A table under its title, the first column text, the others right-aligned figures or words."""
+    result = Table(header_style="bold")
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
         result.add_row(*(cell if isinstance(cell, str) else number(cell) for cell in row))
-    return result
+    return Group(Text(title, style="bold"), result) if title else result
 
 
 class Step(Protocol):

@@ -150,14 +150,14 @@ class Trainer:
 
     def _epoch(self, solver: Solver, rows: TrainingRows, progress: Progress, log: MetricsLog, show: Step) -> int:
         """One pass; returns how many rows it saw. Every loss has been looked at when it returns."""
-        seen, pending, began = 0, [], time.monotonic()
+        seen, pending, began = 0, [], time.monotonic() - progress.seconds
 
         def look() -> None:
             if not pending:
                 return
             line = averages(pending, rows.normalisation.variance)
             log.write(line)
-            rate = seen / max(time.monotonic() - began, 1e-9)
+            rate = (progress.rows + seen) / max(time.monotonic() - began, 1e-9)
             show(solver.step, f"epoch {progress.epoch + 1}/{self.epochs}  loss {line['loss']:.4g}  "
                               f"fvu {line['train_fvu']:.4f}  l0 {line['l0']:.1f}  {rate:,.0f} rows/s")
             pending.clear()

@@ -1,0 +1,67 @@
+"""`sae demo`."""
+
+import shlex
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..home import Home
+from ..language_model import TINY_GEMMA2
+from ..report import table
+from .options import Json, start
+
+ROWS = 30_000
+STORE = "demo"
+SIDE_BY_SIDE = ("train_fvu", "test_fvu", "l0", "dead_fraction", "alpha")
+
+Keep = Annotated[Path | None, typer.Option("--pictures", help="Folder for the pictures.  [default: demo/ in the home]")]
+
+
+def command(ctx: typer.Context, pictures: Keep = None, json: Json = False) -> None:
+    """Run the whole chain offline, printing each command first.
+
+    Extracts activations from tiny-gemma2, the bundled language model, trains one SAE with each solver, and looks at
+    what came out. Takes a minute or two, and needs no network.
+    """
+    session = start(ctx, json)
+    pictures = pictures or session.home.path / "demo"
+    pictures.mkdir(parents=True, exist_ok=True)
+    sgd, pam = free_names(session.home)
+    common = ["--data", STORE, "--act", "topk", "--k", "16", "--epochs", "15"]
+    drawn = {name: pictures / f"{name}.png" for name in ("frontier", "sparsity", "geometry")}
+    chain = [
+        ["extract", "--model", TINY_GEMMA2, "--layer", "2", "--rows", str(ROWS), "--name", STORE],
+        ["train", *common, "--solver", "sgd", "--name", sgd],
+        ["train", *common, "--solver", "pam-sgd", "--name", pam],
+        ["eval", sgd, pam, "--model", TINY_GEMMA2, "--plot", str(drawn["frontier"])],
+        ["sparsity", sgd, pam, "--plot", str(drawn["sparsity"])],
+        ["geometry", pam, "--plot", str(drawn["geometry"])],
+        ["list"],
+    ]
+    with redirect_stdout(sys.stderr if json else sys.stdout):
+        for arguments in chain:
+            print(f"\n$ sae {shlex.join(arguments)}", flush=True)
+            ctx.find_root().command.main(["--home", str(session.home.path), *arguments], standalone_mode=False)
+    finals = {name: session.home.runs.read_marker(name)["result"] for name in (sgd, pam)}
+    curves = [session.home.runs.path / name / "loss.png" for name in (sgd, pam)]
+    paths = [str(path) for path in (*curves, *sorted(pictures.glob("*.png")))]
+    session.report.result({"runs": finals, "pictures": paths}, "", comparison(finals), "pictures:", *paths)
+
+
+def free_names(home: Home) -> tuple[str, str]:
+    """Names for the demo's two runs that no run has yet."""
+    number = 1
+    while any((home.runs.path / f"demo-{number}-{solver}").exists() for solver in ("sgd", "pam-sgd")):
+        number += 1
+    return f"demo-{number}-sgd", f"demo-{number}-pam-sgd"
+
+
+def comparison(finals: dict[str, dict[str, Any]]) -> Any:
+    """The two solvers side by side, a column each."""
+    rows = [[key.replace("_", " "), *(result["final"].get(key) for result in finals.values())]
+            for key in SIDE_BY_SIDE]
+    rows.append(["seconds", *(result["seconds"] for result in finals.values())])
+    return table("the two solvers, same rows, same steps", ["", *finals], rows)
