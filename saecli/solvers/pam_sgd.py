@@ -171,8 +171,11 @@ class PamSgdSolver(Solver):
         """Scale codes up and decoder down, or the reverse, so that encoder and decoder are of one size.
 
         The SAE stays the same. Without it a penalty shrinks the codes a little in each encoder step, the decoder
-        step makes up for it, and after some hundred iterations Adam's steps are large against the encoder.
+        step makes up for it, and after some hundred iterations Adam's steps are large against the encoder. An alpha
+        that the user fixed decides between the sizes itself.
         """
+        if self.config.alpha != "auto":
+            return
         W_enc = self.trained["W_enc"]
         square = self.c.item() if self.config.decoder == "residual" else (self.Delta.norm() / W_enc.norm()).item()
         if not 0 < square < math.inf:
@@ -187,8 +190,7 @@ class PamSgdSolver(Solver):
                 moments["exp_avg_sq"] /= square
         self.c /= square
         self.Delta /= factor
-        if self.config.alpha == "auto":
-            self.alpha *= square
+        self.alpha *= square
 
     def _hold_encoder(self) -> None:
         self._held = {name: self.trained[name].detach().clone() for name in ("W_enc", "b_enc")}

@@ -1,0 +1,219 @@
+"""The solvers on small problems in memory: optimality, descent, equivalences, and resuming."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from saecli.activations import ACTIVATIONS, Activation, JumpRelu, Relu, TopK
+from saecli.metrics import reconstruction
+from saecli.sae import SAE
+from saecli.solvers import SOLVERS, Solver, Task
+from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver
+from saecli.solvers.sgd import Sgd
+from saecli.training.rows import initial_sae
+
+D, F = 6, 16
+EVERY_ACTIVATION = [kind(k=3) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]
+
+
+@dataclass(frozen=True)
+class RowsInMemory:
+    x: Tensor
+    batch_size: int = 32
+
+    @property
+    def rows(self) -> int:
+        return len(self.x)
+
+    @property
+    def d_in(self) -> int:
+        return self.x.shape[1]
+
+    def shuffled(self, epoch: int) -> Iterator[Tensor]:
+        order = torch.randperm(len(self.x), generator=torch.Generator().manual_seed(epoch))
+        return iter(self.x[order].split(self.batch_size))
+
+    def sequential(self) -> Iterator[Tensor]:
+        return iter(self.x.split(40))
+
+
+def sparse_mixture(rows: int = 300, seed: int = 0) -> RowsInMemory:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.rand(rows, F, generator=generator, dtype=torch.float64)
+    codes *= torch.rand(rows, F, generator=generator) < 0.15
+    dictionary = torch.randn(F, D, generator=generator, dtype=torch.float64)
+    x = codes @ dictionary + 0.02 * torch.randn(rows, D, generator=generator, dtype=torch.float64)
+    return RowsInMemory((x - x.mean(0)) / x.std())
+
+
+def started(config: Sgd | PamSgd, rows: RowsInMemory, activation: Activation, epochs: int = 4,
+            sparsity: str = "none", weight: float = 0.0) -> Solver:
+    steps = epochs * -(-rows.rows // rows.batch_size) * config.steps_per_batch
+    task = Task(rows.rows, steps, 1e-2, sparsity, weight)
+    return config.build(initial_sae(activation, F, rows.x[:64], seed=1), task)
+
+
+def trained(solver: Solver, rows: RowsInMemory, epochs: int) -> SAE:
+    for epoch in range(epochs):
+        for _ in solver.epoch(rows, epoch):
+            pass
+    return solver.sae()
+
+
+def full_objective(solver: PamSgdSolver, rows: RowsInMemory, W: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """The sum that PAM-SGD minimises, from its definition: errors, penalty, ridge, and the proximal terms."""
+    z = solver.activation(rows.x @ solver.trained["W_enc"] + solver.trained["b_enc"], solver._parameters())
+    target = c * solver.trained["W_enc"].T if solver.config.decoder == "residual" else 0.0
+    total = ((z @ W + b - rows.x) ** 2).sum() + solver.alpha * ((W - target) ** 2).sum()
+    total = total + solver.config.beta * (b**2).sum()
+    if solver.task.sparsity == "l1":
+        total = total + solver.task.penalty_weight(solver.step - 1) * (z.abs() * W.norm(dim=1)).sum()
+    return total
+
+
+@pytest.mark.parametrize("activation", EVERY_ACTIVATION, ids=lambda activation: activation.name)
+@pytest.mark.parametrize("decoder", ["residual", "free"])
+@pytest.mark.parametrize("alpha", ["auto", 0.5])
+@pytest.mark.parametrize("rows", [300, 12])
+def test_gradient_of_the_objective_vanishes_after_a_decoder_step(activation, decoder, alpha, rows):
+    data = sparse_mixture(rows)
+    solver = started(PamSgd(decoder=decoder, alpha=alpha, beta=0.3), data, activation)
+    next(solver.epoch(data, 0))
+    solver.solve_decoder(data, penalised=False)
+    W, b = (tensor.detach().clone().requires_grad_() for tensor in solver.decoder())
+    with torch.enable_grad():
+        objective = full_objective(solver, data, W, b, solver.c)
+        gradients = torch.autograd.grad(objective, [W, b])
+    scale = data.x.square().sum()
+    assert max(gradient.abs().max() for gradient in gradients) < 1e-6 * scale
+
+
+@pytest.mark.parametrize("decoder", ["residual", "free"])
+@pytest.mark.parametrize("sparsity", ["none", "l1"])
+def test_objective_never_rises_in_a_decoder_step(decoder, sparsity):
+    data = sparse_mixture()
+    solver = started(PamSgd(decoder=decoder, alpha=0.7, beta=0.2), data, Relu(), 6, sparsity, 0.5)
+    for epoch in range(6):
+        for x in data.shuffled(epoch):
+            solver.descend(x)
+        with torch.no_grad():
+            before = full_objective(solver, data, *solver.decoder(), solver.c)
+            held = {name: tensor.clone() for name, tensor in solver.trained.items()}
+            solver.solve_decoder(data, penalised=True)
+            after = full_objective(solver, data, *solver.decoder(), solver.c)
+        assert after <= before * (1 + 1e-12)
+        assert all(torch.equal(held[name], solver.trained[name]) for name in held)
+
+
+@pytest.mark.parametrize("activation", EVERY_ACTIVATION, ids=lambda activation: activation.name)
+@pytest.mark.parametrize("decoder", ["residual", "free"])
+def test_balancing_leaves_the_sae_as_it_was(activation, decoder):
+    data = sparse_mixture()
+    solver = started(PamSgd(decoder=decoder), data, activation)
+    for x in data.shuffled(0):
+        solver.descend(x)
+    with torch.no_grad():
+        solver.c *= 7.0
+        solver.Delta *= 0.3
+        before = solver.sae()
+        solver._balance()
+        after = solver.sae()
+        torch.testing.assert_close(after(data.x), before(data.x), rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(before.W_enc, after.W_enc)
+
+
+def test_a_penalty_does_not_drive_codes_to_nothing_over_many_outer_iterations():
+    data = sparse_mixture()
+    solver = started(PamSgd(), data, Relu(), epochs=150, sparsity="l1", weight=0.3)
+    found = reconstruction(trained(solver, data, 150), data.sequential())
+    assert found["l0"] > 0.5
+    assert found["fvu"] < 0.5
+
+
+def test_a_large_alpha_makes_the_residual_decoder_a_multiple_of_the_encoder():
+    data = sparse_mixture()
+    solver = started(PamSgd(alpha=1e12), data, TopK(k=3))
+    sae = trained(solver, data, 4)
+    torch.testing.assert_close(sae.W_dec, solver.c * sae.W_enc.T, rtol=1e-6, atol=1e-6)
+
+
+def test_tied_weights_stay_tied():
+    data = sparse_mixture()
+    sae = trained(started(Sgd(tied=True), data, TopK(k=3)), data, 4)
+    assert torch.equal(sae.W_dec, sae.W_enc.T)
+
+
+@pytest.mark.parametrize("config", [Sgd(), Sgd(tied=True), PamSgd(), PamSgd(decoder="free")], ids=str)
+@pytest.mark.parametrize("activation", EVERY_ACTIVATION, ids=lambda activation: activation.name)
+def test_training_lowers_the_unexplained_variance(config, activation):
+    data = sparse_mixture()
+    solver = started(config, data, activation, epochs=20)
+    before = reconstruction(solver.sae(), data.sequential())["fvu"]
+    after = reconstruction(trained(solver, data, 20), data.sequential())["fvu"]
+    assert after < 0.8 * before
+
+
+@pytest.mark.parametrize("config", [Sgd(), PamSgd(inner_steps=2, decoder_every=3, mu_enc=0.1, nu_enc=0.2, mu_dec=0.3,
+                                                  nu_dec=0.4)], ids=["sgd", "pam-sgd"])
+@pytest.mark.parametrize("activation", [Relu(), JumpRelu()], ids=lambda activation: activation.name)
+def test_a_restored_solver_goes_on_bit_for_bit(config, activation):
+    data = sparse_mixture()
+    whole, first, second = (started(config, data, activation, 4, "l1", 0.1) for _ in range(3))
+    expected = trained(whole, data, 4)
+    trained(first, data, 2)
+    second.restore({name: tensor.clone() for name, tensor in first.state().items()})
+    for epoch in (2, 3):
+        for _ in second.epoch(data, epoch):
+            pass
+    for name, tensor in second.sae().tensors().items():
+        assert torch.equal(tensor, expected.tensors()[name]), name
+
+
+def test_proximal_weights_hold_encoder_and_decoder_back():
+    data = sparse_mixture()
+
+    def moved(**weights: float) -> tuple[float, float]:
+        solver = started(PamSgd(decoder="free", alpha=1.0, **weights), data, Relu())
+        start = solver.sae()
+        for _ in solver.epoch(data, 0):
+            pass
+        end = solver.sae()
+        return (end.W_enc - start.W_enc).norm().item(), (end.W_dec - start.W_dec).norm().item()
+
+    free, held_enc, held_dec = moved(), moved(mu_enc=1e5, nu_enc=1e5), moved(mu_dec=1e7, nu_dec=1e7)
+    assert held_enc[0] < 0.5 * free[0]
+    assert held_dec[1] < 0.01 * free[1]
+
+
+def test_inner_steps_and_the_step_limit_count_optimiser_steps():
+    data = sparse_mixture()
+    solver = replace(PamSgd(), inner_steps=3).build(initial_sae(Relu(), F, data.x[:64], 1),
+                                                    Task(data.rows, 10, 1e-2, "none", 0.0))
+    reports = list(solver.epoch(data, 0))
+    assert solver.step == 10
+    assert [report.step for report in reports] == [3, 6, 9, 10]
+
+
+def test_learning_rate_rises_holds_and_falls_to_nearly_zero():
+    task = Task(rows=1, steps=100, lr=2.0, sparsity="none", sparsity_weight=0.0)
+    rates = [task.learning_rate(step) for step in range(100)]
+    peak = rates.index(max(rates))
+    assert max(rates) == 2.0
+    assert all(later >= earlier for earlier, later in pairwise(rates[: peak + 1]))
+    assert all(later <= earlier for earlier, later in pairwise(rates[peak:]))
+    assert rates[-1] == pytest.approx(0.04)
+
+
+def test_every_solver_starts_from_an_aligned_decoder_of_the_datas_scale():
+    data = sparse_mixture()
+    for activation in EVERY_ACTIVATION:
+        sae = initial_sae(activation, F, data.x, seed=3)
+        x_hat = sae(data.x)
+        torch.testing.assert_close(sae.W_dec, sae.W_enc.T)
+        if activation.name != "jumprelu":  # its threshold does not scale with the weights
+            assert ((data.x * x_hat).sum() / x_hat.square().sum()).item() == pytest.approx(1, rel=1e-6)
+    assert set(SOLVERS) == {"sgd", "pam-sgd"}
