@@ -26,11 +26,11 @@ import numpy as np
 
 from ..errors import ConfigError, StoreError
 from ..files import write_json
-from ..home import now
+from ..home import STORE_MARKER, now
 from .dtypes import DTYPES
 
 FORMAT_VERSION = 1
-MARKER = "store.json"
+MARKER = STORE_MARKER
 SHARDS = "shards"
 ACTIVATIONS = "activations"
 

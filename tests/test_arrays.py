@@ -1,0 +1,200 @@
+"""Every format gives the rows that its own library wrote; what is no array of rows is refused by a sentence."""
+
+import gzip
+import pickle
+import struct
+
+import h5py
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+from sklearn.datasets import load_digits
+from storing import collect, make_store
+
+from saecli import arrays
+from saecli.arrays import open_array
+from saecli.errors import FormatError
+
+ROWS = np.random.default_rng(0).standard_normal((50, 3, 4)).astype(np.float32)
+LABELS = np.arange(50) % 7
+IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
+
+
+def write_npy(path, values):
+    np.save(path, values)
+
+
+def write_npz(path, values):
+    np.savez_compressed(path, values)
+
+
+def write_safetensors(path, values):
+    safetensors.numpy.save_file({"x": np.ascontiguousarray(values)}, path)
+
+
+def write_torch(path, values):
+    torch.save(torch.from_numpy(np.ascontiguousarray(values)), path)
+
+
+def write_old_torch(path, values):
+    torch.save({"x": torch.from_numpy(values.copy())}, path, _use_new_zipfile_serialization=False)
+
+
+def write_hdf5(path, values):
+    with h5py.File(path, "w") as file:
+        file.create_group("group")["x"] = values
+
+
+def write_idx(path, values):
+    head = struct.pack(f">BBBB{values.ndim}I", 0, 0, IDX_CODES[values.dtype.str[1:]], values.ndim, *values.shape)
+    content = head + values.astype(values.dtype.newbyteorder(">")).tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+WRITERS = {"a.npy": write_npy, "a.npz": write_npz, "a.safetensors": write_safetensors, "a.pt": write_torch,
+           "old.pth": write_old_torch, "a.h5": write_hdf5, "a.hdf5": write_hdf5, "a-idx3-float": write_idx,
+           "a.idx": write_idx, "a-idx3-ubyte.gz": write_idx}
+
+
+def rows_of(source, start=0):
+    return np.concatenate([block for _, block in source.blocks(start)])
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("dtype", ["<f4", "<f8", "<i4", "|u1"])
+def test_each_format_gives_the_rows_that_its_library_wrote(tmp_path, monkeypatch, name, dtype):
+    monkeypatch.setattr(arrays, "BLOCK_BYTES", 7 * 12 * 4)
+    values = (ROWS * 40 + 100).astype(dtype)
+    with_file(tmp_path / name, values)
+    source = open_array(str(tmp_path / name))
+    assert (source.rows, source.features, source.dtype, source.labels) == (50, 12, "float32", None)
+    expected = values.astype(np.float32).reshape(50, 12)
+    np.testing.assert_array_equal(rows_of(source), expected)
+    np.testing.assert_array_equal(rows_of(source, 13), expected[13:])
+    assert [begin for begin, _ in source.blocks()] == list(range(0, 50, 7))
+
+
+def with_file(path, values):
+    WRITERS[path.name](path, values)
+
+
+def test_half_precision_is_kept(tmp_path):
+    tensor = torch.from_numpy(ROWS[:, 0]).bfloat16()
+    safetensors.torch.save_file({"x": tensor}, tmp_path / "a.safetensors")
+    torch.save(tensor, tmp_path / "a.pt")
+    stored = make_store(tmp_path / "s", ROWS[:, 0], "bfloat16")
+    for path in (tmp_path / "a.safetensors", tmp_path / "a.pt", next((tmp_path / "s" / "shards").iterdir())):
+        source = open_array(str(path))
+        assert source.dtype == "bfloat16"
+        np.testing.assert_array_equal(rows_of(source), tensor.float().numpy())
+    np.testing.assert_array_equal(collect(stored.split("all").sequential(50)), tensor.float().numpy())
+    np.save(tmp_path / "a.npy", ROWS[:, 0].astype(np.float16))
+    assert open_array(str(tmp_path / "a.npy")).dtype == "float16"
+
+
+def test_fortran_order_and_truth_values(tmp_path):
+    np.save(tmp_path / "a.npy", np.asfortranarray(ROWS[:, 0]))
+    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.npy"))), ROWS[:, 0])
+    np.save(tmp_path / "b.npy", ROWS[:, 0] > 0)
+    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "b.npy"))), ROWS[:, 0] > 0)
+
+
+def test_digits_come_with_scikit_learn():
+    source, images, labels = open_array("digits"), *load_digits(return_X_y=True)
+    np.testing.assert_array_equal(rows_of(source), images)
+    np.testing.assert_array_equal(source.labels, labels)
+    assert source.name == "digits"
+
+
+def test_key_chooses_among_several_arrays(tmp_path):
+    np.savez(tmp_path / "a.npz", x=ROWS, y=-ROWS)
+    torch.save({"x": torch.ones(2), "deep": {"y": torch.from_numpy(ROWS)}, "n": 3}, tmp_path / "a.pt")
+    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.npz"), "y")), -ROWS.reshape(50, 12))
+    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.pt"), "deep.y")), ROWS.reshape(50, 12))
+    with pytest.raises(FormatError, match=r"expected one array in .*a\.npz, got 2 \(x, y\); choose one with --key"):
+        open_array(str(tmp_path / "a.npz"))
+    with pytest.raises(FormatError, match=r"no array for --key z; expected one of its keys \(x, deep\.y\)"):
+        open_array(str(tmp_path / "a.pt"), "z")
+
+
+def test_labels_by_key_or_from_another_file(tmp_path):
+    np.savez(tmp_path / "a.npz", x=ROWS, y=LABELS)
+    np.save(tmp_path / "labels.npy", LABELS.astype(np.float64))
+    write_idx(tmp_path / "train-labels-idx1-ubyte.gz", LABELS.astype("u1"))
+    for labels in ("y", tmp_path / "labels.npy", tmp_path / "train-labels-idx1-ubyte.gz"):
+        source = open_array(str(tmp_path / "a.npz"), "x", str(labels))
+        assert source.labels.dtype == np.int64
+        np.testing.assert_array_equal(source.labels, LABELS)
+    assert open_array(str(tmp_path / "a.npz"), labels="y").rows == 50  # what remains needs no --key
+
+
+@pytest.mark.parametrize(("labels", "said"), [
+    (LABELS[:49], r"expected 50, one for each row, got shape \(49,\)"),
+    (np.stack([LABELS, LABELS], 1), r"expected 50, one for each row, got shape \(50, 2\)"),
+    (LABELS + 0.5, "expected whole numbers, got float64"),
+    (np.array(list("abcde") * 10), "expected whole numbers, got str32"),
+])
+def test_labels_that_do_not_fit_are_refused(tmp_path, labels, said):
+    np.save(tmp_path / "a.npy", ROWS)
+    np.save(tmp_path / "y.npy", labels)
+    with pytest.raises(FormatError, match=rf"y\.npy do not fit: {said}"):
+        open_array(str(tmp_path / "a.npy"), labels=str(tmp_path / "y.npy"))
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    (ROWS[:, 0, 0], r"expected an array of shape \(rows, features\) or with more dimensions, got shape \(50,\)"),
+    (np.float32(3), r"got shape \(\)"),
+    (ROWS[:0], r"expected a row or more, got an empty array of shape \(0, 3, 4\)"),
+    (ROWS[:, :, :0], "expected a row or more, got an empty array"),
+    (ROWS.astype(complex), "expected an array of real numbers, got one of complex128"),
+    (np.array([["a"]]), "expected an array of real numbers, got one of str32"),
+])
+def test_what_is_no_array_of_rows_is_refused(tmp_path, values, said):
+    np.save(tmp_path / "a.npy", values)
+    with pytest.raises(FormatError, match=rf"a\.npy: .*{said}"):
+        open_array(str(tmp_path / "a.npy"))
+
+
+def test_pickled_objects_are_refused_and_never_run(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (tmp_path.joinpath("ran").touch, ())
+
+    np.save(tmp_path / "a.npy", np.array([[Bomb()]], dtype=object), allow_pickle=True)
+    np.savez(tmp_path / "a.npz", x=np.array([[Bomb()]], dtype=object), allow_pickle=True)
+    (tmp_path / "a.pt").write_bytes(pickle.dumps(Bomb()))
+    for name, key in (("a.npy", None), ("a.npz", "x"), ("a.pt", None)):
+        with pytest.raises(FormatError, match=f"cannot read .*{name}"):
+            open_array(str(tmp_path / name), key)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("keep", [0, 3, 0.5, 0.98])
+def test_truncated_files_are_refused_by_name(tmp_path, name, keep):
+    path = tmp_path / name
+    with_file(path, (ROWS * 40 + 100).astype("u1" if "ubyte" in name else "<f4"))
+    content = path.read_bytes()
+    path.write_bytes(content[: keep if isinstance(keep, int) else int(len(content) * keep)])
+    with pytest.raises(FormatError, match=f"{name}") as caught:
+        rows_of(open_array(str(path)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*WRITERS, "labels-idx1-ubyte"])
+def test_files_of_another_format_are_refused_by_name(tmp_path, name):
+    (tmp_path / name).write_bytes(b"<html>404, not found</html>" * 20)
+    with pytest.raises(FormatError, match=f"cannot read .*{name}"):
+        open_array(str(tmp_path / name))
+
+
+def test_names_that_say_no_format_and_missing_files_are_refused(tmp_path):
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(FormatError, match=r"expected a name that ends in \.npy, .*idx3-ubyte.*got a\.csv"):
+        open_array(str(tmp_path / "a.csv"))
+    with pytest.raises(FormatError, match=r"there is no file .*b\.npy"):
+        open_array(str(tmp_path / "b.npy"))
+    with pytest.raises(FormatError, match="leave out --key"):
+        open_array("digits", key="x")
