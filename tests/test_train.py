@@ -1,0 +1,206 @@
+"""`sae train`: what it writes and prints, that it repeats and resumes bit for bit, and what bad input gets."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, make_store, some_rows
+from safetensors.torch import load_file
+
+from saecli.activations import ACTIVATIONS
+from saecli.formats import load_native
+from saecli.training import read_metrics
+from saecli.training.normalise import NORMALISATIONS, fit_normalisation
+
+KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_test", "epochs", "steps",
+        "seconds", "rows_per_second", "notes", "final"]
+QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
+
+
+def weights(home: Path, run: str) -> dict[str, torch.Tensor]:
+    return load_file(home / "runs" / run / "sae.safetensors")
+
+
+def assert_same_weights(home: Path, first: str, second: str) -> None:
+    one, other = weights(home, first), weights(home, second)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("solver", [("sgd",), ("sgd", "--tied"), ("pam-sgd",), ("pam-sgd", "--decoder", "free")],
+                         ids=" ".join)
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(sae: CommandLine, solver: tuple, act: str):
+    make_store(sae.home, "rows", some_rows(1000))
+    k = ("--k", "4") if "k" in ACTIVATIONS[act].__dataclass_fields__ else ()
+    document = sae("train", "--solver", *solver, "--act", act, *k, *QUICK).json
+    assert list(document) == KEYS
+    assert {"train_fvu", "test_fvu", "test_mse", "l0"} <= document["final"].keys()
+    assert ("alpha" in document["final"]) == (solver[0] == "pam-sgd")
+    (measured,) = sae("eval", document["run"], "--json").json["runs"]
+    assert measured["fvu"] == pytest.approx(document["final"]["test_fvu"], rel=1e-4)
+    assert measured["rows"] == document["rows_test"]
+    folder = Path(document["path"])
+    assert {path.name for path in folder.iterdir()} == {"run.json", "metrics.jsonl", "checkpoint.safetensors",
+                                                        "sae.safetensors", "loss.png"}
+    assert [line["epoch"] for line in read_metrics(folder) if "epoch" in line] == [1, 2, 3]
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
+        assert sae("train", "--name", name, "--seed", seed, *QUICK).status == 0
+    assert_same_weights(sae.home, "a", "b")
+    assert not torch.equal(weights(sae.home, "a")["W_enc"], weights(sae.home, "c")["W_enc"])
+
+
+@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+def test_a_killed_run_resumed_equals_one_never_stopped(sae: CommandLine, solver: str):
+    make_store(sae.home, "rows", some_rows(8_000))
+    settings = ("train", "--solver", solver, "--act", "jumprelu", "--d-sae", "64", "--epochs", "10",
+                "--batch-size", "64")
+    assert sae(*settings, "--name", "whole").status == 0
+    process = subprocess.Popen([sys.executable, "-m", "saecli", "--home", str(sae.home), *settings, "--name", "killed"],
+                               stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    folder = sae.home / "runs" / "killed"
+    while not (folder / "checkpoint.safetensors").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not json.loads((folder / "run.json").read_text())["complete"]
+    done = sae("train", "--resume", "--json")
+    assert done.json["run"] == "killed"
+    assert done.json["epochs"] == 10
+    assert_same_weights(sae.home, "whole", "killed")
+    steps = [line["step"] for line in read_metrics(folder)]
+    assert steps == sorted(steps)
+    assert steps == [line["step"] for line in read_metrics(sae.home / "runs" / "whole")]
+
+
+def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(20_000))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "saecli", "--home", str(sae.home), "train", "--d-sae", "64", "--epochs", "100",
+         "--batch-size", "64", "--name", "stopped"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    while not (sae.home / "runs" / "stopped" / "checkpoint.safetensors").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate()
+    assert process.returncode == 130
+    assert "sae train --resume --name stopped" in said
+    assert "Traceback" not in said
+    assert sae("eval", "stopped", "--json").status == 0
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_last_checkpoint(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    assert sae("train", "--name", "run", *QUICK).status == 0
+    folder = sae.home / "runs" / "run"
+    marker = json.loads((folder / "run.json").read_text())
+    marker["complete"], marker["training"]["epochs"], marker["training"]["lr"] = False, 6, 1e30
+    (folder / "run.json").write_text(json.dumps(marker))
+    kept = {name: (folder / name).read_bytes() for name in ("sae.safetensors", "checkpoint.safetensors")}
+    done = sae("train", "--resume")
+    assert done.status == 1
+    assert "the loss became" in done.err
+    assert "at step 4" in done.err
+    assert "lower --lr" in done.err
+    assert all((folder / name).read_bytes() == content for name, content in kept.items())
+
+
+def test_a_run_that_fails_in_its_first_epoch_leaves_no_folder(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    done = sae("train", "--solver", "sgd", "--lr", "1e30", *QUICK)
+    assert done.status == 1
+    assert "the loss became" in done.err
+    assert not list((sae.home / "runs").iterdir())
+
+
+@pytest.mark.parametrize("kind", NORMALISATIONS)
+def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(sae: CommandLine, kind: str):
+    rows = some_rows(2000) * np.float32(37) + np.arange(8, dtype=np.float32)
+    make_store(sae.home, "rows", rows)
+    document = sae("train", "--normalize", kind, "--act", "topk", "--k", "6", *QUICK).json
+    saved = load_native(Path(document["path"])).sae
+    x = torch.from_numpy(rows)
+    unexplained = (saved(x) - x).square().sum() / (x - x.mean(0)).square().sum()
+    assert unexplained.item() == pytest.approx(document["final"]["train_fvu"], abs=0.02)
+    assert unexplained < 0.5
+
+
+def test_normalisations_match_numpy():
+    x = some_rows(500) * np.linspace(1, 9, 8, dtype=np.float32)
+    x[:, 3] = 5
+    batches = [torch.from_numpy(part) for part in np.array_split(x, 7)]
+    whole = torch.from_numpy(x).double()
+    scale = fit_normalisation("scale", batches, 8, torch.float64)
+    assert scale(whole).square().sum(1).mean().item() == pytest.approx(8)
+    np.testing.assert_allclose(scale(whole).mean(0), 0, atol=1e-9)
+    standard = fit_normalisation("standardize", batches, 8, torch.float64)
+    np.testing.assert_allclose(standard(whole).std(0, correction=0), np.arange(8) != 3, atol=1e-9)
+    for kind in NORMALISATIONS:
+        fitted = fit_normalisation(kind, batches, 8, torch.float64)
+        spread = (fitted(whole) - fitted(whole).mean(0)).square().sum(1).mean()
+        assert fitted.variance.item() == pytest.approx(spread.item())
+
+
+def test_smaller_fractions_train_on_fewer_rows_and_test_on_the_same(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(4000))
+    documents = [sae("train", "--fraction", share, *QUICK).json for share in ("0.25", "1.0")]
+    assert documents[0]["rows_train"] == pytest.approx(documents[1]["rows_train"] / 4, rel=0.1)
+    assert documents[0]["rows_test"] == documents[1]["rows_test"]
+
+
+def test_steps_take_the_place_of_epochs(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    document = sae("train", "--steps", "37", "--batch-size", "64", "--d-sae", "24", "--json").json
+    assert (document["steps"], document["epochs"]) == (37, 3)
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (("--tied",), "--tied does nothing with --solver pam-sgd"),
+    (("--act", "relu", "--k", "4"), "--k does nothing with --act relu"),
+    (("--solver", "sgd", "--alpha", "1"), "--alpha does nothing with --solver sgd"),
+    (("--act", "topk", "--k", "25", "--d-sae", "24"), "--k must be at most --d-sae, 24, got 25"),
+    (("--act", "topk", "--sparsity", "l0"), "--sparsity l0 cannot be used with --act topk"),
+    (("--act", "topk", "--sparsity-weight", "1"), "--sparsity-weight does nothing with --sparsity none"),
+    (("--epochs", "2", "--steps", "9"), "cannot use both --epochs and --steps"),
+    (("--lr", "0"), "--lr must be above 0, got 0"),
+    (("--fraction", "2"), "--fraction must be at most 1, got 2"),
+    (("--data", "nowhere"), "no activation store named 'nowhere'; there are: rows"),
+    (("--name", "../x"), "--name must be a plain folder name"),
+    (("--device", "cuda:77"), "--device cuda:77 cannot be used"),
+    (("--d-sae", "500000"), "GiB of memory"),
+    (("--resume", "--lr", "1"), "--lr does nothing with --resume"),
+    (("--resume",), "there is no unfinished run"),
+    (("--resume", "--name", "nowhere"), "no run named 'nowhere'"),
+])
+def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine, words: tuple, sentence: str):
+    make_store(sae.home, "rows", some_rows(600_000 if "500000" in words else 300))
+    done = sae("train", *words)
+    assert done.status == 1
+    assert sentence in done.err
+    assert done.err.strip().splitlines()[-1].startswith("sae: ")
+    assert "Traceback" not in done.err
+    assert not (sae.home / "runs").exists() or not list((sae.home / "runs").iterdir())
+
+
+def test_rows_that_are_all_the_same_are_refused(sae: CommandLine):
+    make_store(sae.home, "rows", np.ones((300, 8), dtype=np.float32))
+    assert "training rows are the same" in sae("train", *QUICK).err
+
+
+def test_a_name_that_is_taken_is_refused_and_a_default_name_counts_on(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(300))
+    assert [sae("train", *QUICK).json["run"] for _ in range(2)] == ["pam-sgd-relu-1", "pam-sgd-relu-2"]
+    assert "a run named 'pam-sgd-relu-1' already" in sae("train", "--name", "pam-sgd-relu-1", *QUICK).err
+    assert "is finished" in sae("train", "--resume", "--name", "pam-sgd-relu-1").err
