@@ -10,18 +10,16 @@ import hashlib
 import inspect
 import json
 import platform
-import socket
 import sysconfig
-import urllib.request
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from saecli.errors import ModelError
+from saecli.hub import why_unreachable
 
 STDLIB_DOCS = "stdlib-docs"
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -223,8 +221,12 @@ def _parquet_texts(path: Path, column: str, start: int) -> Iterator[str]:
 
 
 def _hub_texts(source: TextSource, start: int) -> Iterator[str]:
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
     what = f"The dataset {source.dataset}"
-    _check_hub_has_address(what)
+    # told to be offline, `datasets` gives up at once, and may still find the dataset in its cache
+    if not HF_HUB_OFFLINE and (reason := why_unreachable()):
+        raise _unreachable(what, reason)
     config = source.config or DEFAULT_CONFIGS.get(source.dataset)
     request = {"path": source.dataset, "name": config, "split": source.split}
     rows = _dataset_rows(what, start, request, advice="check its id, configuration and split")
@@ -247,19 +249,6 @@ def _dataset_rows(what: str, start: int, request: dict[str, Any], advice: str) -
         ) from error
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ModelError(f"{what} cannot be read; expected rows of text, got: {_one_line(error)}; {advice}.") from error
-
-
-def _check_hub_has_address(what: str) -> None:
-    """Fails at once without a network, where the hub's own client would retry for half a minute."""
-    from huggingface_hub import constants
-
-    host = urlsplit(constants.ENDPOINT).hostname
-    if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
-        return  # offline the client gives up at once; a proxy looks the name up itself
-    try:
-        socket.getaddrinfo(host, None)
-    except socket.gaierror as error:
-        raise _unreachable(what, f"no address for {host}") from error
 
 
 def _unreachable(what: str, got: str) -> ModelError:
