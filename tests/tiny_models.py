@@ -1,0 +1,59 @@
+"""Small random language models of several architectures, saved as Hugging Face folders."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+
+from saecli.devices import device_named
+from saecli.language_model import LanguageModel, find_model
+
+LAYERS, WIDTH, VOCABULARY = 3, 16, 64
+SHARED = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+DEEP = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": LAYERS, "num_attention_heads": 2, **SHARED}
+
+CONFIGS: dict[str, Any] = {
+    "gemma2": lambda: Gemma2Config(**DEEP, num_key_value_heads=1, head_dim=8, sliding_window=4,
+                                   query_pre_attn_scalar=8, attn_logit_softcapping=5.0),
+    "llama": lambda: LlamaConfig(**DEEP, num_key_value_heads=2),
+    "gpt2": lambda: GPT2Config(n_embd=WIDTH, n_layer=LAYERS, n_head=2, n_positions=64, **SHARED),
+    "gpt-neox": lambda: GPTNeoXConfig(**DEEP, max_position_embeddings=64),
+}
+
+
+def save_tokenizer(folder: Path, bos: bool) -> None:
+    """A tokenizer of single characters, which puts <bos> before a text or does not."""
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(chr(code) for code in range(97, 97 + VOCABULARY - 4))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
+                            unk_token="<unk>").save_pretrained(folder)
+
+
+def save_model(folder: Path, architecture: str, bos: bool = True) -> Path:
+    """A random model with weights large enough for its blocks to matter."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[architecture]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, bos)
+    return folder
+
+
+def loaded(folder: Path, head: bool = False) -> LanguageModel:
+    """The model in a folder, as the commands load it."""
+    return LanguageModel(find_model(str(folder)), device_named("cpu"), head)
