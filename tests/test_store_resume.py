@@ -63,14 +63,15 @@ def contents(path: Path) -> dict:
     return {"meta": store.meta.to_json() | {"created": ""}, "rows": rows}
 
 
-def assert_prefix(path: Path, whole: dict) -> None:
-    """Whatever has happened, the store opens, and its rows are the first of the uninterrupted one's."""
+def assert_prefix(path: Path, whole: dict) -> bool:
+    """Whatever has happened, the store opens, and its rows are the first of the whole one's; is it complete?"""
     try:
         there = contents(path)
     except StoreError as error:
         assert "expected store.json in it" in str(error)  # killed before there was anything
-        return
+        return False
     np.testing.assert_array_equal(there["rows"], whole["rows"][: len(there["rows"])])
+    return there["meta"]["complete"]
 
 
 def test_uninterrupted_store_holds_the_blocks(uninterrupted):
@@ -91,10 +92,9 @@ def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce,
                 how = {"kill_at": rng.randint(1, 150)} if rng.random() < 0.6 else {"kill_after": rng.uniform(0, 0.05)}
                 status, error = produce(folder / "s", **how)
                 assert not error
-                assert_prefix(folder / "s", uninterrupted)
-                if not status:
+                kills += status < 0
+                if assert_prefix(folder / "s", uninterrupted):
                     break
-                kills += 1
             found = contents(folder / "s")
             assert found["meta"] == uninterrupted["meta"]
             np.testing.assert_array_equal(found["rows"], uninterrupted["rows"])
@@ -165,6 +165,14 @@ def test_a_second_writer_is_refused_until_the_first_lets_go(tmp_path, produce):
         assert writer.cursor is None
 
 
+def test_a_store_without_a_shard_is_removed_but_never_another_writers(tmp_path, produce):
+    with StoreWriter.open(tmp_path / "s", make_meta(store_producer.D_IN)) as writer:
+        writer.append(np.ones((3, store_producer.D_IN), np.float32), {}, {})
+        assert produce(tmp_path / "s")[1]
+        assert (tmp_path / "s" / "store.json").exists()
+    assert not (tmp_path / "s").exists()
+
+
 def test_whole_shards_can_be_read_while_another_shard_is_written(tmp_path):
     rows = np.random.default_rng(0).standard_normal((250, 4), np.float32)
     with StoreWriter.open(tmp_path / "s", make_meta(4)) as writer:
@@ -188,6 +196,11 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(StoreError, match=r"expected an empty folder, got one that holds thesis\.tex"):
         StoreWriter.open(tmp_path, make_meta(4))
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "00000.h5").touch()
+    with pytest.raises(StoreError, match="expected an empty folder"):
+        StoreWriter.open(tmp_path, make_meta(4))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["00000.h5", "shards", "thesis.tex"]
 
 
 def test_a_source_that_changed_is_refused(tmp_path):

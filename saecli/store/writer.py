@@ -5,7 +5,6 @@ Legend: R rows, D = d_in.
 
 import dataclasses
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -17,8 +16,9 @@ from typing import Any, Self
 import numpy as np
 
 from ..errors import StoreError
+from .claim import begin, forsake, remove_empty, take_lock
 from .dtypes import DTYPES
-from .schema import MARKER, SHARDS, Resume, ShardRecord, StoreMeta, read_meta, shard_name, write_meta
+from .schema import MARKER, SHARDS, Resume, ShardRecord, StoreMeta, shard_name, write_meta
 from .shard_writer import ShardWriter
 
 NONFINITE = "nonfinite"
@@ -38,7 +38,8 @@ class StoreWriter:
             meta = writer.finish()
 
     After an interruption the first block comes a second time; the writer discards of it what is stored.
-    Leaving the `with` without `finish` keeps the whole shards and drops the rows of the unfinished one.
+    Leaving the `with` without `finish` keeps the whole shards and drops the rows of the unfinished one; a store
+    without a shard is removed.
     """
 
     def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int | None) -> None:
@@ -66,13 +67,14 @@ class StoreWriter:
             StoreError: another process is writing it, it is complete, or it holds something else.
         """
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            lock = _take_lock(path)
+            lock = take_lock(path)
         except OSError as error:
             raise _refused(path, 0, error) from error
         try:
-            return cls(path, _begin(path, meta), lock, limit)
+            return cls(path, begin(path, meta), lock, limit)
         except OSError as error:
+            if not (path / MARKER).exists():
+                forsake(path)
             os.close(lock)
             raise _refused(path, 0, error) from error
         except BaseException:
@@ -154,6 +156,8 @@ class StoreWriter:
         try:
             self._drop_shard()
         finally:
+            if not self._meta.shards:
+                remove_empty(self._path)
             os.close(self._lock)
 
     @contextmanager
@@ -257,41 +261,3 @@ def _refused(path: Path, rows: int, error: Exception) -> Exception:
     remedy = "free some space" if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
     return StoreError(f"cannot write to {path}: {reason}; {remedy} and run the same command again, "
                       f"which goes on after the {rows} rows that are safe")
-
-
-def _take_lock(path: Path) -> int:
-    """A descriptor that holds the store's lock; the system lets go of it when the process dies."""
-    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise StoreError(f"cannot write to {path}: another process is writing it; "
-                         "wait for that one, or choose another --name") from error
-    return descriptor
-
-
-def _begin(path: Path, meta: StoreMeta) -> StoreMeta:
-    """The `store.json` to go on from, written if there was none."""
-    if not (path / MARKER).exists():
-        foreign = [entry.name for entry in path.iterdir() if not entry.name.startswith(".")]
-        if foreign:
-            raise StoreError(f"cannot make a store in {path}: expected an empty folder, got one that holds "
-                             f"{foreign[0]}; choose another --name")
-        write_meta(path, meta)
-        return meta
-    there = read_meta(path)
-    if there.request() != meta.request():
-        wanted, got = _difference(meta.request(), there.request())
-        raise StoreError(f"{path} holds something else: expected {wanted}, got {got}; "
-                         "choose another --name, or remove that store")
-    if there.complete:
-        raise StoreError(f"{path} is complete, with {there.rows} rows; expected one to go on with; "
-                         "choose another --name, or remove that store")
-    return there
-
-
-def _difference(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> tuple[str, str]:
-    """The first entry by which two requests differ, each as a phrase."""
-    name = next(n for n in {**wanted, **got} if wanted.get(n) != got.get(n))
-    return f"{name} {wanted.get(name)}", f"{got.get(name)}"
