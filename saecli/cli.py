@@ -5,6 +5,7 @@ To add a command, write `saecli/commands/NAME.py` with a function `command`, and
 
 import errno
 import importlib
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -34,7 +35,8 @@ def load(name: str) -> Any:
     """The Typer command of that name, its module imported now."""
     module = importlib.import_module(f".commands.{'import_' if name == 'import' else name}", __package__)
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    app.command(name)(module.command)
+    paragraphs = inspect.getdoc(module.command).split("\n\n")
+    app.command(name, help="\n\n".join(" ".join(lines.split()) for lines in paragraphs))(module.command)
     return typer.main.get_command(app)
 
 

@@ -17,10 +17,11 @@ ROWS = 30_000
 STORE = "demo"
 SIDE_BY_SIDE = ("train_fvu", "test_fvu", "l0", "dead_fraction", "alpha")
 
-Keep = Annotated[Path | None, typer.Option("--pictures", help="Folder for the pictures.  [default: demo/ in the home]")]
+Pictures = Annotated[Path | None, typer.Option("--pictures", help="Folder for the pictures.",
+                                               show_default="demo/ in the home")]
 
 
-def command(ctx: typer.Context, pictures: Keep = None, json: Json = False) -> None:
+def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -> None:
     """Run the whole chain offline, printing each command first.
 
     Extracts activations from tiny-gemma2, the bundled language model, trains one SAE with each solver, and looks at

@@ -10,8 +10,8 @@ from rich.table import Table
 from ..errors import ConfigError, StoreError
 from ..metrics import reconstruction
 from ..report import table
-from .options import Json, Plot, Runs, Session, start
-from .subjects import Data, Device, Measured, SplitName, all_measured
+from .options import Device, Json, Plot, Runs, Session, start
+from .subjects import Data, Measured, SplitName, all_measured
 
 RECONSTRUCTION = ("rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "dead_fraction")
 EFFECT = ("tokens", "ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl")

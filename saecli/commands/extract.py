@@ -14,7 +14,7 @@ from ..language_model import SITES, TINY_GEMMA2, LanguageModel, find_model
 from ..report import Step
 from ..store import DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request
 from ..texts import STDLIB_DOCS, TextSource
-from .options import Given, Json, configured, start
+from .options import Device, Given, Json, configured, start
 from .stores import finished_store, remove_if_empty, say_stored, store_folder
 
 DEFAULT_DATASET = "Salesforce/wikitext"
@@ -36,7 +36,8 @@ class ExtractConfig(Config):
                        choices=SITES)
     dataset: str | None = option(None, "Text: a hub dataset id, streamed; a .txt (blank lines part documents), "
                                        f".jsonl or .parquet file; or {STDLIB_DOCS}, the docstrings of Python's "
-                                       f"standard library; default: {DEFAULT_DATASET}, with {TINY_GEMMA2} {STDLIB_DOCS}.")
+                                       f"standard library; default: {DEFAULT_DATASET}, with {TINY_GEMMA2} "
+                                       f"{STDLIB_DOCS}.")
     dataset_config: str | None = option(None, "Configuration of a hub dataset; default: its own, of wikitext "
                                               "wikitext-103-raw-v1.")
     dataset_split: str = option("train", "Split of a hub dataset.")
@@ -51,9 +52,8 @@ class ExtractConfig(Config):
     shard_rows: int = option(32_768, "Rows in a shard file; a kill loses at most the shard being written.", minimum=1)
 
 
-Name = Annotated[str | None, typer.Option("--name", help="Name of the store.  [default: made of model, layer, site]")]
-Device = Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:1, mps; auto takes cuda "
-                                                      "where there is one.")]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the store.",
+                                          show_default="made of model, layer, site and a hash of the options")]
 
 
 @configured(ExtractConfig)
@@ -82,8 +82,8 @@ def command(ctx: typer.Context, options: Given, name: Name = None, device: Devic
     model = LanguageModel(source, where)
     cutter = Windows(model.tokenizer, config.context, first_only=config.positions == "last")
     width = next(harvest(model, cutter.cut([(0, "a")]), cutter, layer, config.site, "all", 1)).activations.shape[1]
-    meta = StoreMeta(source=request, request_hash=wanted, dtype=config.dtype, d_in=width,
-                     shard_rows=config.shard_rows, columns=COLUMNS)
+    meta = StoreMeta(source={**request, "prepend_bos": bool(cutter.prefix)}, request_hash=wanted, dtype=config.dtype,
+                     d_in=width, shard_rows=config.shard_rows, columns=COLUMNS)
     try:
         with StoreWriter.open(folder, meta, limit=config.rows) as writer:
             if writer.rows:

@@ -19,7 +19,9 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, everything else on stderr.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Save a picture here (PNG, PDF or SVG by its ending).")]
 Runs = Annotated[list[str] | None, typer.Argument(
-    metavar="[RUN]...", help="Run names, or folders that hold an SAE.  [default: the newest run]")]
+    metavar="[RUN]...", help="Run names, or folders that hold an SAE.", show_default="the newest run")]
+Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1, mps; auto takes cuda where "
+                                                      "there is one.")]
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import typer
 
 from ..metrics import DENSE_FREQUENCY, Firing
 from ..report import Report, table
-from .options import Json, Plot, Runs, Session, start
-from .subjects import Data, Device, Measured, SplitName, all_measured
+from .options import Device, Json, Plot, Runs, Session, start
+from .subjects import Data, Measured, SplitName, all_measured
 
 COLUMNS = ("rows", "l0", "l0_std", "density", "dead", "dense")
 PICTURED_ROWS = 200

@@ -22,7 +22,6 @@ Data = Annotated[str | None, typer.Option(
     "--data", help="Activation store.", show_default="the one that the run was trained on, else the newest")]
 SplitName = Annotated[Literal["test", "train", "all"], typer.Option(
     "--split", help="Rows to measure on: test, those held out; train, those trained on; all.")]
-Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1; auto takes cuda if any.")]
 
 BATCH_CODES = 1 << 24  # codes at a time: 64 MB in float32
 

@@ -18,8 +18,9 @@ from .stores import checked_name, open_store
 
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="How to train.")]
 Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="The activation.")]
-Data = Annotated[str | None, typer.Option("--data", help="Activation store.  [default: the newest]")]
-Name = Annotated[str | None, typer.Option("--name", help="Name of the run.  [default: solver, activation, a number]")]
+Data = Annotated[str | None, typer.Option("--data", help="Activation store.", show_default="the newest")]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
+                                          show_default="solver, activation and a number")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of that --name, or else with the newest "
                                                        "unfinished one, from its last checkpoint, bit for bit.")]
 

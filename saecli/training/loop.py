@@ -26,6 +26,7 @@ from .config import DTYPES, TrainingConfig
 from .normalise import Normalisation, fit_normalisation
 from .rows import TrainingRows, initial_sae, raw_batches
 
+ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
 LOG_EVERY = 20  # steps between lines in metrics.jsonl, and between looks at whether the loss is a number
 
 
@@ -179,7 +180,7 @@ class Trainer:
 
     def _save(self, solver: Solver, sae: SAE, normalisation: Normalisation, progress: Progress) -> None:
         source = self.plan.store.meta.source
-        origin = {key: source[key] for key in ("model", "layer", "site") if key in source}
+        origin = {key: source[key] for key in ORIGIN if key in source}
         save_native(SavedSAE(sae.to(torch.float32), origin), self.folder)
         kept = {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
         save_checkpoint(self.folder, solver.state() | kept, vars(progress))

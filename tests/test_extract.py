@@ -1,0 +1,141 @@
+"""`sae extract` as a user runs it: the rows it stores, going on after a kill, and what bad input gets."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine
+from tiny_models import CONFIGS, WIDTH, loaded, save_model
+
+from saecli.store import ActivationStore
+
+TEXT = "\n\n".join(" ".join("abcdefghijklmnop"[i % 7 : i % 7 + 3 + i % 9] for i in range(n, n + 20)) for n in range(40))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: save_model(folder / name, name) for name in CONFIGS}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def stored(home: Path, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    rows = ActivationStore.open(home / "activations" / name).split("all")
+    columns = {name: np.concatenate(list(rows.column(name, 512))) for name in ("token_id", "position", "document")}
+    return np.concatenate([batch.copy() for batch in rows.sequential(512)]), columns
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("site", ["resid_post", "resid_pre"])
+def test_rows_are_those_of_the_model_run_on_each_window_alone(sae: CommandLine, models, text, architecture, site):
+    document = sae("extract", "--model", models[architecture], "--layer", "1", "--site", site, "--dataset", text,
+                   "--context", "16", "--dtype", "float32", "--batch-size", "5", "--name", "s", "--json").json
+    assert list(document)[:7] == ["name", "path", "rows", "d_in", "dtype", "shards", "cached"]
+    assert (document["d_in"], document["dtype"], document["cached"]) == (WIDTH, "float32", False)
+    rows, columns = stored(sae.home, "s")
+    model = loaded(models[architecture])
+    expected, tokens, documents = [], [], []
+    for number, paragraph in enumerate(TEXT.split("\n\n")):
+        ids = model.tokenizer(paragraph, add_special_tokens=False)["input_ids"]
+        for start in range(0, len(ids), 15):
+            window = torch.tensor([[1, *ids[start : start + 15]]])
+            with torch.no_grad():
+                states = model.model(window, output_hidden_states=True).hidden_states[2 if site == "resid_post" else 1]
+            plain = ~torch.isin(window[0], torch.tensor(model.tokenizer.all_special_ids))
+            expected.append(states[0][plain])
+            tokens += window[0][plain].tolist()
+            documents += [number] * int(plain.sum())
+    np.testing.assert_allclose(rows, torch.cat(expected).numpy(), rtol=1e-4, atol=1e-5)
+    assert columns["token_id"].tolist() == tokens
+    assert columns["document"].tolist() == documents
+    assert 0 not in columns["position"]  # BOS stands there
+
+
+def test_last_position_gives_one_row_a_document(sae: CommandLine, models, text):
+    words = ("extract", "--model", models["gemma2"], "--layer", "1", "--dataset", text, "--context", "16",
+             "--dtype", "float32")
+    assert sae(*words, "--positions", "last", "--name", "last").status == 0
+    assert sae(*words, "--name", "all").status == 0
+    last, columns = stored(sae.home, "last")
+    every, all_columns = stored(sae.home, "all")
+    assert columns["document"].tolist() == list(range(40))
+    for row, number in zip(last, columns["document"], strict=True):
+        of_document = all_columns["document"] == number
+        ends = np.flatnonzero(np.diff(all_columns["position"][of_document]) < 0)
+        first_window_end = ends[0] if len(ends) else of_document.sum() - 1
+        np.testing.assert_allclose(row, every[of_document][first_window_end], rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_request_is_a_cache_hit_and_another_makes_another_store(sae: CommandLine, models, text):
+    words = ("extract", "--model", models["llama"], "--layer", "0", "--dataset", text, "--json")
+    first, again = sae(*words).json, sae(*words).json
+    assert (first["cached"], again["cached"]) == (False, True)
+    assert first["name"] == again["name"]
+    other = sae(*words, "--site", "mlp_out").json
+    assert other["name"] != first["name"]
+    refused = sae(*words, "--site", "mlp_out", "--name", first["name"])
+    assert refused.status == 1
+    assert "made from something else; give another --name" in refused.err
+
+
+def test_an_extraction_killed_at_random_points_equals_one_never_stopped(sae: CommandLine, tmp_path: Path):
+    words = ["extract", "--model", "tiny-gemma2", "--rows", "9000", "--shard-rows", "700", "--batch-size", "4"]
+    assert sae(*words, "--name", "whole").status == 0
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    folder = sae.home / "activations" / "killed"
+    for shards in (1, 4, 9):
+        command = [sys.executable, "-m", "saecli", "--home", str(sae.home), *words, "--name", "killed"]
+        process = subprocess.Popen(command,
+                                   stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
+        while len(list(folder.glob("shards/[0-9]*.h5"))) < shards:
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert sae(*words, "--name", "killed").status == 0
+    (rows, columns), (expected, expected_columns) = stored(sae.home, "killed"), stored(sae.home, "whole")
+    np.testing.assert_array_equal(rows, expected)
+    assert all(np.array_equal(columns[name], expected_columns[name]) for name in columns)
+    metas = [ActivationStore.open(sae.home / "activations" / name).meta for name in ("killed", "whole")]
+    assert metas[0].dropped == metas[1].dropped
+    assert [shard.sha256 for shard in metas[0].shards] == [shard.sha256 for shard in metas[1].shards]
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (("--layer", "7"), "has layers 0 to 2, got --layer 7"),
+    (("--dataset", "nowhere.txt"), "nowhere.txt does not exist"),
+    (("--dataset", "stdlib-docs", "--dataset-split", "test"), "--dataset-split does nothing with the dataset stdlib"),
+    (("--context", "1"), "--context must be above 1"),
+    (("--rows", "0"), "--rows must be at least 1"),
+    (("--model", "google/gemma-2-2b"), "or use --model tiny-gemma2"),
+    (("--name", "a/b"), "--name must be a plain folder name"),
+])
+def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine, models, text, words, sentence,
+                                                               monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    done = sae("extract", "--model", models["gpt2"], "--dataset", text, *words)
+    assert done.status == 1
+    assert sentence in done.err
+    assert "Traceback" not in done.err
+    assert not (sae.home / "activations").exists()
+
+
+def test_an_empty_text_is_refused_and_leaves_nothing(sae: CommandLine, models, tmp_path: Path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n\n  \n")
+    done = sae("extract", "--model", models["gpt2"], "--dataset", empty)
+    assert done.status == 1
+    assert "no rows to store" in done.err
+    assert not list((sae.home / "activations").iterdir())
