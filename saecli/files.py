@@ -1,5 +1,6 @@
 """Files that appear whole or not at all."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -15,6 +16,12 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal; cost: one read of the file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def partial_path(path: Path) -> Path:

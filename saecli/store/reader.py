@@ -10,9 +10,10 @@ from typing import Self
 import numpy as np
 
 from ..errors import StoreError
+from ..files import file_sha256
 from .rows import Rows
 from .schema import SHARDS, StoreMeta, read_meta
-from .shard import MappedShards, file_sha256
+from .shard import MappedShards
 from .split import TEST_FRACTION, Split, Which
 
 

@@ -3,7 +3,6 @@
 Legend: R rows, D = d_in.
 """
 
-import hashlib
 import mmap
 import threading
 from collections import OrderedDict
@@ -19,12 +18,6 @@ from .schema import ACTIVATIONS, COLUMNS, SHARDS, StoreMeta
 
 # What h5py raises, by no rule that could be relied on, for files that are not as they should be.
 HDF5_ERRORS = (OSError, RuntimeError, KeyError, TypeError, ValueError)
-
-
-def file_sha256(path: Path) -> str:
-    """The hash of a file's bytes; cost: one read of the file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)

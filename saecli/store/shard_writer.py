@@ -16,10 +16,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from ..files import partial_path, settle
+from ..files import file_sha256, partial_path, settle
 from .dtypes import DTYPES
 from .schema import ACTIVATIONS, COLUMNS, StoreMeta
-from .shard import file_sha256
 
 # Of everything in the file, in bytes: NumPy is slow with numbers that lie askew.
 ALIGNMENT = 64
