@@ -1,0 +1,120 @@
+"""The command line as a whole: what its help says, what it imports, its exit statuses."""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from homes import CommandLine, make_store, some_rows
+
+from saecli import __version__
+from saecli.cli import COMMANDS, load, sentence_for
+
+HELP_PAGES = Path(__file__).parent / "help_pages"
+TEXT_OF_ALL = "SAECLI_WRITE_HELP_PAGES"  # set it to write the pages anew
+
+
+def page(name: str) -> str:
+    """A command's help as text: its description, then each option with its default, whatever Typer's layout."""
+    command = load(name)
+    lines = [command.help, ""]
+    for parameter in command.params:
+        names = ", ".join(parameter.opts) if parameter.opts[0].startswith("-") else parameter.name.upper()
+        shown = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
+        default = f" [{shown}]" if parameter.show_default and shown is not None and shown is not False else ""
+        lines.append(f"{names}: {parameter.help}{default}")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_page_is_the_one_kept_as_text(name: str):
+    path = HELP_PAGES / f"{name}.txt"
+    if os.environ.get(TEXT_OF_ALL):
+        path.write_text(page(name), encoding="utf-8")
+    kept = path.read_text(encoding="utf-8")
+    assert page(name) == kept, f"if this change is meant, run the tests with {TEXT_OF_ALL}=1"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_summary_in_the_list_is_the_first_line_of_the_commands_own_help(name: str):
+    module = importlib.import_module(f"saecli.commands.{'import_' if name == 'import' else name}")
+    assert inspect.getdoc(module.command).splitlines()[0] == COMMANDS[name]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_json_on_demand_and_every_option_says_what_it_does(name: str):
+    parameters = load(name).params
+    assert "--json" in [opt for parameter in parameters for opt in parameter.opts]
+    assert all(parameter.help and parameter.help.endswith((".", ")")) for parameter in parameters)
+
+
+@pytest.mark.parametrize(("words", "absent"), [(["--help"], ("torch", "transformers", "h5py", "numpy")),
+                                               (["list"], ("torch", "transformers"))])
+def test_quick_commands_import_nothing_slow(tmp_path: Path, words: list[str], absent: tuple):
+    script = ("import sys; from saecli.cli import main\n"
+              f"sys.argv = ['sae', '--home', {str(tmp_path)!r}, *{words!r}]\n"
+              "try: main()\nexcept SystemExit: pass\n"
+              f"sys.exit(', '.join(name for name in {absent!r} if name in sys.modules) or 0)")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_python_m_saecli_is_sae():
+    done = subprocess.run([sys.executable, "-m", "saecli", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"sae {__version__}\n"
+
+
+@pytest.mark.parametrize(("words", "status", "said"), [
+    (("--help",), 0, "sae train --solver pam-sgd --act relu"),
+    (("train", "--help"), 0, "--decoder-every"),
+    (("no-such",), 2, "No such command 'no-such'"),
+    (("train", "--no-such"), 2, "--no-such"),
+    (("train", "--alpha", "many"), 2, "neither a number nor auto"),
+    (("train", "--act", "tanh"), 2, "'tanh' is not one of"),
+    (("train",), 1, "there is no activation store"),
+    (("eval",), 1, "there is no run"),
+    (("geometry",), 1, "there is no run"),
+    (("eval", "nowhere"), 1, "nowhere"),
+])
+def test_exit_status_and_one_message(sae: CommandLine, words: tuple, status: int, said: str):
+    done = sae(*words)
+    assert done.status == status
+    assert said in " ".join((done.out + done.err).split())
+    assert "Traceback" not in done.out + done.err
+    assert done.out == "" or status == 0
+
+
+def test_an_unexpected_error_is_named_as_a_bug_and_shown_whole_on_demand(sae: CommandLine, monkeypatch):
+    make_store(sae.home, "rows", some_rows(300))
+    monkeypatch.setattr("saecli.commands.train.open_store", lambda *_: 1 / 0)
+    done = sae("train")
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith("sae: unexpected ZeroDivisionError: division by zero; SAE_DEBUG=1 shows where")
+    assert done.err.count("\n") == 1
+    monkeypatch.setenv("SAE_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        sae("train")
+
+
+def test_the_home_comes_from_the_option_else_the_environment_else_the_folder(sae, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    environment = {**os.environ, "SAE_HOME": str(tmp_path / "b")}
+    environment.pop("SAE_HOME")
+
+    def home_named(*words: str, **extra: str) -> str:
+        done = subprocess.run([sys.executable, "-m", "saecli", *words, "train"], capture_output=True, text=True,
+                              env={**environment, "PYTHONPATH": str(Path(__file__).parents[1]), **extra}, check=False)
+        return done.stderr.split("activation store in ")[1].split(" yet")[0]
+
+    assert home_named() == "sae-data/activations"
+    assert home_named(SAE_HOME="b") == "b/activations"
+    assert home_named("--home", "a", SAE_HOME="b") == "a/activations"
+
+
+def test_a_full_disk_is_told_in_a_sentence():
+    sentence = sentence_for(OSError(28, "No space left on device", "/x/y"))
+    assert sentence.startswith("the disk is full, writing /x/y; nothing half-written was kept")
+    assert sentence_for(KeyError("x")) is None
