@@ -49,6 +49,21 @@ def test_is_test_picks_the_documents_of_the_test_split(store):
     assert held_out == {n // 10 for n in numbers(store.split("test", seed=3))}
 
 
+def splitmix64(value: int) -> int:
+    """The generator's finaliser in Python's own integers."""
+    value = (value + 0x9E3779B97F4A7C15) % 2**64
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+    return value ^ (value >> 31)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 + 5])
+def test_the_rows_held_out_are_for_ever_those_of_splitmix64(seed):
+    key = splitmix64(splitmix64(seed) ^ 1)
+    expected = [splitmix64(splitmix64(document) ^ key) / 2**64 < 0.1 for document in range(3000)]
+    np.testing.assert_array_equal(is_test(np.arange(3000), seed=seed), expected)
+
+
 def test_columns_follow_the_split(store):
     for batch, columns in store.split("test").sequential_with(["document"], 100):
         np.testing.assert_array_equal(batch[:, 0] // 10, columns["document"])

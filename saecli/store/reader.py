@@ -89,7 +89,7 @@ class ActivationStore:
             ConfigError: an argument out of its range.
             StoreError: no row belongs to it, or a shard is damaged.
 
-        Cost: reads and hashes the document of every row (about 20 ms a million rows).
+        Cost: reads and hashes the document of every row (about 50 ms a million rows).
         """
         split = Split(which, fraction, seed, test_fraction)
         counts = self.chunk_sizes.copy()

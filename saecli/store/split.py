@@ -8,6 +8,7 @@ Legend: R rows.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -30,11 +31,14 @@ def _splitmix64(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
+@lru_cache
+def _key(seed: int, stream: int) -> np.ndarray:
+    return _splitmix64(_splitmix64(np.array([seed % 2**64], np.uint64)) ^ np.uint64(stream))
+
+
 def _within(ids: np.ndarray, seed: int, stream: int, share: float) -> np.ndarray:
     """Whether each id's hash, as a number in [0, 1), is below a share."""
-    key = np.array([seed % 2**64, stream], np.uint64)
-    key = _splitmix64(_splitmix64(key[:1]) ^ key[1:])
-    hashes = _splitmix64(_splitmix64(ids.astype(np.uint64)) ^ key)
+    hashes = _splitmix64(_splitmix64(ids.astype(np.uint64)) ^ _key(seed, stream))
     return (hashes >> np.uint64(11)) < np.uint64(round(share * 2**53))
 
 
@@ -90,4 +94,6 @@ class Split:
         held_out = is_test(ids, seed=self.seed, test_fraction=self.test_fraction)
         if self.which == "test":
             return held_out
+        if self.fraction == 1:
+            return ~held_out
         return ~held_out & _within(ids, self.seed, _TRAIN_STREAM, self.fraction)
