@@ -26,6 +26,8 @@ from ..sae import SAE
 from .base import Rows, Solver, SolverConfig, StepReport, Task
 
 PRESS_ROWS = 4096  # rows, evenly spaced over all, on which alpha is chosen
+CHOICE_GROWTH = 1.25  # ratio of the outer iterations at which alpha is chosen anew, once there are several
+OWN_STATE = ("c", "Delta", "b_dec", "alpha", "condition", "raised", "outer")
 LEAST_NORM = 1e-3  # of the mean decoder norm, below which a latent's penalty is no longer taken to bend
 
 
@@ -78,6 +80,7 @@ class PamSgdSolver(Solver):
         self.alpha = torch.tensor(math.nan if config.alpha == "auto" else config.alpha, dtype=torch.float64)
         self.condition = torch.tensor(math.nan, dtype=torch.float64)
         self.raised = torch.tensor(1.0, dtype=torch.float64)
+        self.outer = torch.tensor(0)
         self._hold_encoder()
 
     def decoder(self) -> tuple[Tensor, Tensor]:
@@ -122,8 +125,10 @@ class PamSgdSolver(Solver):
                       self._decay(W_dec, norm_weights) * penalised)
         if self.config.alpha == "auto":
             new_problem = self.alpha.isnan() or (terms.decay.any() != norm_weights.any())
-            last = None if new_problem else self.alpha.item()
-            self.alpha.fill_(choose_alpha(system, terms, sampled_z, sampled_x, last))
+            if new_problem or is_choosing_step(int(self.outer)):
+                last = None if new_problem else self.alpha.item()
+                self.alpha.fill_(choose_alpha(system, terms, sampled_z, sampled_x, last))
+        self.outer += 1
         solved = solve(system, replace(terms, alpha=self.alpha.item()))
         self.c.fill_(solved.c)
         self.Delta.copy_(solved.W - solved.c * self.trained["W_enc"].T.double() if residual else solved.W)
@@ -208,12 +213,21 @@ class PamSgdSolver(Solver):
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training goes on from, by name."""
-        own = {name: getattr(self, name) for name in ("c", "Delta", "b_dec", "alpha", "condition", "raised")}
+        own = {name: getattr(self, name) for name in OWN_STATE}
         return super().state() | {f"decoder.{name}": tensor for name, tensor in own.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Go on from what `state` returned; it was taken after a decoder step."""
         super().restore(state)
-        for name in ("c", "Delta", "b_dec", "alpha", "condition", "raised"):
+        for name in OWN_STATE:
             getattr(self, name).copy_(state[f"decoder.{name}"])
         self._hold_encoder()
+
+
+def is_choosing_step(outer: int) -> bool:
+    """Whether alpha is chosen anew at an outer iteration, counted from 0: at the first few, then ever more rarely,
+    since it moves ever more slowly and choosing costs several solves."""
+    choice = 0
+    while choice < outer:
+        choice = max(choice + 1, math.floor(CHOICE_GROWTH * choice))
+    return choice == outer
