@@ -26,7 +26,7 @@ COMMANDS = {
     "sparsity": "Show how often latents fire, which are dead and which dense.",
     "geometry": "Show the spline: cells, power diagram, margins, references.",
     "export": "Write a run in another library's format.",
-    "list": "Show the stores and runs in the home folder.",
+    "list": "Show the stores and runs in the home folder, newest first.",
     "demo": "Run the whole chain offline, printing each command first.",
 }
 
