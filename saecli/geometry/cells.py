@@ -1,0 +1,245 @@
+"""Cells: the pieces on which an SAE is affine, how far rows are from their walls, and how many walls are near.
+
+The cell of a row is its support S, the latents it keeps. Every cell is cut out by half-spaces, so the distance
+from a row to the boundary of its cell is the smallest distance to one of their hyperplanes:
+
+    thresholded:  latent i switches at       v_i = t_i,   at distance  |v_i - t_i| / ||w_i||
+    largest K:    i in S and j not in S swap, at distance  (v_i - v_j) / ||mu_i - mu_j||
+
+with v = x @ W_enc + b_enc and mu the sites of the activation's power diagram (for abs-topk the 2F sites
++-w_i). Source: the paper on SAEs as piecewise affine splines and on their half-space inequalities. All float64.
+Shapes: B rows, D = d_in, F = d_sae, K = k, n sites.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..activations import ACTIVATIONS, Largest, Thresholded
+from ..errors import ConfigError
+from ..sae import SAE
+from .power_diagram import KthOrderDiagram, kth_order_diagram
+
+SEARCH_WIDTH = 4  # candidates of the first round of the search for the nearest swap, enough for most rows
+BLOCK = 2**23  # float64 numbers that one step of a search may hold, 64 MiB
+
+
+@dataclass(frozen=True)
+class Cells(ABC):
+    """The partition that an SAE makes of its input space.
+
+    Args:
+        sae: the autoencoder, float64.
+    """
+
+    sae: SAE
+
+    @property
+    @abstractmethod
+    def possible_log10(self) -> float:
+        """log10 of the number of supports there could be."""
+
+    @property
+    @abstractmethod
+    def boundary(self) -> str:
+        """What a piece of boundary is, in one word for tables."""
+
+    def pre_activations(self, x: Tensor) -> Tensor:
+        """Pre-activations, (B, F), float64, of rows x, (B, D)."""
+        return self.sae.pre_activations(x.double())
+
+    @abstractmethod
+    def supports(self, pre: Tensor) -> Tensor:
+        """The latents that each row keeps, (B, F), bool; a kept latent whose pre-activation is 0 included."""
+
+    @abstractmethod
+    def margins(self, pre: Tensor) -> Tensor:
+        """The exact distance of each row to the boundary of its cell.
+
+        Args:
+            pre: pre-activations, (B, F).
+
+        Returns:
+            Distances in units of the rows, (B,); infinite where the cell is the whole space.
+        """
+
+    @abstractmethod
+    def crossings(self, pre: Tensor, radius: float) -> Tensor:
+        """Local complexity: the boundary hyperplanes that pass within a distance of each row.
+
+        Args:
+            pre: pre-activations, (B, F).
+            radius: the distance, in units of the rows.
+
+        Returns:
+            Counts, (B,).
+        """
+
+
+@dataclass(frozen=True)
+class ThresholdedCells(Cells):
+    """Cells of latents that switch each on its own: every latent is one hyperplane.
+
+    Args:
+        thresholds: t, (F,), float64.
+    """
+
+    thresholds: Tensor
+
+    @property
+    def possible_log10(self) -> float:
+        """log10 of 2^F."""
+        return self.sae.d_sae * math.log10(2)
+
+    @property
+    def boundary(self) -> str:
+        """A latent's own hyperplane."""
+        return "hyperplanes"
+
+    def _distances(self, pre: Tensor) -> Tensor:
+        norms = self.sae.W_enc.norm(dim=0)
+        # A latent with no weights switches nowhere.
+        return ((pre - self.thresholds).abs() / norms).masked_fill(norms == 0, torch.inf)
+
+    def supports(self, pre: Tensor) -> Tensor:
+        """Where pre-activations exceed their thresholds, (B, F)."""
+        return pre > self.thresholds
+
+    def margins(self, pre: Tensor) -> Tensor:
+        """`min_i |v_i - t_i| / ||w_i||`, (B,)."""
+        return self._distances(pre).amin(1)
+
+    def crossings(self, pre: Tensor, radius: float) -> Tensor:
+        """How many latents have `|v_i - t_i| / ||w_i|| < radius`, (B,)."""
+        return (self._distances(pre) < radius).sum(1)
+
+
+@dataclass(frozen=True)
+class LargestCells(Cells):
+    """Cells of the K largest: each pair of a kept and an unkept site is a hyperplane, K (n - K) of them a row.
+
+    Few of them are ever measured. With r_i = ||mu_i - c|| and c the mean of the sites, no swap is nearer than
+    `(v_i - v_j) / (r_i + r_j)`, a bound that costs no distance between sites; only the swaps whose bound is
+    below the nearest found so far can be nearer.
+
+    Args:
+        order: the K-th order power diagram whose cells these are.
+    """
+
+    order: KthOrderDiagram
+
+    @property
+    def possible_log10(self) -> float:
+        """log10 of F over K."""
+        F, K = self.sae.d_sae, self.order.k
+        return (math.lgamma(F + 1) - math.lgamma(K + 1) - math.lgamma(F - K + 1)) / math.log(10)
+
+    @property
+    def boundary(self) -> str:
+        """A kept site and an unkept one that would change places."""
+        return "swaps"
+
+    @cached_property
+    def _reach(self) -> Tensor:
+        """r_i, (n,)."""
+        return (self.order.diagram.centroids - self.order.diagram.centroids.mean(0)).norm(dim=1)
+
+    def supports(self, pre: Tensor) -> Tensor:
+        """The K latents that rank highest, (B, F)."""
+        return torch.zeros_like(pre, dtype=torch.bool).scatter_(1, self.order.support(pre), True)
+
+    def _sides(self, pre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Site values (B, n), the sites kept (B, K), and for each site the bound on its nearest swap (B, n)."""
+        support = self.order.support(pre)
+        values, inside = self.order.values(pre), self.order.sites(support, pre)
+        lowest = values.gather(1, inside).amin(1, keepdim=True)
+        reach = self._reach + self._reach[inside].amax(1, keepdim=True)
+        bound = torch.where(reach > 0, (lowest - values) / reach, torch.inf)
+        # Where a latent has two sites, both are barred: before they could swap, every other latent has entered.
+        for copy in range(values.shape[1] // pre.shape[1]):
+            bound.scatter_(1, support + copy * pre.shape[1], torch.inf)
+        return values, inside, bound
+
+    def margins(self, pre: Tensor) -> Tensor:
+        """`min over i in S, j not in S of (v_i - v_j) / ||mu_i - mu_j||`, (B,), exact.
+
+        Cost: O(n) a row, and for the few swaps whose bound does not rule them out O(D) each; the search is
+        widened for the rows for which the first candidates do not prove the minimum.
+        """
+        values, inside, bound = self._sides(pre)
+        outside = values.shape[1] // pre.shape[1] * (pre.shape[1] - self.order.k)
+        margins = values.new_full((len(pre),), torch.inf)
+        if not outside:
+            return margins
+        pending, width = torch.arange(len(pre)), SEARCH_WIDTH
+        while len(pending):
+            block = max(1, BLOCK // (max(self.order.k, self.sae.d_in) * width))
+            proven = []
+            for some in pending.split(block):
+                margins[some], done = self._nearest_swap(values[some], inside[some], bound[some], width, outside)
+                proven.append(done)
+            pending, width = pending[~torch.cat(proven)], width * 8
+        return margins
+
+    def _nearest_swap(self, values: Tensor, inside: Tensor, bound: Tensor, width: int,
+                      outside: int) -> tuple[Tensor, Tensor]:
+        """The nearest of the `width` swaps of smallest bound, and whether the bounds of the others prove it, (B,)."""
+        wide = min(width, outside)
+        entrants = bound.topk(min(wide + 1, outside), largest=False)
+        others = entrants.values[:, wide:].amin(1) if wide < outside else bound.new_full((len(bound),), torch.inf)
+        j = entrants.indices[:, :wide]  # (B, wide)
+        gaps = values.gather(1, inside)[:, :, None] - values.gather(1, j)[:, None, :]  # (B, K, wide)
+        reach = self._reach[inside][:, :, None] + self._reach[j][:, None, :]
+        pair_bound = torch.where(reach > 0, gaps / reach, torch.inf).flatten(1)
+
+        pairs = min(width, pair_bound.shape[1])
+        best = pair_bound.topk(min(pairs + 1, pair_bound.shape[1]), largest=False)
+        if pairs < pair_bound.shape[1]:
+            others = torch.minimum(others, best.values[:, pairs])
+        chosen = best.indices[:, :pairs]  # (B, pairs)
+        distances = self._site_distances(inside.gather(1, chosen // wide), j.gather(1, chosen % wide))
+        swaps = torch.where(distances > 0, gaps.flatten(1).gather(1, chosen) / distances, torch.inf)
+        nearest = swaps.amin(1)
+        return nearest, nearest <= others
+
+    def _site_distances(self, i: Tensor, j: Tensor) -> Tensor:
+        """`||mu_i - mu_j||` from true differences, of index arrays of one shape, (B, P)."""
+        mu = self.order.diagram.centroids
+        step = max(1, BLOCK // (len(i) * mu.shape[1]))
+        return torch.cat([(mu[a] - mu[b]).norm(dim=-1) for a, b in zip(i.split(step, 1), j.split(step, 1),
+                                                                       strict=True)], 1)
+
+    def crossings(self, pre: Tensor, radius: float) -> Tensor:
+        """How many swaps have `v_i - v_j < radius ||mu_i - mu_j||`, (B,).
+
+        Cost: O(K D) a row and site that the bound does not rule out, which a wide radius makes all of them.
+        """
+        values, inside, bound = self._sides(pre)
+        mu = self.order.diagram.centroids
+        counts = []
+        for v, i, low in zip(values, inside, bound, strict=True):
+            j = (low < radius).nonzero()[:, 0]
+            distances = torch.cdist(mu[i], mu[j], compute_mode="use_mm_for_euclid_dist")  # (K, |j|)
+            counts.append((v[i][:, None] - v[j] < radius * distances).sum())
+        return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.long)
+
+
+def cells_of(sae: SAE) -> Cells:
+    """The partition that an SAE makes of its input space.
+
+    Raises:
+        ConfigError: the SAE's activation is not piecewise affine, or no one has said what its cells are.
+    """
+    sae = sae.to(torch.float64)
+    if isinstance(sae.activation, Thresholded):
+        return ThresholdedCells(sae, sae.activation.thresholds(sae.parameters, sae.d_sae).double())
+    order = kth_order_diagram(sae)
+    if order is not None:
+        return LargestCells(sae, order)
+    known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, Thresholded | Largest)]
+    raise ConfigError(f"the activation {sae.activation.name} has no cells that this tool knows; expected one of "
+                      f"{', '.join(known)}; train such an SAE to see its geometry")

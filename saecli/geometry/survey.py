@@ -1,0 +1,104 @@
+"""One pass over rows that gathers what `sae geometry` reports, and the measures of its samples.
+
+Shapes: B rows, D = d_in.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..sae import SAE
+from .cells import Cells
+from .census import Census, Reservoir, describe
+from .power_diagram import agreement
+
+MARGINS = 200_000  # margins kept for quantiles
+SAMPLE_ROWS = 50_000  # rows kept for the references
+SAMPLE_BYTES = 2**28  # their size in float32 at most, 256 MiB
+COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
+AGREEMENT_WORK = 2 * 10**10  # rows n D of true distances at most, some ten seconds on two cores
+BATCH_CODES = 2**22  # float64 codes at a time, 32 MiB
+
+
+def batch_size(d_sae: int) -> int:
+    """Rows that a pass takes at a time."""
+    return max(16, min(1024, BATCH_CODES // d_sae))
+
+
+def sample_capacity(d_in: int) -> int:
+    """Rows that a sample holds: 50,000, fewer where they would fill more than 256 MiB."""
+    return max(1, min(SAMPLE_ROWS, SAMPLE_BYTES // (4 * d_in)))
+
+
+def spread_out(rows: NDArray, count: int) -> NDArray:
+    """At most so many of the rows, evenly spaced."""
+    return rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)] if len(rows) else rows
+
+
+@dataclass
+class Survey:
+    """What a pass over rows has gathered so far, in constant memory.
+
+    Args:
+        cells: the partition.
+        census: the cells visited.
+        margins: a sample of (margin, margin / ||x||), (B, 2).
+        sample: a sample of the rows, (B, D), float32.
+    """
+
+    cells: Cells
+    sample: Reservoir
+    census: Census = field(default_factory=Census)
+    margins: Reservoir = field(default_factory=lambda: Reservoir(MARGINS))
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """Count some rows, (B, D)."""
+        pre = self.cells.pre_activations(x)
+        self.census.add(self.cells.supports(pre))
+        margins = self.cells.margins(pre)
+        # A row at the origin is infinitely far from its boundary in units of its own norm.
+        relative = margins / x.double().norm(dim=1)
+        self.margins.add(torch.stack([margins, relative.nan_to_num(0.0, torch.inf)], 1).numpy())
+        self.sample.add(x.float().numpy())
+
+    def margin_measures(self) -> dict[str, Any]:
+        """The distribution of margins in units of the rows, and as `relative` in units of each row's norm."""
+        margin, relative = self.margins.rows.T
+        return {**describe(margin), "relative": describe(relative)}
+
+    @torch.no_grad()
+    def complexity_measures(self, fraction: float) -> dict[str, Any]:
+        """The distribution of the local complexity over at most 1000 rows of the sample.
+
+        Args:
+            fraction: the radius, as a share of the median distance of the sampled rows to their mean.
+        """
+        rows = self.sample.rows
+        radius = fraction * float(np.median(np.linalg.norm(rows - rows.mean(0, dtype=np.float64), axis=1)))
+        some = torch.from_numpy(spread_out(rows, COMPLEXITY_ROWS))
+        counts = self.cells.crossings(self.cells.pre_activations(some), radius)
+        return {"radius": radius, "radius_fraction": fraction, "boundary": self.cells.boundary, "rows": len(some),
+                **describe(counts.double().numpy())}
+
+    def agreement_measures(self, sae: SAE) -> dict[str, Any] | None:
+        """How far nearest power cells and supports agree on the sample, on as many rows as `AGREEMENT_WORK` allows;
+        None for an activation without a power diagram."""
+        affordable = max(16, AGREEMENT_WORK // (2 * sae.d_sae * sae.d_in))
+        some = torch.from_numpy(spread_out(self.sample.rows, affordable))
+        found = agreement(sae, some.split(64))
+        return found and {"agreement": found.share, "ties": found.ties, "rows": found.rows,
+                          "sites": found.sites, "order": found.order}
+
+
+def gather(cells: Cells, batches: Iterable[Tensor]) -> Survey:
+    """Survey all rows of some batches, each (B, D)."""
+    survey = Survey(cells, Reservoir(sample_capacity(cells.sae.d_in)))
+    for x in batches:
+        survey.add(x)
+    return survey

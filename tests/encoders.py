@@ -1,0 +1,79 @@
+"""Random encoders for the tests of geometry, kind and awkward, and a slow certain account of their cells."""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from saecli.activations import AbsTopK, Activation, JumpRelu, Relu, TopK
+from saecli.sae import SAE
+
+SHAPES = ("plain", "shifted", "clustered", "twins", "zeros", "uneven")
+
+
+def encoder(rng: np.random.Generator, D: int, F: int, shape: str) -> tuple[np.ndarray, np.ndarray]:
+    """Columns (D, F) and bias (F,): `shifted` by a large common vector, in tight clusters, with equal columns, with
+    columns of zeros, or of very different norms."""
+    W, b = rng.normal(size=(D, F)), 0.3 * rng.normal(size=F)
+    if shape == "shifted":
+        W += 30 * rng.normal(size=(D, 1))
+    elif shape == "clustered":
+        W = rng.normal(size=(D, 3))[:, rng.integers(0, 3, F)] + 1e-3 * W
+    elif shape == "twins":
+        W[:, F // 2:] = W[:, :F - F // 2]
+    elif shape == "zeros":
+        W[:, ::3] = 0
+    elif shape == "uneven":
+        W *= 10 ** rng.uniform(-2, 2, F)
+    return W, b
+
+
+@dataclass(frozen=True)
+class Case:
+    """An SAE in float64 and rows for it, (B, D)."""
+
+    sae: SAE
+    rows: torch.Tensor
+
+
+@st.composite
+def cases(draw: st.DrawFn, kinds: tuple[str, ...] = ("relu", "jumprelu", "topk", "abs-topk"), largest_d_sae: int = 24,
+          shapes: tuple[str, ...] = SHAPES) -> Case:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    D, F = draw(st.integers(1, 6)), draw(st.integers(1, largest_d_sae))
+    W, b = encoder(rng, D, F, draw(st.sampled_from(shapes)))
+    activation = {"relu": Relu(), "jumprelu": JumpRelu(), "topk": TopK(draw(st.integers(1, F))),
+                  "abs-topk": AbsTopK(draw(st.integers(1, F)))}[draw(st.sampled_from(kinds))]
+    return Case(sae_of(W, b, activation, rng), torch.from_numpy(rng.normal(size=(8, D))))
+
+
+def sae_of(W: np.ndarray, b: np.ndarray, activation: Activation, rng: np.random.Generator) -> SAE:
+    """An SAE with that encoder, thresholds of different sizes where it has any, and a random decoder."""
+    D, F = W.shape
+    parameters = {name: torch.from_numpy(rng.uniform(0, 1, F)) for name in activation.parameters(F)}
+    return SAE(torch.from_numpy(W), torch.from_numpy(b), torch.from_numpy(rng.normal(size=(F, D))),
+               torch.from_numpy(rng.normal(size=D)), activation, parameters)
+
+
+def walls(sae: SAE, row: np.ndarray) -> list[tuple[float, np.ndarray]]:
+    """Every wall of the row's cell: its distance and the unit vector towards it, pair by pair in plain Python."""
+    W, b = sae.W_enc.numpy(), sae.b_enc.numpy()
+    v = row @ W + b
+    found = []
+    if isinstance(sae.activation, Relu | JumpRelu):
+        t = sae.parameters["threshold"].numpy() if sae.parameters else np.zeros(len(b))
+        for i in range(len(b)):
+            if (norm := np.linalg.norm(W[:, i])) > 0:
+                found.append((abs(v[i] - t[i]) / norm, np.sign(t[i] - v[i]) * W[:, i] / norm))
+        return found
+    signed = isinstance(sae.activation, AbsTopK)
+    order = np.argsort(-(np.abs(v) if signed else v), kind="stable")
+    inside, outside = order[:sae.activation.k], order[sae.activation.k:]
+    for i, j, sign in itertools.product(inside, outside, (1, -1) if signed else (1,)):
+        own = -1 if signed and v[i] < 0 else 1
+        towards = sign * W[:, j] - own * W[:, i]
+        if (norm := np.linalg.norm(towards)) > 0:
+            found.append(((own * v[i] - sign * v[j]) / norm, towards / norm))
+    return found
