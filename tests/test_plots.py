@@ -62,7 +62,7 @@ def test_the_ending_is_the_format_and_the_same_data_the_same_file(suffix: str, t
 
 @pytest.mark.parametrize("name", ["x.gif", "x"])
 def test_another_ending_is_refused_in_one_sentence_and_nothing_written(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot draw .*: expected an ending out of .png, .pdf, .svg, got (.gif|none); "):
+    with pytest.raises(ConfigError, match=r"cannot draw .*: expected an ending out of .*, got (.gif|none); "):
         frontier(tmp_path / name, {})
     assert not list(tmp_path.iterdir())
 

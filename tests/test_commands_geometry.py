@@ -1,0 +1,149 @@
+"""`sae geometry` against brute force over the same rows in memory."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from encoders import walls
+from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
+
+from saecli.activations import AbsTopK, JumpRelu, Relu, TopK
+from saecli.metrics import reconstruction
+from saecli.sae import SAE
+from saecli.store import is_test
+
+KEYS = ["run", "data", "split", "act", "rows", "l0", "cells_visited", "cells_possible_log10", "occupancy",
+        "power_diagram", "margin", "complexity", "references"]
+NEAR = ["radius", "radius_fraction", "boundary", "rows"]
+SPREAD = ["mean", "min", "p5", "p25", "median", "p75", "p95", "max"]
+
+
+@pytest.fixture
+def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    command = CommandLine(tmp_path / "home", monkeypatch, capsys)
+    rows = some_rows()
+    rows[5] = 0
+    make_store(command.home, "rows", rows)
+    return command
+
+
+def held_out() -> np.ndarray:
+    rows = some_rows()
+    rows[5] = 0
+    return rows[is_test(np.arange(len(rows)))]
+
+
+@pytest.mark.parametrize("activation", [Relu(), JumpRelu(), TopK(3), AbsTopK(3)], ids=lambda a: a.name)
+def test_document_equals_brute_force(sae: CommandLine, activation: Relu) -> None:
+    trained = random_sae(activation)
+    make_run(sae.home, "one", trained)
+    found = sae("geometry", "--json").json
+    exact, rows = trained.to(torch.float64), torch.from_numpy(held_out()).double()
+
+    assert list(found) == KEYS
+    assert [found[key] for key in KEYS[:5]] == ["one", "rows", "test", activation.name, len(rows)]
+    supports = exact.encode(rows) != 0
+    assert found["cells_visited"] == len(supports.unique(dim=0))
+    assert found["l0"] == pytest.approx(supports.sum(1).double().mean())
+    nearest = np.array([min(walls(exact, row), key=lambda wall: wall[0])[0] for row in rows.numpy()])
+    assert list(found["margin"]) == [*SPREAD, "relative"]
+    assert found["margin"]["median"] == pytest.approx(np.sort(nearest)[round(0.5 * (len(nearest) - 1))], rel=1e-9)
+    assert found["margin"]["mean"] == pytest.approx(nearest.mean(), rel=1e-9)
+    relative = nearest / rows.norm(dim=1).numpy()
+    assert found["margin"]["relative"]["max"] == pytest.approx(relative.max(), rel=1e-5)
+
+    near = found["complexity"]
+    assert list(near) == [*NEAR, *SPREAD]
+    assert near["radius"] == pytest.approx(0.01 * np.median((rows - rows.mean(0)).norm(dim=1)), rel=1e-4)
+    counts = [sum(distance < near["radius"] for distance, _ in walls(exact, row)) for row in rows.numpy()]
+    assert near["mean"] == pytest.approx(np.mean(counts))
+
+    if isinstance(activation, TopK | AbsTopK):
+        assert found["power_diagram"] == {"agreement": 1.0, "ties": 0, "rows": len(rows),
+                                          "sites": F * (1 + isinstance(activation, AbsTopK)), "order": 3}
+    else:
+        assert found["power_diagram"] is None
+    references = found["references"]
+    assert references["sae_fvu"] == pytest.approx(reconstruction(exact, [rows])["fvu"], rel=1e-4)
+    assert references["local_pca_rank"] == min(D, round(found["l0"]))
+    assert references["rows_fitted"] == 3000 - len(rows)
+    assert 0 <= references["local_pca_fvu"] < references["kmeans_fvu"] < 1
+
+
+def test_only_the_rows_that_the_run_was_trained_on_fit_the_references(sae: CommandLine) -> None:
+    make_run(sae.home, "half", random_sae(TopK(3)), fraction=0.5)
+    found = sae("geometry", "half", "--split", "train", "--json").json
+    assert found["rows"] == found["references"]["rows_fitted"] < 1500
+    assert sae("geometry", "half", "--split", "all", "--json").json["rows"] == 3000
+
+
+def test_more_rows_than_the_limit_are_sampled_and_the_same_again(sae: CommandLine) -> None:
+    make_run(sae.home, "one", random_sae(TopK(3)))
+    first, second = (sae("geometry", "--split", "all", "--rows", "1500", "--json").json for _ in range(2))
+    assert first == second
+    assert first["rows"] == first["references"]["rows_measured"] == 1500
+    whole = sae("geometry", "--split", "all", "--json").json
+    assert first["margin"]["median"] == pytest.approx(whole["margin"]["median"], rel=0.2)
+
+
+def test_a_row_at_the_origin_and_an_sae_without_boundaries_are_no_error(sae: CommandLine) -> None:
+    make_run(sae.home, "whole", random_sae(TopK(F)))
+    found = sae("geometry", "--split", "all", "--json").json
+    assert (found["cells_visited"], found["occupancy"]["max"], found["occupancy"]["entropy"]) == (1, 3000, 0)
+    assert found["margin"]["median"] is None  # infinite
+    assert found["power_diagram"]["agreement"] == 1.0
+
+
+def test_people_see_a_table(sae: CommandLine) -> None:
+    make_run(sae.home, "one", random_sae(TopK(3)))
+    done = sae("geometry", "one")
+    assert "one on rows, test rows" in done.out
+    for words in ("cells visited", "rows in their nearest power cell", "margin, median", "swaps within",
+                  "FVU of k-means", "FVU of local PCA"):
+        assert words in done.out
+    make_run(sae.home, "two", random_sae(Relu()))
+    out = sae("geometry", "two").out
+    assert "nearest power cell" not in out
+    assert "hyperplanes within" in out
+
+
+@pytest.mark.parametrize(("name", "words"), [("x.png", []), ("x.svg", ["--slice", "0,7,5"])])
+def test_a_picture_is_drawn(sae: CommandLine, tmp_path: Path, name: str, words: list[str]) -> None:
+    make_run(sae.home, "one", random_sae(TopK(3)))
+    done = sae("geometry", "one", "--plot", tmp_path / name, *words)
+    assert (done.status, f"drew {tmp_path / name}\n" in done.err) == (0, True)
+    assert (tmp_path / name).stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("d_in", [1, 2])
+def test_small_spaces_are_drawn_whole(sae: CommandLine, tmp_path: Path, d_in: int) -> None:
+    make_store(sae.home, "small", some_rows(300, d_in))
+    make_run(sae.home, "small", random_sae(Relu(), d_in), data="small")
+    assert sae("geometry", "small", "--plot", tmp_path / "x.png").status == 0
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (["--slice", "0,1,2"], "--slice does nothing without --plot; leave it out, or name a picture with --plot"),
+    (["--slice", "0,1", "--plot", "x.png"], "--slice must be pca or three row numbers like 0,5,9, got '0,1'"),
+    (["--slice", "0,1,9999", "--plot", "x.png"], "--slice names row 9999, but the split has"),
+    (["--slice", "1,1,2", "--plot", "x.png"], "the rows of --slice span no plane"),
+    (["--plot", "x.gif"], "cannot draw x.gif: expected an ending out of .png, .pdf, .svg, got .gif"),
+    (["--radius", "0"], "--radius must be above 0, got 0"),
+    (["no-such-run"], "found no run and no folder named 'no-such-run'")])
+def test_bad_input_gets_one_sentence(sae: CommandLine, words: list[str], sentence: str, tmp_path: Path,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(sae.home, "one", random_sae(TopK(3)))
+    monkeypatch.chdir(tmp_path)
+    done = sae("geometry", *words)
+    assert done.status == 1
+    assert f"sae: {sentence}" in done.err
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_an_sae_of_another_tool_is_measured_on_the_newest_store(sae: CommandLine, tmp_path: Path) -> None:
+    make_run(tmp_path, "elsewhere", SAE(**random_sae(TopK(3)).tensors(), activation=TopK(3)))
+    (tmp_path / "runs" / "elsewhere" / "run.json").unlink()
+    done = sae("geometry", tmp_path / "runs" / "elsewhere", "--json")
+    assert done.json["power_diagram"]["agreement"] == 1.0
+    assert "using the newest store, rows" in done.err

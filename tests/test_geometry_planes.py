@@ -1,0 +1,124 @@
+"""Pictures of the partition against the SAE itself, pixel by pixel."""
+
+import numpy as np
+import pytest
+import torch
+from encoders import Case, cases, encoder, sae_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.decomposition import PCA
+
+from saecli.activations import AbsTopK, Activation, JumpRelu, Relu, TopK
+from saecli.errors import ConfigError
+from saecli.geometry.cells import cells_of
+from saecli.geometry.planes import Plane, cell_map, colouring, pixels_for, window_of
+from saecli.plots.geometry import cell_image
+
+
+def numbered(patterns: np.ndarray) -> np.ndarray:
+    """Numbers for equal patterns in the order of their first appearance."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(pattern.tobytes(), len(numbers)) for pattern in patterns])
+
+
+@pytest.mark.parametrize("activation", [Relu(), JumpRelu(), TopK(2), AbsTopK(2)])
+def test_pictured_partition_of_two_dimensions_equals_pixelwise_activation(activation: Activation) -> None:
+    rng = np.random.default_rng(0)
+    sae = sae_of(*encoder(rng, 2, 9, "plain"), activation, rng)
+    plane = Plane.principal(rng.normal(size=(5, 2)))
+    window, P = (-2.0, 1.0, -1.0, 3.0), 40
+    drawn = cell_map(cells_of(plane.section(sae)), window, P)
+    x = -2 + (np.arange(P) + 0.5) * 3 / P
+    y = -1 + (np.arange(P) + 0.5) * 4 / P
+    pixels = np.stack([np.tile(x, P), np.repeat(y, P)], 1)  # from the lower left, row by row
+    expected = numbered((sae.encode(torch.from_numpy(pixels)) != 0).numpy())
+    np.testing.assert_array_equal(drawn.labels.ravel(), expected)
+    assert drawn.cells == len(set(expected.tolist())) > 5
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases(shapes=("plain", "uneven")), st.integers(0, 2**32))
+def test_a_section_does_on_the_plane_what_the_sae_does_on_its_points(case: Case, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    D = case.sae.d_in
+    plane = Plane.principal(rng.normal(size=(20, D)))
+    u = torch.from_numpy(rng.normal(size=(30, 2)))
+    points, section = plane.origin + u @ plane.basis, plane.section(case.sae)
+    torch.testing.assert_close(section.encode(u), case.sae.encode(points), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(section(u), plane.coordinates(case.sae(points)), rtol=1e-7, atol=1e-7)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 9))
+def test_a_plane_through_three_rows_holds_them_with_their_distances(seed: int, D: int) -> None:
+    rows = torch.from_numpy(np.random.default_rng(seed).normal(size=(3, D)))
+    plane = Plane.through(rows)
+    places = plane.coordinates(rows)
+    torch.testing.assert_close(plane.origin + places @ plane.basis, rows)
+    torch.testing.assert_close(torch.cdist(places, places), torch.cdist(rows, rows))
+    torch.testing.assert_close(plane.basis @ plane.basis.T, torch.eye(2).double())
+    torch.testing.assert_close(places[1], torch.stack([(rows[1] - rows[0]).norm(), torch.tensor(0.0).double()]))
+
+
+@pytest.mark.parametrize("rows", [
+    torch.tensor([[0.0, 0, 0], [1, 2, 3], [2, 4, 6]]), torch.zeros(3, 4), torch.tensor([[0.0], [1], [3]]),
+    torch.tensor([[1.0, 1, 1], [1, 1, 1], [2, 4, 6]])])
+def test_three_rows_on_a_line_are_refused(rows: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match="rows of --slice span no plane"):
+        Plane.through(rows)
+
+
+def test_the_principal_plane_is_that_of_sklearn() -> None:
+    rows = np.random.default_rng(0).normal(size=(500, 7)) * np.arange(7, 0, -1) + 3
+    plane = Plane.principal(rows)
+    pca = PCA(2).fit(rows)
+    places = plane.coordinates(torch.from_numpy(rows)).numpy()
+    np.testing.assert_allclose(np.abs(places), np.abs(pca.transform(rows)), atol=1e-9)
+
+
+@pytest.mark.parametrize("D", [1, 2])
+def test_in_one_and_two_dimensions_the_plane_is_the_space_itself(D: int) -> None:
+    rows = np.random.default_rng(0).normal(size=(5, D))
+    places = Plane.principal(rows).coordinates(torch.from_numpy(rows)).numpy()
+    np.testing.assert_array_equal(places[:, :D], rows)
+    assert (places[:, D:] == 0).all()
+
+
+@pytest.mark.parametrize("rows", [np.ones((4, 5)), np.outer(np.arange(4.0), np.ones(5))])
+def test_rows_that_span_no_plane_still_get_one(rows: np.ndarray) -> None:
+    plane = Plane.principal(rows)
+    torch.testing.assert_close(plane.basis @ plane.basis.T, torch.eye(2).double())
+
+
+def test_the_window_is_a_square_that_holds_most_rows_and_every_corner() -> None:
+    points = torch.from_numpy(np.random.default_rng(0).normal(size=(1000, 2)) * [5, 1])
+    corners = torch.tensor([[0.0, 40.0]]).double()
+    left, right, bottom, top = window_of(points, corners)
+    assert right - left == pytest.approx(top - bottom)
+    held = (points > torch.tensor([left, bottom])) & (points < torch.tensor([right, top]))
+    assert held.all(1).double().mean() > 0.95
+    assert left < 0 < right
+    assert bottom < 40 < top
+    assert window_of(torch.ones(3, 2).double(), torch.empty(0, 2)) == (0, 2, 0, 2)
+
+
+def test_larger_saes_get_fewer_pixels() -> None:
+    assert [pixels_for(F) for F in (2, 4096, 16_384, 10**6)] == [640, 382, 240, 240]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_neighbouring_cells_get_different_colours(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sites, pixels = rng.random((80, 2)), np.stack(np.meshgrid(*[np.linspace(0, 1, 60)] * 2), -1)
+    labels = numbered(((pixels[:, :, None] - sites) ** 2).sum(-1).argmin(-1).reshape(-1, 1)).reshape(60, 60)
+    colours = colouring(labels, 6)
+    for a, b in ((labels[1:], labels[:-1]), (labels[:, 1:], labels[:, :-1])):
+        assert (colours[a] != colours[b])[a != b].all()
+    assert len(set(colours.tolist())) == 6
+
+
+@pytest.mark.parametrize("labels", [np.zeros((3, 3), int), np.arange(900).reshape(30, 30)])
+def test_cell_images_have_colours_for_one_cell_and_for_one_a_pixel(labels: np.ndarray) -> None:
+    image = cell_image(labels)
+    assert image.shape == (*labels.shape, 3)
+    assert ((image >= 0) & (image <= 1)).all()
