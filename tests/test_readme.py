@@ -1,0 +1,78 @@
+"""The README does what it says: its commands and code run, its tables and figures are the code's own."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from homes import CommandLine
+
+from saecli.cli import COMMANDS
+from saecli.language_model import BUNDLED, TINY_GEMMA2
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+NOTES = "\n\n".join(f"Note {n}. The {word} of the year {1900 + n} was {word[::-1]}, as everyone who read it knew."
+                    for n, word in enumerate(["harvest", "winter", "letter", "machine", "garden", "number"] * 40))
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text(NOTES)
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    assert [shlex.split(line)[:2] for line in lines] == [["sae", name] for name in (
+        "extract", "train", "eval", "sparsity", "geometry")]
+    quick = {"train": ["--epochs", "2", "--d-sae", "64"]}  # the default takes longer than a test should
+    here = CommandLine(Path("sae-data"), sae.monkeypatch, sae.capsys)
+    for line in lines:
+        words = shlex.split(line)[1:]
+        done = here(*words, *quick.get(words[0], []))
+        assert done.status == 0, done.err
+    assert Path("sparsity.png").exists()
+    assert Path("geometry.png").exists()
+    for block in blocks("python"):
+        found: dict = {}
+        exec(block, found)
+        assert found["x"].shape[1] == 128
+        assert found["x"].dtype == "float32"
+
+
+def test_the_three_lines_as_written_chain_by_their_defaults(sae: CommandLine, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    section = README.split("## Three lines")[1]
+    lines = [shlex.split(line)[1:] for line in re.findall(r"^    (sae .*)$", section, re.MULTILINE)][:3]
+    refused = sae(*lines[0])
+    assert refused.status == 1
+    assert "--model tiny-gemma2" in refused.err
+    assert not (sae.home / "activations").exists()
+    assert sae("extract", "--model", "tiny-gemma2", "--rows", "3000").status == 0
+    assert sae(*lines[1], "--epochs", "1").status == 0
+    assert sae(*lines[2]).status == 0
+
+
+def test_two_set_up_commands_stand_where_ci_takes_them_from():
+    assert re.findall(r"^    (pip install .*)$", README, re.MULTILINE) == [
+        "pip install . && sae demo", "pip install -e '.[test]' && pytest"]
+
+
+def test_table_of_commands_lists_them_all():
+    table = README.split("## Commands")[1].split("## ")[0]
+    assert re.findall(r"^\| `sae (\w+)", table, re.MULTILINE) == list(COMMANDS)
+
+
+def test_figures_of_the_bundled_model_are_those_measured():
+    measured = json.loads((BUNDLED[TINY_GEMMA2] / "training.json").read_text())
+    section = " ".join(README.split("## tiny-gemma2")[1].split("## ")[0].split())
+    assert f"{measured['parameters']:,} parameters" in section
+    assert f"{measured['held_out_cross_entropy']:.2f} nats" in section
+    assert f"training tokens give {measured['unigram_cross_entropy']:.2f}" in section
+    assert measured["held_out_cross_entropy"] < 0.6 * measured["unigram_cross_entropy"]
+
+
+@pytest.mark.parametrize("path", re.findall(r"`((?:saecli|tests|examples)/[\w/.]+)`", README))
+def test_every_file_named_exists(path: str):
+    assert (Path(__file__).parents[1] / path).exists()
