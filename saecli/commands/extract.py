@@ -8,14 +8,14 @@ import typer
 
 from ..config import Config, option
 from ..devices import device_named
-from ..errors import ConfigError, SaeError
+from ..errors import ConfigError
 from ..harvest import COLUMNS, POSITIONS, Windows, harvest, resumed
 from ..language_model import SITES, TINY_GEMMA2, LanguageModel, find_model
 from ..report import Step
 from ..store import DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request
 from ..texts import STDLIB_DOCS, TextSource
 from .options import Device, Given, Json, configured, start
-from .stores import finished_store, remove_if_empty, say_stored, store_folder
+from .stores import finished_store, say_stored, store_folder
 
 DEFAULT_DATASET = "Salesforce/wikitext"
 
@@ -93,9 +93,6 @@ def command(ctx: typer.Context, options: Given, name: Name = None, device: Devic
             writer.finish()
     except KeyboardInterrupt:
         session.report.note("stopped; the same command goes on after the last whole shard")
-        raise
-    except SaeError:
-        remove_if_empty(folder)
         raise
     return say_stored(session, ActivationStore.open(folder), cached=False)
 

@@ -1,6 +1,5 @@
 """What commands share that make or open activation stores."""
 
-import shutil
 from pathlib import Path
 
 from ..errors import ConfigError, StoreError
@@ -49,12 +48,6 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
         raise StoreError(f"there is a store named {folder.name!r} already, made from something else; give another "
                          f"--name")
     return store if store.complete else None
-
-
-def remove_if_empty(folder: Path) -> None:
-    """Remove a store in which no shard was finished."""
-    if folder.exists() and not any(folder.glob("shards/[0-9]*.h5")):
-        shutil.rmtree(folder)
 
 
 def say_stored(session: Session, store: ActivationStore, cached: bool) -> None:

@@ -27,12 +27,14 @@ class Factor:
 
     Args:
         solve: maps G, (F, *), to `(A + diag(decay) + ridge I)^-1 G`.
+        quadratic: maps rows psi, (n, F), to `psi_i' (A + diag(decay) + ridge I)^-1 psi_i`, (n,).
         ridge: the ridge it holds for.
         raised: that ridge over the one asked for; above 1 where the one asked for could not be factorised.
         condition: estimate of the 1-norm condition number of the matrix factorised.
     """
 
     solve: Callable[[Tensor], Tensor]
+    quadratic: Callable[[Tensor], Tensor]
     ridge: float
     raised: float
     condition: float
@@ -114,7 +116,8 @@ class Moments:
         matrix = torch.addr(self.zz, self.z_bar, self.z_bar, alpha=-shrink * self.rows)
         matrix.diagonal().add_(decay)
         lower, held, condition = _cholesky(matrix, ridge, RESOLUTION)
-        return Factor(lambda g: torch.cholesky_solve(g, lower), held, _ratio(held, ridge), condition)
+        return Factor(lambda g: torch.cholesky_solve(g, lower), lambda psi: _squared_norms(lower, psi.T),
+                      held, _ratio(held, ridge), condition)
 
 
 class HeldRows:
@@ -153,7 +156,11 @@ class HeldRows:
             scaled = weight * g
             return (scaled - weight * (centred.T @ torch.cholesky_solve(centred @ scaled, lower))) / held
 
-        return Factor(solve, held, _ratio(held, ridge), condition)
+        def quadratic(psi: Tensor) -> Tensor:
+            scaled = weight * psi.T
+            return ((scaled * psi.T).sum(0) - _squared_norms(lower, centred @ scaled)) / held
+
+        return Factor(solve, quadratic, held, _ratio(held, ridge), condition)
 
 
 def memory_needed(rows: int, d_in: int, d_sae: int) -> int:
@@ -184,6 +191,11 @@ def _cholesky(matrix: Tensor, ridge: float, resolution: float) -> tuple[Tensor, 
         ridge *= 10
     raise TrainingError(f"the decoder step cannot be solved: its matrix is not positive definite with a ridge of "
                         f"{added:.3g}, so the codes are not finite; lower --lr")
+
+
+def _squared_norms(lower: Tensor, right: Tensor) -> Tensor:
+    """`g' (L L')^-1 g` of each column g of the right side: half the work of solving for it."""
+    return torch.linalg.solve_triangular(lower, right, upper=False).square().sum(0)
 
 
 def _ratio(held: float, asked: float) -> float:
