@@ -1,6 +1,6 @@
 """Test error of the solvers at their defaults, on data that needs no network, as a Markdown table.
 
-    python tests/benchmarks/solvers.py [--rows 40000]
+    PYTHONPATH=. python tests/benchmarks/solvers.py [--rows 40000]
 
 Every cell is one `sae train` with one seed; SGD is run tied and untied, and the better test FVU is shown, which
 flatters it. Only the errors are printed: nothing here measures time.
