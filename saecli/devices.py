@@ -15,8 +15,8 @@ def device_named(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, dtype=torch.float64, device=device)  # sums are float64, which not every device has
+    except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).split("\n")[0]
         raise ConfigError(f"--device {name} cannot be used: {reason}; use cpu, cuda or auto") from error
     return device

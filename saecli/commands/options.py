@@ -20,7 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Plot = Annotated[Path | None, typer.Option("--plot", help="Save a picture here (PNG, PDF or SVG by its ending).")]
 Runs = Annotated[list[str] | None, typer.Argument(
     metavar="[RUN]...", help="Run names, or folders that hold an SAE.", show_default="the newest run")]
-Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1, mps; auto takes cuda where "
+Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1; auto takes cuda where "
                                                       "there is one.")]
 
 

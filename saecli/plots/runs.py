@@ -38,9 +38,10 @@ def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
                 steps, values = _curve(rows, train)
                 axes.plot(steps, values, **style, alpha=0.45, linewidth=1, marker="o" if len(steps) == 1 else "")
                 steps, values = _curve(rows, test)
-                axes.plot(steps, values, **style, marker="o", markevery=max(1, len(steps) // 20))
+                width = _width(index, len(runs)) if axes is right else None
+                axes.plot(steps, values, **style, linewidth=width, marker="o", markevery=max(1, len(steps) // 20))
         left.set(xlabel="step", ylabel="fraction of variance unexplained (FVU)")
-        right.set(xlabel="step", ylabel="active latents a row (L0)")
+        right.set(xlabel="step", ylabel="active latents a row (L0)", ylim=(0, None))
         for axes in (left, right):
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             if not any(len(line.get_xdata()) for line in axes.lines):
@@ -61,6 +62,12 @@ def _curve(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], li
     return [step for step, _ in points], [value for _, value in points]
 
 
+def _width(index: int, count: int) -> float:
+    """A line's width in points: runs that keep the same K lie on one another, and the later must not hide the
+    earlier."""
+    return min(6.0, 1.6 + 2 * (count - 1 - index))
+
+
 def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
     """Draw how many latents fire on a row, and on how many rows a latent fires.
 
@@ -76,7 +83,7 @@ def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
         for index, (l0, _) in enumerate(counted.values()):
-            left.stairs(*_l0_shares(l0), **line_style(index), linewidth=1.6)
+            left.stairs(*_l0_shares(l0), **line_style(index), linewidth=_width(index, len(counted)))
         lowest = min((f[f > 0].min() for _, f in counted.values() if (f > 0).any()), default=1e-3)
         edges = np.logspace(math.floor(math.log10(lowest)), 0, BINS // 2 + 1)
         for index, (_, frequency) in enumerate(counted.values()):
@@ -159,8 +166,10 @@ def frontier(path: Path, points: Mapping[str, tuple[float, float]]) -> None:
     finite = {name: point for name, point in points.items() if all(map(math.isfinite, point))}
     with figure(path, 5.5, 4) as drawn:
         axes = drawn.subplots()
-        handles = [axes.plot(*point, linestyle="none", color=COLOURS[index % len(COLOURS)], markersize=8,
-                             marker=MARKERS[index % len(MARKERS)], markeredgecolor="white", clip_on=False)[0]
+        # Hollow, so that runs on nearly the same spot can all be seen.
+        handles = [axes.plot(*point, linestyle="none", color=COLOURS[index % len(COLOURS)], markersize=9,
+                             marker=MARKERS[index % len(MARKERS)], fillstyle="none", markeredgewidth=1.8,
+                             clip_on=False)[0]
                    for index, point in enumerate(finite.values())]
         axes.set(xlabel="active latents a row (L0)", ylabel="fraction of variance unexplained (FVU)")
         if finite:

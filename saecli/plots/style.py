@@ -80,12 +80,12 @@ def short(name: str) -> str:
 
 
 def log_scale(axes: Axes, which: str) -> None:
-    """Make an axis logarithmic, with plain numbers at 1, 2 and 5 where it spans fewer than three decades."""
+    """Make an axis logarithmic, with plain numbers where it spans fewer than three decades, the denser the fewer."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()
     if low > 0 and high < 1000 * low:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 4, 5, 7)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
 

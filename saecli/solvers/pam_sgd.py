@@ -63,8 +63,9 @@ class PamSgd(SolverConfig):
         return PamSgdSolver(initial, task, self)
 
     def memory(self, rows: int, d_in: int, d_sae: int) -> int:
-        """The decoder step's, and the encoder's weights, gradients and moments in float32."""
-        return memory_needed(rows, d_in, d_sae) + 4 * 6 * d_in * d_sae
+        """The decoder step's, that of choosing alpha on some rows, and the encoder's weights, gradients and moments."""
+        choosing = 4 * 8 * min(rows, PRESS_ROWS) * (d_sae + d_in)
+        return memory_needed(rows, d_in, d_sae) + choosing + 4 * 6 * d_in * d_sae
 
 
 class PamSgdSolver(Solver):
