@@ -63,9 +63,8 @@ def _curve(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], li
 
 
 def _width(index: int, count: int) -> float:
-    """A line's width in points: runs that keep the same K lie on one another, and the later must not hide the
-    earlier."""
-    return min(6.0, 1.6 + 2 * (count - 1 - index))
+    """A line's width in points: two or three runs that keep the same K lie on one another, and all should be seen."""
+    return 1.6 + 2 * (count - 1 - index) if count <= 3 else 1.6
 
 
 def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
