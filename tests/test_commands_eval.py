@@ -18,11 +18,6 @@ from saecli.store import is_test
 KEYS = ["run", "data", "split", "rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "dead_fraction"]
 
 
-@pytest.fixture
-def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(tmp_path / "home", monkeypatch, capsys)
-
-
 def relu_oracle(sae: SAE, rows: np.ndarray) -> dict[str, float]:
     W_enc, b_enc, W_dec, b_dec = (t.double().numpy() for t in (sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec))
     x = rows.astype(np.float64)

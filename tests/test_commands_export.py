@@ -14,11 +14,6 @@ from saecli.store import is_test
 FORMATS = ["saelens", "sparsify", "dictionary-learning"]
 
 
-@pytest.fixture
-def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(tmp_path / "home", monkeypatch, capsys)
-
-
 @pytest.mark.parametrize("activation", [Relu(), ReluTopK(k=4)], ids=lambda a: a.name)
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_exported_run_reconstructs_alike(

@@ -20,11 +20,6 @@ from saecli.store import ActivationStore
 KEYS = ["name", "path", "rows", "d_in", "dtype", "shards", "cached"]
 
 
-@pytest.fixture
-def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(tmp_path / "home", monkeypatch, capsys)
-
-
 def shell(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "saecli", *map(str, words)]
 

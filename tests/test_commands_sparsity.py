@@ -14,11 +14,6 @@ from saecli.store import is_test
 KEYS = ["run", "data", "split", "rows", "l0", "l0_std", "density", "dead", "dense", "frequency"]
 
 
-@pytest.fixture
-def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(tmp_path / "home", monkeypatch, capsys)
-
-
 def graded_sae() -> SAE:
     """Its latents copy the first dimension less a threshold each: from always on to never."""
     W_enc = torch.zeros(D, F)

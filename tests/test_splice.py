@@ -73,11 +73,6 @@ def extracted(home: Path, model: LanguageModel, positions: str = "all", limit: i
     return path
 
 
-@pytest.fixture
-def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(tmp_path / "home", monkeypatch, capsys)
-
-
 def random_sae(seed: int = 0) -> SAE:
     generator = torch.Generator().manual_seed(seed)
     W_enc = torch.randn(D, 30, generator=generator) / 4
