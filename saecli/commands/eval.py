@@ -31,19 +31,17 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
-    session = start(ctx, json)
+    session = start(ctx, json, plot)
     if model is None and ctx.get_parameter_source("tokens").name != "DEFAULT":
         raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model")
-    if plot is not None:
-        from ..plots import check_suffix, frontier  # matplotlib takes a second to import
-
-        check_suffix(plot)
     everything = all_measured(session, runs, data, split, device)
     found = [one.heading | reconstruction(one.sae, one.batches(session)) for one in everything]
     if model is not None:
         found = [run | effect for run, effect in zip(found, _effects(session, everything, model, tokens), strict=True)]
     ranked = sorted(found, key=lambda run: (math.isnan(run["fvu"]), run["fvu"]))
     if plot is not None:
+        from ..plots import frontier  # matplotlib takes a second to import
+
         frontier(plot, {run["run"]: (run["l0"], run["fvu"]) for run in ranked})
         session.report.note(f"drew {plot}")
     shown = [comparison(ranked, ["data", "split", *RECONSTRUCTION], None)]

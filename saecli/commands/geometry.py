@@ -46,16 +46,12 @@ def command(ctx: typer.Context, run: Run = None, data: Data = None, split: Split
 
     Example: sae geometry first --plot geometry.png
     """
-    session = start(ctx, json)
+    session = start(ctx, json, plot)
     if not radius > 0:
         raise ConfigError(f"--radius must be above 0, got {radius:g}")
     if plot is None and ctx.get_parameter_source("slice_").name != "DEFAULT":
         raise ConfigError("--slice does nothing without --plot; leave it out, or name a picture with --plot")
     corners = _corners(slice_)
-    if plot is not None:
-        from ..plots import check_suffix  # matplotlib takes a second to import
-
-        check_suffix(plot)
     one = measured(session, run, data, split, "cpu")
     marked = _rows_at(one.rows, corners)
     cells = cells_of(one.sae)

@@ -37,8 +37,16 @@ class Session:
     report: Report = field(default_factory=Report)
 
 
-def start(ctx: typer.Context, as_json: bool) -> Session:
-    """The session of a command, its report set to tables or to JSON."""
+def start(ctx: typer.Context, as_json: bool, plot: Path | None = None) -> Session:
+    """The session of a command, its report set to tables or to JSON.
+
+    Raises:
+        ConfigError: the picture asked for is of no known kind; better said before the work than after it.
+    """
+    if plot is not None:
+        from ..plots import check_suffix  # matplotlib takes a second to import
+
+        check_suffix(plot)
     return Session(ctx.find_root().obj, Report(as_json))
 
 
