@@ -13,7 +13,7 @@ from ..language_model import TINY_GEMMA2
 from ..report import table
 from .options import Json, start
 
-ROWS = 30_000
+ROWS = 20_000
 STORE = "demo"
 SIDE_BY_SIDE = ("train_fvu", "test_fvu", "l0", "dead_fraction", "alpha")
 
@@ -31,7 +31,7 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
     pictures = pictures or session.home.path / "demo"
     pictures.mkdir(parents=True, exist_ok=True)
     sgd, pam = free_names(session.home)
-    common = ["--data", STORE, "--act", "topk", "--k", "16", "--epochs", "15"]
+    common = ["--data", STORE, "--act", "topk", "--k", "16", "--epochs", "20"]
     drawn = {name: pictures / f"{name}.png" for name in ("frontier", "sparsity", "geometry")}
     chain = [
         ["extract", "--model", TINY_GEMMA2, "--layer", "2", "--rows", str(ROWS), "--name", STORE],
