@@ -81,12 +81,51 @@ def test_a_store_without_documents_is_split_by_row(tmp_path):
     assert test == set(np.flatnonzero(is_test(np.arange(3000))).tolist())
 
 
-@pytest.mark.parametrize(("rows", "unit"), [(50, "documents"), (1, "rows")])
-def test_an_empty_split_is_refused_with_advice(tmp_path, rows, unit):
+@pytest.mark.parametrize(("rows", "unit", "advice"), [
+    (50, "documents", "a store of more documents, which blank lines part"), (1, "rows", "import more rows")])
+def test_an_empty_split_is_refused_with_advice(tmp_path, rows, unit, advice):
     one_document = np.zeros(rows, int) if unit == "documents" else None
     store = make_store(tmp_path / "s", np.zeros((rows, 2), np.float32), documents=one_document)
-    with pytest.raises(StoreError, match=rf"test split .* is empty.*another --split-seed or a store of more {unit}"):
+    with pytest.raises(StoreError, match=rf"test split .* is empty.*{advice}"):
         store.split("test")
+
+
+def counted_store(path, units, by_document):
+    rows = np.repeat(np.arange(units, dtype=np.float32), 3 if by_document else 1)[:, None]
+    documents = rows[:, 0].astype(int) if by_document else None
+    return make_store(path, rows, documents=documents, chunk_rows=4, shard_rows=20)
+
+
+@pytest.mark.parametrize("by_document", [True, False])
+@pytest.mark.parametrize("units", [2, 5, 20, 23])
+def test_a_small_store_holds_out_its_lowest_hash_where_none_is_below_the_threshold(tmp_path, units, by_document):
+    store = counted_store(tmp_path / "s", units, by_document)
+    for seed in range(40):
+        key = splitmix64(splitmix64(seed) ^ 1)
+        hashes = np.array([(splitmix64(splitmix64(unit) ^ key) >> 11) / 2**53 for unit in range(units)])
+        expected = set(np.flatnonzero(hashes <= max(np.nextafter(0.1, 0), hashes.min())).tolist())
+        assert numbers(store.split("test", seed=seed)) == expected
+        if len(expected) < units:
+            assert numbers(store.split("train", seed=seed)) == set(range(units)) - expected
+    assert len(numbers(store.split("test"))) == 1  # seed 0 has no hash below 0.1 before the 24th
+
+
+@pytest.mark.parametrize("by_document", [True, False])
+@pytest.mark.parametrize("units", [2, 5, 23])
+def test_fractions_of_a_small_store_keep_a_document_and_nest(tmp_path, units, by_document):
+    store = counted_store(tmp_path / "s", units, by_document)
+    larger = numbers(store.split("train"))
+    for fraction in (0.5, 0.1, 0.01, 1e-9):
+        smaller = numbers(store.split("train", fraction=fraction))
+        assert smaller
+        assert smaller <= larger
+        larger = smaller
+    assert len(larger) == 1
+
+
+def test_a_test_fraction_of_nothing_holds_nothing_out(tmp_path):
+    store = counted_store(tmp_path / "s", 5, by_document=False)
+    assert numbers(store.split("train", test_fraction=0)) == set(range(5))
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

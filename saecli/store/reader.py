@@ -13,7 +13,7 @@ from ..errors import StoreError
 from ..files import file_sha256
 from .rows import Rows
 from .schema import SHARDS, StoreMeta, read_meta
-from .shard import MappedShards
+from .shard import MEND_SHARD, MappedShards
 from .split import TEST_FRACTION, Split, Which
 
 
@@ -83,7 +83,8 @@ class ActivationStore:
             fraction: share of the training rows to keep, in (0, 1]; a smaller fraction's rows are among a
                 larger one's, and the test rows do not depend on it.
             seed: another seed holds out other rows.
-            test_fraction: share of the documents held out, in [0, 1).
+            test_fraction: share of the documents held out, in [0, 1). Of two documents or more at least one is
+                held out, unless it is 0, and likewise at least one of those left is trained on.
 
         Raises:
             ConfigError: an argument out of its range.
@@ -91,7 +92,7 @@ class ActivationStore:
 
         Cost: reads and hashes the document of every row (about 50 ms a million rows).
         """
-        split = Split(which, fraction, seed, test_fraction)
+        split = Split(which, fraction, seed, test_fraction).fitted(self._ids)
         counts = self.chunk_sizes.copy()
         if which != "all":
             for chunk in range(len(counts)):
@@ -111,10 +112,10 @@ class ActivationStore:
             try:
                 digest = file_sha256(path)
             except OSError as error:
-                yield f"cannot read shard {path}: {error.strerror}"
+                yield f"cannot read shard {path}: {error.strerror}; {MEND_SHARD}"
                 continue
             if digest != shard.sha256:
-                yield f"shard {path} is damaged: expected SHA-256 {shard.sha256}, got {digest}"
+                yield f"shard {path} is damaged: expected SHA-256 {shard.sha256}, got {digest}; {MEND_SHARD}"
 
     def chunk(self, chunk: int) -> np.ndarray:
         """The rows of one chunk, by its number within the store, as they are stored; a read-only view."""
@@ -134,13 +135,26 @@ class ActivationStore:
         start = shard * self.meta.shard_rows + within * self.meta.chunk_rows
         return np.arange(start, start + self.chunk_sizes[chunk])
 
+    def check_shards(self) -> None:
+        """Check that every shard is there and as long as it should be, without reading its rows.
+
+        Raises:
+            StoreError: one is missing, foreign or truncated.
+        """
+        for index in range(len(self.meta.shards)):
+            self._shards.check(index)
+
+    def _ids(self) -> Iterator[np.ndarray]:
+        return map(self.chunk_ids, range(len(self.chunk_sizes)))
+
     def _empty(self, split: Split) -> StoreError:
         unit = "documents" if "document" in self.meta.columns else "rows"
         if not self.rows:
             return StoreError(f"{self.path} holds no rows yet; run the command that makes it once more")
-        remedy = "use a larger --fraction, another --split-seed" if split.fraction < 1 else "use another --split-seed"
+        remedy = ("make a store of more documents, which blank lines part in a .txt file" if unit == "documents"
+                  else "import more rows")
         return StoreError(f"the {split.which} split of {self.path} is empty: of its {self.rows} rows, chosen by a "
-                          f"hash of their {unit}, none belongs to it; {remedy} or a store of more {unit}")
+                          f"hash of their {unit}, none belongs to it; {remedy}, or use another --split-seed")
 
 
 def _chunk_sizes(meta: StoreMeta) -> np.ndarray:

@@ -218,7 +218,8 @@ def read_meta(store: Path) -> StoreMeta:
         raise StoreError(f"no activation store at {store}; expected {MARKER} in it, got none; "
                          "make one with `sae extract` or `sae import`") from error
     except (OSError, ValueError) as error:
-        raise StoreError(f"cannot read {path}: {error}") from error
+        raise StoreError(f"cannot read {path}: {error}; "
+                         "restore it, or remove the folder to go on without it") from error
 
 
 def write_meta(store: Path, meta: StoreMeta) -> None:

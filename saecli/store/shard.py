@@ -4,6 +4,7 @@ Legend: R rows, D = d_in.
 """
 
 import mmap
+import os
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from ..errors import StoreError
 from .dtypes import DTYPES
 from .schema import ACTIVATIONS, COLUMNS, SHARDS, StoreMeta
 
+MEND_SHARD = "restore it, or remove the store and make it again"
 # What h5py raises, by no rule that could be relied on, for files that are not as they should be.
 HDF5_ERRORS = (OSError, RuntimeError, KeyError, TypeError, ValueError)
 
@@ -56,10 +58,12 @@ def read_layout(path: Path, meta: StoreMeta, rows: int) -> Layout:
         with h5py.File(path, "r", locking=False) as file:
             return _checked_layout(file, meta, rows, path.stat().st_size)
     except FileNotFoundError as error:
-        raise StoreError(f"shard {path} is missing; restore it, or remove the store and make it again") from error
+        raise StoreError(f"shard {path} is missing; {MEND_SHARD}") from error
     except HDF5_ERRORS as error:
-        raise StoreError(f"cannot read shard {path}: {' '.join(str(error).split())}; "
-                         "restore the file, or remove the store and make it again") from error
+        # HDF5 tells of addresses and times where the system has a plain reason, as that this is a directory.
+        number = getattr(error, "errno", None)
+        reason = os.strerror(number) if number else " ".join(str(error).split())
+        raise StoreError(f"cannot read shard {path}: {reason}; {MEND_SHARD}") from error
 
 
 def _checked_layout(file: h5py.File, meta: StoreMeta, rows: int, size: int) -> Layout:
@@ -118,6 +122,10 @@ class MappedShards:
     def path(self, shard: int) -> Path:
         """A shard's file."""
         return self._store / SHARDS / self._meta.shards[shard].file
+
+    def check(self, shard: int) -> None:
+        """Check a shard's metadata and length; `StoreError` where they are not as they should be."""
+        read_layout(self.path(shard), self._meta, self._meta.shards[shard].rows)
 
     def chunk(self, shard: int, chunk: int) -> np.ndarray:
         """A chunk's rows.

@@ -2,14 +2,15 @@
 
 A document's hash is compared with the share that is asked for. So the held-out rows are the same whatever the
 fraction trained on, the rows of a smaller fraction are among those of a larger one, and the rows of a
-document stay together.
+document stay together. In a small store no hash may be below a share; then the document of the lowest is taken.
 
 Legend: R rows.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -36,14 +37,35 @@ def _key(seed: int, stream: int) -> np.ndarray:
     return _splitmix64(_splitmix64(np.array([seed % 2**64], np.uint64)) ^ np.uint64(stream))
 
 
-def _within(ids: np.ndarray, seed: int, stream: int, share: float) -> np.ndarray:
-    """Whether each id's hash, as a number in [0, 1), is below a share."""
-    hashes = _splitmix64(_splitmix64(ids.astype(np.uint64)) ^ _key(seed, stream))
-    return (hashes >> np.uint64(11)) < np.uint64(round(share * 2**53))
+def _hashes(ids: np.ndarray, seed: int, stream: int) -> np.ndarray:
+    """Each id's hash in 53 bits, as many as a share's float has."""
+    return _splitmix64(_splitmix64(ids.astype(np.uint64)) ^ _key(seed, stream)) >> np.uint64(11)
+
+
+def _limit(share: float) -> int:
+    """The number that the hashes of a share are below."""
+    return round(share * 2**53)
+
+
+def _limit_of_lowest(hashes: Iterable[np.ndarray], share: float, *, spare_last: bool) -> int:
+    """The number that only the lowest hash is below; 0 where the share has one already, which ends the search.
+
+    Args:
+        hashes: those of the whole store, part by part.
+        share: as of `_limit`.
+        spare_last: do not take the only document there is.
+    """
+    lowest, highest = 2**53, -1
+    for part in hashes:
+        if len(part):
+            lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
+        if lowest < _limit(share):
+            return 0
+    return 0 if highest < 0 or (spare_last and lowest == highest) else lowest + 1
 
 
 def is_test(ids: np.ndarray, *, seed: int = 0, test_fraction: float = TEST_FRACTION) -> np.ndarray:
-    """Which documents are held out.
+    """Which documents are held out; none in some small stores, of which a `Split` holds out the lowest hash.
 
     Args:
         ids: (R,) integers: document numbers, or row numbers where a store has no documents.
@@ -53,7 +75,7 @@ def is_test(ids: np.ndarray, *, seed: int = 0, test_fraction: float = TEST_FRACT
     Returns:
         (R,) bool.
     """
-    return _within(ids, seed, _TEST_STREAM, test_fraction)
+    return _hashes(ids, seed, _TEST_STREAM) < np.uint64(_limit(test_fraction))
 
 
 @dataclass(frozen=True)
@@ -64,13 +86,17 @@ class Split:
         which: "train", "test" (the held-out rows) or "all".
         fraction: share of the training rows to keep, in (0, 1]; "test" and "all" have no use for it.
         seed: as of `is_test`.
-        test_fraction: as of `is_test`, in [0, 1).
+        test_fraction: as of `is_test`, in [0, 1); at 0 nothing is held out.
+        least_test: hashes below this number are held out whatever the fraction; see `fitted`.
+        least_train: likewise for the training rows that are kept.
     """
 
     which: Which
     fraction: float = 1.0
     seed: int = 0
     test_fraction: float = TEST_FRACTION
+    least_test: int = 0
+    least_train: int = 0
 
     def __post_init__(self) -> None:
         if self.which not in ("train", "test", "all"):
@@ -79,6 +105,25 @@ class Split:
             raise ConfigError(f"--fraction must be above 0 and at most 1, got {self.fraction:g}")
         if not 0 <= self.test_fraction < 1:
             raise ConfigError(f"the test fraction must be at least 0 and below 1, got {self.test_fraction:g}")
+
+    def fitted(self, ids: Callable[[], Iterator[np.ndarray]]) -> Self:
+        """The split of a whole store: where a share alone takes no document, the one with the lowest hash.
+
+        The test rows leave one document to train on at least, so that a single one is not held out.
+
+        Args:
+            ids: begins anew to give the ids of all rows, part by part.
+
+        Cost: ends at the first document that a share takes, so that little is read of a store of many.
+        """
+        split = self
+        if self.which != "all" and self.test_fraction > 0:
+            hashes = (_hashes(part, self.seed, _TEST_STREAM) for part in ids())
+            split = replace(split, least_test=_limit_of_lowest(hashes, self.test_fraction, spare_last=True))
+        if self.which == "train" and self.fraction < 1:
+            hashes = (_hashes(part[~split._held_out(part)], self.seed, _TRAIN_STREAM) for part in ids())
+            split = replace(split, least_train=_limit_of_lowest(hashes, self.fraction, spare_last=False))
+        return split
 
     def keeps(self, ids: np.ndarray) -> np.ndarray:
         """Which rows belong to it.
@@ -91,9 +136,14 @@ class Split:
         """
         if self.which == "all":
             return np.ones(len(ids), bool)
-        held_out = is_test(ids, seed=self.seed, test_fraction=self.test_fraction)
+        held_out = self._held_out(ids)
         if self.which == "test":
             return held_out
         if self.fraction == 1:
             return ~held_out
-        return ~held_out & _within(ids, self.seed, _TRAIN_STREAM, self.fraction)
+        limit = max(_limit(self.fraction), self.least_train)
+        return ~held_out & (_hashes(ids, self.seed, _TRAIN_STREAM) < np.uint64(limit))
+
+    def _held_out(self, ids: np.ndarray) -> np.ndarray:
+        limit = max(_limit(self.test_fraction), self.least_test)
+        return _hashes(ids, self.seed, _TEST_STREAM) < np.uint64(limit)
