@@ -93,8 +93,8 @@ def sentence_for(error: BaseException) -> str | None:
     """The one sentence that a user is told of an expected failure; None for a bug of ours."""
     if isinstance(error, SaeError):
         return str(error)
-    if isinstance(error, MemoryError):
-        return f"out of memory: {error or 'the machine refused an allocation'}; use a smaller --d-sae or --batch-size"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
+        return "out of memory: the machine refused an allocation; use a smaller --d-sae or --batch-size"
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return (f"the disk is full, writing {error.filename or 'a file'}; nothing half-written was kept: "
@@ -107,6 +107,8 @@ def main() -> None:
     """Run the command line, and end with its exit status."""
     try:
         app(prog_name="sae")
+    except KeyboardInterrupt:
+        sys.exit(130)
     except Exception as error:  # the outermost boundary: whatever was not foreseen is named as a bug
         if os.environ.get("SAE_DEBUG"):
             raise

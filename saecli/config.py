@@ -7,6 +7,7 @@ into Typer options.
 """
 
 import dataclasses
+import sys
 import types
 import typing
 from collections.abc import Mapping, Set
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from .errors import ConfigError
+
+LARGEST = 2**53  # whole numbers above it are lost in JSON readers that know only doubles
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ def _checked(name: str, annotation: Any, rule: Option, value: Any) -> Any:
         if rule.choices and value not in rule.choices:
             raise ConfigError(f"{flag_of(name)} must be one of {', '.join(rule.choices)}, got {value!r}")
     elif isinstance(value, int | float) and not isinstance(value, bool):
+        if not abs(value) <= (LARGEST if type(value) is int else sys.float_info.max):
+            raise ConfigError(f"{flag_of(name)} must be a number of ordinary size, got {value}")
         if rule.minimum is not None and not value >= rule.minimum:
             raise ConfigError(f"{flag_of(name)} must be at least {rule.minimum:g}, got {value:g}")
         if rule.above is not None and not value > rule.above:

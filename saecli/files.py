@@ -1,7 +1,9 @@
 """Files that appear whole or not at all."""
 
+import fcntl
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +65,38 @@ def appearing_whole(path: Path) -> Iterator[Path]:
         raise
 
 
+def finite(document: Any) -> Any:
+    """The document with every NaN and infinity, which JSON cannot hold, replaced by None."""
+    if isinstance(document, dict):
+        return {key: finite(value) for key, value in document.items()}
+    if isinstance(document, list | tuple):
+        return [finite(value) for value in document]
+    if isinstance(document, float) and not math.isfinite(document):
+        return None
+    return document
+
+
+def to_json(document: Any, indent: int | None = None) -> str:
+    """The document as JSON text, its NaNs and infinities as null."""
+    return json.dumps(finite(document), indent=indent, allow_nan=False)
+
+
 def write_json(path: Path, document: Any) -> None:
     """Write a JSON document that appears whole or not at all."""
     with appearing_whole(path) as temporary:
-        temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.write_text(to_json(document, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder against other processes that lock it; the lock goes when the process does.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)

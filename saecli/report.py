@@ -1,7 +1,5 @@
 """What a command says: tables or one JSON document on stdout, notes and progress on stderr."""
 
-import json
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,19 +10,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from .files import to_json
+
 PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
 PIPE_WIDTH = 140  # columns of a table that goes into a file or a pipe
-
-
-def finite(document: Any) -> Any:
-    """The document with every NaN and infinity, which JSON cannot hold, replaced by None."""
-    if isinstance(document, dict):
-        return {key: finite(value) for key, value in document.items()}
-    if isinstance(document, list | tuple):
-        return [finite(value) for value in document]
-    if isinstance(document, float) and not math.isfinite(document):
-        return None
-    return document
 
 
 def number(value: float | int | None) -> str:
@@ -76,7 +65,7 @@ class Report:
     def result(self, document: dict[str, Any], *shown: RenderableType) -> None:
         """Print the command's result: the document with `--json`, else what is shown to people."""
         if self.as_json:
-            print(json.dumps(finite(document), allow_nan=False))
+            print(to_json(document))
             return
         for renderable in shown:
             self._out.print(renderable, markup=False, soft_wrap=isinstance(renderable, str))
@@ -101,7 +90,7 @@ class Report:
         if not self._err.is_terminal:
             yield self._plain_lines(label, total, unit, rate)
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"),
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[rate]}"),
                    TimeRemainingColumn(), TextColumn("{task.fields[words]}"))
         with Progress(*columns, console=self._err, transient=True) as bar:
             task = bar.add_task(label, total=total, rate="", words="")

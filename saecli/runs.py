@@ -27,6 +27,7 @@ class Subject:
         split_seed: seed of the split into training and held-out rows.
         fraction: share of the training rows that it was trained on, in (0, 1].
         complete: whether its training was finished.
+        data_hash: request hash of the store that it was trained on; None where no one knows.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Subject:
     split_seed: int = 0
     fraction: float = 1.0
     complete: bool = True
+    data_hash: str | None = None
 
 
 def find_subject(home: Home, text: str | None) -> Subject:
@@ -68,15 +70,21 @@ def find_subject(home: Home, text: str | None) -> Subject:
 
 
 def _run(folder: Path, marker: str, name: str) -> Subject:
-    run = _read(folder / marker)
+    run = read_run(folder / marker)
     if formats.recognise(folder) is None:
         raise RunError(f"the run {name!r} holds no SAE yet: expected {formats.native.FILE_NAME} in {folder}, which the "
                        f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`")
     training = run["training"]
-    return Subject(name, folder, run["data"], training["split_seed"], training["fraction"], run["complete"])
+    return Subject(name, folder, run["data"], training["split_seed"], training["fraction"], run["complete"],
+                   run.get("data_hash"))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_run(path: Path) -> dict[str, Any]:
+    """What a `run.json` says.
+
+    Raises:
+        RunError: it is not what `sae train` writes, or is of a newer version.
+    """
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "saecli"
 
 FLOORS = [
-    {"errors", "files", "hub", "machine", "report", "assets"},
-    {"config", "devices", "home"},
+    {"errors", "files", "hub", "machine", "assets"},
+    {"config", "devices", "home", "report"},
     {"activations", "arrays", "language_model", "ridge", "store", "texts"},
     {"harvest", "sae"},
     {"formats", "geometry", "metrics"},

@@ -74,7 +74,7 @@ def test_decoder_equals_the_stacked_pseudo_inverse(held, weights, rows, directed
     terms = terms_of(weights, direction if directed else None, W_t, b_t, decayed)
     decoder = solve(systems_of(z, x)[held], terms)
     W, b = stacked_least_squares(z, x, terms, decoder.c * direction)
-    assert decoder.raised == 1
+    assert not decoder.raised
     np.testing.assert_allclose(decoder.W, W, rtol=1e-7, atol=1e-7)
     np.testing.assert_allclose(decoder.b, b, rtol=1e-7, atol=1e-7)
 
@@ -144,7 +144,7 @@ def test_chosen_alpha_is_near_the_best_of_a_full_path(spread):
 
 
 @pytest.mark.parametrize("held", ["moments", "held rows"])
-def test_dead_and_duplicate_latents_solve_without_a_ridge_and_say_that_it_was_raised(held):
+def test_dead_and_duplicate_latents_solve_without_a_ridge(held):
     z, x, _, W_t, b_t = problem(30 if held == "moments" else 8, 12, 4)
     z[:, 3] = 0
     z[:, 4] = z[:, 5]
@@ -152,7 +152,7 @@ def test_dead_and_duplicate_latents_solve_without_a_ridge_and_say_that_it_was_ra
     fitted = z @ decoder.W + decoder.b
     with_bias = np.hstack([z, np.ones((len(z), 1))])
     expected = with_bias @ np.linalg.lstsq(with_bias, x.numpy(), rcond=1e-10)[0]
-    assert decoder.raised > 1
+    assert decoder.ridge > 0
     np.testing.assert_allclose(fitted, expected, atol=1e-4)
 
 
@@ -164,5 +164,21 @@ def test_codes_that_are_not_finite_are_refused_by_a_sentence():
 
 
 def test_memory_needed_grows_with_the_smaller_of_rows_and_latents():
-    assert memory_needed(10**6, 256, 8192) >= 24 * 8192**2
-    assert memory_needed(100, 256, 8192) < memory_needed(10**6, 256, 8192) / 20
+    assert memory_needed(10**6, 256, 8192) >= 32 * 8192**2
+    assert memory_needed(100, 256, 8192) < memory_needed(10**6, 256, 8192) / 10
+
+
+@pytest.mark.parametrize("held", ["moments", "held rows"])
+@pytest.mark.parametrize("alpha", [1e8, 1e16, 1e25])
+def test_a_large_alpha_leaves_the_best_multiple_of_the_direction(held, alpha):
+    z, x, direction, W_t, b_t = problem(40 if held == "moments" else 8, 12, 4)
+    decoder = solve(systems_of(z, x)[held], terms_of((alpha, 0.0, 0.0, 0.0), direction, W_t, b_t))
+    centred = (z - z.mean(0)) @ direction
+    best = (centred * (x - x.mean(0))).sum() / centred.square().sum()
+    assert decoder.c == pytest.approx(best.item(), rel=1e-5)
+    torch.testing.assert_close(decoder.W, best * direction, rtol=1e-4, atol=1e-6)
+
+
+def test_a_ridge_of_zero_that_holds_is_not_called_raised():
+    z, x, _, W_t, b_t = problem(40, 6, 3)
+    assert not solve(moments_of(z, x, 40), terms_of((0.0, 0.0, 0.0, 0.0), None, W_t, b_t)).raised

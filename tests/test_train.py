@@ -89,7 +89,8 @@ def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(20_000))
     process = subprocess.Popen(
         [sys.executable, "-m", "saecli", "--home", str(sae.home), "train", "--d-sae", "64", "--epochs", "100",
-         "--batch-size", "64", "--name", "stopped"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+         "--batch-size", "64", "--name", "stopped"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # which a background job ignores
     while not (sae.home / "runs" / "stopped" / "checkpoint.safetensors").exists():
         assert process.poll() is None
         time.sleep(0.01)

@@ -14,7 +14,6 @@ from ..report import table
 from .options import Json, start
 
 ROWS = 20_000
-STORE = "demo"
 SIDE_BY_SIDE = ("train_fvu", "test_fvu", "l0", "dead_fraction", "alpha")
 
 Pictures = Annotated[Path | None, typer.Option("--pictures", help="Folder for the pictures.",
@@ -30,11 +29,11 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
     session = start(ctx, json)
     pictures = pictures or session.home.path / "demo"
     pictures.mkdir(parents=True, exist_ok=True)
-    sgd, pam = free_names(session.home)
-    common = ["--data", STORE, "--act", "topk", "--k", "16", "--epochs", "20"]
+    store, sgd, pam = free_names(session.home)
+    common = ["--data", store, "--act", "topk", "--k", "16", "--epochs", "20"]
     drawn = {name: pictures / f"{name}.png" for name in ("frontier", "sparsity", "geometry")}
     chain = [
-        ["extract", "--model", TINY_GEMMA2, "--layer", "2", "--rows", str(ROWS), "--name", STORE],
+        ["extract", "--model", TINY_GEMMA2, "--layer", "2", "--rows", str(ROWS), "--name", store],
         ["train", *common, "--solver", "sgd", "--name", sgd],
         ["train", *common, "--solver", "pam-sgd", "--name", pam],
         ["eval", sgd, pam, "--model", TINY_GEMMA2, "--plot", str(drawn["frontier"])],
@@ -52,12 +51,12 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
     session.report.result({"runs": finals, "pictures": paths}, "", comparison(finals), "pictures:", *paths)
 
 
-def free_names(home: Home) -> tuple[str, str]:
-    """Names for the demo's two runs that no run has yet."""
+def free_names(home: Home) -> tuple[str, str, str]:
+    """Names for the demo's store and two runs that nothing has yet."""
     number = 1
-    while any((home.runs.path / f"demo-{number}-{solver}").exists() for solver in ("sgd", "pam-sgd")):
+    while any(home.path.glob(f"*/demo-{number}*")):
         number += 1
-    return f"demo-{number}-sgd", f"demo-{number}-pam-sgd"
+    return f"demo-{number}", f"demo-{number}-sgd", f"demo-{number}-pam-sgd"
 
 
 def comparison(finals: dict[str, dict[str, Any]]) -> Any:

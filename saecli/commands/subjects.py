@@ -88,6 +88,8 @@ def measured(session: Session, run: str | None, data: str | None, split: str, de
     if not subject.complete:
         session.report.note(f"{subject.name} is not finished; this is its last checkpoint")
     store = open_store(session, data or subject.data)
+    if subject.data_hash is not None and subject.data == store.name and subject.data_hash != store.meta.request_hash:
+        session.report.note(f"{store.name} is not the store that {subject.name} was trained on, though it has its name")
     saved = formats.load(subject.folder)
     if saved.sae.d_in != store.d_in:
         raise ConfigError(f"{subject.name} cannot be measured on {store.name}: expected rows of {saved.sae.d_in} "

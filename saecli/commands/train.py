@@ -1,18 +1,22 @@
 """`sae train`."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from ..activations import ACTIVATIONS, activation_from_json
-from ..errors import ConfigError, RunError, SaeError
+from ..errors import ConfigError, RunError
+from ..files import locked
 from ..home import Home, now
 from ..report import table
+from ..runs import read_run
 from ..solvers import SOLVERS
 from ..store import ActivationStore
-from ..training import Plan, Trainer, TrainingConfig, read_metrics
+from ..training import CHECKPOINT, Plan, Trainer, TrainingConfig, read_metrics
 from .options import Given, Json, Session, configured, start
 from .stores import checked_name, open_store
 
@@ -39,21 +43,11 @@ def command(ctx: typer.Context, options: Given, solver: Solver = "pam-sgd", act:
     if resume:
         folder, plan = _resumed(session, ctx, name)
     else:
-        folder, plan = _begun(session, options, solver, act, data, name)
-    try:
-        trainer = Trainer(plan, folder)
-        session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
-                            f"on {plan.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
-                            f"{trainer.test_rows.rows:,} test rows, {trainer.task.steps:,} steps")
-        with session.report.progress("training", trainer.task.steps, "steps") as show:
-            result = trainer.run(show)
-    except KeyboardInterrupt:
-        session.report.note(f"stopped; `sae train --resume --name {folder.name}` goes on after the last whole epoch")
-        raise
-    except SaeError:
-        if not (folder / "sae.safetensors").exists():
-            shutil.rmtree(folder)
-        raise
+        plan = _planned(session, options, solver, act, data)
+        folder = _new_folder(session.home, name, f"{solver}-{act}")
+        folder.mkdir(parents=True)
+    with _held(folder):
+        result = _trained(session, plan, folder, resume)
     from ..plots import loss_curves  # matplotlib takes a second to import
 
     loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
@@ -61,24 +55,52 @@ def command(ctx: typer.Context, options: Given, solver: Solver = "pam-sgd", act:
         session.report.note(note)
     document = {"run": folder.name, "path": str(folder), "solver": plan.solver.name, "act": plan.activation.name,
                 "data": plan.store.name, "d_in": plan.store.d_in, "d_sae": plan.training.d_sae, **result}
-    title = f"{folder.name}: {result['epochs']} epochs, {result['steps']:,} steps in {result['seconds']:.0f} s"
+    epochs = f"{result['epochs']} epoch{'s' * (result['epochs'] != 1)}"
+    title = f"{folder.name}: {epochs}, {result['steps']:,} steps in {result['seconds']:.0f} s"
     measures = table(title, ["measure", "value"], [[key, value] for key, value in result["final"].items()])
     session.report.result(document, measures, f"saved in {folder}")
 
 
-def _begun(session: Session, options: Given, solver: str, act: str, data: str | None,
-           name: str | None) -> tuple[Path, Plan]:
-    """A new run's folder, with its `run.json`."""
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keep other processes from training the same run; leave no folder behind that has nothing to go on from."""
+    try:
+        with locked(folder):
+            try:
+                yield
+            finally:
+                if not (folder / CHECKPOINT).exists():
+                    shutil.rmtree(folder)
+    except BlockingIOError as error:
+        raise RunError(f"another process is training {folder.name}; wait for it, or stop it") from error
+
+
+def _trained(session: Session, plan: Plan, folder: Path, resume: bool) -> dict[str, Any]:
+    """Train a run to its end; returns its result."""
+    if not resume:
+        plan.write(folder, None)
+    try:
+        trainer = Trainer(plan, folder)
+        session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
+                            f"on {plan.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
+                            f"{trainer.test_rows.rows:,} test rows, {trainer.task.steps:,} steps")
+        with session.report.progress("training", trainer.task.steps, "steps") as show:
+            return trainer.run(show)
+    except KeyboardInterrupt:
+        session.report.note(f"stopped; `sae train --resume --name {folder.name}` goes on after the last whole epoch"
+                            if (folder / CHECKPOINT).exists() else "stopped before the end of the first epoch; "
+                            "nothing was saved")
+        raise
+
+
+def _planned(session: Session, options: Given, solver: str, act: str, data: str | None) -> Plan:
+    """A new run, with every default filled in."""
     training = options.config(TrainingConfig)
     chosen_solver = options.choose(SOLVERS, "solver", solver)
     activation = options.choose(ACTIVATIONS, "act", act)
     store = open_store(session, data)
     rows = store.split("train", fraction=training.fraction, seed=training.split_seed).rows
-    plan = Plan(store, training.resolved(activation, rows, store.d_in), chosen_solver, activation, now())
-    folder = _new_folder(session.home, name, f"{solver}-{act}")
-    folder.mkdir(parents=True)
-    plan.write(folder, None)
-    return folder, plan
+    return Plan(store, training.resolved(activation, rows, store.d_in), chosen_solver, activation, now())
 
 
 def _new_folder(home: Home, name: str | None, stem: str) -> Path:
@@ -108,11 +130,21 @@ def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Pa
         name = unfinished[0]
         session.report.note(f"going on with {name}")
     folder = runs.find(name)
-    marker: dict[str, Any] = runs.read_marker(name)
-    if marker["complete"]:
+    path = folder / runs.marker
+    run = read_run(path)
+    if run["complete"]:
         raise RunError(f"{name} is finished; there is nothing to resume, start a new run with `sae train`")
-    settings = dict(marker["solver"])
-    plan = Plan(ActivationStore.open(session.home.stores.find(marker["data"])),
-                TrainingConfig.from_json(marker["training"]), SOLVERS[settings.pop("name")].from_json(settings),
-                activation_from_json(marker["activation"]), marker["created"])
+    store = ActivationStore.open(session.home.stores.find(run["data"]))
+    try:
+        settings = dict(run["solver"])
+        plan = Plan(store, TrainingConfig.from_json(run["training"]),
+                    SOLVERS[settings.pop("name")].from_json(settings), activation_from_json(run["activation"]),
+                    run["created"])
+        trained_on = run["data_hash"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"cannot go on with {name}: {path} is not what this version of `sae train` writes "
+                       f"({error}); train it anew") from error
+    if trained_on != store.meta.request_hash:
+        raise RunError(f"cannot go on with {name}: {store.name} is not the store that it was begun on, though it has "
+                       f"its name; make that store again, or train anew")
     return folder, plan

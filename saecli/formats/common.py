@@ -135,7 +135,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
         try:
             save_file(_ready(tensors), temporary, metadata=metadata)
         except SafetensorError as error:
-            raise FormatError(f"cannot write {path}: {error}; nothing half-written was kept") from error
+            raise FormatError(f"cannot write {path}: {error}; nothing half-written was kept, free some space and run "
+                              f"the same command again") from error
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
@@ -167,7 +168,8 @@ def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
             torch.save(_ready(tensors), temporary)
         except RuntimeError as error:
-            raise FormatError(f"cannot write {path}: {error}; nothing half-written was kept") from error
+            raise FormatError(f"cannot write {path}: {error}; nothing half-written was kept, free some space and run "
+                              f"the same command again") from error
 
 
 def _ready(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from .systems import Factor, System
 
+INFINITE_ALPHA = 1e9
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -41,16 +43,16 @@ class Decoder:
         W: weights, (F, D), float64.
         b: bias, (D,), float64.
         c: the multiple of the direction, T = c T0; 0 where there is no direction.
-        alpha: the alpha that the factorisation held for.
-        raised: ridge solved with over the one asked for; above 1 where that could not be factorised.
+        ridge: alpha + mu that the factorisation held for.
+        raised: whether that is more than was asked for, which did not factorise.
         condition: estimate of the 1-norm condition number of what was solved.
     """
 
     W: Tensor
     b: Tensor
     c: float
-    alpha: float
-    raised: float
+    ridge: float
+    raised: bool
     condition: float
 
 
@@ -66,8 +68,14 @@ def solve(system: System, terms: Terms) -> Decoder:
 
 
 def factor(system: System, terms: Terms) -> Factor:
-    """Factorise `A + diag(decay) + (alpha + mu) I`."""
-    return system.factor(terms.alpha + terms.mu, shrinkage(system, terms), terms.decay)
+    """Factorise `A + diag(decay) + (alpha + mu) I`.
+
+    An alpha above `INFINITE_ALPHA` of A's mean diagonal is taken as that: W is T then to nine digits, and c would be
+    lost in a difference of nearly equal numbers.
+    """
+    s = shrinkage(system, terms)
+    alpha = min(terms.alpha, INFINITE_ALPHA * system.scale(s)) or terms.alpha
+    return system.factor(alpha + terms.mu, s, terms.decay)
 
 
 def shrinkage(system: System, terms: Terms) -> float:
@@ -90,7 +98,7 @@ def solve_factored(system: System, terms: Terms, factor: Factor) -> Decoder:
         untargeted, along = factor.solve(torch.cat([right, T0], dim=1)).split(T0.shape[1], dim=1)
         c = _best_multiple(T0, untargeted, along, alpha)
         W = untargeted + c * alpha * along
-    return Decoder(W, centre - s * (system.z_bar @ W), c, alpha, factor.raised, factor.condition)
+    return Decoder(W, centre - s * (system.z_bar @ W), c, factor.ridge, factor.raised, factor.condition)
 
 
 def _best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> float:

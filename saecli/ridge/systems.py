@@ -6,7 +6,7 @@ package's docstring; `shrink` is s.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -29,14 +29,14 @@ class Factor:
         solve: maps G, (F, *), to `(A + diag(decay) + ridge I)^-1 G`.
         quadratic: maps rows psi, (n, F), to `psi_i' (A + diag(decay) + ridge I)^-1 psi_i`, (n,).
         ridge: the ridge it holds for.
-        raised: that ridge over the one asked for; above 1 where the one asked for could not be factorised.
+        raised: whether that is more than was asked for, or than float64 resolves, since less did not factorise.
         condition: estimate of the 1-norm condition number of the matrix factorised.
     """
 
     solve: Callable[[Tensor], Tensor]
     quadratic: Callable[[Tensor], Tensor]
     ridge: float
-    raised: float
+    raised: bool
     condition: float
 
 
@@ -115,9 +115,9 @@ class Moments:
         """Factorise `A + diag(decay) + ridge I` by Cholesky; costs F^3 / 3 operations."""
         matrix = torch.addr(self.zz, self.z_bar, self.z_bar, alpha=-shrink * self.rows)
         matrix.diagonal().add_(decay)
-        lower, held, condition = _cholesky(matrix, ridge, RESOLUTION)
+        lower, held, raised, condition = _cholesky(matrix, ridge, RESOLUTION)
         return Factor(lambda g: torch.cholesky_solve(g, lower), lambda psi: _squared_norms(lower, psi.T),
-                      held, _ratio(held, ridge), condition)
+                      held, raised, condition)
 
 
 class HeldRows:
@@ -148,9 +148,9 @@ class HeldRows:
         centred = self.z - (1 - (1 - shrink) ** 0.5) * self.z_bar  # gives A for every shrink in [0, 1]
         held = max(ridge, WOODBURY_RESOLUTION * centred.square().sum().item() / self.rows) or WOODBURY_RESOLUTION
         weight = (held / (decay + held))[:, None]  # r E^-1, (F, 1)
-        lower, added, condition = _cholesky((centred * weight.T) @ centred.T, held, 0.0)
-        if added > held:
-            return self.factor(added, shrink, decay)
+        lower, added, raised, condition = _cholesky((centred * weight.T) @ centred.T, held, 0.0)
+        if raised:
+            return replace(self.factor(added, shrink, decay), raised=True)
 
         def solve(g: Tensor) -> Tensor:
             scaled = weight * g
@@ -160,34 +160,35 @@ class HeldRows:
             scaled = weight * psi.T
             return ((scaled * psi.T).sum(0) - _squared_norms(lower, centred @ scaled)) / held
 
-        return Factor(solve, quadratic, held, _ratio(held, ridge), condition)
+        return Factor(solve, quadratic, held, False, condition)
 
 
 def memory_needed(rows: int, d_in: int, d_sae: int) -> int:
     """Bytes that a decoder step takes at its peak.
 
-    `Moments` holds the Gram matrix, one copy of it with the ridge and its factor, all float64, and a float32
-    block of it; `HeldRows` holds codes, their centred copy, and three N x N matrices.
+    `Moments` holds the Gram matrix, a copy with the ridge, its factor and the norm's workspace, all float64;
+    `HeldRows` holds codes, their centred copies and products, and N x N matrices. Both hold some F x D ones.
     """
-    cross = 4 * 8 * d_in * d_sae
+    cross = 8 * 8 * d_in * d_sae
     if rows < d_sae:
-        return 8 * rows * (2 * d_sae + d_in + 3 * rows) + cross
-    return (3 * 8 + 4) * d_sae * d_sae + cross
+        return 8 * rows * (5 * d_sae + d_in + 4 * rows) + cross
+    return 4 * 8 * d_sae * d_sae + cross
 
 
-def _cholesky(matrix: Tensor, ridge: float, resolution: float) -> tuple[Tensor, float, float]:
-    """The lower factor of `matrix + ridge I`, the ridge it took, and the condition estimate; spoils the matrix."""
+def _cholesky(matrix: Tensor, ridge: float, resolution: float) -> tuple[Tensor, float, bool, float]:
+    """The lower factor of `matrix + ridge I`, the ridge it took, whether that was raised, and the condition estimate;
+    spoils the matrix."""
     least = resolution * matrix.diagonal().mean().item() or resolution
     added = 0.0
     ridge = max(ridge, least)
-    for _ in range(RAISES):
+    for attempt in range(RAISES):
         matrix.diagonal().add_(ridge - added)
         added = ridge
         lower, info = torch.linalg.cholesky_ex(matrix)
         if info.item() == 0:
-            norm = matrix.abs().sum(0).max().item()
+            norm = torch.linalg.matrix_norm(matrix, 1).item()
             reciprocal, _ = dpocon(lower.cpu().numpy().T, norm, uplo="U")
-            return lower, ridge, 1 / reciprocal if reciprocal > 0 else float("inf")
+            return lower, ridge, attempt > 0, 1 / reciprocal if reciprocal > 0 else float("inf")
         ridge *= 10
     raise TrainingError(f"the decoder step cannot be solved: its matrix is not positive definite with a ridge of "
                         f"{added:.3g}, so the codes are not finite; lower --lr")
@@ -196,10 +197,6 @@ def _cholesky(matrix: Tensor, ridge: float, resolution: float) -> tuple[Tensor, 
 def _squared_norms(lower: Tensor, right: Tensor) -> Tensor:
     """`g' (L L')^-1 g` of each column g of the right side: half the work of solving for it."""
     return torch.linalg.solve_triangular(lower, right, upper=False).square().sum(0)
-
-
-def _ratio(held: float, asked: float) -> float:
-    return held / asked if asked > 0 else float("inf")
 
 
 def _transposed(z: Tensor) -> Tensor:

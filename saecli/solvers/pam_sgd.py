@@ -64,7 +64,8 @@ class PamSgd(SolverConfig):
 
     def memory(self, rows: int, d_in: int, d_sae: int) -> int:
         """The decoder step's, that of choosing alpha on some rows, and the encoder's weights, gradients and moments."""
-        choosing = 4 * 8 * min(rows, PRESS_ROWS) * (d_sae + d_in)
+        sample = min(rows, PRESS_ROWS)
+        choosing = 7 * 4 * sample * d_sae + 4 * 8 * sample * d_in
         return memory_needed(rows, d_in, d_sae) + choosing + 4 * 6 * d_in * d_sae
 
 
@@ -80,7 +81,7 @@ class PamSgdSolver(Solver):
         self.b_dec = initial.b_dec.clone()
         self.alpha = torch.tensor(math.nan if config.alpha == "auto" else config.alpha, dtype=torch.float64)
         self.condition = torch.tensor(math.nan, dtype=torch.float64)
-        self.raised = torch.tensor(1.0, dtype=torch.float64)
+        self.raised = torch.tensor(0.0, dtype=torch.float64)
         self.outer = torch.tensor(0)
         self._hold_encoder()
 
@@ -125,7 +126,8 @@ class PamSgdSolver(Solver):
                       self.trained["W_enc"].T if residual else None, W_dec, b_dec,
                       self._decay(W_dec, norm_weights) * penalised)
         if self.config.alpha == "auto":
-            new_problem = self.alpha.isnan() or (terms.decay.any() != norm_weights.any())
+            pulled = bool(norm_weights.any()) and self.task.sparsity_weight > 0
+            new_problem = bool(self.alpha.isnan()) or (pulled and not penalised)
             if new_problem or is_choosing_step(int(self.outer)):
                 last = None if new_problem else self.alpha.item()
                 self.alpha.fill_(choose_alpha(system, terms, sampled_z, sampled_x, last))
@@ -135,7 +137,8 @@ class PamSgdSolver(Solver):
         self.Delta.copy_(solved.W - solved.c * self.trained["W_enc"].T.double() if residual else solved.W)
         self.b_dec.copy_(solved.b)
         self.condition.fill_(solved.condition)
-        self.raised.fill_(max(self.raised.item(), solved.raised))
+        if solved.raised:
+            self.raised.fill_(max(self.raised.item(), solved.ridge))
         self._balance()
         self._hold_encoder()
         return solved
@@ -202,15 +205,17 @@ class PamSgdSolver(Solver):
         self._held = {name: self.trained[name].detach().clone() for name in ("W_enc", "b_enc")}
 
     def record(self) -> dict[str, float]:
-        """The decoder step's alpha, multiple c and condition estimate."""
-        return {"alpha": self.alpha.item(), "c": self.c.item(), "condition": self.condition.item()}
+        """The decoder step's alpha, beside a sum over the normalised rows, and its condition estimate."""
+        return {"alpha": self.alpha.item(), "condition": self.condition.item()}
 
     def notes(self) -> list[str]:
         """That a ridge had to be raised, where it had."""
-        if self.raised.item() <= 1:
+        if not self.raised:
             return []
-        return [f"the decoder step could not be solved with the ridge asked for, and raised it (by a factor of up to "
-                f"{self.raised.item():.3g}); give a larger --alpha, or leave the choice to --alpha auto"]
+        advice = ("the codes are degenerate: see `sae sparsity`, and try a lower --lr" if self.config.alpha == "auto"
+                  else "give a larger --alpha, or leave the choice to --alpha auto")
+        return [f"a decoder step could not be solved with the ridge asked for, and took {self.raised.item():.3g} "
+                f"instead; {advice}"]
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training goes on from, by name."""

@@ -4,8 +4,8 @@ A batch of activations enters in `rows.py`, which normalises it; the solver's `e
 its decoder step, where it has one, hands codes and rows to `saecli/ridge`.
 """
 
-from .checkpoints import read_metrics
+from .checkpoints import CHECKPOINT, read_metrics
 from .config import TrainingConfig
 from .loop import Plan, Trainer
 
-__all__ = ["Plan", "Trainer", "TrainingConfig", "read_metrics"]
+__all__ = ["CHECKPOINT", "Plan", "Trainer", "TrainingConfig", "read_metrics"]

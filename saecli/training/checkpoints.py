@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import RunError
-from ..files import appearing_whole
+from ..files import appearing_whole, to_json
+from ..formats.common import write_safetensors
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
@@ -32,9 +32,7 @@ def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: dict[str
         tensors: the state of training, by name.
         progress: how far it has come, as a JSON object.
     """
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with appearing_whole(folder / CHECKPOINT) as path:
-        save_file(whole, path, metadata={"progress": json.dumps(progress)})
+    write_safetensors(folder / CHECKPOINT, tensors, {"progress": json.dumps(progress)})
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -71,7 +69,7 @@ class MetricsLog:
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line; it has `step` among its keys."""
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(to_json(line) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -80,9 +78,21 @@ class MetricsLog:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out."""
+    """The lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out.
+
+    Raises:
+        RunError: another line is no JSON object with a step.
+    """
     path = folder / METRICS
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    lines = []
+    for number, text_line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            line = json.loads(text_line)
+            lines.append({**line, "step": int(line["step"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunError(f"cannot read line {number} of {path}: expected a JSON object with a step, got "
+                           f"{text_line[:60]!r}; remove the line to go on without it") from error
+    return lines

@@ -28,7 +28,7 @@ class TrainingConfig(Config):
     steps: int | None = option(None, "Optimiser steps, in place of --epochs.", minimum=1)
     batch_size: int = option(256, "Rows in a batch.", minimum=1)
     lr: float = option(3e-3, "Adam's learning rate at its highest; it rises over the first 2% of steps and falls to "
-                             "zero over the last half.", above=0)
+                             "zero over the last half.", above=0, maximum=1e30)
     sparsity: str | None = option(None, "Penalty: l1, sum_i |z_i| ||W_dec_i||; l0, the number of active latents "
                                         "(jumprelu); default: l1 with relu, l0 with jumprelu, else none.",
                                   choices=sparsity_names())

@@ -24,7 +24,7 @@ from ..store import ActivationStore
 from .checkpoints import MetricsLog, load_checkpoint, save_checkpoint
 from .config import DTYPES, TrainingConfig
 from .normalise import Normalisation, fit_normalisation
-from .rows import TrainingRows, initial_sae, raw_batches
+from .rows import STREAMED_ROWS, TrainingRows, initial_sae, raw_batches
 
 ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
 LOG_EVERY = 20  # steps between lines in metrics.jsonl, and between looks at whether the loss is a number
@@ -52,7 +52,7 @@ class Plan:
         """Write the run's `run.json`: finished where there is a result."""
         write_json(folder / RUN_MARKER, {
             "format_version": FORMAT_VERSION, "created": self.created, "complete": result is not None,
-            "data": self.store.name, "training": self.training.to_json(),
+            "data": self.store.name, "data_hash": self.store.meta.request_hash, "training": self.training.to_json(),
             "solver": {"name": self.solver.name, **self.solver.to_json()},
             "activation": activation_to_json(self.activation), "result": result})
 
@@ -116,6 +116,7 @@ class Trainer:
                 progress.epoch, progress.step = progress.epoch + 1, solver.step
                 progress.seconds += time.monotonic() - began
                 sae = on_raw_rows(solver.sae(), normalisation)
+                demand_finite(sae, solver.step)
                 test = reconstruction(sae, self._raw(self.test_rows, sae))
                 log.write({"step": solver.step, "epoch": progress.epoch, "test_fvu": test["fvu"],
                            "test_l0": test["l0"], **solver.record()})
@@ -126,7 +127,8 @@ class Trainer:
 
     def _demand_memory(self) -> None:
         solver, d_sae = self.plan.solver, self.plan.training.d_sae
-        needed = solver.memory(self.train_rows.rows, self.plan.store.d_in, d_sae)
+        batch = 3 * 4 * max(self.plan.training.batch_size, STREAMED_ROWS) * d_sae  # codes, their gradients, a copy
+        needed = solver.memory(self.train_rows.rows, self.plan.store.d_in, d_sae) + batch
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
         if needed > free:
             raise ConfigError(f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, "
@@ -159,8 +161,8 @@ class Trainer:
             line = averages(pending, rows.normalisation.variance)
             log.write(line)
             rate = (progress.rows + seen) / max(time.monotonic() - began, 1e-9)
-            show(solver.step, f"epoch {progress.epoch + 1}/{self.epochs}  loss {line['loss']:.4g}  "
-                              f"fvu {line['train_fvu']:.4f}  l0 {line['l0']:.1f}  {rate:,.0f} rows/s")
+            show(solver.step, f"loss {line['loss']:.4g} fvu {line['train_fvu']:.4f} l0 {line['l0']:.1f} "
+                              f"{rate:,.0f} rows/s")
             pending.clear()
 
         try:
@@ -217,6 +219,17 @@ def averages(reports: list[StepReport], variance: torch.Tensor) -> dict[str, Any
     l0 = torch.stack([report.l0 for report in reports]).mean()
     return {"step": reports[-1].step, "loss": losses.mean().item(), "train_fvu": (error / variance).item(),
             "l0": l0.item()}
+
+
+def demand_finite(sae: SAE, step: int) -> None:
+    """Refuse weights that are NaN or infinite, as a last step can leave them after a loss that was still a number.
+
+    Raises:
+        TrainingError: one is.
+    """
+    if not all(tensor.isfinite().all() for tensor in sae.tensors().values()):
+        raise TrainingError(f"the weights became NaN or infinite at step {step}; the run stops there, and its last "
+                            f"checkpoint, if it came to one, stands; lower --lr, or look at the data")
 
 
 def on_raw_rows(sae: SAE, normalisation: Normalisation) -> SAE:

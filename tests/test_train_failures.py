@@ -1,0 +1,137 @@
+"""`sae train` where something goes wrong: nothing is lost, nothing half-made stays, one sentence says why."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from homes import CommandLine, make_store, some_rows
+from safetensors.torch import load_file
+
+from saecli.files import locked
+from saecli.training import read_metrics
+
+QUICK = ("--d-sae", "24", "--epochs", "2", "--batch-size", "64", "--json")
+
+
+def unfinished(sae: CommandLine, name: str = "run") -> Path:
+    """A run that was trained for two epochs, and made to look as if a third were to come."""
+    make_store(sae.home, "rows", some_rows(1000))
+    assert sae("train", "--name", name, *QUICK).status == 0
+    folder = sae.home / "runs" / name
+    change(folder, complete=False)
+    change_training(folder, epochs=3)
+    return folder
+
+
+def change(folder: Path, **fields: object) -> None:
+    marker = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**marker, **fields}))
+
+
+def change_training(folder: Path, **fields: object) -> None:
+    marker = json.loads((folder / "run.json").read_text())
+    change(folder, training={**marker["training"], **fields})
+
+
+def test_test_rows_that_do_not_vary_give_null_and_not_an_error(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(24))
+    document = sae("train", *QUICK).json
+    assert document["rows_test"] == 1
+    assert document["final"]["test_fvu"] is None
+    assert document["final"]["train_fvu"] > 0
+
+
+@pytest.mark.parametrize("lr", ["1e18", "1e25"])
+@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(sae: CommandLine, solver: str, lr: str):
+    make_store(sae.home, "rows", some_rows(1000))
+    done = sae("train", "--solver", solver, "--batch-size", "2000", "--lr", lr, "--epochs", "9", "--d-sae", "24")
+    assert done.status == 1
+    assert "lower --lr" in done.err
+    assert "unexpected" not in done.err
+    for saved in sae.home.glob("runs/*/sae.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(saved).values())
+
+
+@pytest.mark.parametrize("option", ["--lr", "--alpha", "--sparsity-weight", "--mu-dec", "--steps"])
+def test_numbers_without_bounds_are_refused(sae: CommandLine, option: str):
+    make_store(sae.home, "rows", some_rows(300))
+    done = sae("train", option, "9" * 30 if option == "--steps" else "inf")
+    assert done.status == 1
+    assert f"{option} must be a number of ordinary size" in done.err
+    assert not (sae.home / "runs").exists()
+
+
+def test_a_run_is_not_gone_on_with_on_other_rows(sae: CommandLine):
+    folder = unfinished(sae)
+    change(folder, data_hash="another")
+    done = sae("train", "--resume", "--name", "run")
+    assert done.status == 1
+    assert "not the store that it was begun on" in done.err
+    assert "not the store that run was trained on" in sae("eval", "run").err
+    assert (folder / "checkpoint.safetensors").exists()
+
+
+@pytest.mark.parametrize(("fields", "sentence"), [
+    ({"format_version": 9}, "format version 9"),
+    ({"solver": {"name": "foo"}}, "not what this version of `sae train` writes"),
+    ({"activation": {"name": "foo"}}, "no activation named 'foo'"),
+    ({"training": {"split_seed": 0, "fraction": 1.0}}, "TrainingConfig does not match"),
+])
+def test_a_run_of_another_version_is_refused_and_left_alone(sae: CommandLine, fields: dict, sentence: str):
+    folder = unfinished(sae)
+    change(folder, **fields)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = sae("train", "--resume", "--name", "run")
+    assert done.status == 1
+    assert sentence in done.err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_damaged_line_of_metrics_is_named(sae: CommandLine):
+    folder = unfinished(sae)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    assert "cannot read line 2" in sae("train", "--resume", "--name", "run").err
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n{"st')
+    assert [line["step"] for line in read_metrics(folder)] == [1, 3]
+    assert sae("train", "--resume", "--name", "run").status == 0
+
+
+def test_a_run_that_is_being_trained_is_not_trained_twice(sae: CommandLine):
+    folder = unfinished(sae)
+    with locked(folder):
+        done = sae("train", "--resume", "--name", "run")
+    assert done.status == 1
+    assert "another process is training run" in done.err
+    assert sae("train", "--resume", "--name", "run").status == 0
+
+
+def test_a_file_that_may_grow_no_further_costs_at_most_the_current_epoch(sae: CommandLine):
+    """A limit on file sizes stands for a full disk: the second epoch's checkpoint does not fit."""
+    make_store(sae.home, "rows", some_rows(1000))
+    words = [sys.executable, "-m", "saecli", "--home", str(sae.home), "train", "--name", "full", *QUICK[:-1]]
+    script = f"ulimit -f 4; exec {' '.join(words)}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "nothing half-written" in done.stderr
+    assert "unexpected" not in done.stderr
+    assert not list((sae.home / "runs").iterdir())
+
+
+def test_an_early_interrupt_ends_with_130_and_no_traceback(sae: CommandLine):
+    make_store(sae.home, "rows", np.tile(some_rows(1000), (20, 1)))
+    process = subprocess.Popen(
+        ["bash", "-c", f"trap - INT; exec {sys.executable} -m saecli --home {sae.home} train --epochs 500"],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    while not list(sae.home.glob("runs/*/run.json")):
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(2)
+    _, said = process.communicate()
+    assert "Traceback" not in said
+    if process.returncode == 130:  # unless the shell that runs the tests has interrupts ignored
+        assert "stopped" in said
