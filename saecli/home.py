@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar
 
-from .errors import RunError, SaeError, StoreError
+from .errors import ConfigError, RunError, SaeError, StoreError
 
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
@@ -39,8 +39,13 @@ class Shelf:
 
     def names(self) -> list[str]:
         """The names of all entries, newest first."""
-        found = [path.parent.name for path in self.path.glob(f"*/{self.marker}")]
-        return sorted(found, key=lambda name: (self.read_marker(name).get("created", ""), name), reverse=True)
+        return list(self.markers())
+
+    def markers(self) -> dict[str, dict]:
+        """The marker of every entry by its name, newest first, one that cannot be read last, as an empty object."""
+        found = {path.parent.name: self._marker_or_nothing(path.parent.name)
+                 for path in self.path.glob(f"*/{self.marker}")}
+        return dict(sorted(found.items(), key=lambda entry: (_created(entry[1]), entry[0]), reverse=True))
 
     def read_marker(self, name: str) -> dict:
         """The marker of an entry.
@@ -54,25 +59,40 @@ class Shelf:
         except (OSError, ValueError) as error:
             raise self.error(f"cannot read {path}: {error}; remove the folder to go on without it") from error
         if not isinstance(marker, dict):
-            raise self.error(f"cannot read {path}: expected a JSON object, got {type(marker).__name__}")
+            raise self.error(f"cannot read {path}: expected a JSON object, got {type(marker).__name__}; "
+                             "remove the folder to go on without it")
         return marker
+
+    def _marker_or_nothing(self, name: str) -> dict:
+        # One damaged entry must not block the commands that are about others.
+        try:
+            return self.read_marker(name)
+        except self.error:
+            return {}
 
     def find(self, name: str | None) -> Path:
         """The folder of an entry; without a name, of the newest that is complete, else of the newest.
 
         Raises:
-            SaeError: there is none of that name, or none at all; the message lists what there is.
+            SaeError: there is none of that name, or none at all, and the message lists what there is; or its
+                marker cannot be read.
         """
-        names = self.names()
-        if name is not None:
-            if name in names:
-                return self.path / name
-            there = f"there are: {', '.join(names)}" if names else f"{self.path} holds none; {self.remedy}"
+        markers = self.markers()
+        if name is not None and name not in markers:
+            there = f"there are: {', '.join(markers)}" if markers else f"{self.path} holds none; {self.remedy}"
             raise self.error(f"no {self.noun} named {name!r}; {there}")
-        if not names:
+        if not markers:
             raise self.error(f"there is no {self.noun} in {self.path} yet; {self.remedy}")
-        complete = [n for n in names if self.read_marker(n).get("complete")]
-        return self.path / (complete or names)[0]
+        if name is None:
+            complete = [n for n, marker in markers.items() if marker.get("complete")]
+            name = (complete or list(markers))[0]
+        self.read_marker(name)  # raises, where none can be read
+        return self.path / name
+
+
+def _created(marker: dict) -> str:
+    created = marker.get("created")
+    return created if isinstance(created, str) else ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +102,10 @@ class Home:
     path: Path
 
     DEFAULT: ClassVar[str] = "sae-data"
+
+    def __post_init__(self) -> None:
+        if self.path.is_file():
+            raise ConfigError(f"cannot use {self.path} as the home: expected a folder, got a file; give another --home")
 
     @property
     def stores(self) -> Shelf:

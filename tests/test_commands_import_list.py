@@ -124,7 +124,9 @@ def test_a_killed_import_goes_on_and_equals_one_that_was_never_killed(sae, tmp_p
     (["nowhere.npy"], "there is no file nowhere.npy"),
     (["digits", "--key", "x"], "leave out --key and --labels"),
     (["digits", "--name", "a/b"], "--name must be a plain folder name"),
+    (["digits", "--name", ""], "--name must be a plain folder name, got an empty one"),
     (["digits", "--shard-rows", "0"], "--shard-rows must be at least 1, got 0"),
+    (["digits", "--shard-rows", "4294967296"], "--shard-rows must be at most"),
 ])
 def test_what_cannot_be_imported_is_refused_with_one_sentence(sae, words, said):
     done = sae("import", *words)
@@ -175,3 +177,78 @@ def test_entries_that_cannot_be_read_are_listed_as_such(sae):
         ("digits", "complete"), ("newer", "unreadable"), ("broken", "unreadable")]
     assert "expected format version 1 or older, got 99" in sae("list").out
     assert sae("list", "--check").status == 1
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-9])])
+def test_an_import_whose_shard_is_gone_or_cut_short_is_not_said_to_be_stored(sae, damage):
+    words = ["import", "digits", "--shard-rows", "600"]
+    sae(*words)
+    path = sae.home / "activations" / "digits" / "shards" / "00001.h5"
+    damage(path)
+    refused = sae(*words)
+    assert refused.status == 1
+    assert str(path) in refused.err
+    assert "remove the store and make it again" in refused.err
+    assert not refused.out
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_check_names_every_damaged_shard_and_unreadable_store(sae, as_json):
+    sae("import", "digits", "--shard-rows", "600")
+    shards = sorted((sae.home / "activations" / "digits" / "shards").iterdir())
+    for path in shards:
+        path.write_bytes(b"damaged")
+    (sae.home / "activations" / "other").mkdir()
+    (sae.home / "activations" / "other" / "store.json").write_text("{")
+    done = sae("list", "--check", *["--json"] * as_json)
+    assert done.status == 1
+    for part in (*map(str, shards), "store.json"):
+        assert part in (" ".join(done.json["problems"]) if as_json else done.out)
+    assert "found 4 problems, the first: cannot read" in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("damaged", ['{"created": 5}', "[]", "{"])
+def test_a_damaged_entry_blocks_only_the_commands_that_name_it(sae, damaged):
+    sae("import", "digits")
+    words = ["train", "--epochs", "1", "--d-sae", "8"]
+    folder = sae.home / "activations" / "worn"
+    folder.mkdir()
+    (folder / "store.json").write_text(damaged)
+    (sae.home / "runs" / "worn").mkdir(parents=True)
+    (sae.home / "runs" / "worn" / "run.json").write_text(damaged)
+    for more in ([], ["--data", "digits"]):
+        assert sae(*words, *more).status == 0
+    refused = sae(*words, "--data", "worn")
+    assert refused.status == 1
+    assert f"cannot read {folder / 'store.json'}" in refused.err
+    assert "remove the folder to go on without it" in refused.err
+
+
+def test_three_rows_can_be_trained_on(sae, tmp_path):
+    np.save(tmp_path / "three.npy", np.random.default_rng(0).standard_normal((3, 4)))
+    sae("import", tmp_path / "three.npy")
+    done = sae("train", "--epochs", "1", "--d-sae", "8")
+    assert done.status == 0, done.err
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_list_folds_no_name_and_no_state_on_a_narrow_terminal(sae, monkeypatch, width):
+    name = "rows-of-a-name-that-is-rather-long-1234"
+    sae("import", "digits", "--name", name)
+    make_run(sae.home, name, random_sae(), data=name, complete=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, to rich
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = sae("list").out
+    assert shown.count(name) >= 2
+    assert "complete" in shown
+    assert "unfinished" in shown
+    assert "no room for shards" in shown or width == 100
+
+
+def test_a_home_that_is_a_file_is_refused(sae):
+    sae.home.write_text("")
+    done = sae("list")
+    assert done.status == 1
+    assert f"cannot use {sae.home} as the home: expected a folder, got a file" in done.err
+    assert not done.out

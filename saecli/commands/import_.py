@@ -28,7 +28,8 @@ class ImportConfig(Config):
                                       "in the same file.", metavar="FILE|KEY")
     dtype: str | None = option(None, "Precision of the stored rows; default: the file's own where it is float16 or "
                                      "bfloat16, else float32.", choices=tuple(DTYPES))
-    shard_rows: int | None = option(None, "Rows in a shard file; default: as many as take 256 MiB.", minimum=1)
+    shard_rows: int | None = option(None, "Rows in a shard file; default: as many as take 256 MiB.", minimum=1,
+                                    maximum=2**31 - 1)
 
 
 File = Annotated[str, typer.Argument(help=f"A file ({SUFFIXES}), or {DIGITS}: scikit-learn's handwritten digits.")]
@@ -47,7 +48,7 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
     session = start(ctx, json)
     config = options.config(ImportConfig)
     array = open_array(file, config.key, config.labels)
-    folder = store_folder(session.home, name or array.name)
+    folder = store_folder(session.home, array.name if name is None else name)
     dtype = config.dtype or array.dtype
     shard_rows = config.shard_rows or rows_per_shard(array.features, dtype)
     source = {"kind": "array", "file": Path(file).name, "key": config.key, **_identity(file, array)}

@@ -1,10 +1,13 @@
 """`sae list`."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 
 from ..errors import SaeError, StoreError
 from ..home import Shelf
@@ -14,6 +17,13 @@ from .options import Json, Session, start
 
 Check = Annotated[bool, typer.Option("--check", help="Read every shard and compare it with its checksum; exit with "
                                                      "status 1 if one is damaged.")]
+# What a store's and a run's columns are, and in which order they are left out where the terminal is too narrow.
+STORE_COLUMNS = ("rows", "d_in", "dtype", "shards", "bytes", "state")
+STORE_SPARE = ("shards", "d_in", "dtype", "bytes", "rows")
+RUN_COLUMNS = ("data", "solver", "act", "d_sae", "test_fvu", "l0", "bytes", "state")
+RUN_SPARE = ("bytes", "data", "d_sae", "act", "solver", "l0", "test_fvu")
+HEADS = {"bytes": "size"}
+UNBOUNDED = 10_000
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -25,14 +35,16 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
     session = start(ctx, json)
     stores = _entries(session.home.stores, _store)
     runs = _entries(session.home.runs, _run)
-    problems = _check(session, stores) if check else []
+    unreadable = [store["problem"] for store in stores if "problem" in store]
+    damaged = _check(session, stores) if check else []
+    problems = unreadable + damaged
     document: dict[str, Any] = {"home": str(session.home.path), "stores": stores, "runs": runs}
     if check:
         document["problems"] = problems
-    session.report.result(document, *_tables(session, stores, runs))
-    if problems:
-        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise StoreError(f"{problems[0]}{more}; remove the store and make it again")
+    session.report.result(document, *_tables(session, stores, runs), *damaged)
+    if check and problems:
+        count = f"found {len(problems)} problems, the first: " if len(problems) > 1 else ""
+        raise StoreError(f"{count}{problems[0]}")
     if check:
         shards = sum(store["shards"] for store in stores)
         session.report.note(f"checked {len(stores)} stores, {shards} shards: all whole")
@@ -78,14 +90,12 @@ def _size(folder: Path) -> int:
 
 
 def _check(session: Session, stores: list[dict[str, Any]]) -> list[str]:
-    """What is wrong with the stores, a sentence for each shard and each `store.json`."""
+    """What is wrong with the shards of the stores that can be read, a sentence for each."""
     total, done = sum(store["bytes"] for store in stores), 0
     problems: list[str] = []
     with session.report.progress("checking", total, "bytes") as show:
         for store in stores:
-            if store["state"] == "unreadable":
-                problems.append(store["problem"])
-            else:
+            if "problem" not in store:
                 problems += ActivationStore.open(Path(store["path"])).verify()
             done += store["bytes"]
             show(done, store["name"])
@@ -95,18 +105,45 @@ def _check(session: Session, stores: list[dict[str, Any]]) -> list[str]:
 def _tables(session: Session, stores: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[Any]:
     if not stores and not runs:
         return [f"{session.home.path} holds nothing yet; {session.home.stores.remedy}"]
-    store_columns = ("rows", "d_in", "dtype", "shards", "bytes", "state")
-    run_columns = ("data", "solver", "act", "d_sae", "test_fvu", "l0", "bytes", "state")
-    shown = [_table(f"stores in {session.home.stores.path}", store_columns, stores),
-             _table(f"runs in {session.home.runs.path}", run_columns, runs)]
+    shown = [_Listing(f"stores in {session.home.stores.path}", STORE_COLUMNS, STORE_SPARE, stores),
+             _Listing(f"runs in {session.home.runs.path}", RUN_COLUMNS, RUN_SPARE, runs)]
     broken = [f"{entry['name']}: {entry['problem']}" for entry in (*stores, *runs) if "problem" in entry]
     return [shown[index] for index, entries in enumerate((stores, runs)) if entries] + broken
 
 
-def _table(title: str, columns: tuple[str, ...], entries: list[dict[str, Any]]) -> Any:
+@dataclass(frozen=True)
+class _Listing:
+    """A table of entries with as many of its columns as the terminal has room for.
+
+    Args:
+        title: the line above it.
+        columns: its columns beside the name.
+        spare: those that can be left out, the first of them first.
+        entries: what it lists.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    spare: tuple[str, ...]
+    entries: list[dict[str, Any]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.title, style="bold")
+        for count in range(len(self.spare) + 1):
+            kept = tuple(column for column in self.columns if column not in self.spare[:count])
+            shown = _table(kept, self.entries)
+            # Unbounded, a table tells the width at which none of its cells is folded.
+            if console.measure(shown, options=options.update(max_width=UNBOUNDED)).maximum <= options.max_width:
+                break
+        yield shown
+        if count:
+            yield Text("no room for " + ", ".join(HEADS.get(column, column) for column in self.spare[:count]))
+
+
+def _table(columns: tuple[str, ...], entries: list[dict[str, Any]]) -> Any:
     rows = [[entry["name"], *(_bytes(entry["bytes"]) if column == "bytes" else entry.get(column) for column in columns)]
             for entry in entries]
-    return table(title, ["name", *("size" if column == "bytes" else column for column in columns)], rows)
+    return table(None, ["name", *(HEADS.get(column, column) for column in columns)], rows)
 
 
 def _bytes(count: float) -> str:

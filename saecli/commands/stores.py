@@ -15,6 +15,8 @@ def checked_name(name: str) -> str:
     Raises:
         ConfigError: it cannot.
     """
+    if not name:
+        raise ConfigError("--name must be a plain folder name, got an empty one; leave out --name for the default")
     if Path(name).name != name or name.startswith("."):
         raise ConfigError(f"--name must be a plain folder name, got {name!r}; leave out slashes and leading dots")
     return name
@@ -39,7 +41,7 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
     """The store in a folder, where it holds all that a request asks for; None where it has yet to be written.
 
     Raises:
-        StoreError: the folder holds something else.
+        StoreError: the folder holds something else, or a shard of it is missing or truncated.
     """
     if not (folder / "store.json").exists():
         return None
@@ -47,6 +49,7 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
     if store.meta.request_hash != request_hash:
         raise StoreError(f"there is a store named {folder.name!r} already, made from something else; give another "
                          f"--name")
+    store.check_shards()
     return store if store.complete else None
 
 

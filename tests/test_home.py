@@ -1,0 +1,55 @@
+"""Shelves: what is newest, what is found, and how damaged markers are passed over."""
+
+import json
+
+import pytest
+
+from saecli.errors import ConfigError, RunError
+from saecli.home import Home
+
+DAMAGED = ["", "{", "[]", "null", "\x00"]
+
+
+def shelf_of(tmp_path, **markers):
+    for name, marker in markers.items():
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(marker if isinstance(marker, str) else json.dumps(marker))
+    return Home(tmp_path).runs
+
+
+def test_the_newest_complete_entry_is_found_first_and_then_the_newest(tmp_path):
+    old = {"created": "2026-01-01", "complete": True}
+    shelf = shelf_of(tmp_path, old=old, new={"created": "2026-01-02", "complete": False})
+    assert shelf.names() == ["new", "old"]
+    assert shelf.find(None).name == "old"
+    (tmp_path / "runs" / "old" / "run.json").write_text(json.dumps(old | {"complete": False}))
+    assert shelf.find(None).name == "new"
+    with pytest.raises(RunError, match=r"no run named 'x'; there are: new, old"):
+        shelf.find("x")
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_marker_is_passed_over_unless_it_is_asked_for(tmp_path, damaged):
+    shelf = shelf_of(tmp_path, worn=damaged, good={"created": "2026-01-01", "complete": False})
+    assert shelf.names() == ["good", "worn"]
+    assert shelf.find(None).name == shelf.find("good").name == "good"
+    with pytest.raises(RunError, match=r"cannot read .*worn.run\.json: .*; remove the folder to go on without it"):
+        shelf.find("worn")
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_marker_that_is_the_only_one_is_refused(tmp_path, damaged):
+    with pytest.raises(RunError, match="remove the folder to go on without it"):
+        shelf_of(tmp_path, worn=damaged).find(None)
+
+
+@pytest.mark.parametrize("created", [5, None, [], {}])
+def test_a_date_that_is_no_text_is_the_oldest(tmp_path, created):
+    assert shelf_of(tmp_path, odd={"created": created}, good={"created": "2026"}).names() == ["good", "odd"]
+
+
+def test_a_home_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file as the home: expected a folder, got a file; give another --home"):
+        Home(tmp_path / "file")
