@@ -200,7 +200,7 @@ class Trainer:
 
 
 def averages(reports: list[StepReport], variance: torch.Tensor) -> dict[str, Any]:
-    """The means of some consecutive batches' reports, as a line of `metrics.jsonl`.
+    """The means over the rows of some consecutive batches, as a line of `metrics.jsonl`.
 
     Args:
         reports: the reports.
@@ -215,9 +215,11 @@ def averages(reports: list[StepReport], variance: torch.Tensor) -> dict[str, Any
         first = reports[int(bad[0])]
         raise TrainingError(f"the loss became {first.loss.item()} at step {first.step}; the run stops there, and its "
                             f"last checkpoint, if it came to one, stands; lower --lr, or look at the data")
-    error = torch.stack([report.squared_error for report in reports]).mean()
-    l0 = torch.stack([report.l0 for report in reports]).mean()
-    return {"step": reports[-1].step, "loss": losses.mean().item(), "train_fvu": (error / variance).item(),
+    rows = torch.tensor([report.rows for report in reports]).to(losses)
+    share = rows / rows.sum()
+    error = share @ torch.stack([report.squared_error for report in reports])
+    l0 = share @ torch.stack([report.l0 for report in reports]).to(share)
+    return {"step": reports[-1].step, "loss": (share @ losses).item(), "train_fvu": (error / variance).item(),
             "l0": l0.item()}
 
 
