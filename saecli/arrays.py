@@ -9,6 +9,7 @@ Legend: R rows, F features.
 
 import gzip
 import math
+import os
 import pickle
 import re
 import warnings
@@ -26,6 +27,7 @@ from .errors import FormatError
 
 DIGITS = "digits"
 BLOCK_BYTES = 16 << 20
+REAL_NUMBERS = r"bool|u?int\d+|b?float\d+"
 
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
@@ -113,14 +115,20 @@ def open_array(file: str, key: str | None = None, labels: str | None = None) -> 
     _check_rows(array, file)
     found = None
     if labels is not None:
+        if not from_file and labels not in arrays:
+            keys = ", ".join(filter(None, arrays))
+            raise FormatError(f"there is no file {labels} to take the labels from; check the path" +
+                              (f", or give a key of {file} ({keys})" if keys else ""))
         with _naming(labels):
             found = _read_labels(_choose(_list_arrays(Path(labels)), None, Path(labels)) if from_file
-                                 else _choose(arrays, labels, path, "--labels"), labels, array.shape[0])
+                                 else arrays[labels](), labels, array.shape[0])
     own = array.dtype if array.dtype in ("float16", "bfloat16") else "float32"
     return ArraySource(path.stem, array.shape[0], math.prod(array.shape[1:]), own, found, array.read)
 
 
 def _list_arrays(path: Path) -> Arrays:
+    if path.is_dir():
+        raise FormatError(f"cannot read {path}: expected a file, got a folder; give a file in it")
     name = path.name.lower()
     for pattern, lister in ARRAY_FORMATS.items():
         if re.search(pattern, name):
@@ -129,12 +137,13 @@ def _list_arrays(path: Path) -> Arrays:
                       f"got {path.name}")
 
 
-def _choose(arrays: Arrays, key: str | None, path: Path, option: str = "--key", other: str | None = None) -> Array:
+def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = None) -> Array:
     """The array of that key; without one, the only array there is beside the `other`."""
     there = ", ".join(arrays) or "none"
     if key is not None:
         if key not in arrays:
-            raise FormatError(f"{path} has no array for {option} {key}; expected one of its keys ({there})")
+            raise FormatError(f"{path} holds one array, without a key; leave out --key" if "" in arrays else
+                              f"{path} has no array for --key {key}; expected one of its keys ({there})")
         return arrays[key]()
     rest = [name for name in arrays if name != other]
     if len(rest) != 1:
@@ -143,7 +152,7 @@ def _choose(arrays: Arrays, key: str | None, path: Path, option: str = "--key", 
 
 
 def _check_rows(array: Array, file: str) -> None:
-    if not re.fullmatch(r"bool|u?int\d+|b?float\d+", array.dtype):
+    if not re.fullmatch(REAL_NUMBERS, array.dtype):
         raise FormatError(f"cannot import {file}: expected an array of real numbers, got one of {array.dtype}")
     if len(array.shape) < 2:
         raise FormatError(f"cannot import {file}: expected an array of shape (rows, features) or with more "
@@ -155,25 +164,34 @@ def _check_rows(array: Array, file: str) -> None:
 def _read_labels(array: Array, name: str, rows: int) -> np.ndarray:
     if math.prod(array.shape) != rows or array.shape[:1] != (rows,):
         raise FormatError(f"the labels {name} do not fit: expected {rows}, one for each row, got shape {array.shape}")
-    values = np.asarray(array.read(0, rows)).reshape(rows)
-    if values.dtype.kind not in "biuf" or not (values == np.floor(values)).all():
+    values = np.asarray(array.read(0, rows) if re.fullmatch(REAL_NUMBERS, array.dtype) else np.nan)
+    if not (values == np.floor(values)).all():
         raise FormatError(f"the labels {name} do not fit: expected whole numbers, got {array.dtype}")
-    return values.astype(np.int64)
+    return values.reshape(rows).astype(np.int64)
+
+
+# What the libraries raise, together, for files that they cannot read.
+UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, zlib.error, zipfile.BadZipFile,
+              pickle.UnpicklingError)
 
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Turn what the libraries raise for files that they cannot read into a sentence that names the file."""
+    """Turn what the libraries raise for files that they cannot read into a sentence that names the file.
+
+    Their own words are left out: they advise options that are not ours, among them to run what a file holds.
+    """
     try:
         yield
     except FormatError:
         raise
     except FileNotFoundError as error:
         raise FormatError(f"there is no file {name}; check the path") from error
-    except (OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, zlib.error, zipfile.BadZipFile,
-            pickle.UnpicklingError) as error:
-        reason = " ".join(str(error).split())
-        raise FormatError(f"cannot read {name}: {reason}; check that the file is whole and of this format") from error
+    except UNREADABLE as error:
+        number = getattr(error, "errno", None)
+        reason = os.strerror(number) if number else "expected numbers in its name's format, got something else"
+        remedy = "check the path" if number else "check that the file is whole and of this format"
+        raise FormatError(f"cannot read {name}: {reason}; {remedy}") from error
 
 
 def _in_memory(array: np.ndarray) -> Array:
@@ -183,9 +201,9 @@ def _in_memory(array: np.ndarray) -> Array:
 
 def _of_torch(shape: tuple[int, ...], tensor: Any) -> Array:
     """What torch slices: a tensor, or a slice of a safetensors file; NumPy has no bfloat16, so float32 comes out."""
-    kind = tensor[0:0] if shape else tensor
-    strided = str(kind.layout) == "torch.strided"
-    return Array(shape, str(kind.dtype).removeprefix("torch.") if strided else f"sparse {kind.dtype}",
+    kind = tensor if hasattr(tensor, "layout") else tensor[0:0]
+    dtype = str(kind.dtype).removeprefix("torch.")
+    return Array(shape, dtype if str(kind.layout) == "torch.strided" else f"sparse {dtype}",
                  lambda begin, end: tensor[begin:end].float().numpy())
 
 
@@ -228,8 +246,16 @@ def _list_torch(path: Path) -> Arrays:
                 yield from tensors(entry, f"{key}.{name}" if key else str(name))
 
     mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are not, and can only be read whole
-    with warnings.catch_warnings(action="ignore"):  # of pickle protocols that may fail, which is an error anyway
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of pickle protocols that may fail, which is an error anyway
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        with path.open("rb") as file:
+            pickled = mapped or file.read(1) == pickle.PROTO
+        if not pickled:
+            raise
+        raise FormatError(f"cannot read {path}: expected tensors alone, got other Python objects, which are not loaded "
+                          "as they could run code; save the tensors alone, with `torch.save`") from error
     return {key: lambda tensor=tensor: _of_torch(tuple(tensor.shape), tensor) for key, tensor in tensors(content, "")}
 
 
@@ -258,12 +284,14 @@ def _list_idx(path: Path) -> Arrays:
         content = np.memmap(path, np.uint8, "r")
     head = bytes(content[:4])
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES:
-        raise ValueError(f"expected an idx file to begin with 0, 0 and a type, got {list(head)}")
+        raise FormatError(f"cannot read {path}: expected an idx file to begin with 0, 0 and a type, got {list(head)}; "
+                          "check that the file is of this format")
     begin, numbers = 4 + 4 * head[3], np.dtype(_IDX_TYPES[head[2]])
     shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, begin, 4))
     end = begin + math.prod(shape) * numbers.itemsize
     if len(content) < end:
-        raise ValueError(f"expected {end} bytes for shape {shape}, got {len(content)}: it is truncated")
+        raise FormatError(f"cannot read {path}: expected {end} bytes for shape {shape}, got {len(content)}; "
+                          "it is truncated, so fetch it again")
     return {"": lambda: _in_memory(content[begin:end].view(numbers).reshape(shape))}
 
 

@@ -186,8 +186,61 @@ def test_truncated_files_are_refused_by_name(tmp_path, name, keep):
 @pytest.mark.parametrize("name", [*WRITERS, "labels-idx1-ubyte"])
 def test_files_of_another_format_are_refused_by_name(tmp_path, name):
     (tmp_path / name).write_bytes(b"<html>404, not found</html>" * 20)
-    with pytest.raises(FormatError, match=f"cannot read .*{name}"):
+    with pytest.raises(FormatError, match=f"cannot read .*{name}: expected .*check that the file is"):
         open_array(str(tmp_path / name))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / name).mkdir()
+    with pytest.raises(FormatError, match=f"cannot read .*{name}: expected a file, got a folder"):
+        open_array(str(tmp_path / "folder" / name))
+
+
+class Opened:
+    def __reduce__(self):
+        return (print, ("run",))
+
+
+@pytest.mark.parametrize("write", [
+    lambda path: torch.save({"x": torch.ones(3, 2), "y": Opened()}, path),
+    lambda path: torch.save({"x": torch.ones(3, 2), "y": Opened()}, path, _use_new_zipfile_serialization=False),
+    lambda path: path.write_bytes(pickle.dumps(Opened())),
+])
+def test_other_objects_in_torch_files_are_refused_without_advice_to_run_them(tmp_path, capsys, write):
+    write(tmp_path / "a.pt")
+    with pytest.raises(FormatError, match="expected tensors alone, got other Python objects") as caught:
+        open_array(str(tmp_path / "a.pt"))
+    assert "weights_only" not in str(caught.value)
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.npz"])
+@pytest.mark.parametrize("content", [b"junk", pickle.dumps([1])])
+def test_damaged_numpy_files_are_refused_without_advice_to_unpickle_them(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(FormatError, match=f"cannot read .*{name}") as caught:
+        open_array(str(tmp_path / name))
+    assert "allow_pickle" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_tensors_are_refused_as_rows_and_as_labels(tmp_path, sparse):
+    rows = torch.ones(3, 1)
+    torch.save({"x": rows, "y": sparse(rows)}, tmp_path / "a.pt")
+    with pytest.raises(FormatError, match="expected an array of real numbers, got one of sparse float32"):
+        open_array(str(tmp_path / "a.pt"), "y")
+    with pytest.raises(FormatError, match="labels y do not fit: expected whole numbers, got sparse float32"):
+        open_array(str(tmp_path / "a.pt"), "x", "y")
+
+
+def test_labels_that_are_no_file_and_no_key_are_refused(tmp_path):
+    np.save(tmp_path / "a.npy", ROWS)
+    np.savez(tmp_path / "a.npz", x=ROWS, y=LABELS)
+    with pytest.raises(FormatError, match=r"there is no file no\.npy to take the labels from; check the path$"):
+        open_array(str(tmp_path / "a.npy"), labels="no.npy")
+    with pytest.raises(FormatError, match=r"no file no\.npy .*, or give a key of .*a\.npz \(x, y\)"):
+        open_array(str(tmp_path / "a.npz"), "x", "no.npy")
+    with pytest.raises(FormatError, match=r"holds one array, without a key; leave out --key"):
+        open_array(str(tmp_path / "a.npy"), "x")
 
 
 def test_names_that_say_no_format_and_missing_files_are_refused(tmp_path):

@@ -29,6 +29,7 @@ def rewritten(path, **changes):
     (lambda path: path.write_bytes(b""), "cannot read shard"),
     (lambda path: path.write_text("not HDF5"), "file signature not found"),
     (lambda path: path.unlink(), "is missing"),
+    (lambda path: (path.unlink(), path.mkdir()), "Is a directory; restore it"),
     (lambda path: rewritten(path, name="acts"), "activations"),
     (lambda path: rewritten(path, data=ROWS[:99]), r"expected shape \(100, 4\), got \(99, 4\)"),
     (lambda path: rewritten(path, data=ROWS[:100, :3], chunks=(8, 3)), r"expected shape \(100, 4\), got \(100, 3\)"),
