@@ -10,6 +10,7 @@ A site is a place in block L, counted from 0:
 They are read by hooks on the modules and not from `hidden_states`, whose last entry is normalised.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import errors as hub_errors
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers import __version__ as transformers_version
@@ -30,6 +33,9 @@ from .hub import why_unreachable
 TINY_GEMMA2 = "tiny-gemma2"
 BUNDLED = {TINY_GEMMA2: Path(__file__).parent / "assets" / TINY_GEMMA2}
 SITES = ("resid_post", "resid_pre", "mlp_out", "attn_out")
+# What damaged or foreign files make the library raise; older versions of the hub's client lack the last.
+UNLOADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError,
+              *([hub_errors.StrictDataclassError] if hasattr(hub_errors, "StrictDataclassError") else []))
 OFFLINE_ADVICE = f"or use --model {TINY_GEMMA2}, which is bundled, or the folder of a downloaded model"
 
 
@@ -54,6 +60,17 @@ class ModelSource:
         """Number of blocks."""
         return self.config.get_text_config().num_hidden_layers
 
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+        return self.config.get_text_config().hidden_size
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens in a window at most: the positions that the model learned; None where none are named."""
+        found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else None
+
     def default_layer(self) -> int:
         """The middle block, which is 12 of Gemma-2-2B's 26."""
         return (self.layers - 1) // 2
@@ -66,6 +83,16 @@ class ModelSource:
         """
         if not 0 <= layer < self.layers:
             raise ConfigError(f"{self.name} has layers 0 to {self.layers - 1}, got --layer {layer}")
+
+    def check_context(self, context: int) -> None:
+        """Refuse windows with more tokens than the model has positions.
+
+        Raises:
+            ConfigError: they have.
+        """
+        if self.positions is not None and context > self.positions:
+            raise ConfigError(f"{self.name} takes windows of at most {self.positions:,} tokens, got --context "
+                              f"{context:,}; lower it")
 
     def identity(self) -> dict[str, Any]:
         """What decides the weights, as part of a request's hash: revision, or sizes and times of a folder's files."""
@@ -85,6 +112,8 @@ def find_model(name: str) -> ModelSource:
     Raises:
         ModelError: there is none, it is gated, or the hub cannot be reached; the message says what to do.
     """
+    if not name.strip():  # the path of an empty name is the working directory
+        raise ModelError(f"--model is empty: expected a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}")
     local = name in BUNDLED or Path(name).is_dir()
     if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(f"no model {name!r}: expected a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}")
@@ -95,8 +124,10 @@ def find_model(name: str) -> ModelSource:
                          f"connect to the network (a gated model also wants its licence accepted at "
                          f"https://huggingface.co/{name}, and `hf auth login`), {OFFLINE_ADVICE}")
     try:
-        config = AutoConfig.from_pretrained(location, local_files_only=local or offline is not None)
-    except (OSError, ValueError, KeyError) as error:
+        # Without the word, the library asks on stdout whether to run the Python code of a model's folder.
+        config = AutoConfig.from_pretrained(location, local_files_only=local or offline is not None,
+                                            trust_remote_code=False)
+    except UNLOADABLE as error:
         raise _explained(name, error) from error
     if not hasattr(config.get_text_config(), "num_hidden_layers"):
         raise ModelError(f"{name} has no layers to read from: its configuration names no num_hidden_layers")
@@ -105,6 +136,11 @@ def find_model(name: str) -> ModelSource:
 
 def _explained(name: str, error: BaseException) -> ModelError:
     """Why a model could not be loaded, and what to do."""
+    if "trust_remote_code" in str(error):
+        return ModelError(f"{name} comes with Python code of its own, and this tool runs no code from a model's "
+                          f"folder: expected an architecture that transformers has; use another model")
+    if "backend tokenizer" in str(error):
+        return _no_tokenizer(name)
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, GatedRepoError):
@@ -114,9 +150,15 @@ def _explained(name: str, error: BaseException) -> ModelError:
             return ModelError(f"the Hugging Face hub has no model {name}, or it is private: check the name and "
                               f"`hf auth login`, {OFFLINE_ADVICE}")
         cause = cause.__cause__ or cause.__context__
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    said = re.sub(r":\s*\n\s*", ": ", str(error).strip())  # a line that ends so says nothing yet
+    reason = (said.splitlines() or [type(error).__name__])[0].rstrip(".")
     return ModelError(f"cannot load the model {name}: {reason}; expected the files of a Hugging Face causal language "
                       f"model")
+
+
+def _no_tokenizer(name: str) -> ModelError:
+    return ModelError(f"cannot load the tokenizer of {name}: expected its files, such as tokenizer.json, beside the "
+                      f"weights, got none that can be read; save the tokenizer there too")
 
 
 class LanguageModel:
@@ -136,7 +178,7 @@ class LanguageModel:
         # On a CPU half precision is slow and rarely native; elsewhere the precision the weights came in serves.
         dtype = torch.float32 if device.type == "cpu" else "auto"
         dtype_word = "dtype" if _version(transformers_version) >= (4, 56) else "torch_dtype"
-        settings: dict[str, Any] = {dtype_word: dtype, "revision": source.revision}
+        settings: dict[str, Any] = {dtype_word: dtype, "revision": source.revision, "trust_remote_code": False}
         if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             settings["attn_implementation"] = "eager"  # the fused kernels leave the soft cap out
         loader = AutoModelForCausalLM if head else AutoModel
@@ -144,9 +186,11 @@ class LanguageModel:
         logging.set_verbosity_error()  # loading without the head is meant, and reported as unexpected weights
         logging.disable_progress_bar()
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(source.location, revision=source.revision)
+            self.tokenizer = _tokenizer(source)
             self.model = loader.from_pretrained(source.location, **settings).to(device).eval()
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except ModelError:
+            raise
+        except UNLOADABLE as error:
             raise _explained(source.name, error) from error
         finally:
             logging.set_verbosity(quiet)
@@ -154,9 +198,20 @@ class LanguageModel:
         self.blocks = _blocks(self.model, source)
 
     @property
-    def d_model(self) -> int:
-        """Width of the residual stream."""
-        return self.source.config.get_text_config().hidden_size
+    def vocabulary(self) -> int:
+        """Token ids that the model has embeddings for, counted from 0."""
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    def check_tokens(self, token_ids: Tensor) -> None:
+        """Refuse tokens without an embedding: a tokenizer may know more than its model.
+
+        Raises:
+            ModelError: there is one.
+        """
+        if (largest := int(token_ids.max())) >= self.vocabulary:
+            raise ModelError(f"{self.source.name} cannot read the token {largest}: expected token ids below "
+                             f"{self.vocabulary}, the size of its embedding; use the tokenizer that the model was "
+                             f"trained with")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -176,6 +231,7 @@ class LanguageModel:
         Returns:
             Activations, (B, T, D), in the model's dtype and on its device.
         """
+        self.check_tokens(token_ids)
         found: list[Tensor] = []
 
         def stop(activations: Tensor) -> Tensor:
@@ -224,6 +280,19 @@ class LanguageModel:
 
 class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward pass that has served
     """Ends a forward pass once the wanted activations are there."""
+
+
+def _tokenizer(source: ModelSource) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        ModelError: its files are missing or cannot be read.
+    """
+    found = AutoTokenizer.from_pretrained(source.location, revision=source.revision, trust_remote_code=False)
+    # Where the files are missing the library makes an empty tokenizer up, at least for some architectures.
+    if len(found) <= len(set(found.all_special_ids)):
+        raise _no_tokenizer(source.name)
+    return found
 
 
 def _version(text: str) -> tuple[int, int]:
