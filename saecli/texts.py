@@ -66,7 +66,7 @@ class TextSource:
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         identity = {"dataset": str(path.resolve()), "bytes": path.stat().st_size, "sha256": sha256}
-        return identity if path.suffix == ".txt" else {**identity, "column": self.column}
+        return identity if path.suffix.lower() == ".txt" else {**identity, "column": self.column}
 
     def documents(self, start: int = 0) -> Iterator[tuple[int, str]]:
         """Yields the documents from number `start` on; blank ones are counted and left out.
@@ -90,29 +90,29 @@ class TextSource:
         if not _is_local(self.dataset):
             return _hub_texts(self, start)
         path = _local_file(self.dataset)
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             return _parquet_texts(path, self.column, start)
-        texts = _txt_texts(path) if path.suffix == ".txt" else _jsonl_texts(path, self.column)
+        texts = _txt_texts(path) if path.suffix.lower() == ".txt" else _jsonl_texts(path, self.column)
         return islice(texts, start, None)
 
 
 def _is_local(dataset: str) -> bool:
     path = Path(dataset).expanduser()
-    return path.suffix in LOCAL_SUFFIXES or path.exists() or path.is_absolute() or dataset.startswith(".")
+    return path.suffix.lower() in LOCAL_SUFFIXES or path.exists() or path.is_absolute() or dataset.startswith(".")
 
 
 def _local_file(dataset: str) -> Path:
     path = Path(dataset).expanduser()
     if not path.exists():
         raise ModelError(
-            f"The text file {dataset} does not exist; expected a .txt, .jsonl or .parquet file, a Hugging Face "
-            f"dataset id, or {STDLIB_DOCS}; check the name."
+            f"the text file {dataset} does not exist; expected a .txt, .jsonl or .parquet file, a Hugging Face "
+            f"dataset id, or {STDLIB_DOCS}; check the name"
         )
-    if not path.is_file() or path.suffix not in LOCAL_SUFFIXES:
+    if not path.is_file() or path.suffix.lower() not in LOCAL_SUFFIXES:
         kind = "a file of another kind" if path.is_file() else "a folder"
         raise ModelError(
-            f"The text source {dataset} cannot be read; expected a .txt, .jsonl or .parquet file, got {kind}; "
-            "convert it or name another."
+            f"the text source {dataset} cannot be read; expected a .txt, .jsonl or .parquet file, got {kind}; "
+            "convert it or name another"
         )
     return path
 
@@ -128,8 +128,8 @@ def _stdlib_docstrings() -> Iterator[str]:
                     yield text
     if not seen:
         raise ModelError(
-            f"The Python standard library has no docstrings to read; expected .py files under {root}, got none; "
-            "use a local .txt, .jsonl or .parquet file instead."
+            f"the Python standard library has no docstrings to read; expected .py files under {root}, got none; "
+            "use a local .txt, .jsonl or .parquet file instead"
         )
 
 
@@ -173,8 +173,8 @@ def _lines(path: Path) -> Iterator[str]:
                 yield line.rstrip("\n")
     except UnicodeDecodeError as error:
         raise ModelError(
-            f"The text file {path} cannot be read as text; expected UTF-8, got the byte "
-            f"0x{error.object[error.start]:02x} which is not part of it; convert the file to UTF-8."
+            f"the text file {path} cannot be read as text; expected UTF-8, got the byte "
+            f"0x{error.object[error.start]:02x} which is not part of it; convert the file to UTF-8"
         ) from error
 
 
@@ -186,19 +186,19 @@ def _jsonl_texts(path: Path, column: str) -> Iterator[str]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ModelError(
-                f"Line {number} of {path} cannot be read; expected one JSON object a line, got {error}; "
-                "correct the line."
+                f"line {number} of {path} cannot be read; expected one JSON object a line, got {error}; "
+                "correct the line"
             ) from error
-        yield _text_of(row, column, f"Line {number} of {path}")
+        yield _text_of(row, column, f"line {number} of {path}")
 
 
 def _text_of(row: Any, column: str, place: str) -> str:
     if not isinstance(row, dict):
-        raise ModelError(f"{place} has no columns; expected a JSON object, got {type(row).__name__}; correct it.")
+        raise ModelError(f"{place} has no columns; expected a JSON object, got {type(row).__name__}; correct it")
     if column not in row:
         columns = ", ".join(row) or "none"
         raise ModelError(
-            f"{place} has no column {column!r}; expected one of its columns, {columns}; name one of these."
+            f"{place} has no column {column!r}; expected one of its columns, {columns}; name one of these"
         )
     text = row[column]
     if text is None:
@@ -207,7 +207,7 @@ def _text_of(row: Any, column: str, place: str) -> str:
         columns = ", ".join(name for name in row if isinstance(row[name], str)) or "none"
         raise ModelError(
             f"{place} holds no text in column {column!r}; expected a string, got {type(text).__name__}; "
-            f"name a column that holds text ({columns} here)."
+            f"name a column that holds text ({columns} here)"
         )
     return text
 
@@ -215,15 +215,15 @@ def _text_of(row: Any, column: str, place: str) -> str:
 def _parquet_texts(path: Path, column: str, start: int) -> Iterator[str]:
     # load_dataset takes file names for patterns, so the special characters of a real name are escaped
     request = {"path": "parquet", "data_files": glob.escape(str(path)), "split": "train"}
-    rows = _dataset_rows(f"The text file {path}", start, request, advice="write it as Parquet again")
+    rows = _dataset_rows(f"the text file {path}", start, request, advice="write it as Parquet again")
     for number, row in enumerate(rows, start):
-        yield _text_of(row, column, f"Row {number} of {path}")
+        yield _text_of(row, column, f"row {number} of {path}")
 
 
 def _hub_texts(source: TextSource, start: int) -> Iterator[str]:
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    what = f"The dataset {source.dataset}"
+    what = f"the dataset {source.dataset}"
     # told to be offline, `datasets` gives up at once, and may still find the dataset in its cache
     if not HF_HUB_OFFLINE and (reason := why_unreachable()):
         raise _unreachable(what, reason)
@@ -231,13 +231,14 @@ def _hub_texts(source: TextSource, start: int) -> Iterator[str]:
     request = {"path": source.dataset, "name": config, "split": source.split}
     rows = _dataset_rows(what, start, request, advice="check its id, configuration and split")
     for number, row in enumerate(rows, start):
-        yield _text_of(row, source.column, f"Row {number} of the dataset {source.dataset}")
+        yield _text_of(row, source.column, f"row {number} of the dataset {source.dataset}")
 
 
 def _dataset_rows(what: str, start: int, request: dict[str, Any], advice: str) -> Iterator[dict[str, Any]]:
     """Streams rows by `datasets.load_dataset`; `what` and `advice` begin and end the error messages."""
     import datasets  # takes seconds, and most sources do without
 
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs of a damaged file, it raises as well
     try:
         yield from datasets.load_dataset(**request, streaming=True).skip(start)
     except ConnectionError as error:
@@ -245,16 +246,16 @@ def _dataset_rows(what: str, start: int, request: dict[str, Any], advice: str) -
     except FileNotFoundError as error:
         raise ModelError(
             f"{what} cannot be found; expected a dataset on the Hugging Face Hub that you may read, "
-            f"got: {_one_line(error)}; check the id, log in with `hf auth login`, or {_WITHOUT_NETWORK}."
+            f"got: {_one_line(error)}; check the id, log in with `hf auth login`, or {_WITHOUT_NETWORK}"
         ) from error
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise ModelError(f"{what} cannot be read; expected rows of text, got: {_one_line(error)}; {advice}.") from error
+        raise ModelError(f"{what} cannot be read; expected rows of text, got: {_one_line(error)}; {advice}") from error
 
 
 def _unreachable(what: str, got: str) -> ModelError:
     return ModelError(
         f"{what} cannot be fetched; expected a network connection to the Hugging Face Hub, "
-        f"got: {got}; connect, or {_WITHOUT_NETWORK}."
+        f"got: {got}; connect, or {_WITHOUT_NETWORK}"
     )
 
 

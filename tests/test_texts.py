@@ -124,6 +124,24 @@ def test_starting_later_gives_the_tail_of_the_whole_pass(tmp_path_factory, suffi
     assert documents(source, start) == [pair for pair in documents(source) if pair[0] >= start]
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_the_case_of_a_suffix_does_not_matter(tmp_path, suffix):
+    path = tmp_path / f"a{suffix.upper()}"
+    source = write(path, "one\n\ntwo") if suffix == ".txt" else write_table(path)
+    if suffix == ".parquet":  # the helper goes by the suffix
+        pyarrow.parquet.write_table(pyarrow.table(TABLE), path)
+    assert documents(source) == ([(0, "one"), (1, "two")] if suffix == ".txt" else TABLE_DOCUMENTS)
+
+
+def test_a_damaged_parquet_file_is_told_of_once(tmp_path):
+    path = write(tmp_path / "a.parquet", b"PAR1 no more")
+    program = (f"from saecli.texts import TextSource\ntry:\n    list(TextSource({path!r}).documents())\n"
+               "except OSError as error:\n    print(error)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"the text file {path} cannot be read; expected rows of text, got: ")
+    assert done.stderr == ""
+
+
 def test_starting_later_in_stdlib_docs_gives_the_tail(stdlib):
     assert documents(STDLIB_DOCS, 1000) == stdlib[1000:]
 
@@ -170,7 +188,7 @@ def test_identity_of_wikitext_names_the_configuration_it_falls_back_to():
         ("a.txt", b"caf\xe9\n", "text", "expected UTF-8, got the byte 0xe9"),
         ("a.jsonl", '{"body": "b", "n": 1}', "text", "no column 'text'; expected one of its columns, body, n"),
         ("a.jsonl", '{"body": "b", "n": 1}', "n", r"expected a string, got int; .*\(body here\)"),
-        ("a.jsonl", '{"text": "b"}\n{"text"', "text", "Line 2 of .* expected one JSON object a line"),
+        ("a.jsonl", '{"text": "b"}\n{"text"', "text", "line 2 of .* expected one JSON object a line"),
         ("a.jsonl", "[1]", "text", "expected a JSON object, got list"),
         ("a.parquet", b"PAR1 but not really", "text", "write it as Parquet again"),
         ("a.parquet", TABLE, "body", "no column 'body'; expected one of its columns, text, number"),
