@@ -79,8 +79,8 @@ class Windows:
         self._room = context - len(self.prefix)
         self.special = torch.tensor(sorted(tokenizer.all_special_ids))
         if self._room < 1:
-            raise ConfigError(f"--context must be above {len(self.prefix)}, which {tokenizer.name_or_path} takes for "
-                              f"the tokens before a text, got {context}")
+            raise ConfigError(f"--context must be above {len(self.prefix)}, the number of tokens that the model wants "
+                              f"before a text, got {context}")
 
     def cut(self, documents: Iterable[tuple[int, str]]) -> Iterator[Window]:
         """The windows of numbered documents, in their order."""

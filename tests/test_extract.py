@@ -1,6 +1,9 @@
 """`sae extract` as a user runs it: the rows it stores, going on after a kill, and what bad input gets."""
 
+import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine
-from tiny_models import CONFIGS, WIDTH, loaded, save_model
+from tiny_models import CONFIGS, VOCABULARY, WIDTH, loaded, save_model
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from saecli.store import ActivationStore
 
@@ -115,6 +119,15 @@ def test_an_extraction_killed_at_random_points_equals_one_never_stopped(sae: Com
 
 @pytest.mark.parametrize(("words", "sentence"), [
     (("--layer", "7"), "has layers 0 to 2, got --layer 7"),
+    (("--context", "65"), "takes windows of at most 64 tokens, got --context 65; lower it"),
+    (("--model", ""), "--model is empty"),
+    (("--dataset", ""), "--dataset is empty"),
+    (("--dataset-split", "test"), "--dataset-split does nothing with the dataset"),
+    (("--dataset-config", "x"), "--dataset-config does nothing with the dataset"),
+    (("--text-column", "x"), "--text-column does nothing with the dataset"),
+    (("--dataset", "a.jsonl", "--dataset-split", "test"), "--dataset-split does nothing with the dataset a.jsonl"),
+    *((("--" + name, "9" * 10), f"--{name} must be at most 2.14748e+09")
+      for name in ("rows", "context", "batch-size", "shard-rows")),
     (("--dataset", "nowhere.txt"), "nowhere.txt does not exist"),
     (("--dataset", "stdlib-docs", "--dataset-split", "test"), "--dataset-split does nothing with the dataset stdlib"),
     (("--context", "1"), "--context must be above 1"),
@@ -130,6 +143,75 @@ def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine,
     assert sentence in done.err
     assert "Traceback" not in done.err
     assert not (sae.home / "activations").exists()
+
+
+def test_the_default_context_is_what_the_model_allows(sae: CommandLine, models, text):
+    words = ("extract", "--dataset", text, "--rows", "50", "--model")
+    assert sae(*words, models["gpt2"], "--name", "short", "--json").json["rows"] == 50
+    assert sae(*words, models["llama"], "--name", "long", "--json").json["rows"] == 50
+    contexts = [ActivationStore.open(sae.home / "activations" / name).meta.source["context"]
+                for name in ("short", "long")]
+    assert contexts == [64, 128]
+    assert sae(*words, models["gpt2"], "--context", "64", "--name", "short", "--json").json["cached"]
+
+
+def test_code_in_a_models_folder_is_neither_run_nor_asked_about(sae: CommandLine, models, text, tmp_path: Path):
+    folder = shutil.copytree(models["llama"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "m.Own", "AutoModel": "m.Model", "AutoModelForCausalLM": "m.Model"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": classes}))
+    (folder / "m.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    done = subprocess.run([sys.executable, "-m", "saecli", "--home", sae.home, "extract", "--model", folder,
+                           "--dataset", text], capture_output=True, text=True, input="y\ny\ny\n", check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "this tool runs no code from a model's folder" in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_model_without_tokenizer_gets_a_sentence(sae: CommandLine, models, text, tmp_path: Path, architecture):
+    folder = shutil.copytree(models[architecture], tmp_path / "model")
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    done = sae("extract", "--model", folder, "--dataset", text)
+    assert (done.status, done.out) == (1, "")
+    assert "cannot load the tokenizer of" in done.err and "such as tokenizer.json" in done.err
+
+
+def test_cut_off_weights_get_a_sentence(sae: CommandLine, models, text, tmp_path: Path):
+    folder = shutil.copytree(models["llama"], tmp_path / "model")
+    os.truncate(folder / "model.safetensors", 2000)
+    done = sae("extract", "--model", folder, "--dataset", text)
+    assert done.status == 1
+    assert "cannot load the model" in done.err and "unexpected" not in done.err
+
+
+def test_a_token_that_the_model_has_no_embedding_for_gets_a_sentence(sae: CommandLine, models, tmp_path: Path):
+    folder = shutil.copytree(models["llama"], tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["zz"])
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "a.txt").write_text("abzzc")
+    done = sae("extract", "--model", folder, "--dataset", tmp_path / "a.txt")
+    assert done.status == 1
+    assert f"cannot read the token {VOCABULARY}: expected token ids below {VOCABULARY}" in done.err
+
+
+def test_rows_that_all_overflow_end_the_extraction_early_with_the_remedy(sae: CommandLine, models, tmp_path: Path):
+    folder = tmp_path / "model"
+    model = LlamaForCausalLM.from_pretrained(models["llama"])
+    model.model.embed_tokens.weight.data.mul_(1e8)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(models["llama"]).save_pretrained(folder)
+    (tmp_path / "a.txt").write_text("abcdefgh" * 20_000)
+    words = ("extract", "--model", folder, "--layer", "0", "--dataset", tmp_path / "a.txt")
+    done = sae(*words, "--dtype", "float16")
+    assert done.status == 1
+    found = re.search(r"no row can be stored: expected rows that are finite in float16, got ([\d,]+) that are not and "
+                      r"none that is; use --dtype bfloat16 or --dtype float32", done.err)
+    assert 10_000 <= int(found[1].replace(",", "")) < 20_000
+    assert not list((sae.home / "activations").iterdir())
+    assert sae(*words, "--dtype", "bfloat16", "--rows", "50").status == 0
 
 
 def test_an_empty_text_is_refused_and_leaves_nothing(sae: CommandLine, models, tmp_path: Path):

@@ -8,16 +8,19 @@ import typer
 
 from ..config import Config, option
 from ..devices import device_named
-from ..errors import ConfigError
+from ..errors import ConfigError, StoreError
 from ..harvest import COLUMNS, POSITIONS, Windows, harvest, resumed
 from ..language_model import SITES, TINY_GEMMA2, LanguageModel, find_model
 from ..report import Step
 from ..store import DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request
-from ..texts import STDLIB_DOCS, TextSource
+from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, TextSource
 from .options import Device, Given, Json, configured, start
 from .stores import finished_store, say_stored, store_folder
 
 DEFAULT_DATASET = "Salesforce/wikitext"
+DEFAULT_CONTEXT = 128
+MOST = 2**31 - 1  # of anything counted, so that every count fits what PyTorch and HDF5 index with
+NONFINITE_ROWS = 10_000  # so many rows that none can be stored of are no accident
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,16 @@ class ExtractConfig(Config):
                                               "wikitext-103-raw-v1.")
     dataset_split: str = option("train", "Split of a hub dataset.")
     text_column: str = option("text", "Column that holds the text.")
-    rows: int = option(100_000, "Rows to store; fewer where the text ends before.", minimum=1)
-    context: int = option(128, "Tokens in a window at most, the ones before the text (BOS) counted; documents are cut "
-                               "into windows and never mixed.", minimum=1)
+    rows: int = option(100_000, "Rows to store; fewer where the text ends before.", minimum=1, maximum=MOST)
+    context: int | None = option(None, "Tokens in a window at most, the ones before the text (BOS) counted; documents "
+                                       f"are cut into windows and never mixed; default: {DEFAULT_CONTEXT}, or what the "
+                                       "model allows if less.", minimum=1, maximum=MOST)
     positions: str = option("all", "all: a row for each token that is not special; last: one row a document, its first "
                                    "window's last token, as in the paper.", choices=POSITIONS)
     dtype: str = option("bfloat16", "Precision of the stored rows.", choices=tuple(DTYPES))
-    batch_size: int = option(32, "Windows in a forward pass.", minimum=1)
-    shard_rows: int = option(32_768, "Rows in a shard file; a kill loses at most the shard being written.", minimum=1)
+    batch_size: int = option(32, "Windows in a forward pass.", minimum=1, maximum=MOST)
+    shard_rows: int = option(32_768, "Rows in a shard file; a kill loses at most the shard being written.", minimum=1,
+                             maximum=MOST)
 
 
 Name = Annotated[str | None, typer.Option("--name", help="Name of the store.",
@@ -73,14 +78,16 @@ def command(ctx: typer.Context, options: Given, name: Name = None, device: Devic
     source = find_model(config.model)
     layer = source.default_layer() if config.layer is None else config.layer
     source.check_layer(layer)
-    request = {**config.to_json(), **source.identity(), **text.identity(), "layer": layer}
+    context = min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT) if config.context is None else config.context
+    source.check_context(context)
+    request = {**config.to_json(), **source.identity(), **text.identity(), "layer": layer, "context": context}
     wanted = hash_request(request)
     stem = f"{Path(config.model).name}-l{layer}-{config.site}"
     folder = store_folder(session.home, name or f"{stem}-{wanted[:6]}")
     if (finished := finished_store(folder, wanted)) is not None:
         return say_stored(session, finished, cached=True)
     model = LanguageModel(source, where)
-    cutter = Windows(model.tokenizer, config.context, first_only=config.positions == "last")
+    cutter = Windows(model.tokenizer, context, first_only=config.positions == "last")
     width = next(harvest(model, cutter.cut([(0, "a")]), cutter, layer, config.site, "all", 1)).activations.shape[1]
     meta = StoreMeta(source={**request, "prepend_bos": bool(cutter.prefix)}, request_hash=wanted, dtype=config.dtype,
                      d_in=width, shard_rows=config.shard_rows, columns=COLUMNS)
@@ -98,8 +105,15 @@ def command(ctx: typer.Context, options: Given, name: Name = None, device: Devic
 
 
 def _text_source(config: ExtractConfig, options: Given) -> TextSource:
-    dataset = config.dataset or (STDLIB_DOCS if config.model == TINY_GEMMA2 else DEFAULT_DATASET)
-    unused = {"dataset_config", "dataset_split", "text_column"} if dataset == STDLIB_DOCS else set()
+    dataset = config.dataset
+    if dataset is None:
+        dataset = STDLIB_DOCS if config.model == TINY_GEMMA2 else DEFAULT_DATASET
+    if not dataset.strip():
+        raise ConfigError(f"--dataset is empty: expected a hub dataset id, a .txt, .jsonl or .parquet file, or "
+                          f"{STDLIB_DOCS}; name one, or leave it out")
+    kind = STDLIB_DOCS if dataset == STDLIB_DOCS else Path(dataset).suffix.lower()
+    unused = ({"dataset_config", "dataset_split"} if kind in (STDLIB_DOCS, *LOCAL_SUFFIXES) else set()) | (
+        {"text_column"} if kind in (STDLIB_DOCS, ".txt") else set())
     if refused := sorted(unused & options.given):
         raise ConfigError(f"--{refused[0].replace('_', '-')} does nothing with the dataset {dataset}; leave it out")
     return TextSource(dataset, config.dataset_config, config.dataset_split, config.text_column)
@@ -109,9 +123,15 @@ def _fill(writer: StoreWriter, model: LanguageModel, cutter: Windows, text: Text
           layer: int, show: Step) -> None:
     cursor = writer.cursor
     windows = resumed(cutter.cut(text.documents(cursor["document"] if cursor else 0)), cursor)
-    began = writer.rows
+    began, offered = writer.rows, 0
     for block in harvest(model, windows, cutter, layer, config.site, config.positions, config.batch_size):
         writer.append(block.activations, block.columns, block.cursor, block.dropped)
         show(writer.rows - began, f"{writer.rows:,} rows stored")
-        if writer.full:
-            return
+        offered += len(block.activations)
+        if writer.full or (not writer.rows and offered >= NONFINITE_ROWS):
+            break
+    if offered and not writer.rows:
+        remedy = ("the model itself gives them, so check its weights" if config.dtype == "float32" else
+                  f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != config.dtype)}")
+        raise StoreError(f"no row can be stored: expected rows that are finite in {config.dtype}, got "
+                         f"{offered:,} that are not and none that is; {remedy}")
