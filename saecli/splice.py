@@ -13,15 +13,59 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import StoreError
+from .errors import ConfigError, StoreError
 from .harvest import Window, is_plain, padded
-from .language_model import LanguageModel
+from .language_model import LanguageModel, ModelSource
 from .sae import SAE
 from .store import Rows
 
 COLUMNS = ("document", "position", "token_id")
 READ = 1 << 16  # rows of the columns at a time
 BATCH_LOGITS = 1 << 25  # logits at a time: 128 MB in float32, held a few times over
+
+
+def check_rows(rows: Rows, place: ModelSource) -> None:
+    """Refuse rows that cannot be put together again, or that are not of a model's shape; loads no weights.
+
+    Raises:
+        StoreError: the rows keep no tokens, not all of a window's, or do not say where they come from.
+        ConfigError: the model has another width, fewer layers or fewer positions.
+    """
+    store, source = rows.store, rows.store.meta.source
+    expected = f"{store.name} cannot be run through a model: expected"
+    if not {"model", "layer", "site", "context"} <= source.keys():
+        raise StoreError(f"{expected} a store that `sae extract` made, got one that names no layer; leave --model out, "
+                         f"or name another store")
+    if missing := [name for name in COLUMNS if name not in store.meta.columns]:
+        raise StoreError(f"{expected} a store that `sae extract` made, got one without {', '.join(missing)}; leave "
+                         f"--model out, or name another store")
+    if source.get("positions") == "last":
+        raise StoreError(f"{expected} every position of a window, got only the last; extract a store with "
+                         f"--positions all")
+    unfit = f"{store.name} cannot be run through {place.name}: expected"
+    advice = "name the model that the rows came from"
+    if place.d_model != rows.d_in:
+        raise ConfigError(f"{unfit} activations of {rows.d_in} dimensions, got {place.d_model}; {advice}")
+    if source["layer"] >= place.layers:
+        raise ConfigError(f"{unfit} a layer {source['layer']}, got layers 0 to {place.layers - 1}; {advice}")
+    if place.positions is not None and (longest := _largest(rows, "position") + 1) > place.positions:
+        raise ConfigError(f"{unfit} windows of {longest:,} tokens, got at most {place.positions:,}; {advice}")
+
+
+def check_tokens(rows: Rows, model: LanguageModel, prefix: Sequence[int]) -> None:
+    """Refuse rows whose tokens the model does not know, or of which no window is whole.
+
+    Raises:
+        StoreError, ConfigError: they are such.
+    """
+    if (largest := _largest(rows, "token_id")) >= model.vocabulary:
+        raise ConfigError(f"{rows.store.name} cannot be run through {model.source.name}: expected a token {largest}, "
+                          f"got token ids below {model.vocabulary}; name the model that the rows came from")
+    next(stored_windows(rows, prefix, 1))
+
+
+def _largest(rows: Rows, column: str) -> int:
+    return max(int(part.max()) for part in rows.column(column, READ))
 
 
 def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[Window]:
@@ -38,14 +82,8 @@ def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[W
         Windows in stored order; whole ones, so that there may be a few tokens more.
 
     Raises:
-        StoreError: the rows keep no tokens, or make no whole window.
+        StoreError: the rows make no whole window.
     """
-    if missing := [name for name in COLUMNS if name not in rows.store.meta.columns]:
-        raise StoreError(f"{rows.store.name} cannot be run through a model: expected a store that `sae extract` made, "
-                         f"got one without {', '.join(missing)}; leave --model out, or name another store")
-    if rows.store.meta.source.get("positions") == "last":
-        raise StoreError(f"{rows.store.name} cannot be run through a model: expected every position of a window, got "
-                         f"only the last; extract a store with --positions all")
     found = 0
     for document, positions, token_ids in _spans(rows):
         if positions[0] != len(prefix) or positions[-1] - positions[0] + 1 != len(positions):

@@ -120,6 +120,13 @@ def test_an_unknown_split_is_wrong_usage(sae: CommandLine) -> None:
     assert sae("eval", "--split", "half").status == 2
 
 
+def test_a_run_named_twice_is_measured_once(sae: CommandLine) -> None:
+    make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "run", random_sae())
+    make_run(sae.home, "other", random_sae(seed=1))
+    assert [one["run"] for one in sae("eval", "run", "other", "run", "--json").json["runs"]] == ["run", "other"]
+
+
 def test_an_unfinished_run_is_measured_at_its_last_checkpoint_and_said_to_be(sae: CommandLine) -> None:
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "half", random_sae(), complete=False)

@@ -185,6 +185,27 @@ def test_rows_that_came_from_no_model_are_refused(sae: CommandLine, folder: Path
     assert (done.status, "got one that names no layer; leave --model out" in done.err) == (1, True)
 
 
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"num_hidden_layers": 1}, "expected a layer 1, got layers 0 to 0; name the model that the rows came from"),
+    ({"vocab_size": 20}, "got token ids below 20; name the model that the rows came from"),
+    ({"hidden_size": 32}, "expected activations of 16 dimensions, got 32"),
+    ({"max_position_embeddings": 8}, "expected windows of 12 tokens, got at most 8"),
+])
+def test_a_model_that_the_rows_cannot_come_from_is_refused_before_they_are_measured(
+        sae: CommandLine, tmp_path: Path, folder: Path, model: LanguageModel, changes: dict, sentence: str,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    extracted(sae.home, model)
+    make_run(sae.home, "random", random_sae(), data="store")
+    other = tmp_path / "other"
+    config = LlamaConfig(**{**model.source.config.to_dict(), "head_dim": None, **changes})
+    LlamaForCausalLM(config).save_pretrained(other)
+    model.tokenizer.save_pretrained(other)
+    monkeypatch.setattr("saecli.commands.eval.reconstruction", lambda *_: pytest.fail("measured first"))
+    done = sae("eval", "--model", other)
+    assert done.status == 1
+    assert sentence in done.err
+
+
 def test_tokens_without_a_model_do_nothing_and_are_refused(sae: CommandLine) -> None:
     done = sae("eval", "--tokens", "5")
     assert (done.status, "--tokens does nothing without --model" in done.err) == (1, True)

@@ -1,17 +1,22 @@
 """`sae eval`."""
 
 import math
-from itertools import groupby
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError
 from ..metrics import reconstruction
 from ..report import table
+from ..store import Rows
 from .options import Device, Json, Plot, Runs, Session, start
 from .subjects import Data, Measured, SplitName, all_measured
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and only --model needs it
+    from ..harvest import Windows
+    from ..language_model import LanguageModel
 
 RECONSTRUCTION = ("rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "dead_fraction")
 EFFECT = ("tokens", "ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl")
@@ -34,10 +39,12 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     session = start(ctx, json, plot)
     if model is None and ctx.get_parameter_source("tokens").name != "DEFAULT":
         raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model")
-    everything = all_measured(session, runs, data, split, device)
+    everything = all_measured(session, list(dict.fromkeys(runs or ())), data, split, device)
+    splices = [] if model is None else _splices(session, everything, model)
     found = [one.heading | reconstruction(one.sae, one.batches(session)) for one in everything]
     if model is not None:
-        found = [run | effect for run, effect in zip(found, _effects(session, everything, model, tokens), strict=True)]
+        measured_in_it = _effects(session, everything, splices, tokens)
+        found = [run | effect for run, effect in zip(found, measured_in_it, strict=True)]
     ranked = sorted(found, key=lambda run: (math.isnan(run["fvu"]), run["fvu"]))
     if plot is not None:
         from ..plots import frontier  # matplotlib takes a second to import
@@ -59,36 +66,53 @@ def comparison(ranked: list[dict[str, Any]], columns: list[str], title: str | No
     return table(best, ["run", *(column.replace("_", " ") for column in columns)], rows)
 
 
-def _effects(session: Session, everything: list[Measured], name: str, tokens: int) -> list[dict[str, Any]]:
-    """What each SAE does to the model; those that share their rows are spliced in one pass."""
-    from ..harvest import Windows  # transformers takes seconds to import
-    from ..language_model import LanguageModel, find_model
-    from ..splice import effects, stored_windows
+@dataclass(frozen=True)
+class _Splice:
+    """One pass through the model: the places of the SAEs that share their rows, and what they are spliced into."""
 
-    for one in everything:
-        if not {"model", "layer", "site", "context"} <= one.rows.store.meta.source.keys():
-            raise StoreError(f"{one.rows.store.name} cannot be run through a model: expected a store that `sae "
-                             f"extract` made, got one that names no layer; leave --model out, or name another store")
+    members: list[int]
+    model: "LanguageModel"
+    rows: Rows
+    cutter: "Windows"
+
+
+def _splices(session: Session, everything: list[Measured], name: str) -> list[_Splice]:
+    """The passes to make through the model; what cannot work is refused here, before the rows are measured."""
+    from ..harvest import Windows
+    from ..language_model import LanguageModel, find_model
+    from ..splice import check_rows, check_tokens
+
+    groups: dict[tuple, list[int]] = {}
+    for index, one in enumerate(everything):
+        groups.setdefault(one.chosen_rows, []).append(index)
+    every_rows = [everything[members[0]].rows for members in groups.values()]
     place = find_model(name)
+    for rows in every_rows:
+        check_rows(rows, place)
     model = LanguageModel(place, everything[0].sae.W_enc.device, head=True)
-    results: list[dict[str, Any]] = [{} for _ in everything]
-    by_rows = sorted(range(len(everything)), key=lambda index: everything[index].chosen_rows)
-    for _, indices in groupby(by_rows, key=lambda index: everything[index].chosen_rows):
-        members = list(indices)
-        group = [everything[index] for index in members]
-        rows = group[0].rows
+    found = []
+    for rows, members in zip(every_rows, groups.values(), strict=True):
         source = rows.store.meta.source
-        if model.d_model != rows.d_in:
-            raise ConfigError(f"{group[0].subject.name} cannot be spliced into {name}: expected activations of "
-                              f"{rows.d_in} dimensions, got {model.d_model}; name the model that the rows came from")
+        cutter = Windows(model.tokenizer, source["context"])
+        check_tokens(rows, model, cutter.prefix)
         if source["model"] != place.identity()["model"]:
             session.report.note(f"{rows.store.name} came from {source['model']}, and is run through {name}")
-        cutter = Windows(model.tokenizer, source["context"])
-        windows = stored_windows(rows, cutter.prefix, tokens)
-        with session.report.progress(f"splicing into {name}", min(tokens, rows.rows), "tokens") as show:
-            measures = effects(model, windows, cutter.special, source["layer"], source["site"],
-                               [one.sae for one in group], show)
-        for index, measure in zip(members, measures, strict=True):
+        found.append(_Splice(members, model, rows, cutter))
+    return found
+
+
+def _effects(session: Session, everything: list[Measured], splices: list[_Splice], tokens: int) -> list[dict[str, Any]]:
+    """What each SAE does to the model."""
+    from ..splice import effects, stored_windows
+
+    results: list[dict[str, Any]] = [{} for _ in everything]
+    for splice in splices:
+        model, rows, source = splice.model, splice.rows, splice.rows.store.meta.source
+        windows = stored_windows(rows, splice.cutter.prefix, tokens)
+        with session.report.progress(f"splicing into {model.source.name}", min(tokens, rows.rows), "tokens") as show:
+            measures = effects(model, windows, splice.cutter.special, source["layer"], source["site"],
+                               [everything[index].sae for index in splice.members], show)
+        for index, measure in zip(splice.members, measures, strict=True):
             results[index] = measure
     session.report.note("special tokens keep their own activations and are left out of the means")
     return results

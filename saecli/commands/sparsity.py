@@ -27,7 +27,7 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     Example: sae sparsity first second --plot sparsity.png
     """
     session = start(ctx, json, plot)
-    everything = all_measured(session, runs, data, split, device)
+    everything = all_measured(session, list(dict.fromkeys(runs or ())), data, split, device)
     counted = [_count(session, one, PICTURED_ROWS if plot else 0) for one in everything]
     found = [one.heading | firing.result() for one, firing in zip(everything, counted, strict=True)]
     if plot is not None:
