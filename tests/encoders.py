@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from saecli.activations import AbsTopK, Activation, JumpRelu, Relu, TopK
+from saecli.activations import AbsTopK, Activation, JumpRelu, Relu, ReluTopK, TopK
 from saecli.sae import SAE
 
 SHAPES = ("plain", "shifted", "clustered", "twins", "zeros", "uneven")
@@ -39,12 +39,13 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, kinds: tuple[str, ...] = ("relu", "jumprelu", "topk", "abs-topk"), largest_d_sae: int = 24,
-          shapes: tuple[str, ...] = SHAPES) -> Case:
+def cases(draw: st.DrawFn, kinds: tuple[str, ...] = ("relu", "jumprelu", "topk", "relu-topk", "abs-topk"),
+          largest_d_sae: int = 24, shapes: tuple[str, ...] = SHAPES) -> Case:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     D, F = draw(st.integers(1, 6)), draw(st.integers(1, largest_d_sae))
     W, b = encoder(rng, D, F, draw(st.sampled_from(shapes)))
     activation = {"relu": Relu(), "jumprelu": JumpRelu(), "topk": TopK(draw(st.integers(1, F))),
+                  "relu-topk": ReluTopK(draw(st.integers(1, F))),
                   "abs-topk": AbsTopK(draw(st.integers(1, F)))}[draw(st.sampled_from(kinds))]
     return Case(sae_of(W, b, activation, rng), torch.from_numpy(rng.normal(size=(8, D))))
 
@@ -62,7 +63,8 @@ def walls(sae: SAE, row: np.ndarray) -> list[tuple[float, np.ndarray]]:
     W, b = sae.W_enc.numpy(), sae.b_enc.numpy()
     v = row @ W + b
     found = []
-    if isinstance(sae.activation, Relu | JumpRelu):
+    clipped = isinstance(sae.activation, ReluTopK)
+    if isinstance(sae.activation, Relu | JumpRelu) or (clipped and (v > 0).sum() < sae.activation.k):
         t = sae.parameters["threshold"].numpy() if sae.parameters else np.zeros(len(b))
         for i in range(len(b)):
             if (norm := np.linalg.norm(W[:, i])) > 0:
@@ -76,4 +78,7 @@ def walls(sae: SAE, row: np.ndarray) -> list[tuple[float, np.ndarray]]:
         towards = sign * W[:, j] - own * W[:, i]
         if (norm := np.linalg.norm(towards)) > 0:
             found.append(((own * v[i] - sign * v[j]) / norm, towards / norm))
+    for i in inside if clipped else ():
+        if (norm := np.linalg.norm(W[:, i])) > 0:
+            found.append((v[i] / norm, -W[:, i] / norm))
     return found

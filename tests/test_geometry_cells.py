@@ -9,7 +9,7 @@ from encoders import Case, cases, encoder, sae_of, walls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saecli.activations import AbsTopK, Activation, Relu, TopK
+from saecli.activations import AbsTopK, Activation, Relu, ReluTopK, TopK
 from saecli.errors import ConfigError
 from saecli.geometry import cells as cells_module
 from saecli.geometry.cells import Cells, cells_of
@@ -64,7 +64,7 @@ def test_no_direction_leaves_the_cell_before_the_margin_and_the_nearest_wall_lea
 
 
 @settings(max_examples=30, deadline=None)
-@given(cases(kinds=("relu", "jumprelu", "topk"), shapes=("plain", "uneven")), st.integers(0, 2**32))
+@given(cases(kinds=("relu", "jumprelu", "topk", "relu-topk"), shapes=("plain", "uneven")), st.integers(0, 2**32))
 def test_bisection_along_a_ray_finds_the_wall_no_nearer_than_the_margin(case: Case, seed: int) -> None:
     cells = cells_of(case.sae)
     margins = cells.margins(cells.pre_activations(case.rows))
@@ -90,7 +90,8 @@ def test_crossings_count_the_walls_within_the_radius(case: Case, radius: float) 
 
 
 @pytest.mark.parametrize(("activation", "shape"), [
-    (TopK(24), "plain"), (TopK(24), "clustered"), (AbsTopK(24), "shifted"), (AbsTopK(24), "plain"), (Relu(), "plain")])
+    (TopK(24), "plain"), (TopK(24), "clustered"), (AbsTopK(24), "shifted"), (AbsTopK(24), "plain"), (Relu(), "plain"),
+    (ReluTopK(24), "plain"), (ReluTopK(400), "plain")])
 def test_margins_of_many_latents_equal_the_nearest_of_all_walls(activation: Activation, shape: str) -> None:
     rng = np.random.default_rng(0)
     sae = sae_of(*encoder(rng, 32, 600, shape), activation, rng)
@@ -116,6 +117,8 @@ def test_possible_cells_are_counted_exactly(F: int, k: int) -> None:
     W, b = np.zeros((2, F)), np.zeros(F)
     rng = np.random.default_rng(0)
     assert cells_of(sae_of(W, b, TopK(k), rng)).possible_log10 == pytest.approx(math.log10(math.comb(F, k)), abs=1e-9)
+    clipped = math.log10(sum(math.comb(F, j) for j in range(k + 1)))
+    assert cells_of(sae_of(W, b, ReluTopK(k), rng)).possible_log10 == pytest.approx(clipped, abs=1e-9)
     assert cells_of(sae_of(W, b, Relu(), rng)).possible_log10 == pytest.approx(math.log10(2**F))
 
 

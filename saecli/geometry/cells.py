@@ -5,6 +5,7 @@ from a row to the boundary of its cell is the smallest distance to one of their 
 
     thresholded:  latent i switches at       v_i = t_i,   at distance  |v_i - t_i| / ||w_i||
     largest K:    i in S and j not in S swap, at distance  (v_i - v_j) / ||mu_i - mu_j||
+    relu-topk:    as the largest K and v_i = 0 for i in S where K latents are positive, else as relu
 
 with v = x @ W_enc + b_enc and mu the sites of the activation's power diagram (for abs-topk the 2F sites
 +-w_i). Source: the paper on SAEs as piecewise affine splines and on their half-space inequalities. All float64.
@@ -19,10 +20,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..activations import ACTIVATIONS, Largest, Thresholded
+from ..activations import ACTIVATIONS, Largest, ReluTopK, Thresholded, TopK
 from ..errors import ConfigError
 from ..sae import SAE
-from .power_diagram import KthOrderDiagram, kth_order_diagram
+from .power_diagram import KthOrderDiagram, PowerDiagram, kth_order_diagram
 
 SEARCH_WIDTH = 4  # candidates of the first round of the search for the nearest swap, enough for most rows
 BLOCK = 2**23  # float64 numbers that one step of a search may hold, 64 MiB
@@ -100,7 +101,8 @@ class ThresholdedCells(Cells):
         """A latent's own hyperplane."""
         return "hyperplanes"
 
-    def _distances(self, pre: Tensor) -> Tensor:
+    def distances(self, pre: Tensor) -> Tensor:
+        """`|v_i - t_i| / ||w_i||`, (B, F)."""
         norms = self.sae.W_enc.norm(dim=0)
         # A latent with no weights switches nowhere.
         return ((pre - self.thresholds).abs() / norms).masked_fill(norms == 0, torch.inf)
@@ -111,11 +113,11 @@ class ThresholdedCells(Cells):
 
     def margins(self, pre: Tensor) -> Tensor:
         """`min_i |v_i - t_i| / ||w_i||`, (B,)."""
-        return self._distances(pre).amin(1)
+        return self.distances(pre).amin(1)
 
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
         """How many latents have `|v_i - t_i| / ||w_i|| < radius`, (B,)."""
-        return (self._distances(pre) < radius).sum(1)
+        return (self.distances(pre) < radius).sum(1)
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,60 @@ class LargestCells(Cells):
         return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.long)
 
 
+@dataclass(frozen=True)
+class ReluTopKCells(Cells):
+    """Cells of the K largest clipped at zero.
+
+    A row with K positive latents or more lies in a topk cell cut at `v_i = 0` of the latents kept. With fewer, the
+    latents kept are the positive ones, and no swap among the others shows: its cell is that of relu. All are convex.
+
+    Args:
+        largest: the cells without the clipping.
+        relu: the cells without the limit.
+    """
+
+    largest: LargestCells
+    relu: ThresholdedCells
+
+    @property
+    def possible_log10(self) -> float:
+        """log10 of the sum of F over j, j from 0 to K."""
+        F = self.sae.d_sae
+        j = torch.arange(self.largest.order.k + 1, dtype=torch.float64)
+        logs = math.lgamma(F + 1) - torch.lgamma(j + 1) - torch.lgamma(F - j + 1)
+        return float(torch.logsumexp(logs, 0)) / math.log(10)
+
+    @property
+    def boundary(self) -> str:
+        """Swaps and latents' own hyperplanes."""
+        return "hyperplanes"
+
+    def _is_full(self, pre: Tensor) -> Tensor:
+        """Whether K latents are positive, (B,)."""
+        return (pre > 0).sum(1) >= self.largest.order.k
+
+    def supports(self, pre: Tensor) -> Tensor:
+        """The latents among the K largest that are positive, (B, F)."""
+        return self.largest.supports(pre) & (pre > 0)
+
+    def margins(self, pre: Tensor) -> Tensor:
+        """The nearest swap or `min over i in S of v_i / ||w_i||`, (B,); of a row with fewer than K positive latents
+        the margin of relu."""
+        margins, full = self.relu.margins(pre), self._is_full(pre)
+        some = pre[full]
+        own = self.relu.distances(some).masked_fill(~self.largest.supports(some), torch.inf).amin(1)
+        margins[full] = torch.minimum(self.largest.margins(some), own)
+        return margins
+
+    def crossings(self, pre: Tensor, radius: float) -> Tensor:
+        """How many of the hyperplanes that `margins` looks at are nearer than the radius, (B,)."""
+        counts, full = self.relu.crossings(pre, radius), self._is_full(pre)
+        some = pre[full]
+        own = (self.relu.distances(some) < radius) & self.largest.supports(some)
+        counts[full] = self.largest.crossings(some, radius) + own.sum(1)
+        return counts
+
+
 def cells_of(sae: SAE) -> Cells:
     """The partition that an SAE makes of its input space.
 
@@ -237,6 +293,10 @@ def cells_of(sae: SAE) -> Cells:
     sae = sae.to(torch.float64)
     if isinstance(sae.activation, Thresholded):
         return ThresholdedCells(sae, sae.activation.thresholds(sae.parameters, sae.d_sae).double())
+    if isinstance(sae.activation, ReluTopK):
+        order = KthOrderDiagram(PowerDiagram.from_encoder(sae.W_enc, sae.b_enc), TopK(sae.activation.k), sae.d_sae)
+        relu = ThresholdedCells(sae, torch.zeros(sae.d_sae, dtype=torch.float64))
+        return ReluTopKCells(sae, LargestCells(sae, order), relu)
     order = kth_order_diagram(sae)
     if order is not None:
         return LargestCells(sae, order)
