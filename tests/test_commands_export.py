@@ -78,6 +78,7 @@ def test_what_a_format_lacks_is_refused_by_name(
     done = sae("export", "run", "--to", name, "--out", tmp_path / "out")
     assert done.status == 1
     assert f"{name} cannot express the activation {activation.name}" in done.err
+    assert "use --to saelens" in done.err
     assert not (tmp_path / "out").exists()
 
 

@@ -1,13 +1,13 @@
 """`sae export`."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 import typer
 
 from .. import formats
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, FormatError, StoreError
 from ..formats import FORMATS, STAND_INS, SavedSAE
 from ..metrics import Reconstruction
 from ..runs import find_subject
@@ -17,7 +17,8 @@ from .subjects import Data, measured
 
 Run = Annotated[str | None, typer.Argument(
     help="Run name, or folder that holds an SAE.", show_default="the newest run")]
-To = Annotated[Literal["saelens", "sparsify", "dictionary-learning"], typer.Option("--to", help="The library.")]
+Library = Literal["saelens", "sparsify", "dictionary-learning"]
+To = Annotated[Library, typer.Option("--to", help="The library.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
 
 
@@ -40,6 +41,8 @@ def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = 
     if kind not in FORMATS[to].activations and kind in STAND_INS:
         written = SavedSAE(STAND_INS[kind](saved.sae), saved.origin)
         deviation = _deviation(session, subject.name, saved.sae, written.sae, to, data)
+    elif kind not in FORMATS[to].activations:
+        raise _inexpressible(saved.sae, to)
     elif data is not None:
         raise ConfigError(f"--data does nothing here: {to} expresses {saved.sae.activation.name} exactly; leave it out")
     formats.save(written, to, out)
@@ -49,6 +52,13 @@ def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = 
     if deviation is not None:
         session.report.note(_told(document))
     session.report.result(document, f"wrote {subject.name} to {out} for {to}: {', '.join(document['files'])}")
+
+
+def _inexpressible(sae: SAE, to: str) -> FormatError:
+    able = [name for name in get_args(Library) if type(sae.activation) in FORMATS[name].activations]
+    return FormatError(f"{to} cannot express the activation {sae.activation.name}; expected one of "
+                       f"{', '.join(kind.name for kind in FORMATS[to].activations)}; "
+                       f"{f'use --to {able[0]}' if able else 'no library here can'}")
 
 
 @torch.no_grad()

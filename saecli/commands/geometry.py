@@ -93,7 +93,8 @@ def _rows_at(rows: Rows, numbers: tuple[int, ...]) -> Tensor:
 
 def _first(rows: Rows, most: int, size: int) -> Iterator[NDArray[np.float32]]:
     """All rows in batches of `size`, or where there are more than `most`, so many in random order."""
-    batches = rows.sequential(size) if rows.rows <= most else rows.batches(size, seed=SAMPLE_SEED, epoch=0)
+    most = min(most, rows.rows)
+    batches = rows.sequential(size) if rows.rows == most else rows.batches(size, seed=SAMPLE_SEED, epoch=0)
     left = most
     for batch in islice(batches, -(-most // size)):
         yield batch[:left]
@@ -162,9 +163,9 @@ def _draw(path: Path, one: Measured, survey: Survey, document: dict[str, Any], c
     plane = Plane.through(marked) if corners else Plane.principal(survey.sample.rows)
     points = plane.coordinates(torch.from_numpy(survey.sample.rows))
     places = plane.coordinates(marked)
-    caption = (f"cells on the plane through rows {', '.join(map(str, corners))}, rows projected on it" if corners
-               else "cells on the plane of principal components 1 and 2, rows projected on it" if one.sae.d_in > 2
-               else "cells, and the rows")
+    caption = (f"on the plane through rows {', '.join(map(str, corners))}, rows projected on it" if corners
+               else "on the plane of principal components 1 and 2, rows projected on it" if one.sae.d_in > 2
+               else "and the rows")
     compared = document["references"]
     geometry(path, GeometryPicture(
         title=f"{document['run']} on {document['data']}", caption=caption,

@@ -162,7 +162,8 @@ def references(sae: SAE, train: Rows, rows: Rows, rank: int, seed: int = 0) -> R
         seed: of k-means.
 
     Returns:
-        The three FVUs, NaN where the rows measured are all equal.
+        The three FVUs; where the rows measured are all equal infinite, as `sae eval` has it, or NaN where they
+        are met exactly.
 
     Cost: two k-means fits of at most `LLOYD_WORK` multiplications an iteration, and one SVD a cell.
     """
@@ -175,7 +176,7 @@ def references(sae: SAE, train: Rows, rows: Rows, rank: int, seed: int = 0) -> R
         return fvu(residual), len(partition.cluster_centers_)
 
     def fvu(residual: float) -> float:
-        return residual / spread if spread > 0 else math.nan
+        return residual / spread if spread > 0 else math.inf if residual > 0 else math.nan
 
     rank = min(rank, train.shape[1])
     kmeans_fvu, kmeans_cells = measure(KMEANS_ROWS, 0)

@@ -23,7 +23,7 @@ class GeometryPicture:
 
     Args:
         title: what stands above.
-        caption: what the plane is, after the number of cells: "cells on the plane through rows 1, 2, 3".
+        caption: what the plane is, after the number of cells: "on the plane through rows 1, 2, 3".
         map: the cells on the plane.
         points: rows projected on it, (M, 2).
         marks: the rows that the plane goes through, by number, their coordinates (2,).
@@ -80,6 +80,10 @@ def cell_image(labels: NDArray[np.int64]) -> NDArray[np.float64]:
     return image
 
 
+def _cells(count: int) -> str:
+    return f"{count:,} {'cell' if count == 1 else 'cells'}"
+
+
 def _draw_cells(axes: Axes, picture: GeometryPicture) -> None:
     axes.grid(False)
     axes.imshow(cell_image(picture.map.labels), extent=picture.map.window, origin="lower", interpolation="nearest")
@@ -91,7 +95,7 @@ def _draw_cells(axes: Axes, picture: GeometryPicture) -> None:
         axes.annotate(str(number), (x, y), xytext=(6, 6), textcoords="offset points", weight="bold", zorder=4)
     axes.set(xlim=(left, right), ylim=(bottom, top), xlabel="first axis, in units of the rows",
              ylabel="second axis, in units of the rows",
-             title=f"{picture.map.cells:,} {picture.caption}")
+             title=f"{_cells(picture.map.cells)} {picture.caption}")
 
 
 def _draw_margins(axes: Axes, margins: NDArray) -> None:
@@ -113,7 +117,7 @@ def _draw_sizes(axes: Axes, sizes: NDArray) -> None:
     steps = np.unique(np.r_[0, np.flatnonzero(np.diff(sizes)), np.flatnonzero(np.diff(sizes)) + 1, len(sizes) - 1])
     axes.plot(ranks[steps], sizes[steps], color=COLOURS[0], marker="o", markersize=2.5)
     axes.set(xlabel="cell, the fullest first", ylabel="rows in it",
-             title=f"{len(sizes):,} cells visited, {(sizes == 1).sum():,} by one row")
+             title=f"{_cells(len(sizes))} visited, {(sizes == 1).sum():,} by one row")
     log_scale(axes, "x")
     axes.set_ylim(0.8, max(10, sizes.max() * 1.5))
     log_scale(axes, "y")
