@@ -77,9 +77,9 @@ def _held(folder: Path) -> Iterator[None]:
 
 def _trained(session: Session, plan: Plan, folder: Path, resume: bool) -> dict[str, Any]:
     """Train a run to its end; returns its result."""
-    if not resume:
-        plan.write(folder, None)
     try:
+        if not resume:
+            plan.write(folder, None)
         trainer = Trainer(plan, folder)
         session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
                             f"on {plan.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
@@ -124,7 +124,7 @@ def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Pa
                           f"the run was begun with; leave it out")
     runs = session.home.runs
     if name is None:
-        unfinished = [n for n in runs.names() if not runs.read_marker(n).get("complete")]
+        unfinished = [n for n, marker in runs.markers().items() if marker and not marker.get("complete")]
         if not unfinished:
             raise RunError(f"there is no unfinished run in {runs.path}; start one with `sae train`")
         name = unfinished[0]
