@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ TINY_GEMMA2 = "tiny-gemma2"
 BUNDLED = {TINY_GEMMA2: Path(__file__).parent / "assets" / TINY_GEMMA2}
 SITES = ("resid_post", "resid_pre", "mlp_out", "attn_out")
 # What damaged or foreign files make the library raise; older versions of the hub's client lack the last.
-UNLOADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError,
+UNLOADABLE = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError,
+              UnpicklingError,
               *([hub_errors.StrictDataclassError] if hasattr(hub_errors, "StrictDataclassError") else []))
 OFFLINE_ADVICE = f"or use --model {TINY_GEMMA2}, which is bundled, or the folder of a downloaded model"
 
@@ -129,8 +131,9 @@ def find_model(name: str) -> ModelSource:
                                             trust_remote_code=False)
     except UNLOADABLE as error:
         raise _explained(name, error) from error
-    if not hasattr(config.get_text_config(), "num_hidden_layers"):
-        raise ModelError(f"{name} has no layers to read from: its configuration names no num_hidden_layers")
+    if not getattr(config.get_text_config(), "num_hidden_layers", None):
+        raise ModelError(f"{name} has no layers to read from: expected a num_hidden_layers above 0 in its "
+                         f"configuration, got none; use another model")
     return ModelSource(name, location, None if local else getattr(config, "_commit_hash", None), config)
 
 
@@ -139,6 +142,9 @@ def _explained(name: str, error: BaseException) -> ModelError:
     if "trust_remote_code" in str(error):
         return ModelError(f"{name} comes with Python code of its own, and this tool runs no code from a model's "
                           f"folder: expected an architecture that transformers has; use another model")
+    if isinstance(error, UnpicklingError):  # of which the library says how to run the file's code all the same
+        return ModelError(f"cannot load the model {name}: expected weights that hold nothing but tensors, got a pickle "
+                          f"that is damaged or holds code; use a model with model.safetensors")
     if "backend tokenizer" in str(error):
         return _no_tokenizer(name)
     cause: BaseException | None = error
@@ -195,6 +201,9 @@ class LanguageModel:
         finally:
             logging.set_verbosity(quiet)
         self.model.requires_grad_(False)
+        if not hasattr(self.model.get_input_embeddings(), "weight"):
+            raise ModelError(f"{source.name} reads no tokens: expected a causal language model, got a "
+                             f"{type(self.model).__name__}; use another model")
         self.blocks = _blocks(self.model, source)
 
     @property

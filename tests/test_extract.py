@@ -168,6 +168,20 @@ def test_code_in_a_models_folder_is_neither_run_nor_asked_about(sae: CommandLine
     assert not (tmp_path / "ran").exists()
 
 
+def test_weights_that_hold_code_are_refused_and_not_run(sae: CommandLine, models, text, tmp_path: Path):
+    class Code:
+        def __reduce__(self):
+            return open, (str(tmp_path / "ran"), "w")
+
+    folder = shutil.copytree(models["llama"], tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    torch.save({"x": Code()}, folder / "pytorch_model.bin")
+    done = sae("extract", "--model", folder, "--dataset", text)
+    assert done.status == 1
+    assert "got a pickle that is damaged or holds code; use a model with model.safetensors" in done.err
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_a_model_without_tokenizer_gets_a_sentence(sae: CommandLine, models, text, tmp_path: Path, architecture):
     folder = shutil.copytree(models[architecture], tmp_path / "model")
