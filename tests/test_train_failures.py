@@ -135,3 +135,15 @@ def test_an_early_interrupt_ends_with_130_and_no_traceback(sae: CommandLine):
     assert "Traceback" not in said
     if process.returncode == 130:  # unless the shell that runs the tests has interrupts ignored
         assert "stopped" in said
+
+
+def test_a_run_cut_short_before_its_last_file_is_completed_by_resume(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    whole = sae("train", "--name", "run", *QUICK).json
+    folder = sae.home / "runs" / "run"
+    (folder / "loss.png").unlink()
+    change(folder, complete=False, result=None)
+    again = sae("train", "--resume", "--name", "run", "--json").json
+    assert again["final"] == whole["final"]
+    assert (folder / "loss.png").exists()
+    assert json.loads((folder / "run.json").read_text())["complete"]

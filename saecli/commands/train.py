@@ -48,9 +48,6 @@ def command(ctx: typer.Context, options: Given, solver: Solver = "pam-sgd", act:
         folder.mkdir(parents=True)
     with _held(folder):
         result = _trained(session, plan, folder, resume)
-    from ..plots import loss_curves  # matplotlib takes a second to import
-
-    loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
     for note in result["notes"]:
         session.report.note(note)
     document = {"run": folder.name, "path": str(folder), "solver": plan.solver.name, "act": plan.activation.name,
@@ -85,7 +82,12 @@ def _trained(session: Session, plan: Plan, folder: Path, resume: bool) -> dict[s
                             f"on {plan.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
                             f"{trainer.test_rows.rows:,} test rows, {trainer.task.steps:,} steps")
         with session.report.progress("training", trainer.task.steps, "steps") as show:
-            return trainer.run(show)
+            result = trainer.run(show)
+        from ..plots import loss_curves  # matplotlib takes a second to import
+
+        loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
+        plan.write(folder, result)  # last, so that whatever cuts this short, --resume completes it
+        return result
     except KeyboardInterrupt:
         session.report.note(f"stopped; `sae train --resume --name {folder.name}` goes on after the last whole epoch"
                             if (folder / CHECKPOINT).exists() else "stopped before the end of the first epoch; "

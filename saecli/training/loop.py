@@ -98,7 +98,7 @@ class Trainer:
             show: told the steps done, and a few words on how it goes.
 
         Returns:
-            The result that `run.json` then holds: `rows_train, rows_test, epochs, steps, seconds,
+            The result for `Plan.write`, which finishes the run: `rows_train, rows_test, epochs, steps, seconds,
             rows_per_second, notes, final`.
 
         Raises:
@@ -123,7 +123,7 @@ class Trainer:
                 self._save(solver, sae, normalisation, progress)
         finally:
             log.close()
-        return self._finish(solver, on_raw_rows(solver.sae(), normalisation), progress)
+        return self._result(solver, on_raw_rows(solver.sae(), normalisation), progress)
 
     def _demand_memory(self) -> None:
         solver, d_sae = self.plan.solver, self.plan.training.d_sae
@@ -187,16 +187,14 @@ class Trainer:
         kept = {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
         save_checkpoint(self.folder, solver.state() | kept, vars(progress))
 
-    def _finish(self, solver: Solver, sae: SAE, progress: Progress) -> dict[str, Any]:
+    def _result(self, solver: Solver, sae: SAE, progress: Progress) -> dict[str, Any]:
         train, test = (reconstruction(sae, self._raw(stored, sae)) for stored in (self.train_rows, self.test_rows))
-        result = {
+        return {
             "rows_train": self.train_rows.rows, "rows_test": self.test_rows.rows, "epochs": progress.epoch,
             "steps": progress.step, "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "notes": solver.notes(),
             "final": {"train_fvu": train["fvu"], "test_fvu": test["fvu"], "test_mse": test["mse"], "l0": test["l0"],
                       "dead_fraction": train["dead_fraction"], **solver.record()}}
-        self.plan.write(self.folder, result)
-        return result
 
 
 def averages(reports: list[StepReport], variance: torch.Tensor) -> dict[str, Any]:
