@@ -101,8 +101,8 @@ def _planned(session: Session, options: Given, solver: str, act: str, data: str 
     chosen_solver = options.choose(SOLVERS, "solver", solver)
     activation = options.choose(ACTIVATIONS, "act", act)
     store = open_store(session, data)
-    rows = store.split("train", fraction=training.fraction, seed=training.split_seed).rows
-    return Plan(store, training.resolved(activation, rows, store.d_in), chosen_solver, activation, now())
+    rows = training.rows_of(store)
+    return Plan(store, rows, training.resolved(activation, rows.rows, store.d_in), chosen_solver, activation, now())
 
 
 def _new_folder(home: Home, name: str | None, stem: str) -> Path:
@@ -139,7 +139,8 @@ def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Pa
     store = ActivationStore.open(session.home.stores.find(run["data"]))
     try:
         settings = dict(run["solver"])
-        plan = Plan(store, TrainingConfig.from_json(run["training"]),
+        training = TrainingConfig.from_json(run["training"])
+        plan = Plan(store, training.rows_of(store), training,
                     SOLVERS[settings.pop("name")].from_json(settings), activation_from_json(run["activation"]),
                     run["created"])
         trained_on = run["data_hash"]

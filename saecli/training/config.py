@@ -9,6 +9,7 @@ import torch
 from ..activations import Activation, sparsity_names
 from ..config import Config, option
 from ..errors import ConfigError
+from ..store import ActivationStore, Rows
 from .normalise import NORMALISATIONS
 
 DEFAULT_STEPS = 4000  # batches that the default number of epochs comes to
@@ -46,6 +47,14 @@ class TrainingConfig(Config):
     device: str = option("auto", "Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one.")
     dtype: str = option("float32", "Precision of weights and steps; the decoder step sums in float64 in any case.",
                         choices=tuple(DTYPES))
+
+    def rows_of(self, store: ActivationStore) -> Rows:
+        """The rows of a store to train on.
+
+        Raises:
+            StoreError: the split leaves none.
+        """
+        return store.split("train", fraction=self.fraction, seed=self.split_seed)
 
     def resolved(self, activation: Activation, rows: int, d_in: int) -> "TrainingConfig":
         """The same with every default that depends on the data or the activation filled in.

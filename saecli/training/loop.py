@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ..runs import FORMAT_VERSION
 from ..sae import SAE
 from ..solvers import Solver, SolverConfig, StepReport, Task
 from ..store import ActivationStore
+from ..store import Rows as StoredRows
 from .checkpoints import MetricsLog, load_checkpoint, save_checkpoint
 from .config import DTYPES, TrainingConfig
 from .normalise import Normalisation, fit_normalisation
@@ -36,6 +38,7 @@ class Plan:
 
     Args:
         store: the activations.
+        train_rows: those of its rows to train on, as `training` splits them.
         training: the settings, resolved.
         solver: the solver and its settings.
         activation: the activation and its settings.
@@ -43,6 +46,7 @@ class Plan:
     """
 
     store: ActivationStore
+    train_rows: StoredRows
     training: TrainingConfig
     solver: SolverConfig
     activation: Activation
@@ -82,7 +86,7 @@ class Trainer:
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
         training = plan.training
-        self.train_rows = plan.store.split("train", fraction=training.fraction, seed=training.split_seed)
+        self.train_rows = plan.train_rows
         self.test_rows = plan.store.split("test", seed=training.split_seed)
         self.device = device_named(training.device)
         self._demand_memory()
@@ -177,7 +181,7 @@ class Trainer:
         look()
         return seen
 
-    def _raw(self, stored: Any, sae: SAE) -> Any:
+    def _raw(self, stored: StoredRows, sae: SAE) -> Iterator[torch.Tensor]:
         return (batch.to(sae.W_enc) for batch in raw_batches(stored))
 
     def _save(self, solver: Solver, sae: SAE, normalisation: Normalisation, progress: Progress) -> None:
