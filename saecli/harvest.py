@@ -27,13 +27,11 @@ class Window:
     Args:
         document: number of the document.
         index: number of the window within its document.
-        offset: position in the document of the first token after the prefix.
         token_ids: the prefix' and the document's tokens.
     """
 
     document: int
     index: int
-    offset: int
     token_ids: list[int]
 
     @property
@@ -88,7 +86,7 @@ class Windows:
             token_ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             starts = range(0, len(token_ids), self._room)
             for index, start in enumerate(starts[:1] if self._first_only else starts):
-                yield Window(number, index, start, self.prefix + token_ids[start : start + self._room])
+                yield Window(number, index, self.prefix + token_ids[start : start + self._room])
 
 
 def batches(windows: Iterable[Window], size: int) -> Iterator[list[Window]]:

@@ -88,7 +88,7 @@ def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[W
     for document, positions, token_ids in _spans(rows):
         if positions[0] != len(prefix) or positions[-1] - positions[0] + 1 != len(positions):
             continue
-        yield Window(document, 0, 0, [*prefix, *token_ids])
+        yield Window(document, 0, [*prefix, *token_ids])
         found += len(token_ids)
         if found >= tokens:
             return

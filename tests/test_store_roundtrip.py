@@ -43,9 +43,10 @@ def test_store_equals_array_in_memory_whatever_the_chunk_shard_and_block_sizes(d
         assert store.rows == count and store.complete and not list(store.verify())
         size = data.draw(st.integers(1, 250))
         np.testing.assert_array_equal(collect(store.split("all").sequential(size)), expected)
-        for batch, columns in store.split("all").sequential_with(["document"], size):
-            first = columns["document"][0] * 3
-            assert len(columns["document"]) == len(batch)
+        every = store.split("all")
+        for batch, documents in zip(every.sequential(size), every.column("document", size), strict=True):
+            first = documents[0] * 3
+            assert len(documents) == len(batch)
             assert first <= count
         documents = np.concatenate(list(store.split("all").column("document", size)))
         np.testing.assert_array_equal(documents, np.arange(count) // 3)

@@ -65,8 +65,9 @@ def test_the_rows_held_out_are_for_ever_those_of_splitmix64(seed):
 
 
 def test_columns_follow_the_split(store):
-    for batch, columns in store.split("test").sequential_with(["document"], 100):
-        np.testing.assert_array_equal(batch[:, 0] // 10, columns["document"])
+    held_out = store.split("test")
+    for batch, documents in zip(held_out.sequential(100), held_out.column("document", 100), strict=True):
+        np.testing.assert_array_equal(batch[:, 0] // 10, documents)
 
 
 def test_shares_are_uniform_over_seeds():

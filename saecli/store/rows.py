@@ -3,7 +3,7 @@
 Legend: B rows of a batch, D = d_in.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -81,24 +81,6 @@ class Rows:
         """
         _check_batch_size(batch_size)
         return in_order(self._source, batch_size)
-
-    def sequential_with(self, columns: Iterable[str], batch_size: int
-                        ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """As `sequential`, each batch with its part of some columns.
-
-        Args:
-            columns: names out of the store's columns.
-            batch_size: rows of a batch, at least 1; the last may be short.
-
-        Yields:
-            The (B, D) batch, valid until the next is asked for, and a (B,) integer array by column name.
-
-        Raises:
-            StoreError: the store has no such column, or a shard is missing or damaged.
-        """
-        parts = {name: self.column(name, batch_size) for name in columns}
-        together = zip(self.sequential(batch_size), *parts.values(), strict=True)
-        return ((rows, dict(zip(parts, values, strict=True))) for rows, *values in together)
 
     def column(self, name: str, batch_size: int) -> Iterator[np.ndarray]:
         """A column's values for these rows, in stored order.
