@@ -343,6 +343,7 @@ def test_a_disk_that_refuses_leaves_no_folder_behind(tmp_path: Path) -> None:
 import resource, sys, torch
 from pathlib import Path
 from saecli.activations import ReluTopK
+from saecli.errors import FormatError
 from saecli.formats import FORMATS, SavedSAE, save
 from saecli.sae import SAE
 sae = SAE(torch.ones(64, 256), torch.ones(256), torch.ones(256, 64), torch.ones(64), ReluTopK(k=2))
@@ -351,7 +352,7 @@ for name, form in FORMATS.items():
     if form.save:
         try:
             save(SavedSAE(sae), name, Path(sys.argv[1]) / name)
-        except Exception as error:
+        except (FormatError, OSError) as error:
             print(type(error).__name__)
 """
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)

@@ -4,7 +4,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -30,11 +30,11 @@ class Session:
 
     Args:
         home: the folder of stores and runs.
-        report: the output sink; replaced by `start` once `--json` is known.
+        report: the output sink.
     """
 
     home: Home
-    report: Report = field(default_factory=Report)
+    report: Report
 
 
 def start(ctx: typer.Context, as_json: bool, plot: Path | None = None) -> Session:

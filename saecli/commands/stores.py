@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..errors import ConfigError, StoreError
-from ..home import Home
+from ..home import STORE_MARKER, Home
 from ..report import table
 from ..store import ActivationStore
 from .options import Session
@@ -43,7 +43,7 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
     Raises:
         StoreError: the folder holds something else, or a shard of it is missing or truncated.
     """
-    if not (folder / "store.json").exists():
+    if not (folder / STORE_MARKER).exists():
         return None
     store = ActivationStore.open(folder)
     if store.meta.request_hash != request_hash:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StoreError
-from .schema import MARKER, SHARDS, StoreMeta, read_meta, write_meta
+from ..home import STORE_MARKER
+from .schema import SHARDS, StoreMeta, read_meta, write_meta
 
 LOCK = ".lock"
 
@@ -53,7 +54,7 @@ def remove_empty(path: Path) -> None:
     with suppress(OSError):
         if (path / SHARDS).exists():
             shutil.rmtree(path / SHARDS)
-        (path / MARKER).unlink(missing_ok=True)
+        (path / STORE_MARKER).unlink(missing_ok=True)
     forsake(path)
 
 
@@ -64,7 +65,7 @@ def begin(path: Path, meta: StoreMeta) -> StoreMeta:
         StoreError: the folder holds something else, or a complete store.
         OSError: the disk refuses it.
     """
-    if not (path / MARKER).exists():
+    if not (path / STORE_MARKER).exists():
         foreign = [entry.name for entry in path.iterdir() if not entry.name.startswith(".")]
         if foreign:
             raise StoreError(f"cannot make a store in {path}: expected an empty folder, got one that holds "

@@ -30,7 +30,6 @@ from ..home import STORE_MARKER, now
 from .dtypes import DTYPES
 
 FORMAT_VERSION = 1
-MARKER = STORE_MARKER
 SHARDS = "shards"
 ACTIVATIONS = "activations"
 
@@ -211,11 +210,11 @@ def read_meta(store: Path) -> StoreMeta:
     Raises:
         StoreError: there is none, or it is damaged or of a newer version.
     """
-    path = store / MARKER
+    path = store / STORE_MARKER
     try:
         return StoreMeta.from_json(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
-        raise StoreError(f"no activation store at {store}; expected {MARKER} in it, got none; "
+        raise StoreError(f"no activation store at {store}; expected {STORE_MARKER} in it, got none; "
                          "make one with `sae extract` or `sae import`") from error
     except (OSError, ValueError) as error:
         raise StoreError(f"cannot read {path}: {error}; "
@@ -224,4 +223,4 @@ def read_meta(store: Path) -> StoreMeta:
 
 def write_meta(store: Path, meta: StoreMeta) -> None:
     """Write a store's `store.json`, which appears whole or not at all."""
-    write_json(store / MARKER, meta.to_json())
+    write_json(store / STORE_MARKER, meta.to_json())

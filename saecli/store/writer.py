@@ -16,9 +16,10 @@ from typing import Any, Self
 import numpy as np
 
 from ..errors import StoreError
+from ..home import STORE_MARKER
 from .claim import begin, forsake, remove_empty, take_lock
 from .dtypes import DTYPES
-from .schema import MARKER, SHARDS, Resume, ShardRecord, StoreMeta, shard_name, write_meta
+from .schema import SHARDS, Resume, ShardRecord, StoreMeta, shard_name, write_meta
 from .shard_writer import ShardWriter
 
 NONFINITE = "nonfinite"
@@ -73,7 +74,7 @@ class StoreWriter:
         try:
             return cls(path, begin(path, meta), lock, limit)
         except OSError as error:
-            if not (path / MARKER).exists():
+            if not (path / STORE_MARKER).exists():
                 forsake(path)
             os.close(lock)
             raise _refused(path, 0, error) from error
