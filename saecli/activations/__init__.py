@@ -1,0 +1,39 @@
+"""Activations: what turns pre-activations into codes.
+
+An activation is a configuration (its fields are its options), and owns everything that depends on it: its
+learned parameters, its gradient, its sparsity penalties and the shape of its cells. To add one, write its
+class here and a line in `ACTIVATIONS`.
+"""
+
+from ..errors import ConfigError
+from .base import Activation, Parameters
+from .largest import AbsTopK, Largest, ReluTopK, TopK
+from .thresholded import JumpRelu, Relu, Thresholded
+
+__all__ = ["ACTIVATIONS", "AbsTopK", "Activation", "JumpRelu", "Largest", "Parameters", "Relu", "ReluTopK",
+           "Thresholded", "TopK", "activation_from_json", "activation_to_json", "sparsity_names"]
+
+ACTIVATIONS: dict[str, type[Activation]] = {kind.name: kind for kind in (Relu, JumpRelu, TopK, ReluTopK, AbsTopK)}
+
+
+def sparsity_names() -> tuple[str, ...]:
+    """Every penalty that some activation offers."""
+    return tuple(dict.fromkeys(name for kind in ACTIVATIONS.values() for name in ("none", *kind.sparsities)))
+
+
+def activation_to_json(activation: Activation) -> dict:
+    """The activation as a JSON object: its name and its settings."""
+    return {"name": activation.name, **activation.to_json()}
+
+
+def activation_from_json(document: dict) -> Activation:
+    """The activation that `activation_to_json` wrote.
+
+    Raises:
+        ConfigError: no activation of that name is known, or its settings do not fit.
+    """
+    settings = dict(document)
+    name = settings.pop("name", None)
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"no activation named {name!r}; there are: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name].from_json(settings)

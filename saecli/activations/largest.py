@@ -1,0 +1,62 @@
+"""Activations that keep the largest pre-activations of each row: topk and its kin. Shapes: B rows, F = d_sae."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..config import option
+from ..errors import ConfigError
+from .base import Activation, Parameters
+
+
+@dataclass(frozen=True)
+class Largest(Activation):
+    """An activation that keeps `k` pre-activations of each row and sets the others to zero."""
+
+    k: int = option(32, "Latents kept in each row.", minimum=1)
+
+    def check(self, d_sae: int) -> None:
+        """Refuse to keep more latents than there are."""
+        if self.k > d_sae:
+            raise ConfigError(f"--k must be at most --d-sae, {d_sae}, got {self.k}; lower --k or raise --d-sae")
+
+    def ranking(self, pre: Tensor) -> Tensor:
+        """What the `k` largest are taken of, (B, F)."""
+        return pre
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+        """`pre` at the `k` latents that rank highest, else 0, (B, F)."""
+        kept = self.ranking(pre).topk(self.k, dim=-1, sorted=False).indices  # (B, k)
+        return torch.zeros_like(pre).scatter(-1, kept, pre.gather(-1, kept))
+
+
+@dataclass(frozen=True)
+class TopK(Largest):
+    """The `k` largest pre-activations of each row, with their signs; source: the paper's TopK."""
+
+    name: ClassVar[str] = "topk"
+
+
+@dataclass(frozen=True)
+class ReluTopK(Largest):
+    """The `k` largest pre-activations of each row, those below zero clipped to zero: what SAELens, sparsify and
+    dictionary_learning call TopK. It is `topk` except on rows with fewer than `k` positive pre-activations."""
+
+    name: ClassVar[str] = "relu-topk"
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+        """`max(pre, 0)` at the `k` latents that rank highest, else 0, (B, F)."""
+        return super().__call__(pre, parameters).relu()
+
+
+@dataclass(frozen=True)
+class AbsTopK(Largest):
+    """The `k` pre-activations largest in magnitude, with their signs: what the paper's own code computes."""
+
+    name: ClassVar[str] = "abs-topk"
+
+    def ranking(self, pre: Tensor) -> Tensor:
+        """The magnitudes."""
+        return pre.abs()
