@@ -19,7 +19,7 @@ class Activation(Config):
     """Base of all activations: phi, applied to pre-activations `x @ W_enc + b_enc`.
 
     `sparsities` names the penalties that the activation offers, its default first; besides `none`, each is
-    a method `penalty_NAME(pre, codes, decoder_norms, parameters)` that gives one number a row.
+    a method `penalty_NAME(pre, codes, W_dec, parameters)` that gives the mean over the rows of a batch.
     """
 
     panel: ClassVar[str] = "Activation"
@@ -33,8 +33,13 @@ class Activation(Config):
             ConfigError: they cannot.
         """
 
+    @property
+    def estimates(self) -> tuple[str, ...]:
+        """The parameters that no gradient reaches: they stay as they are, or follow `estimated`."""
+        return ()
+
     def parameters(self, d_sae: int) -> Parameters:
-        """The learned parameters at the start of training; none for most activations."""
+        """The parameters at the start of training; none for most activations."""
         return {}
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
@@ -49,32 +54,51 @@ class Activation(Config):
         """
         raise TypeError(f"{type(self).__name__} does not say what its codes are")
 
-    def norm_weights(self, sparsity: str, codes: Tensor) -> Tensor:
-        """How much of a penalty each decoder norm carries: its derivative in `||W_dec_i||`, summed over rows, (F,)."""
+    def training_codes(self, pre: Tensor, parameters: Parameters) -> Tensor:
+        """The codes of a training batch, (B, F), where they depend on the batch as a whole; else those of a call."""
+        return self(pre, parameters)
+
+    def estimated(self, codes: Tensor, parameters: Parameters) -> Parameters:
+        """New values of those of `estimates` that a training step moves.
+
+        Args:
+            codes: what `training_codes` gave for the step's batch, (B, F).
+            parameters: as they stand.
+        """
+        return {}
+
+    def norm_weights(self, sparsity: str, codes: Tensor, W_dec: Tensor) -> Tensor:
+        """How much of a penalty each decoder norm carries: its derivative in `||W_dec_i||`, summed over rows, (F,).
+
+        Args:
+            sparsity: one of `sparsities`.
+            codes: codes of some rows, (B, F).
+            W_dec: decoder weights, (F, D).
+        """
         return codes.abs().sum(0) if sparsity == "l1" else codes.new_zeros(codes.shape[1])
 
-    def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
-        """The parameters with which pre-activations `factor` > 0 times as large give codes `factor` times as large."""
+    def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
+        """The parameters with which pre-activations `factor` > 0 times as large give codes `factor` times as large;
+        None where none do."""
         return parameters
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
         """The penalty's weight when the user gives none, for rows of mean squared norm `d_in`."""
         return {"none": 0.0, "l1": 0.1 * math.sqrt(d_in)}[sparsity]
 
-    def penalty_l1(self, pre: Tensor, codes: Tensor, decoder_norms: Tensor, parameters: Parameters) -> Tensor:
-        """Scale-free L1 of each row, `sum_i |z_i| ||W_dec_i||`, (B,): shrinking codes against a growing decoder
+    def penalty_l1(self, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        """Scale-free L1, `mean over rows of sum_i |z_i| ||W_dec_i||`: shrinking codes against a growing decoder
         gains nothing."""
-        return codes.abs() @ decoder_norms
+        return (codes.abs() @ W_dec.norm(dim=1)).mean()
 
-    def penalty(self, sparsity: str, pre: Tensor, codes: Tensor, decoder_norms: Tensor,
-                parameters: Parameters) -> Tensor:
-        """The penalty of each row, (B,), unweighted.
+    def penalty(self, sparsity: str, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        """The penalty of a batch, a mean over its rows, unweighted.
 
         Args:
             sparsity: one of `sparsities`, not `none`.
             pre: pre-activations, (B, F).
             codes: their codes, (B, F).
-            decoder_norms: `||W_dec_i||` of each latent, (F,).
+            W_dec: decoder weights, (F, D).
             parameters: the activation's own.
         """
-        return getattr(self, f"penalty_{sparsity}")(pre, codes, decoder_norms, parameters)
+        return getattr(self, f"penalty_{sparsity}")(pre, codes, W_dec, parameters)

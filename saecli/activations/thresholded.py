@@ -100,6 +100,6 @@ class JumpRelu(Thresholded):
         """An active latent costs a thousandth of a row's mean squared norm."""
         return 0.001 * d_in if sparsity == "l0" else super().default_weight(sparsity, d_in)
 
-    def penalty_l0(self, pre: Tensor, codes: Tensor, decoder_norms: Tensor, parameters: Parameters) -> Tensor:
-        """Active latents of each row, (B,), with the straight-through gradient of the thresholds."""
-        return _StepCount.apply(pre, self.thresholds(parameters, pre.shape[-1]), self.bandwidth)
+    def penalty_l0(self, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        """Mean number of active latents, with the straight-through gradient of the thresholds."""
+        return _StepCount.apply(pre, self.thresholds(parameters, pre.shape[-1]), self.bandwidth).mean()

@@ -37,7 +37,7 @@ class Rows(Protocol):
 class Task:
     """What is to be minimised, and for how long.
 
-    The loss of a batch is the mean over its rows of `||x_hat - x||^2 + sparsity_weight * penalty(row)`; terms
+    The loss of a batch is the mean over its rows of `||x_hat - x||^2 + sparsity_weight * penalty`; terms
     that the paper adds to the sum over all N rows are divided by N alike.
 
     Args:
@@ -98,7 +98,8 @@ class Solver(ABC):
         self.task = task
         self.step = 0
         trained = {"W_enc": initial.W_enc, "b_enc": initial.b_enc, **initial.parameters, **also}
-        self.trained = {name: tensor.clone().requires_grad_() for name, tensor in trained.items()}
+        self.trained = {name: tensor.clone().requires_grad_(name not in self.activation.estimates)
+                        for name, tensor in trained.items()}
         self._parameter_names = tuple(initial.parameters)
         self._adam = torch.optim.Adam(self.trained.values(), lr=task.lr)
 
@@ -134,18 +135,20 @@ class Solver(ABC):
         """One Adam step on a batch x, (B, D)."""
         W_dec, b_dec = self.decoder()
         pre = torch.addmm(self.trained["b_enc"], x, self.trained["W_enc"])  # (B, F)
-        z = self.activation(pre, self._parameters())
+        z = self.activation.training_codes(pre, self._parameters())
         squared_error = (torch.addmm(b_dec, z, W_dec) - x).square().sum(-1).mean()
         loss = squared_error + self.extra_loss()
         if self.task.sparsity != "none":
-            norms = W_dec.norm(dim=1)
-            penalty = self.activation.penalty(self.task.sparsity, pre, z, norms, self._parameters()).mean()
+            penalty = self.activation.penalty(self.task.sparsity, pre, z, W_dec, self._parameters())
             loss = loss + self.task.penalty_weight(self.step) * penalty
         self._adam.zero_grad(set_to_none=True)
         loss.backward()
         for group in self._adam.param_groups:
             group["lr"] = self.task.learning_rate(self.step)
         self._adam.step()
+        with torch.no_grad():
+            for name, value in self.activation.estimated(z, self._parameters()).items():
+                self.trained[name].copy_(value)
         self.step += 1
         l0 = (z != 0).sum(-1, dtype=x.dtype).mean()
         return StepReport(self.step, len(x), loss.detach(), squared_error.detach(), l0)
@@ -164,6 +167,8 @@ class Solver(ABC):
             for name, tensor in self.trained.items():
                 tensor.copy_(state[f"trained.{name}"])
         for name, tensor in self.trained.items():
+            if not tensor.requires_grad:  # Adam keeps nothing for it
+                continue
             kept = {key: state[f"adam.{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
             self._adam.state[tensor] = {key: value.clone() if key == "step" else value.to(tensor.device, copy=True)
                                         for key, value in kept.items()}

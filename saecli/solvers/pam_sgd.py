@@ -121,7 +121,7 @@ class PamSgdSolver(Solver):
         """
         W_dec, b_dec = self.decoder()
         residual = self.config.decoder == "residual"
-        system, sampled_z, sampled_x, norm_weights = self._gather(rows)
+        system, sampled_z, sampled_x, norm_weights = self._gather(rows, W_dec)
         terms = Terms(0.0, self.config.beta, self.config.mu_dec, self.config.nu_dec,
                       self.trained["W_enc"].T if residual else None, W_dec, b_dec,
                       self._decay(W_dec, norm_weights) * penalised)
@@ -154,7 +154,7 @@ class PamSgdSolver(Solver):
         weight = self.task.penalty_weight(self.step - 1)
         return weight * norm_weights / (2 * norms.clamp(min=LEAST_NORM * norms.mean().item()))
 
-    def _gather(self, rows: Rows) -> tuple[System, Tensor, Tensor, Tensor]:
+    def _gather(self, rows: Rows, W_dec: Tensor) -> tuple[System, Tensor, Tensor, Tensor]:
         """The decoder step's system, codes and inputs of the rows on which alpha is chosen, and what the penalty
         weighs each decoder norm with, (F,)."""
         W_enc, stride = self.trained["W_enc"], math.ceil(rows.rows / PRESS_ROWS)
@@ -169,7 +169,7 @@ class PamSgdSolver(Solver):
             kept_x.append(x if hold else x[first::stride].clone())
             if moments is not None:
                 moments.add(z, x)
-            norm_weights += self.activation.norm_weights(self.task.sparsity, z)
+            norm_weights += self.activation.norm_weights(self.task.sparsity, z, W_dec)
             seen += len(x)
         z, x = torch.cat(kept_z), torch.cat(kept_x)
         if moments is not None:
@@ -181,7 +181,7 @@ class PamSgdSolver(Solver):
 
         The SAE stays the same. Without it a penalty shrinks the codes a little in each encoder step, the decoder
         step makes up for it, and after some hundred iterations Adam's steps are large against the encoder. An alpha
-        that the user fixed decides between the sizes itself.
+        that the user fixed decides between the sizes itself, and so does an activation whose codes are of one scale.
         """
         if self.config.alpha != "auto":
             return
@@ -191,6 +191,8 @@ class PamSgdSolver(Solver):
             return
         factor = math.sqrt(square)
         rescaled = self.activation.rescaled(self._parameters(), factor)
+        if rescaled is None:
+            return
         for name, tensor in self.trained.items():
             tensor.copy_(rescaled[name] if name in rescaled else tensor * factor)
             moments = self._adam.state[tensor]

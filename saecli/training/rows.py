@@ -1,7 +1,7 @@
 """Where batches of activations enter training, and the SAE that it starts from."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -65,10 +65,9 @@ def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) ->
     d_in = batch.shape[1]
     directions = torch.randn(d_in, d_sae, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     W_enc = (directions / directions.norm(dim=0)).to(batch)
-    zeros = batch.new_zeros(d_in)
     parameters = {name: tensor.to(batch) for name, tensor in activation.parameters(d_sae).items()}
-    sae = SAE(W_enc, batch.new_zeros(d_sae), W_enc.T.clone(), zeros, activation, parameters)
-    x_hat = sae(batch)
+    x_hat = activation.training_codes(batch @ W_enc, parameters) @ W_enc.T
     size = x_hat.square().sum()
     fit = ((batch * x_hat).sum() / size).clamp(min=1e-3) if size > 0 else batch.new_ones(())
-    return replace(sae, W_enc=W_enc * fit.sqrt(), W_dec=sae.W_dec * fit.sqrt())
+    W_enc = W_enc * fit.sqrt()
+    return SAE(W_enc, batch.new_zeros(d_sae), W_enc.T.clone(), batch.new_zeros(d_in), activation, parameters)
