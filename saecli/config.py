@@ -11,7 +11,7 @@ import sys
 import types
 import typing
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any, ClassVar, Self
 
 from .errors import ConfigError
@@ -28,6 +28,7 @@ class Option:
         minimum: smallest value allowed.
         above: value that must be exceeded.
         maximum: largest value allowed.
+        below: value that must not be reached.
         choices: the words allowed; on a field that also takes numbers, the words allowed beside them.
         metavar: how the help page writes the value.
     """
@@ -36,6 +37,7 @@ class Option:
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
+    below: float | None = None
     choices: tuple[str, ...] = ()
     metavar: str | None = None
 
@@ -85,6 +87,8 @@ def _checked(name: str, annotation: Any, rule: Option, value: Any) -> Any:
             raise ConfigError(f"{flag_of(name)} must be above {rule.above:g}, got {value:g}")
         if rule.maximum is not None and not value <= rule.maximum:
             raise ConfigError(f"{flag_of(name)} must be at most {rule.maximum:g}, got {value:g}")
+        if rule.below is not None and not value < rule.below:
+            raise ConfigError(f"{flag_of(name)} must be below {rule.below:g}, got {value:g}")
     return value
 
 
@@ -104,14 +108,17 @@ class Config:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The configuration that `to_json` wrote.
+        """The configuration that `to_json` wrote; a field that the document lacks, written before there was such an
+        option, takes its default.
 
         Raises:
-            ConfigError: the document has a field too many or too few, or one with a value not allowed.
+            ConfigError: the document has a field too many, lacks one that has no default, or has one with a value not
+                allowed.
         """
         names = {f.name for f in dataclasses.fields(cls)}
-        if document.keys() != names:
-            unexpected, missing = sorted(document.keys() - names), sorted(names - document.keys())
+        needed = {f.name for f in dataclasses.fields(cls) if f.default is MISSING}
+        unexpected, missing = sorted(document.keys() - names), sorted(needed - document.keys())
+        if unexpected or missing:
             raise ConfigError(f"{cls.__name__} does not match: unexpected {unexpected}, missing {missing}")
         return cls(**document)
 

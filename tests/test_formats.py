@@ -36,7 +36,7 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
 
 
 def sae_with(activation: Activation) -> SAE:
-    parameters = {name: torch.rand(F) for name in activation.parameters(1)}
+    parameters = {name: torch.rand_like(start) for name, start in activation.parameters(F).items()}
     return SAE(**weights(), activation=activation, parameters=parameters)
 
 

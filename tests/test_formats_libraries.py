@@ -39,7 +39,8 @@ def sae_with(kind: type[Activation]) -> SAE:
     generator = torch.Generator().manual_seed(1)
     activation = kind(k=K) if "k" in kind.__dataclass_fields__ else kind()
     shapes = ((D, F), (F,), (F, D), (D,))
-    parameters = {name: torch.rand(F, generator=generator) * 4 for name in activation.parameters(1)}
+    parameters = {name: torch.rand(start.shape, generator=generator) * 4
+                  for name, start in activation.parameters(F).items()}
     return SAE(*(torch.randn(shape, generator=generator) for shape in shapes), activation, parameters)
 
 

@@ -1,19 +1,22 @@
 """Activations: what turns pre-activations into codes.
 
 An activation is a configuration (its fields are its options), and owns everything that depends on it: its
-learned parameters, its gradient, its sparsity penalties and the shape of its cells. To add one, write its
+parameters, its gradient, its sparsity penalties and the shape of its cells. To add one, write its
 class here and a line in `ACTIVATIONS`.
 """
 
 from ..errors import ConfigError
 from .base import Activation, Parameters
-from .largest import AbsTopK, Largest, ReluTopK, TopK
-from .thresholded import JumpRelu, Relu, Thresholded
+from .largest import AbsTopK, KeepsK, Largest, ReluTopK, TopK
+from .smooth import SoftTopK, Swish
+from .thresholded import BatchTopK, JumpRelu, Relu, Thresholded
 
-__all__ = ["ACTIVATIONS", "AbsTopK", "Activation", "JumpRelu", "Largest", "Parameters", "Relu", "ReluTopK",
-           "Thresholded", "TopK", "activation_from_json", "activation_to_json", "sparsity_names"]
+__all__ = ["ACTIVATIONS", "AbsTopK", "Activation", "BatchTopK", "JumpRelu", "KeepsK", "Largest", "Parameters", "Relu",
+           "ReluTopK", "SoftTopK", "Swish", "Thresholded", "TopK", "activation_from_json", "activation_to_json",
+           "sparsity_names"]
 
-ACTIVATIONS: dict[str, type[Activation]] = {kind.name: kind for kind in (Relu, JumpRelu, TopK, ReluTopK, AbsTopK)}
+ACTIVATIONS: dict[str, type[Activation]] = {
+    kind.name: kind for kind in (Relu, JumpRelu, TopK, ReluTopK, AbsTopK, BatchTopK, Swish, SoftTopK)}
 
 
 def sparsity_names() -> tuple[str, ...]:

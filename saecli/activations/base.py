@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..config import Config
+from ..errors import ConfigError
 
 Parameters = dict[str, Tensor]
 
@@ -33,10 +34,25 @@ class Activation(Config):
             ConfigError: they cannot.
         """
 
+    def check_sparsity(self, sparsity: str) -> None:
+        """Refuse a penalty that the activation does not offer, or settings that do nothing with the penalty.
+
+        Raises:
+            ConfigError: there are such.
+        """
+        if sparsity not in self.sparsities:
+            raise ConfigError(f"--sparsity {sparsity} cannot be used with --act {self.name}; "
+                              f"use one of {', '.join(self.sparsities)}")
+
     @property
     def estimates(self) -> tuple[str, ...]:
         """The parameters that no gradient reaches: they stay as they are, or follow `estimated`."""
         return ()
+
+    @property
+    def default_sparsity(self) -> str:
+        """The penalty when the user names none."""
+        return self.sparsities[0]
 
     def parameters(self, d_sae: int) -> Parameters:
         """The parameters at the start of training; none for most activations."""

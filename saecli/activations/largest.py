@@ -12,15 +12,20 @@ from .base import Activation, Parameters
 
 
 @dataclass(frozen=True)
-class Largest(Activation):
-    """An activation that keeps `k` pre-activations of each row and sets the others to zero."""
+class KeepsK(Activation):
+    """An activation that keeps `k` of a row's pre-activations, in one sense or another."""
 
-    k: int = option(32, "Latents kept in each row.", minimum=1)
+    k: int = option(32, "Latents kept in each row; by batchtopk on average, by soft-topk in expectation.", minimum=1)
 
     def check(self, d_sae: int) -> None:
         """Refuse to keep more latents than there are."""
         if self.k > d_sae:
             raise ConfigError(f"--k must be at most --d-sae, {d_sae}, got {self.k}; lower --k or raise --d-sae")
+
+
+@dataclass(frozen=True)
+class Largest(KeepsK):
+    """An activation that keeps `k` pre-activations of each row and sets the others to zero."""
 
     def ranking(self, pre: Tensor) -> Tensor:
         """What the `k` largest are taken of, (B, F)."""

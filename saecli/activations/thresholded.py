@@ -1,4 +1,4 @@
-"""Activations whose latents switch each on its own: relu, jumprelu. Shapes: B rows, F = d_sae."""
+"""Activations whose latents switch each on its own: relu, jumprelu, batchtopk. Shapes: B rows, F = d_sae."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,8 +7,12 @@ import torch
 from torch import Tensor
 
 from ..config import option
+from ..errors import ConfigError
 from .base import Activation, Parameters
+from .largest import KeepsK
+from .rates import TargetsRate
 
+THRESHOLD_RATE = 0.05  # share of the newest batch in batchtopk's threshold: the mean is over some twenty batches
 
 @dataclass(frozen=True)
 class Thresholded(Activation):
@@ -20,11 +24,11 @@ class Thresholded(Activation):
 
 
 @dataclass(frozen=True)
-class Relu(Thresholded):
+class Relu(Thresholded, TargetsRate):
     """`z = max(pre, 0)`."""
 
     name: ClassVar[str] = "relu"
-    sparsities: ClassVar[tuple[str, ...]] = ("l1", "none")
+    sparsities: ClassVar[tuple[str, ...]] = ("l1", "kl", "none")
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
         """`max(pre, 0)`, (B, F)."""
@@ -65,8 +69,8 @@ class _StepCount(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class JumpRelu(Thresholded):
-    """`z = pre * H(pre - threshold)`, one learned threshold a latent.
+class JumpRelu(Thresholded, TargetsRate):
+    """`z = pre * H(pre - threshold)`, one threshold a latent, learned unless it is fixed.
 
     The threshold's gradient is the straight-through estimate with a rectangular kernel of width `bandwidth`.
     Source: Rajamanoharan et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse
@@ -74,11 +78,30 @@ class JumpRelu(Thresholded):
     """
 
     name: ClassVar[str] = "jumprelu"
-    sparsities: ClassVar[tuple[str, ...]] = ("l0", "l1", "none")
+    sparsities: ClassVar[tuple[str, ...]] = ("l0", "l1", "kl", "none")
 
     threshold: float = option(0.1, "Threshold of every latent at the start, in units of the normalised rows.",
                               minimum=0)
     bandwidth: float = option(0.3, "Width of the kernel in the threshold's gradient, in the same units.", above=0)
+    fixed_threshold: bool = option(False, "Leave every threshold where it starts.")
+
+    @property
+    def estimates(self) -> tuple[str, ...]:
+        """The thresholds, where they are fixed."""
+        return ("threshold",) if self.fixed_threshold else ()
+
+    @property
+    def default_sparsity(self) -> str:
+        """`l0`, which pulls on thresholds alone; where they are fixed, `l1`."""
+        return "l1" if self.fixed_threshold else "l0"
+
+    def check_sparsity(self, sparsity: str) -> None:
+        """Refuse to count latents by a gradient that fixed thresholds do not have."""
+        super().check_sparsity(sparsity)
+        if self.fixed_threshold and sparsity == "l0":
+            others = ", ".join(name for name in self.sparsities if name != "l0")
+            raise ConfigError(f"--sparsity l0 trains nothing but thresholds, which --fixed-threshold holds; leave one "
+                              f"of the two out, or use --sparsity {others}")
 
     def parameters(self, d_sae: int) -> Parameters:
         """The thresholds, (F,)."""
@@ -92,9 +115,9 @@ class JumpRelu(Thresholded):
         """`pre` where it exceeds its latent's threshold, else 0, (B, F)."""
         return _JumpReluGate.apply(pre, self.thresholds(parameters, pre.shape[-1]), self.bandwidth)
 
-    def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
-        """The thresholds grow with the pre-activations."""
-        return {"threshold": parameters["threshold"] * factor}
+    def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
+        """The thresholds grow with the pre-activations; fixed ones do not."""
+        return None if self.fixed_threshold else {"threshold": parameters["threshold"] * factor}
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
         """An active latent costs a thousandth of a row's mean squared norm."""
@@ -103,3 +126,50 @@ class JumpRelu(Thresholded):
     def penalty_l0(self, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """Mean number of active latents, with the straight-through gradient of the thresholds."""
         return _StepCount.apply(pre, self.thresholds(parameters, pre.shape[-1]), self.bandwidth).mean()
+
+
+@dataclass(frozen=True)
+class BatchTopK(Thresholded, KeepsK):
+    """The `k` largest pre-activations a row on average over a training batch, those below zero clipped to zero.
+
+    In use a row's codes cannot depend on its neighbours: they are `pre * H(pre - threshold)`, with one threshold for
+    all latents, the running mean of the smallest pre-activation that training batches keep.
+    Source: Bussmann, Leask and Nanda, "BatchTopK Sparse Autoencoders" (2024); clipped as in its authors' code.
+    """
+
+    name: ClassVar[str] = "batchtopk"
+
+    @property
+    def estimates(self) -> tuple[str, ...]:
+        """The threshold."""
+        return ("threshold",)
+
+    def parameters(self, d_sae: int) -> Parameters:
+        """The threshold, a scalar; 0 until a batch was seen."""
+        return {"threshold": torch.zeros(())}
+
+    def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
+        """The one threshold for each latent, (F,); below zero it acts as zero."""
+        return parameters["threshold"].clamp(min=0).expand(d_sae)
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+        """`pre` where it exceeds the threshold, else 0, (B, F)."""
+        return pre * (pre > self.thresholds(parameters, pre.shape[-1]))
+
+    def training_codes(self, pre: Tensor, parameters: Parameters) -> Tensor:
+        """`max(pre, 0)` at the `B k` places of the batch where it is largest, else 0, (B, F)."""
+        flat = pre.relu().flatten()
+        kept = flat.topk(self.k * len(pre), sorted=False).indices
+        return torch.zeros_like(flat).scatter(0, kept, flat[kept]).view_as(pre)
+
+    def estimated(self, codes: Tensor, parameters: Parameters) -> Parameters:
+        """The running mean moved towards the smallest positive code, which starts it; a batch without one moves
+        nothing."""
+        smallest = torch.where(codes > 0, codes, torch.inf).amin()
+        threshold = parameters["threshold"]
+        moved = torch.where(threshold > 0, threshold.lerp(smallest, THRESHOLD_RATE), smallest)
+        return {"threshold": torch.where(smallest.isfinite(), moved, threshold)}
+
+    def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
+        """The threshold grows with the pre-activations."""
+        return {"threshold": parameters["threshold"] * factor}

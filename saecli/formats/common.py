@@ -58,8 +58,8 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
     if tensors["W_enc"].ndim != 2:
         raise FormatError(f"{path}: expected W_enc of two dimensions, got {tuple(tensors['W_enc'].shape)}")
     d_in, d_sae = tensors["W_enc"].shape
-    shapes = dict.fromkeys(tensors, (d_sae,)) | {
-        "W_enc": (d_in, d_sae), "W_dec": (d_sae, d_in), "b_dec": (d_in,)}
+    shapes = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_in), "b_dec": (d_in,),
+              **{name: tuple(parameter.shape) for name, parameter in activation.parameters(d_sae).items()}}
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name]:
             raise FormatError(f"{path}: expected {name} of shape {shapes[name]}, got {tuple(tensor.shape)}")

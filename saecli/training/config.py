@@ -31,11 +31,14 @@ class TrainingConfig(Config):
     lr: float = option(3e-3, "Adam's learning rate at its highest; it rises over the first 2% of steps and falls to "
                              "zero over the last half.", above=0, maximum=1e30)
     sparsity: str | None = option(None, "Penalty: l1, sum_i |z_i| ||W_dec_i||; l0, the number of active latents "
-                                        "(jumprelu); default: l1 with relu, l0 with jumprelu, else none.",
+                                        "(jumprelu); kl, sum_i KL(target rate || firing rate of latent i) "
+                                        "(relu, jumprelu, swish); default: l1 with relu, l0 with jumprelu, "
+                                        "l1 with --fixed-threshold, else none.",
                                   choices=sparsity_names())
     sparsity_weight: float | None = option(
         None, "Weight of a row's penalty against its ||x_hat - x||^2, rows normalised to a mean squared norm of "
-              "d_in; rises over the first fifth of steps; default: 0.1 sqrt(d_in) for l1, 0.001 d_in for l0.",
+              "d_in; rises over the first fifth of steps; default: 0.1 sqrt(d_in) for l1, "
+              "0.001 d_in for l0, 0.01 d_in for kl.",
         minimum=0)
     fraction: float = option(1.0, "Share of the training rows to use; smaller shares lie within larger ones.",
                              above=0, maximum=1)
@@ -64,10 +67,8 @@ class TrainingConfig(Config):
         """
         if self.epochs is not None and self.steps is not None:
             raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
-        sparsity = self.sparsity or activation.sparsities[0]
-        if sparsity not in activation.sparsities:
-            raise ConfigError(f"--sparsity {sparsity} cannot be used with --act {activation.name}; "
-                              f"use one of {', '.join(activation.sparsities)}")
+        sparsity = self.sparsity or activation.default_sparsity
+        activation.check_sparsity(sparsity)
         if sparsity == "none" and self.sparsity_weight is not None:
             raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty"
                               f" ({', '.join(name for name in activation.sparsities if name != 'none')})")

@@ -1,0 +1,72 @@
+"""The penalty kl, for activations whose latents fire at rates of their own. Shapes: B rows, D = d_in, F = d_sae."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import option
+from ..errors import ConfigError
+from .base import Activation, Parameters
+
+TARGET_RATE = 0.05
+HALF_FIRING = 0.1  # of sqrt(D), the norm of a row: the size of a latent's share in x_hat that counts as half a firing
+LEAST_RATE = 1e-6  # below it a latent is dead, and the penalty a constant
+
+
+@dataclass(frozen=True)
+class TargetsRate(Activation):
+    """An activation that offers `kl`, the penalty of the classical sparse autoencoder.
+
+    `sum_i KL(rho || rho_i)` between coins of the target rate rho and of each latent's firing rate over the batch,
+
+        rho_i = mean over rows of u_i / (u_i + s),    u_i = |z_i| ||W_dec_i||,    s = 0.1 sqrt(D)
+
+    Codes of an SAE are not bounded as the sigmoid's were, so a firing counts by the size u of what it adds to x_hat:
+    shrinking codes against a growing decoder gains nothing.
+    Source: Ng, "Sparse autoencoder", lecture notes of CS294A (2011).
+    """
+
+    target_rate: float | None = option(
+        None, f"Firing rate that --sparsity kl aims at for every latent, a share of the rows; default: {TARGET_RATE}.",
+        above=0, below=1)
+
+    def check_sparsity(self, sparsity: str) -> None:
+        """Refuse a target rate where nothing aims at it."""
+        super().check_sparsity(sparsity)
+        if self.target_rate is not None and sparsity != "kl":
+            raise ConfigError(f"--target-rate does nothing with --sparsity {sparsity}; leave it out, or use "
+                              f"--sparsity kl")
+
+    def rates(self, codes: Tensor, W_dec: Tensor) -> Tensor:
+        """rho_i of the rows, (F,), kept off 0 and 1, where the divergence is infinite."""
+        u = codes.abs() * W_dec.norm(dim=1)
+        half = HALF_FIRING * math.sqrt(W_dec.shape[1])
+        return (u / (u + half)).mean(0).clamp(LEAST_RATE, 1 - LEAST_RATE)
+
+    def penalty_kl(self, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        """`sum_i rho log(rho / rho_i) + (1 - rho) log((1 - rho) / (1 - rho_i))`, in nats."""
+        rho, rates = self.target_rate or TARGET_RATE, self.rates(codes, W_dec)
+        return (rho * (rho / rates).log() + (1 - rho) * ((1 - rho) / (1 - rates)).log()).sum()
+
+    def norm_weights(self, sparsity: str, codes: Tensor, W_dec: Tensor) -> Tensor:
+        """As for every activation; for `kl` a latent that fires less than the target has 0 in place of its negative
+        derivative.
+
+        Not with `kl`: that the decoder step never raises the objective. The divergence has no quadratic in the norm
+        that touches it from above everywhere, only the tangent here; and a rate below its target is left to the
+        encoder step, since a decoder step drawn to larger norms has no minimum.
+        """
+        if sparsity != "kl":
+            return super().norm_weights(sparsity, codes, W_dec)
+        rho, rates = self.target_rate or TARGET_RATE, self.rates(codes, W_dec)
+        half = HALF_FIRING * math.sqrt(W_dec.shape[1])
+        size = codes.abs()
+        rise = (size * half / (size * W_dec.norm(dim=1) + half).square()).sum(0)  # of B rho_i with the norm
+        pull = ((1 - rho) / (1 - rates) - rho / rates) * rise
+        return torch.where((rates > rho) & (rates < 1 - LEAST_RATE), pull, 0.0)
+
+    def default_weight(self, sparsity: str, d_in: int) -> float:
+        """A nat of divergence costs a hundredth of a row's mean squared norm."""
+        return 0.01 * d_in if sparsity == "kl" else super().default_weight(sparsity, d_in)
