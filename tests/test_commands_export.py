@@ -7,7 +7,7 @@ import pytest
 import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
 
-from saecli.activations import AbsTopK, Activation, JumpRelu, Relu, ReluTopK, TopK
+from saecli.activations import AbsTopK, Activation, JumpRelu, Relu, ReluTopK, SoftTopK, Swish, TopK
 from saecli.formats import load, recognise
 from saecli.store import is_test
 
@@ -79,6 +79,18 @@ def test_what_a_format_lacks_is_refused_by_name(
     assert done.status == 1
     assert f"{name} cannot express the activation {activation.name}" in done.err
     assert "use --to saelens" in done.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("activation", [Swish(), SoftTopK(k=4)], ids=lambda activation: activation.name)
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_no_library_has_is_refused_with_what_to_do(
+        sae: CommandLine, tmp_path: Path, name: str, activation: Activation) -> None:
+    make_run(sae.home, "run", random_sae(activation))
+    done = sae("export", "run", "--to", name, "--out", tmp_path / "out")
+    assert done.status == 1
+    assert f"{name} cannot express the activation {activation.name}" in done.err
+    assert "hand on the run folder" in done.err
     assert not (tmp_path / "out").exists()
 
 

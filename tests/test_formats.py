@@ -14,7 +14,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from saecli.activations import ACTIVATIONS, AbsTopK, Activation, JumpRelu, Relu, ReluTopK, TopK
+from saecli.activations import (
+    ACTIVATIONS,
+    AbsTopK,
+    Activation,
+    BatchTopK,
+    JumpRelu,
+    Relu,
+    ReluTopK,
+    SoftTopK,
+    Swish,
+    TopK,
+)
 from saecli.errors import FormatError
 from saecli.formats import FORMATS, STAND_INS, SavedSAE, load, recognise, save, save_native
 from saecli.sae import SAE
@@ -219,6 +230,29 @@ def test_dictionary_learning_classes_match_their_formulas(tmp_path: Path) -> Non
         assert found.origin == {"model": "gpt2", "layer": 8}
 
 
+@pytest.mark.parametrize(("name", "read_as"), [("saelens", JumpRelu()), ("dictionary-learning", BatchTopK(k=K))])
+def test_batchtopk_is_written_as_what_the_library_calls_it(tmp_path: Path, name: str, read_as: Activation) -> None:
+    sae = sae_with(BatchTopK(k=K))
+    sae.parameters["threshold"].fill_(1.5)
+    save(SavedSAE(sae), name, tmp_path / "out")
+    found = load(tmp_path / "out").sae
+    assert found.activation == read_as
+    assert torch.equal(found.activation.thresholds(found.parameters, F), torch.full((F,), 1.5))
+    assert 0 < (sae.encode(ROWS) == 0).float().mean() < 1
+    torch.testing.assert_close(found.encode(ROWS), sae.encode(ROWS), atol=1e-4, rtol=1e-5)
+
+
+def test_an_sae_saved_before_an_option_existed_is_read_with_its_default(tmp_path: Path) -> None:
+    sae = sae_with(JumpRelu())
+    header = {"format_version": 1, "origin": {}, "activation": {"name": "jumprelu", "bandwidth": 0.7}}
+    save_file(sae.tensors(), tmp_path / "sae.safetensors", {"saecli": json.dumps(header)})
+    assert load(tmp_path).sae.activation == JumpRelu(bandwidth=0.7)
+    header["activation"]["unheard_of"] = 1
+    save_file(sae.tensors(), tmp_path / "sae.safetensors", {"saecli": json.dumps(header)})
+    with pytest.raises(FormatError, match=r"unexpected \['unheard_of'\]"):
+        load(tmp_path)
+
+
 def test_dictionary_learning_other_classes_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="'GatedAutoEncoder' cannot be expressed here"):
         load(dictionary_folder(tmp_path, {}, "GatedAutoEncoder"))
@@ -270,8 +304,10 @@ def test_dictionary_learning_relu_is_written_with_unit_decoder_rows_even_where_o
     torch.testing.assert_close(load(tmp_path / "out").sae(ROWS), sae(ROWS), atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("saelens", TopK), ("sparsify", TopK), ("sparsify", JumpRelu),
-                                            ("sparsify", AbsTopK), ("dictionary-learning", AbsTopK)], ids=named)
+@pytest.mark.parametrize(("name", "kind"), [
+    ("saelens", TopK), ("sparsify", TopK), ("sparsify", JumpRelu), ("sparsify", BatchTopK), ("sparsify", AbsTopK),
+    ("dictionary-learning", AbsTopK), *((name, kind) for name in ("saelens", "sparsify", "dictionary-learning")
+                                        for kind in (Swish, SoftTopK))], ids=named)
 def test_an_activation_that_a_format_lacks_is_refused_by_name(
         tmp_path: Path, name: str, kind: type[Activation]) -> None:
     with pytest.raises(FormatError, match=f"{name} cannot express the activation {kind.name}"):

@@ -56,9 +56,10 @@ def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = 
 
 def _inexpressible(sae: SAE, to: str) -> FormatError:
     able = [name for name in get_args(Library) if type(sae.activation) in FORMATS[name].activations]
+    advice = (f"use --to {able[0]}" if able else "no library here can: hand on the run folder, whose sae.safetensors "
+                                                 "this tool reads")
     return FormatError(f"{to} cannot express the activation {sae.activation.name}; expected one of "
-                       f"{', '.join(kind.name for kind in FORMATS[to].activations)}; "
-                       f"{f'use --to {able[0]}' if able else 'no library here can'}")
+                       f"{', '.join(kind.name for kind in FORMATS[to].activations)}; {advice}")
 
 
 @torch.no_grad()

@@ -1,8 +1,7 @@
 """dictionary_learning (checked against 0.1.0): `config.json` and `ae.pt`, a state_dict.
 
 Its classes differ in the names and orientation of their weights and in whether they subtract the decoder bias;
-the table `CLASSES` says how each is read. Its TopK clips at zero: `relu-topk` here. A BatchTopK SAE, once trained,
-is a JumpReLU with one threshold for all latents.
+the table `CLASSES` says how each is read. Its TopK clips at zero: `relu-topk` here.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations import Activation, JumpRelu, Relu, ReluTopK
+from ..activations import Activation, BatchTopK, JumpRelu, KeepsK, Relu, ReluTopK
 from ..errors import ConfigError, FormatError
 from ..files import write_json
 from ..sae import SAE
@@ -56,11 +55,15 @@ def _top_k(extras: dict[str, Tensor]) -> Activation:
     return ReluTopK(k=int(extras["k"]))
 
 
+def _batch_top_k(extras: dict[str, Tensor]) -> Activation:
+    return BatchTopK(k=int(extras["k"]))
+
+
 CLASSES: dict[str, Layout] = {
     "AutoEncoder": Layout(LINEAR | {"bias": "b_dec"}, True, lambda _: Relu()),
     "AutoEncoderNew": Layout(LINEAR | {"decoder.bias": "b_dec"}, False, lambda _: Relu()),
     "AutoEncoderTopK": Layout(LINEAR | {"b_dec": "b_dec"}, True, _top_k, frozenset({"k", "threshold"})),
-    "BatchTopKSAE": Layout(LINEAR | {"b_dec": "b_dec"}, True, lambda _: JumpRelu(), frozenset({"k", "threshold"})),
+    "BatchTopKSAE": Layout(LINEAR | {"b_dec": "b_dec"}, True, _batch_top_k, frozenset({"k", "threshold"})),
     "JumpReluAutoEncoder": Layout(PLAIN, False, lambda _: JumpRelu(), frozenset({"threshold"})),
 }
 
@@ -92,7 +95,7 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
         tensors["b_enc"] = bias_without_subtraction(tensors["b_enc"], tensors["b_dec"], tensors["W_enc"])
     wanted = {*WEIGHTS, *activation.parameters(1)}
     if "threshold" in wanted:
-        tensors["threshold"] = extras["threshold"].expand(tensors["b_enc"].shape)
+        tensors["threshold"] = extras["threshold"]
     origin = {"model": trainer.get("lm_name"), "layer": trainer.get("layer")}
     return SavedSAE(assemble(folder / TENSORS, tensors, activation, wanted),
                     {key: value for key, value in origin.items() if value is not None})
@@ -116,6 +119,10 @@ def _auto_encoder_top_k(sae: SAE) -> dict[str, Tensor]:
             "k": torch.tensor(sae.activation.k, dtype=torch.int), "threshold": torch.tensor(-1.0)}
 
 
+def _batch_top_k_sae(sae: SAE) -> dict[str, Tensor]:
+    return _auto_encoder_top_k(sae) | {"threshold": sae.parameters["threshold"].clamp(min=0)}
+
+
 def _jump_relu_auto_encoder(sae: SAE) -> dict[str, Tensor]:
     return sae.tensors() | {"threshold": sae.activation.thresholds(sae.parameters, sae.d_sae)}
 
@@ -123,6 +130,7 @@ def _jump_relu_auto_encoder(sae: SAE) -> dict[str, Tensor]:
 WRITTEN_AS: dict[type[Activation], tuple[str, str, Callable[[SAE], dict[str, Tensor]]]] = {
     Relu: ("AutoEncoder", "StandardTrainer", _auto_encoder),
     ReluTopK: ("AutoEncoderTopK", "TopKTrainer", _auto_encoder_top_k),
+    BatchTopK: ("BatchTopKSAE", "BatchTopKTrainer", _batch_top_k_sae),
     JumpRelu: ("JumpReluAutoEncoder", "JumpReluTrainer", _jump_relu_auto_encoder),
 }
 
@@ -140,7 +148,7 @@ def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
     config: dict[str, Any] = {"dict_class": name, "trainer_class": trainer, "activation_dim": sae.d_in,
                               "dict_size": sae.d_sae, "lm_name": origin.get("model"), "layer": origin.get("layer"),
                               "submodule_name": origin.get("site")}
-    if isinstance(sae.activation, ReluTopK):
+    if isinstance(sae.activation, KeepsK):
         config["k"] = sae.activation.k
     write_json(folder / CONFIG, {"trainer": config})
     write_torch(folder / TENSORS, tensors_of(sae))

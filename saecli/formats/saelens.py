@@ -1,7 +1,8 @@
 """SAELens, version 6 (checked against 6.54): `cfg.json` and `sae_weights.safetensors`.
 
 The weights have this tool's names and shapes. SAELens' TopK clips at zero, which is `relu-topk` here; its
-`abstopk` is `abs-topk`. A signed `topk` has no counterpart there.
+`abstopk` is `abs-topk`. A trained `batchtopk` is saved as a JumpReLU with one threshold for all latents, as SAELens
+saves its own, and is read back as one. A signed `topk` has no counterpart there.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..activations import AbsTopK, Activation, JumpRelu, Relu, ReluTopK
+from ..activations import AbsTopK, Activation, BatchTopK, JumpRelu, Relu, ReluTopK, Thresholded
 from ..errors import ConfigError, FormatError
 from ..files import write_json
 from .common import (
@@ -31,7 +32,7 @@ CONFIG, TENSORS = "cfg.json", "sae_weights.safetensors"
 WRITTEN_FOR = "6.54.12"  # SAELens converts a file that names no version, or one before 6, on loading
 
 ARCHITECTURES: dict[type[Activation], str] = {
-    Relu: "standard", JumpRelu: "jumprelu", ReluTopK: "topk", AbsTopK: "abstopk"}
+    Relu: "standard", BatchTopK: "jumprelu", JumpRelu: "jumprelu", ReluTopK: "topk", AbsTopK: "abstopk"}
 
 
 def load_saelens(folder: Path) -> SavedSAE:
@@ -67,7 +68,7 @@ def load_saelens(folder: Path) -> SavedSAE:
 
 
 def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
-    kinds = {architecture: kind for kind, architecture in ARCHITECTURES.items()}
+    kinds = {architecture: kind for kind, architecture in ARCHITECTURES.items() if kind is not BatchTopK}
     if config["architecture"] not in kinds:
         raise FormatError(f"{path}: architecture {config['architecture']!r} cannot be expressed here; "
                           f"expected one of {', '.join(kinds)}")
@@ -96,6 +97,6 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
         config |= {"k": sae.activation.k, "rescale_acts_by_decoder_norm": False}
     write_json(folder / CONFIG, config)
     tensors = sae.tensors()
-    if isinstance(sae.activation, JumpRelu):
+    if isinstance(sae.activation, Thresholded) and "threshold" in tensors:
         tensors["threshold"] = sae.activation.thresholds(sae.parameters, sae.d_sae)
     write_safetensors(folder / TENSORS, tensors)
