@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from saecli.activations import AbsTopK, Activation, JumpRelu, Relu, ReluTopK, TopK
+from saecli.activations import AbsTopK, Activation, BatchTopK, JumpRelu, Relu, ReluTopK, Thresholded, TopK
 from saecli.sae import SAE
 
+KINDS = ("relu", "jumprelu", "batchtopk", "topk", "relu-topk", "abs-topk")
 SHAPES = ("plain", "shifted", "clustered", "twins", "zeros", "uneven")
 
 
@@ -39,13 +40,13 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, kinds: tuple[str, ...] = ("relu", "jumprelu", "topk", "relu-topk", "abs-topk"),
-          largest_d_sae: int = 24, shapes: tuple[str, ...] = SHAPES) -> Case:
+def cases(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, largest_d_sae: int = 24,
+          shapes: tuple[str, ...] = SHAPES) -> Case:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     D, F = draw(st.integers(1, 6)), draw(st.integers(1, largest_d_sae))
     W, b = encoder(rng, D, F, draw(st.sampled_from(shapes)))
     activation = {"relu": Relu(), "jumprelu": JumpRelu(), "topk": TopK(draw(st.integers(1, F))),
-                  "relu-topk": ReluTopK(draw(st.integers(1, F))),
+                  "relu-topk": ReluTopK(draw(st.integers(1, F))), "batchtopk": BatchTopK(1),
                   "abs-topk": AbsTopK(draw(st.integers(1, F)))}[draw(st.sampled_from(kinds))]
     return Case(sae_of(W, b, activation, rng), torch.from_numpy(rng.normal(size=(8, D))))
 
@@ -53,7 +54,8 @@ def cases(draw: st.DrawFn, kinds: tuple[str, ...] = ("relu", "jumprelu", "topk",
 def sae_of(W: np.ndarray, b: np.ndarray, activation: Activation, rng: np.random.Generator) -> SAE:
     """An SAE with that encoder, thresholds of different sizes where it has any, and a random decoder."""
     D, F = W.shape
-    parameters = {name: torch.from_numpy(rng.uniform(0, 1, F)) for name in activation.parameters(F)}
+    parameters = {name: torch.from_numpy(np.asarray(rng.uniform(0, 1, tuple(start.shape))))
+                  for name, start in activation.parameters(F).items()}
     return SAE(torch.from_numpy(W), torch.from_numpy(b), torch.from_numpy(rng.normal(size=(F, D))),
                torch.from_numpy(rng.normal(size=D)), activation, parameters)
 
@@ -64,8 +66,8 @@ def walls(sae: SAE, row: np.ndarray) -> list[tuple[float, np.ndarray]]:
     v = row @ W + b
     found = []
     clipped = isinstance(sae.activation, ReluTopK)
-    if isinstance(sae.activation, Relu | JumpRelu) or (clipped and (v > 0).sum() < sae.activation.k):
-        t = sae.parameters["threshold"].numpy() if sae.parameters else np.zeros(len(b))
+    if isinstance(sae.activation, Thresholded) or (clipped and (v > 0).sum() < sae.activation.k):
+        t = np.broadcast_to(sae.parameters["threshold"].numpy() if sae.parameters else 0.0, len(b))
         for i in range(len(b)):
             if (norm := np.linalg.norm(W[:, i])) > 0:
                 found.append((abs(v[i] - t[i]) / norm, np.sign(t[i] - v[i]) * W[:, i] / norm))

@@ -8,7 +8,7 @@ import torch
 from encoders import walls
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 
-from saecli.activations import AbsTopK, JumpRelu, Relu, ReluTopK, TopK
+from saecli.activations import AbsTopK, BatchTopK, JumpRelu, Relu, ReluTopK, TopK
 from saecli.metrics import reconstruction
 from saecli.sae import SAE
 from saecli.store import is_test
@@ -34,7 +34,8 @@ def held_out() -> np.ndarray:
     return rows[is_test(np.arange(len(rows)))]
 
 
-@pytest.mark.parametrize("activation", [Relu(), JumpRelu(), TopK(3), ReluTopK(9), AbsTopK(3)], ids=lambda a: a.name)
+@pytest.mark.parametrize("activation", [Relu(), JumpRelu(), BatchTopK(3), TopK(3), ReluTopK(9),
+                                        AbsTopK(3)], ids=lambda a: a.name)
 def test_document_equals_brute_force(sae: CommandLine, activation: Relu) -> None:
     trained = random_sae(activation)
     make_run(sae.home, "one", trained)

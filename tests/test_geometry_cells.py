@@ -9,7 +9,7 @@ from encoders import Case, cases, encoder, sae_of, walls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saecli.activations import AbsTopK, Activation, Relu, ReluTopK, TopK
+from saecli.activations import AbsTopK, Activation, Relu, ReluTopK, SoftTopK, Swish, TopK
 from saecli.errors import ConfigError
 from saecli.geometry import cells as cells_module
 from saecli.geometry.cells import Cells, cells_of
@@ -122,10 +122,8 @@ def test_possible_cells_are_counted_exactly(F: int, k: int) -> None:
     assert cells_of(sae_of(W, b, Relu(), rng)).possible_log10 == pytest.approx(math.log10(2**F))
 
 
-def test_an_activation_without_cells_is_refused_in_one_sentence() -> None:
-    class Smooth(Activation):
-        name = "smooth"
-
+@pytest.mark.parametrize("activation", [Swish(), SoftTopK(2)], ids=lambda activation: activation.name)
+def test_an_activation_without_cells_is_refused_in_one_sentence(activation: Activation) -> None:
     rng = np.random.default_rng(0)
-    with pytest.raises(ConfigError, match="the activation smooth has no cells that this tool knows; expected one of "):
-        cells_of(sae_of(*encoder(rng, 2, 3, "plain"), Smooth(), rng))
+    with pytest.raises(ConfigError, match=f"the activation {activation.name} has no cells .*; expected one of relu, "):
+        cells_of(sae_of(*encoder(rng, 2, 3, "plain"), activation, rng))
