@@ -174,6 +174,24 @@ def test_a_restored_solver_goes_on_bit_for_bit(config, activation):
         assert torch.equal(tensor, expected.tensors()[name]), name
 
 
+@pytest.mark.parametrize("config", [Sgd(), PamSgd(), PamSgd(decoder="free")], ids=str)
+def test_batchtopk_keeps_about_k_latents_of_rows_that_it_was_not_trained_on(config):
+    whole = sparse_mixture(600).x
+    data, fresh = RowsInMemory(whole[:400]), whole[400:]
+    sae = trained(started(config, data, BatchTopK(k=3), epochs=30), data, 30)
+    kept = (sae.encode(fresh) != 0).sum(1).double()
+    assert kept.mean().item() == pytest.approx(3, rel=0.1)
+    assert kept.std() > 0.5
+
+
+@pytest.mark.parametrize("config", [Sgd(), PamSgd(), PamSgd(decoder="free")], ids=str)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_fixed_threshold_stays_where_it_starts(config, fixed):
+    data = sparse_mixture()
+    sae = trained(started(config, data, JumpRelu(threshold=0.2, fixed_threshold=fixed), 4, "l1", 0.1), data, 4)
+    assert torch.equal(sae.parameters["threshold"], torch.full((F,), 0.2).double()) == fixed
+
+
 def test_proximal_weights_hold_encoder_and_decoder_back():
     data = sparse_mixture()
 

@@ -1,0 +1,147 @@
+"""Activations against their formulas: thresholds, batchtopk, swish, and how their settings are kept and refused."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from saecli.activations import (
+    ACTIVATIONS,
+    Activation,
+    BatchTopK,
+    JumpRelu,
+    Relu,
+    SoftTopK,
+    Swish,
+    TopK,
+    activation_from_json,
+    activation_to_json,
+)
+from saecli.errors import ConfigError
+from saecli.training import TrainingConfig
+
+B, F, K = 20, 12, 3
+EVERY = [kind(k=K) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]
+
+
+def random_pre(seed: int = 0) -> Tensor:
+    return torch.randn(B, F, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_swish_is_its_formula_and_leaves_no_code_at_zero() -> None:
+    pre = random_pre()
+    codes = Swish()(pre, {})
+    np.testing.assert_allclose(codes.numpy(), pre.numpy() / (1 + np.exp(-pre.numpy())), rtol=1e-12)
+    assert (codes != 0).all()
+
+
+def test_batchtopk_keeps_the_largest_of_the_whole_training_batch_clipped_at_zero() -> None:
+    pre = random_pre()
+    lowest_kept = np.sort(pre.numpy().ravel())[-B * K]
+    codes = BatchTopK(k=K).training_codes(pre, {})
+    assert torch.equal(codes, torch.where(pre >= lowest_kept, pre, 0.0))
+    assert (codes != 0).sum() == B * K
+    assert len((codes != 0).sum(1).unique()) > 1
+    assert torch.equal(BatchTopK(k=F).training_codes(pre, {}), pre.relu())
+
+
+def test_batchtopk_passes_gradient_to_what_it_keeps_and_to_nothing_else() -> None:
+    pre = random_pre().requires_grad_()
+    codes = BatchTopK(k=K).training_codes(pre, {})
+    codes.sum().backward()
+    assert torch.equal(pre.grad, (codes != 0).double())
+
+
+def test_batchtopk_infers_with_one_threshold_row_by_row() -> None:
+    pre, parameters = random_pre(), {"threshold": torch.tensor(0.7, dtype=torch.float64)}
+    codes = BatchTopK(k=K)(pre, parameters)
+    assert torch.equal(codes, pre * (pre > 0.7))
+    assert torch.equal(BatchTopK(k=K)(pre[4:5], parameters), codes[4:5])
+
+
+def test_batchtopk_threshold_starts_at_the_first_batch_and_moves_as_a_running_mean() -> None:
+    activation, parameters = BatchTopK(k=K), BatchTopK(k=K).parameters(F)
+    parameters = {"threshold": parameters["threshold"].double()}
+    smallest = []
+    for seed in range(4):
+        codes = activation.training_codes(random_pre(seed), parameters)
+        smallest.append(codes[codes > 0].min().item())
+        parameters = activation.estimated(codes, parameters)
+    expected = smallest[0]
+    for value in smallest[1:]:
+        expected = 0.95 * expected + 0.05 * value
+    assert parameters["threshold"].item() == pytest.approx(expected, rel=1e-12)
+    silent = activation.estimated(torch.zeros(B, F, dtype=torch.float64), parameters)
+    assert torch.equal(silent["threshold"], parameters["threshold"])
+
+
+@pytest.mark.parametrize("factor", [0.2, 3.0])
+@pytest.mark.parametrize("activation", EVERY, ids=lambda activation: activation.name)
+def test_rescaled_parameters_scale_the_codes_with_the_pre_activations(activation: Activation, factor: float) -> None:
+    pre = random_pre()
+    parameters = {name: torch.full_like(start, 0.6) for name, start in activation.parameters(F).items()}
+    rescaled = activation.rescaled(parameters, factor)
+    if rescaled is None:
+        assert not torch.allclose(activation(pre * factor, parameters), activation(pre, parameters) * factor, rtol=0.01)
+    else:
+        torch.testing.assert_close(activation(pre * factor, rescaled), activation(pre, parameters) * factor)
+
+
+def test_jumprelu_threshold_gradient_is_the_straight_through_estimate() -> None:
+    bandwidth = 0.5
+    pre, upstream = random_pre(), random_pre(1)
+    threshold = torch.linspace(0.1, 1, F, dtype=torch.float64).requires_grad_()
+    activation = JumpRelu(bandwidth=bandwidth)
+    near = (np.abs(pre.numpy() - threshold.detach().numpy()) < bandwidth / 2).astype(float)
+    assert 0 < near.mean() < 1
+
+    (activation(pre, {"threshold": threshold}) * upstream).sum().backward()
+    expected = -threshold.detach().numpy() / bandwidth * (near * upstream.numpy()).sum(0)
+    np.testing.assert_allclose(threshold.grad.numpy(), expected, rtol=1e-12)
+
+    threshold.grad = None
+    penalty = activation.penalty("l0", pre, pre, torch.eye(F), {"threshold": threshold})
+    assert penalty.item() == pytest.approx((pre > threshold).sum(1).double().mean().item())
+    penalty.backward()
+    np.testing.assert_allclose(threshold.grad.numpy(), -near.mean(0) / bandwidth, rtol=1e-12)
+
+
+@pytest.mark.parametrize("activation", EVERY, ids=lambda activation: activation.name)
+def test_json_round_trip_and_missing_settings_take_their_defaults(activation: Activation) -> None:
+    document = activation_to_json(activation)
+    assert activation_from_json(document) == activation
+    assert activation_from_json({"name": activation.name}) == type(activation)()
+    with pytest.raises(ConfigError, match=r"unexpected \['colour'\]"):
+        activation_from_json(document | {"colour": 1})
+
+
+@pytest.mark.parametrize("kind", [TopK, BatchTopK, SoftTopK])
+def test_more_latents_kept_than_there_are_is_refused(kind: type[Activation]) -> None:
+    with pytest.raises(ConfigError, match="--k must be at most --d-sae, 12, got 13"):
+        kind(k=13).check(12)
+
+
+@pytest.mark.parametrize(("activation", "sparsity", "message"), [
+    (Relu(), "l0", "--sparsity l0 cannot be used with --act relu; use one of l1, kl, none"),
+    (TopK(k=3), "kl", "--sparsity kl cannot be used with --act topk; use one of none, l1"),
+    (Relu(target_rate=0.1), None, "--target-rate does nothing with --sparsity l1; leave it out, or use --sparsity kl"),
+    (Swish(target_rate=0.1), None, "--target-rate does nothing with --sparsity none"),
+    (JumpRelu(fixed_threshold=True), "l0", "--sparsity l0 trains nothing but thresholds"),
+], ids=str)
+def test_penalties_and_their_settings_that_do_nothing_are_refused(
+        activation: Activation, sparsity: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainingConfig(sparsity=sparsity).resolved(activation, 100, 8)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, 1.5])
+def test_a_target_rate_outside_0_and_1_is_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match=r"--target-rate must be (above 0|below 1), got "):
+        Relu(target_rate=rate)
+
+
+def test_defaults_of_the_penalty_fit_the_activation() -> None:
+    chosen = {str(activation): TrainingConfig().resolved(activation, 100, 64) for activation in
+              (Relu(), JumpRelu(), JumpRelu(fixed_threshold=True), Swish(), BatchTopK(k=3), SoftTopK(k=3))}
+    assert [one.sparsity for one in chosen.values()] == ["l1", "l0", "l1", "none", "none", "none"]
+    assert TrainingConfig(sparsity="kl").resolved(Relu(), 100, 64).sparsity_weight == pytest.approx(0.64)
