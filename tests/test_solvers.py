@@ -176,9 +176,9 @@ def test_a_restored_solver_goes_on_bit_for_bit(config, activation):
 
 @pytest.mark.parametrize("config", [Sgd(), PamSgd(), PamSgd(decoder="free")], ids=str)
 def test_batchtopk_keeps_about_k_latents_of_rows_that_it_was_not_trained_on(config):
-    whole = sparse_mixture(600).x
-    data, fresh = RowsInMemory(whole[:400]), whole[400:]
-    sae = trained(started(config, data, BatchTopK(k=3), epochs=30), data, 30)
+    whole = sparse_mixture(1500).x
+    data, fresh = RowsInMemory(whole[:1000], batch_size=100), whole[1000:]
+    sae = trained(started(config, data, BatchTopK(k=3), epochs=15), data, 15)
     kept = (sae.encode(fresh) != 0).sum(1).double()
     assert kept.mean().item() == pytest.approx(3, rel=0.1)
     assert kept.std() > 0.5
