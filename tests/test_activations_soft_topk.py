@@ -54,6 +54,15 @@ def test_a_large_row_equals_the_recursion_that_leaves_each_latent_out() -> None:
     torch.testing.assert_close(single.double(), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 700])
+def test_each_row_is_on_its_own(rows: int) -> None:
+    pre = random_pre(rows, 10)
+    codes = SoftTopK(k=4)(pre, {})
+    assert codes.shape == pre.shape
+    for row in range(0, rows, 150):
+        torch.testing.assert_close(codes[row:row + 1], SoftTopK(k=4)(pre[row:row + 1], {}), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_gradient_equals_finite_differences(k: int) -> None:
     pre = random_pre(4, 7).requires_grad_()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ..config import option
@@ -10,6 +11,8 @@ from .base import Parameters
 from .largest import KeepsK
 from .rates import TargetsRate
 from .subsets import SoftTopKCodes
+
+ROWS = 256  # that soft-topk takes at a time, since it holds some twenty numbers for each of their codes
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class SoftTopK(KeepsK):
         """`pre_i P(i in S)`, (B, F)."""
         if self.k == pre.shape[-1]:
             return pre
-        return SoftTopKCodes.apply(pre, self.k, self.temperature)
+        return torch.cat([SoftTopKCodes.apply(rows, self.k, self.temperature) for rows in pre.split(ROWS)])
 
     def rescaled(self, parameters: Parameters, factor: float) -> None:
         """None: the temperature stays what the user asked for."""
