@@ -1,8 +1,9 @@
 """What every solver's training has in common, as options."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -50,6 +51,18 @@ class TrainingConfig(Config):
     device: str = option("auto", "Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one.")
     dtype: str = option("float32", "Precision of weights and steps; the decoder step sums in float64 in any case.",
                         choices=tuple(DTYPES))
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The resolved configuration that `to_json` wrote; see `Config.from_json`.
+
+        Raises:
+            ConfigError: as there, or a field is missing that `resolved` fills: its default is no number to go on with.
+        """
+        missing = sorted({"d_sae", "epochs", "steps", "sparsity", "sparsity_weight"} - document.keys())
+        if missing:
+            raise ConfigError(f"{cls.__name__} does not match: missing {missing}")
+        return super().from_json(document)
 
     def rows_of(self, store: ActivationStore) -> Rows:
         """The rows of a store to train on.
