@@ -25,8 +25,8 @@ import numpy as np
 
 from .errors import FormatError
 
-DIGITS = "digits"
 BLOCK_BYTES = 16 << 20
+SQUARE, PATCH, PATCHES_PER_SQUARE = 32, 16, 8  # pixels, pixels, patches
 REAL_NUMBERS = r"bool|u?int\d+|b?float\d+"
 
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -61,6 +61,7 @@ class ArraySource:
         dtype: the stored type that loses least: "float16" or "bfloat16" for these, else "float32".
         labels: (rows,) int64, or None.
         read: as of `Array`.
+        documents: (rows,) int64, or None: rows of one document are trained on or held out together.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ArraySource:
     dtype: str
     labels: np.ndarray | None
     read: Callable[[int, int], Any]
+    documents: np.ndarray | None = None
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
         """The rows in blocks of about 16 MiB.
@@ -95,7 +97,7 @@ def open_array(file: str, key: str | None = None, labels: str | None = None) -> 
     """Open an array to import.
 
     Args:
-        file: path of a file in one of `ARRAY_FORMATS`; or "digits", scikit-learn's 1797 handwritten digits.
+        file: path of a file in one of `ARRAY_FORMATS`; or a name in `SAMPLES`, where there is no file of that name.
         key: which array of the file; needed where it holds several.
         labels: path of a file with one array of integers, or the key of one in the same file.
 
@@ -103,10 +105,10 @@ def open_array(file: str, key: str | None = None, labels: str | None = None) -> 
         FormatError: the file cannot be read, or what it holds is no array of numbers in rows; the keys to
             choose from are listed where `key` is missing or wrong.
     """
-    if file == DIGITS and not Path(file).exists():
+    if file in SAMPLES and not Path(file).exists():
         if key or labels:
-            raise FormatError(f"{DIGITS} come with their labels; leave out --key and --labels")
-        return _digits()
+            raise FormatError(f"{file} come whole from scikit-learn; leave out --key and --labels")
+        return SAMPLES[file]()
     path = Path(file)
     from_file = labels is not None and Path(labels).is_file()
     with _naming(file):
@@ -296,12 +298,41 @@ def _list_idx(path: Path) -> Arrays:
 
 
 def _digits() -> ArraySource:
+    """scikit-learn's 1797 handwritten digits of 8x8 pixels, with their labels."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    return ArraySource(DIGITS, *images.shape, "float32", labels.astype(np.int64), _in_memory(images).read)
+    return ArraySource("digits", *images.shape, "float32", labels.astype(np.int64), _in_memory(images).read)
 
 
+def _patches() -> ArraySource:
+    """Patches of scikit-learn's two photographs, in grey, each less its mean.
+
+    Every square of a photograph's grid is a document: 8 patches lie in it, at places drawn with a fixed seed, so that
+    no pixel is both in patches trained on and in patches held out. Rows differ in norm two-hundredfold.
+    """
+    from sklearn.datasets import load_sample_images
+
+    try:
+        photographs = load_sample_images().images
+    except ImportError as error:
+        raise FormatError("reading the photographs that patches are cut from needs Pillow, which is not installed; "
+                          "install it with `pip install pillow`") from error
+    random, places = np.random.default_rng(0), SQUARE - PATCH + 1
+    rows: list[np.ndarray] = []
+    for grey in (photograph.mean(-1) for photograph in photographs):
+        windows = np.lib.stride_tricks.sliding_window_view(grey, (PATCH, PATCH))
+        for top in range(0, grey.shape[0] - SQUARE + 1, SQUARE):
+            for left in range(0, grey.shape[1] - SQUARE + 1, SQUARE):
+                chosen = random.choice(places**2, PATCHES_PER_SQUARE, replace=False)
+                rows.extend(windows[top + chosen // places, left + chosen % places])
+    patches = np.stack(rows).reshape(len(rows), -1)
+    centred = (patches - patches.mean(1, keepdims=True)).astype(np.float32)
+    documents = np.arange(len(rows), dtype=np.int64) // PATCHES_PER_SQUARE
+    return ArraySource("patches", *centred.shape, "float32", None, _in_memory(centred).read, documents)
+
+
+SAMPLES: dict[str, Callable[[], ArraySource]] = {"digits": _digits, "patches": _patches}
 # By the end of the file's name, in lower case.
 ARRAY_FORMATS: dict[str, Callable[[Path], Arrays]] = {
     r"\.npy$": _list_npy,

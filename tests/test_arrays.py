@@ -3,6 +3,7 @@
 import gzip
 import pickle
 import struct
+import sys
 
 import h5py
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from sklearn.datasets import load_digits
+from numpy.lib.stride_tricks import sliding_window_view
+from sklearn.datasets import load_digits, load_sample_images
 from storing import collect, make_store
 
 from saecli import arrays
@@ -106,6 +108,30 @@ def test_digits_come_with_scikit_learn():
     np.testing.assert_array_equal(rows_of(source), images)
     np.testing.assert_array_equal(source.labels, labels)
     assert source.name == "digits"
+
+
+def test_patches_are_centred_and_of_separate_squares():
+    source = open_array("patches")
+    rows = rows_of(source)
+    assert (source.name, rows.shape, source.labels) == ("patches", (4160, 256), None)
+    np.testing.assert_array_equal(source.documents, np.repeat(np.arange(520), 8))
+    np.testing.assert_allclose(rows.mean(1), 0, atol=1e-4)
+    norms = np.linalg.norm(rows, axis=1)
+    assert 0 < 100 * norms.min() < norms.max()
+    np.testing.assert_array_equal(rows_of(open_array("patches")), rows)
+    photographs = [photograph.mean(-1) for photograph in load_sample_images().images]
+    squares = [grey[top : top + 32, left : left + 32] for grey in photographs
+               for top in range(0, 396, 32) for left in range(0, 609, 32)]
+    for row in (0, 2079, 2080, 4159):
+        windows = sliding_window_view(squares[row // 8], (16, 16)).reshape(-1, 256)
+        centred = windows - windows.mean(1, keepdims=True)
+        assert np.abs(centred - rows[row]).max(1).min() < 1e-3
+
+
+def test_patches_without_pillow_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(FormatError, match=r"needs Pillow, which is not .*; install it with `pip install pillow`"):
+        open_array("patches")
 
 
 def test_key_chooses_among_several_arrays(tmp_path):
@@ -251,3 +277,5 @@ def test_names_that_say_no_format_and_missing_files_are_refused(tmp_path):
         open_array(str(tmp_path / "b.npy"))
     with pytest.raises(FormatError, match="leave out --key"):
         open_array("digits", key="x")
+    with pytest.raises(FormatError, match="leave out --key"):
+        open_array("patches", labels="x")

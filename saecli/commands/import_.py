@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import typer
 
-from ..arrays import DIGITS, SUFFIXES, ArraySource, open_array
+from ..arrays import SUFFIXES, ArraySource, open_array
 from ..config import Config, option
 from ..files import file_sha256
 from ..report import Step
@@ -32,7 +32,10 @@ class ImportConfig(Config):
                                     maximum=2**31 - 1)
 
 
-File = Annotated[str, typer.Argument(help=f"A file ({SUFFIXES}), or {DIGITS}: scikit-learn's handwritten digits.")]
+File = Annotated[str, typer.Argument(
+    help=f"A file ({SUFFIXES}); or digits: scikit-learn's handwritten digits; or patches: 16x16 grey patches of its "
+         "two photographs, each less its mean, 8 in every square of 32x32 pixels, which is trained on or held out "
+         "whole.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the store.", show_default="the file's name")]
 
 
@@ -56,7 +59,7 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
     if (finished := finished_store(folder, wanted)) is not None:
         return say_stored(session, finished, cached=True)
     meta = StoreMeta(source, wanted, dtype, array.features, shard_rows,
-                     columns=() if array.labels is None else ("label",))
+                     columns=tuple(_columns(array)))
     with StoreWriter.open(folder, meta) as writer:
         if writer.rows:
             session.report.note(f"{folder.name}: going on after {writer.rows:,} rows")
@@ -69,7 +72,14 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
 def _identity(file: str, array: ArraySource) -> dict[str, Any]:
     """Hashes of what is imported: of the file's bytes, or of the numbers where there is no file, and of the labels."""
     content = file_sha256(Path(file)) if Path(file).exists() else _hash(array.read(0, array.rows))
-    return {"sha256": content, "labels_sha256": None if array.labels is None else _hash(array.labels)}
+    documents = {} if array.documents is None else {"documents_sha256": _hash(array.documents)}
+    return {"sha256": content, "labels_sha256": None if array.labels is None else _hash(array.labels), **documents}
+
+
+def _columns(array: ArraySource) -> dict[str, np.ndarray]:
+    """What is kept beside the rows."""
+    columns = {"label": array.labels, "document": array.documents}
+    return {name: values for name, values in columns.items() if values is not None}
 
 
 def _hash(numbers: np.ndarray) -> str:
@@ -78,6 +88,6 @@ def _hash(numbers: np.ndarray) -> str:
 
 def _fill(writer: StoreWriter, array: ArraySource, show: Step) -> None:
     for begin, rows in array.blocks(writer.cursor["row"] if writer.cursor else 0):
-        columns = {} if array.labels is None else {"label": array.labels[begin : begin + len(rows)]}
+        columns = {name: values[begin : begin + len(rows)] for name, values in _columns(array).items()}
         writer.append(rows, columns, {"row": begin})
         show(begin + len(rows))
