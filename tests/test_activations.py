@@ -18,6 +18,7 @@ from saecli.activations import (
     activation_to_json,
 )
 from saecli.errors import ConfigError
+from saecli.solvers.sgd import Sgd
 from saecli.training import TrainingConfig
 
 B, F, K = 20, 12, 3
@@ -131,7 +132,7 @@ def test_more_latents_kept_than_there_are_is_refused(kind: type[Activation]) -> 
 def test_penalties_and_their_settings_that_do_nothing_are_refused(
         activation: Activation, sparsity: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TrainingConfig(sparsity=sparsity).resolved(activation, 100, 8)
+        TrainingConfig(sparsity=sparsity).resolved(activation, Sgd(), 100, 8)
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, 1.5])
@@ -141,7 +142,7 @@ def test_a_target_rate_outside_0_and_1_is_refused(rate: float) -> None:
 
 
 def test_defaults_of_the_penalty_fit_the_activation() -> None:
-    chosen = {str(activation): TrainingConfig().resolved(activation, 100, 64) for activation in
+    chosen = {str(activation): TrainingConfig().resolved(activation, Sgd(), 100, 64) for activation in
               (Relu(), JumpRelu(), JumpRelu(fixed_threshold=True), Swish(), BatchTopK(k=3), SoftTopK(k=3))}
     assert [one.sparsity for one in chosen.values()] == ["l1", "l0", "l1", "none", "none", "none"]
-    assert TrainingConfig(sparsity="kl").resolved(Relu(), 100, 64).sparsity_weight == pytest.approx(0.64)
+    assert TrainingConfig(sparsity="kl").resolved(Relu(), Sgd(), 100, 64).sparsity_weight == pytest.approx(0.64)

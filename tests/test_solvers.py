@@ -1,7 +1,7 @@
 """The solvers on small problems in memory: optimality, descent, equivalences, and resuming."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -52,6 +52,7 @@ def sparse_mixture(rows: int = 300, seed: int = 0) -> RowsInMemory:
 
 def started(config: Sgd | PamSgd, rows: RowsInMemory, activation: Activation, epochs: int = 4,
             sparsity: str = "none", weight: float = 0.0) -> Solver:
+    config = config.resolved(None)
     steps = epochs * -(-rows.rows // rows.batch_size) * config.steps_per_batch
     task = Task(rows.rows, steps, 1e-2, sparsity, weight)
     return config.build(initial_sae(activation, F, rows.x[:64], seed=1), task)
@@ -83,7 +84,7 @@ def test_gradient_of_the_objective_vanishes_after_a_decoder_step(activation, dec
     data = sparse_mixture(rows)
     solver = started(PamSgd(decoder=decoder, alpha=alpha, beta=0.3), data, activation)
     next(solver.epoch(data, 0))
-    solver.solve_decoder(data, penalised=False)
+    solver.solve_decoder(data, last=True)
     W, b = (tensor.detach().clone().requires_grad_() for tensor in solver.decoder())
     with torch.enable_grad():
         objective = full_objective(solver, data, W, b, solver.c)
@@ -96,14 +97,14 @@ def test_gradient_of_the_objective_vanishes_after_a_decoder_step(activation, dec
 @pytest.mark.parametrize("sparsity", ["none", "l1"])
 def test_objective_never_rises_in_a_decoder_step(decoder, sparsity):
     data = sparse_mixture()
-    solver = started(PamSgd(decoder=decoder, alpha=0.7, beta=0.2), data, Relu(), 6, sparsity, 0.5)
+    solver = started(PamSgd(decoder=decoder, alpha=0.7, beta=0.2, revive=False), data, Relu(), 6, sparsity, 0.5)
     for epoch in range(6):
         for x in data.shuffled(epoch):
             solver.descend(x)
         with torch.no_grad():
             before = full_objective(solver, data, *solver.decoder(), solver.c)
             held = {name: tensor.clone() for name, tensor in solver.trained.items()}
-            solver.solve_decoder(data, penalised=True)
+            solver.solve_decoder(data, last=False)
             after = full_objective(solver, data, *solver.decoder(), solver.c)
         assert after <= before * (1 + 1e-12)
         assert all(torch.equal(held[name], solver.trained[name]) for name in held)
@@ -210,7 +211,7 @@ def test_proximal_weights_hold_encoder_and_decoder_back():
 
 def test_inner_steps_and_the_step_limit_count_optimiser_steps():
     data = sparse_mixture()
-    solver = replace(PamSgd(), inner_steps=3).build(initial_sae(Relu(), F, data.x[:64], 1),
+    solver = PamSgd(inner_steps=3).build(initial_sae(Relu(), F, data.x[:64], 1),
                                                     Task(data.rows, 10, 1e-2, "none", 0.0))
     reports = list(solver.epoch(data, 0))
     assert solver.step == 10

@@ -80,8 +80,8 @@ def _trained(session: Session, plan: Plan, folder: Path, resume: bool) -> dict[s
         trainer = Trainer(plan, folder)
         session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
                             f"on {plan.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
-                            f"{trainer.test_rows.rows:,} test rows, {trainer.task.steps:,} steps")
-        with session.report.progress("training", trainer.task.steps, "steps") as show:
+                            f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
+        with session.report.progress("training", trainer.steps, "steps") as show:
             result = trainer.run(show)
         from ..plots import loss_curves  # matplotlib takes a second to import
 
@@ -102,7 +102,8 @@ def _planned(session: Session, options: Given, solver: str, act: str, data: str 
     activation = options.choose(ACTIVATIONS, "act", act)
     store = open_store(session, data)
     rows = training.rows_of(store)
-    return Plan(store, rows, training.resolved(activation, rows.rows, store.d_in), chosen_solver, activation, now())
+    training = training.resolved(activation, chosen_solver, rows.rows, store.d_in)
+    return Plan(store, rows, training, chosen_solver.resolved(training.batches(rows.rows)), activation, now())
 
 
 def _new_folder(home: Home, name: str | None, stem: str) -> Path:

@@ -7,14 +7,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from ..config import Config
 from ..sae import SAE
+from .smoothing import smoothed
 
+DEFAULT_STEPS = 4000  # optimiser steps that defaults aim at
 WARM_UP = 0.02  # share of all steps over which the learning rate rises
 DECAY = 0.5  # share of all steps, the last ones, over which it falls to zero
 PENALTY_WARM_UP = 0.2  # share of all steps over which the sparsity penalty rises
@@ -46,6 +48,8 @@ class Task:
         lr: Adam's learning rate at its highest.
         sparsity: the activation's penalty, or `none`.
         sparsity_weight: its weight.
+        smoothing: width by which training rows are smoothed (see `smoothing.py`); 0 for none.
+        seed: of what a solver draws.
     """
 
     rows: int
@@ -53,6 +57,8 @@ class Task:
     lr: float
     sparsity: str
     sparsity_weight: float
+    smoothing: float = 0.0
+    seed: int = 0
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, from 0: a short linear rise, a plateau, and a linear fall to zero."""
@@ -67,7 +73,7 @@ class Task:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one batch showed, before the step that it caused; tensors, so that nothing waits for a device.
+    """What one batch, smoothed, showed before the step that it caused; tensors, so that nothing waits for a device.
 
     Args:
         step: the step's number, from 1.
@@ -133,6 +139,7 @@ class Solver(ABC):
 
     def descend(self, x: Tensor) -> StepReport:
         """One Adam step on a batch x, (B, D)."""
+        x = smoothed(x, self.task.smoothing, self.draws(self.step))
         W_dec, b_dec = self.decoder()
         pre = torch.addmm(self.trained["b_enc"], x, self.trained["W_enc"])  # (B, F)
         z = self.activation.training_codes(pre, self._parameters())
@@ -152,6 +159,10 @@ class Solver(ABC):
         self.step += 1
         l0 = (z != 0).sum(-1, dtype=x.dtype).mean()
         return StepReport(self.step, len(x), loss.detach(), squared_error.detach(), l0)
+
+    def draws(self, number: int, kind: int = 0) -> torch.Generator:
+        """Random numbers that are a pure function of the seed, of the number of a step and of the kind of step."""
+        return torch.Generator().manual_seed((self.task.seed * 7 + kind) * 1_000_000_007 + number)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training goes on from, by name."""
@@ -188,6 +199,18 @@ class SolverConfig(Config, ABC):
     def steps_per_batch(self) -> int:
         """Optimiser steps on each batch."""
         return 1
+
+    def resolved(self, batches: int | None) -> Self:
+        """The same with every default filled in that depends on the length of training.
+
+        Args:
+            batches: how many there will be in all; None where optimiser steps are counted instead.
+        """
+        return self
+
+    def default_smoothing(self, rows: int, d_sae: int) -> float:
+        """The width by which training rows are smoothed when the user gives none."""
+        return 0.0
 
     @abstractmethod
     def build(self, initial: SAE, task: Task) -> Solver:

@@ -23,11 +23,16 @@ from torch import Tensor
 from ..config import option
 from ..ridge import Decoder, HeldRows, Moments, System, Terms, choose_alpha, memory_needed, solve
 from ..sae import SAE
-from .base import Rows, Solver, SolverConfig, StepReport, Task
+from .base import DEFAULT_STEPS, Rows, Solver, SolverConfig, StepReport, Task
+from .revival import directions_of_worst
+from .smoothing import default_width, smoothed
 
 PRESS_ROWS = 4096  # rows, evenly spaced over all, on which alpha is chosen
+MOST_INNER_STEPS = 10
+REVIVAL = 0.6  # share of all steps during which dead latents are revived; the rest is for them to settle
 CHOICE_GROWTH = 1.25  # ratio of the outer iterations at which alpha is chosen anew, once there are several
-OWN_STATE = ("c", "Delta", "b_dec", "alpha", "condition", "raised", "outer")
+OWN_STATE = ("c", "Delta", "b_dec", "alpha", "condition", "raised", "outer", "revived")
+DECODER_STEP, REVIVING = 1, 2  # kinds of draws besides those of encoder steps
 LEAST_NORM = 1e-3  # of the mean decoder norm, below which a latent's penalty is no longer taken to bend
 
 
@@ -48,15 +53,30 @@ class PamSgd(SolverConfig):
     nu_enc: float = option(0.0, "Proximal weight of ||b_enc - b_enc^t||^2, beside the sum over all rows.", minimum=0)
     mu_dec: float = option(0.0, "Proximal weight of ||W_dec - W_dec^t||^2, beside the sum over all rows.", minimum=0)
     nu_dec: float = option(0.0, "Proximal weight of ||b_dec - b_dec^t||^2, beside the sum over all rows.", minimum=0)
-    inner_steps: int = option(1, "Encoder steps on each batch.", minimum=1)
+    inner_steps: int | str = option("auto", "Encoder steps on each batch; auto: as many as bring the whole of training "
+                                            f"to about {DEFAULT_STEPS} of them, at most {MOST_INNER_STEPS}.",
+                                    choices=("auto",), minimum=1)
     decoder_every: int | str = option("epoch", "Solve for the decoder after each epoch, or also after every so many "
                                                "batches; each solve is a pass over all training rows.",
                                       choices=("epoch",), minimum=1)
+    revive: bool = option(True, "Re-aim latents that fire on no training row at the rows reconstructed worst; only "
+                                "where rows outnumber latents.")
 
     @property
     def steps_per_batch(self) -> int:
         """Encoder steps on each batch."""
         return self.inner_steps
+
+    def resolved(self, batches: int | None) -> "PamSgd":
+        """The same with `inner_steps` a number: little data is no reason for few steps."""
+        if self.inner_steps != "auto":
+            return self
+        wanted = round(DEFAULT_STEPS / batches) if batches else 1
+        return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
+
+    def default_smoothing(self, rows: int, d_sae: int) -> float:
+        """The more latents there are for each row, the more (see `smoothing.py`)."""
+        return default_width(rows, d_sae)
 
     def build(self, initial: SAE, task: Task) -> "PamSgdSolver":
         """A solver that starts from `initial`."""
@@ -83,6 +103,7 @@ class PamSgdSolver(Solver):
         self.condition = torch.tensor(math.nan, dtype=torch.float64)
         self.raised = torch.tensor(0.0, dtype=torch.float64)
         self.outer = torch.tensor(0)
+        self.revived = torch.tensor(0)
         self._hold_encoder()
 
     def decoder(self) -> tuple[Tensor, Tensor]:
@@ -104,41 +125,45 @@ class PamSgdSolver(Solver):
             if self.step >= self.task.steps:
                 break
             if index and every != "epoch" and index % every == 0:
-                self.solve_decoder(rows, penalised=True)
+                self.solve_decoder(rows, last=False)
             for _ in range(min(self.config.inner_steps, self.task.steps - self.step)):
                 report = self.descend(x)
             yield report
-        self.solve_decoder(rows, penalised=self.step < self.task.steps)
+        self.solve_decoder(rows, last=self.step >= self.task.steps)
 
     @torch.no_grad()
-    def solve_decoder(self, rows: Rows, penalised: bool) -> Decoder:
+    def solve_decoder(self, rows: Rows, last: bool) -> Decoder:
         """The decoder step, over one pass of all rows; the proximal terms then refer to what it leaves.
 
         Args:
             rows: the training rows.
-            penalised: let the sparsity penalty, which grows with the decoder's norms, pull on them. The last step
-                of all does without: codes that a penalty has shrunk then reconstruct as well as they can.
+            last: whether training ends with it. Before, the step minimises what the encoder steps minimise: over
+                smoothed rows, with the sparsity penalty, which grows with the decoder's norms, pulling on them. The
+                last step does without either: codes that a penalty has shrunk then reconstruct the rows as they
+                are as well as they can.
         """
         W_dec, b_dec = self.decoder()
         residual = self.config.decoder == "residual"
-        system, sampled_z, sampled_x, norm_weights = self._gather(rows, W_dec)
+        gathered = self._gather(rows, W_dec, 0.0 if last else self.task.smoothing)
         terms = Terms(0.0, self.config.beta, self.config.mu_dec, self.config.nu_dec,
                       self.trained["W_enc"].T if residual else None, W_dec, b_dec,
-                      self._decay(W_dec, norm_weights) * penalised)
+                      self._decay(W_dec, gathered.norm_weights) * (not last))
         if self.config.alpha == "auto":
-            pulled = bool(norm_weights.any()) and self.task.sparsity_weight > 0
-            new_problem = bool(self.alpha.isnan()) or (pulled and not penalised)
+            pulled = bool(gathered.norm_weights.any()) and self.task.sparsity_weight > 0
+            new_problem = bool(self.alpha.isnan()) or (last and (pulled or self.task.smoothing > 0))
             if new_problem or is_choosing_step(int(self.outer)):
-                last = None if new_problem else self.alpha.item()
-                self.alpha.fill_(choose_alpha(system, terms, sampled_z, sampled_x, last))
+                before = None if new_problem else self.alpha.item()
+                self.alpha.fill_(choose_alpha(gathered.system, terms, gathered.z, gathered.x, before))
         self.outer += 1
-        solved = solve(system, replace(terms, alpha=self.alpha.item()))
+        solved = solve(gathered.system, replace(terms, alpha=self.alpha.item()))
         self.c.fill_(solved.c)
         self.Delta.copy_(solved.W - solved.c * self.trained["W_enc"].T.double() if residual else solved.W)
         self.b_dec.copy_(solved.b)
         self.condition.fill_(solved.condition)
         if solved.raised:
             self.raised.fill_(max(self.raised.item(), solved.ridge))
+        if self.config.revive and self.step < REVIVAL * self.task.steps and rows.rows >= len(W_dec):
+            self._revive(gathered)
         self._balance()
         self._hold_encoder()
         return solved
@@ -154,15 +179,17 @@ class PamSgdSolver(Solver):
         weight = self.task.penalty_weight(self.step - 1)
         return weight * norm_weights / (2 * norms.clamp(min=LEAST_NORM * norms.mean().item()))
 
-    def _gather(self, rows: Rows, W_dec: Tensor) -> tuple[System, Tensor, Tensor, Tensor]:
-        """The decoder step's system, codes and inputs of the rows on which alpha is chosen, and what the penalty
-        weighs each decoder norm with, (F,)."""
+    def _gather(self, rows: Rows, W_dec: Tensor, width: float) -> "Gathered":
+        """One pass over the rows, smoothed by a width, for a decoder step."""
         W_enc, stride = self.trained["W_enc"], math.ceil(rows.rows / PRESS_ROWS)
         hold = rows.rows < W_enc.shape[1]
         moments = None if hold else Moments(*W_enc.shape, device=W_enc.device)
         norm_weights = torch.zeros(W_enc.shape[1], dtype=torch.float64, device=W_enc.device)
+        fired = torch.zeros(W_enc.shape[1], dtype=torch.bool, device=W_enc.device)
+        draws = self.draws(int(self.outer), DECODER_STEP)
         kept_z, kept_x, seen = [], [], 0
-        for x in rows.sequential():
+        for stored in rows.sequential():
+            x = smoothed(stored, width, draws)
             z = self.activation(torch.addmm(self.trained["b_enc"], x, W_enc), self._parameters())
             first = -seen % stride
             kept_z.append(z if hold else z[first::stride].clone())
@@ -170,11 +197,34 @@ class PamSgdSolver(Solver):
             if moments is not None:
                 moments.add(z, x)
             norm_weights += self.activation.norm_weights(self.task.sparsity, z, W_dec)
+            fired |= (z != 0).any(0)
             seen += len(x)
         z, x = torch.cat(kept_z), torch.cat(kept_x)
         if moments is not None:
-            return moments, z, x, norm_weights
-        return HeldRows(z, x), z[::stride], x[::stride], norm_weights
+            return Gathered(moments, z, x, norm_weights, fired)
+        return Gathered(HeldRows(z, x), z[::stride], x[::stride], norm_weights, fired)
+
+    def _revive(self, gathered: "Gathered") -> None:
+        """Re-aim the encoder of latents that never fired at rows reconstructed badly; their decoder is right at the
+        next decoder step, and until then is that of a tied latent, or for a free decoder zero."""
+        dead = (~gathered.fired).nonzero()[:, 0]
+        if not 0 < len(dead) < len(gathered.fired):
+            return
+        W_dec, b_dec = self.decoder()
+        found = directions_of_worst(gathered.x - gathered.z @ W_dec - b_dec, len(dead),
+                                    self.draws(int(self.outer), REVIVING))
+        W_enc = self.trained["W_enc"]
+        W_enc[:, dead] = W_enc[:, gathered.fired].norm(dim=0).mean() * found.T
+        self.Delta[dead] = 0
+        for name in ("b_enc", *self._parameter_names):
+            latents = self.trained[name]
+            if latents.shape == gathered.fired.shape:
+                latents[dead] = 0 if name == "b_enc" else latents[gathered.fired].mean()
+        for tensor in self.trained.values():
+            average = self._adam.state[tensor].get("exp_avg")
+            if average is not None and average.shape[-1:] == gathered.fired.shape:
+                average[..., dead] = 0  # momentum towards where the latent was
+        self.revived += len(dead)
 
     def _balance(self) -> None:
         """Scale codes up and decoder down, or the reverse, so that encoder and decoder are of one size.
@@ -230,6 +280,25 @@ class PamSgdSolver(Solver):
         for name in OWN_STATE:
             getattr(self, name).copy_(state[f"decoder.{name}"])
         self._hold_encoder()
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What a decoder step takes from its pass over the rows.
+
+    Args:
+        system: the normal equations.
+        z: codes of the rows on which alpha is chosen, (n, F).
+        x: those rows, (n, D).
+        norm_weights: what the penalty weighs each decoder norm with, (F,).
+        fired: the latents that fired on any row, (F,).
+    """
+
+    system: System
+    z: Tensor
+    x: Tensor
+    norm_weights: Tensor
+    fired: Tensor
 
 
 def is_choosing_step(outer: int) -> bool:

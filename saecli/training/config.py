@@ -10,10 +10,10 @@ import torch
 from ..activations import Activation, sparsity_names
 from ..config import Config, option
 from ..errors import ConfigError
+from ..solvers import DEFAULT_STEPS, WIDEST, SolverConfig
 from ..store import ActivationStore, Rows
 from .normalise import NORMALISATIONS
 
-DEFAULT_STEPS = 4000  # batches that the default number of epochs comes to
 MOST_DEFAULT_EPOCHS = 100
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -29,8 +29,13 @@ class TrainingConfig(Config):
                                       f"{DEFAULT_STEPS} batches, at most {MOST_DEFAULT_EPOCHS}.", minimum=1)
     steps: int | None = option(None, "Optimiser steps, in place of --epochs.", minimum=1)
     batch_size: int = option(256, "Rows in a batch.", minimum=1)
-    lr: float = option(3e-3, "Adam's learning rate at its highest; it rises over the first 2% of steps and falls to "
-                             "zero over the last half.", above=0, maximum=1e30)
+    lr: float | str = option("auto", "Adam's learning rate at its highest; it rises over the first 2% of steps and "
+                                     "falls to zero over the last half; auto takes it from the rows' size and spread.",
+                             choices=("auto",), above=0, maximum=1e30)
+    smoothing: float | str = option("auto", "Move each training row along differences of other rows, by this share of "
+                                            "its norm, against overfitting; 0 for none. auto: none with sgd; with "
+                                            f"pam-sgd {WIDEST}, falling as sqrt(d_sae / rows) once rows outnumber "
+                                            "latents.", choices=("auto",), minimum=0, maximum=10)
     sparsity: str | None = option(None, "Penalty: l1, sum_i |z_i| ||W_dec_i||; l0, the number of active latents "
                                         "(jumprelu); kl, sum_i KL(target rate || firing rate of latent i) "
                                         "(relu, jumprelu, swish); default: l1 with relu, l0 with jumprelu, "
@@ -72,7 +77,7 @@ class TrainingConfig(Config):
         """
         return store.split("train", fraction=self.fraction, seed=self.split_seed)
 
-    def resolved(self, activation: Activation, rows: int, d_in: int) -> "TrainingConfig":
+    def resolved(self, activation: Activation, solver: SolverConfig, rows: int, d_in: int) -> "TrainingConfig":
         """The same with every default that depends on the data or the activation filled in.
 
         Raises:
@@ -86,10 +91,15 @@ class TrainingConfig(Config):
             raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty"
                               f" ({', '.join(name for name in activation.sparsities if name != 'none')})")
         weight = self.sparsity_weight
+        d_sae = self.d_sae or 4 * d_in
+        activation.check(d_sae)
         per_epoch = math.ceil(rows / self.batch_size)
         epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / per_epoch))
-        resolved = replace(
-            self, d_sae=self.d_sae or 4 * d_in, sparsity=sparsity, epochs=None if self.steps else epochs,
+        return replace(
+            self, d_sae=d_sae, sparsity=sparsity, epochs=None if self.steps else epochs,
+            smoothing=solver.default_smoothing(rows, d_sae) if self.smoothing == "auto" else self.smoothing,
             sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
-        activation.check(resolved.d_sae)
-        return resolved
+
+    def batches(self, rows: int) -> int | None:
+        """Batches in the whole of a resolved training; None where optimiser steps are counted instead."""
+        return None if self.steps else self.epochs * math.ceil(rows / self.batch_size)

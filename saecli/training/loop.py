@@ -26,7 +26,7 @@ from ..store import Rows as StoredRows
 from .checkpoints import MetricsLog, load_checkpoint, save_checkpoint
 from .config import DTYPES, TrainingConfig
 from .normalise import Normalisation, fit_normalisation
-from .rows import STREAMED_ROWS, TrainingRows, initial_sae, raw_batches
+from .rows import STREAMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae, raw_batches
 
 ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
 LOG_EVERY = 20  # steps between lines in metrics.jsonl, and between looks at whether the loss is a number
@@ -91,9 +91,8 @@ class Trainer:
         self.device = device_named(training.device)
         self._demand_memory()
         per_epoch = math.ceil(self.train_rows.rows / training.batch_size) * plan.solver.steps_per_batch
-        steps = training.steps or training.epochs * per_epoch
-        self.epochs = math.ceil(steps / per_epoch)
-        self.task = Task(self.train_rows.rows, steps, training.lr, training.sparsity, training.sparsity_weight)
+        self.steps = training.steps or training.epochs * per_epoch
+        self.epochs = math.ceil(self.steps / per_epoch)
 
     def run(self, show: Step) -> dict[str, Any]:
         """Train to the end.
@@ -148,8 +147,10 @@ class Trainer:
             normalisation = Normalisation(**kept)
         normalisation = normalisation.to(self.device)
         first = next(TrainingRows(self.train_rows, normalisation, training.batch_size, training.seed).sequential())
-        solver = self.plan.solver.build(
-            initial_sae(self.plan.activation, training.d_sae, first, training.seed), self.task)
+        lr = fitted_learning_rate(first) if training.lr == "auto" else training.lr
+        task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
+                    training.smoothing, training.seed)
+        solver = self.plan.solver.build(initial_sae(self.plan.activation, training.d_sae, first, training.seed), task)
         if checkpoint is None:
             return solver, normalisation, Progress()
         solver.restore(checkpoint[0])
@@ -198,7 +199,7 @@ class Trainer:
             "steps": progress.step, "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "notes": solver.notes(),
             "final": {"train_fvu": train["fvu"], "test_fvu": test["fvu"], "test_mse": test["mse"], "l0": test["l0"],
-                      "dead_fraction": train["dead_fraction"], **solver.record()}}
+                      "dead_fraction": train["dead_fraction"], "lr": solver.task.lr, **solver.record()}}
 
 
 def averages(reports: list[StepReport], variance: torch.Tensor) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Where batches of activations enter training, and the SAE that it starts from."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from ..store import Rows as StoredRows
 from .normalise import Normalisation
 
 STREAMED_ROWS = 2048  # rows at a time where their order does not matter
+RELATIVE_STEP = 0.3  # of a unit pre-activation, by which an Adam step may move it
+HIGHEST_RATE = 0.02
+POWER_ITERATIONS = 30  # for an eigenvalue of which two digits are wanted
 
 
 @dataclass(frozen=True)
@@ -71,3 +75,27 @@ def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) ->
     fit = ((batch * x_hat).sum() / size).clamp(min=1e-3) if size > 0 else batch.new_ones(())
     W_enc = W_enc * fit.sqrt()
     return SAE(W_enc, batch.new_zeros(d_sae), W_enc.T.clone(), batch.new_zeros(d_in), activation, parameters)
+
+
+def fitted_learning_rate(batch: Tensor) -> float:
+    """The learning rate that suits rows of this size and spread.
+
+    `lr = 0.3 / sqrt(D lambda)`, at most 0.02, with lambda the largest eigenvalue of `sum ||x||^2 x x' / sum ||x||^2`
+    for rows of mean squared norm D. A step of Adam moves each of the D weights of a latent by up to lr, and so the
+    pre-activations of rows along the leading direction by up to `lr sqrt(D lambda)`; the fourth moment in place of the
+    second lets rows of large norm, which dominate the gradient, count for more. Measured on digits, image patches and
+    activations, whose best rates are 1e-2, 1e-3 and 1e-2.
+
+    Args:
+        batch: normalised rows, (B, D).
+    """
+    x = batch.double()
+    square = x.square().sum(1)
+    direction, length = x[square.argmax()], square.max().sqrt()
+    if not length > 0:
+        return HIGHEST_RATE
+    for _ in range(POWER_ITERATIONS):
+        direction = x.T @ (square * (x @ (direction / length))) / square.sum()
+        length = direction.norm()
+    spread = (length / square.mean()).item()  # lambda / D, whatever the rows' scale
+    return min(HIGHEST_RATE, RELATIVE_STEP / (x.shape[1] * math.sqrt(spread)))
