@@ -1,96 +1,104 @@
-"""Test error of the solvers at their defaults, on data that needs no network, as a Markdown table.
+"""Test error of the solvers on small data: PAM-SGD at its defaults against the best of several runs of SGD.
 
-    PYTHONPATH=. python tests/benchmarks/solvers.py [--rows 40000]
+    PYTHONPATH=. python tests/benchmarks/solvers.py [--data digits] [--activations relu,topk-4%] [--out FOLDER]
 
-Every cell is one `sae train` with one seed; SGD is run tied and untied, and the better test FVU is shown, which
-flatters it. The column between shows what PAM-SGD's last step alone is worth: its decoder step done once on the
-finished SGD run, whose codes it leaves as they are. Only errors are printed: nothing here measures time.
+Needs no network. Every run is one `sae train` on one thread, with as many passes over the rows for either solver. It is
+written to FOLDER/runs.jsonl as it ends, and run just once: the same command goes on where it was stopped, and another
+choice of cells adds what is missing. Where the code has changed, take the runs it concerns out of that file, or give
+another folder. Tables (Markdown, CSV) and the picture show the chosen cells whose runs are all there.
+
+SGD is run tied and untied, at each of several learning rates; the way of the least mean test FVU is shown, which
+flatters it, since it is chosen on the test rows. PAM-SGD is not tuned. relu trains without a penalty; relu-l1 sweeps
+the L1 penalty and compares L0 at equal test FVU, between frontiers: of SGD that of all its ways together. The ratio of
+L0 is averaged geometrically over the errors that both frontiers cover. The deviation is over seeds, which decide
+initial weights and the order of rows; the rows and their split are always the same.
+
+PAM-SGD may take several steps on a batch. --equal-steps also gives SGD, at its best rate and weights, as many steps by
+more passes over the rows (not with relu-l1).
 """
 
 import argparse
-import io
-import json
+import os
+import signal
 import sys
-import tempfile
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from saecli.cli import main
-from saecli.formats import load_native
-from saecli.metrics import reconstruction
-from saecli.ridge import Moments, Terms, choose_alpha, solve
-from saecli.store import ActivationStore, Rows
-
-ACTIVATIONS = {"relu, L1": ["--act", "relu"], "topk, K=16": ["--act", "topk", "--k", "16"]}
-SGD = {"untied": ["--solver", "sgd"], "tied": ["--solver", "sgd", "--tied"]}
-PAM_SGD = ["--solver", "pam-sgd"]
-FRACTIONS = ("0.1", "0.3", "1.0")
+from solver_grid import RELU, RELU_L1, STORES, TOPK, Grid, Log, fill
+from solver_report import compare, write_tables
 
 
-def sae(home: str, *words: str) -> dict:
-    """Run a command in this process and return its JSON document."""
-    out, err, kept = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = ["sae", "--home", home, *words, "--json"]
+def listed(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """A parser of values between commas."""
+    def parse(text: str) -> tuple[Any, ...]:
+        return tuple(kind(part.strip()) for part in text.split(","))
+
+    return parse
+
+
+def data(text: str) -> str:
+    if text not in STORES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(STORES)}, got {text}")
+    return text
+
+
+def activation(text: str) -> str:
+    if text not in (RELU, RELU_L1) and not TOPK.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"expected {RELU}, {RELU_L1} or topk-X%, got {text}")
+    return text
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=listed(data), default=tuple(STORES), help="out of " + ",".join(STORES))
+    parser.add_argument("--activations", type=listed(activation), help="relu, relu-l1, topk-X%% of d_sae",
+                        default=(RELU, RELU_L1, "topk-1%", "topk-4%", "topk-8%"))
+    parser.add_argument("--fractions", type=listed(float), default=(0.05, 0.1, 0.25, 0.45, 0.7, 1.0),
+                        help="shares of the training rows")
+    parser.add_argument("--widths", type=listed(int), default=(1, 4, 16), help="latents for each dimension")
+    parser.add_argument("--seeds", type=int, default=2, help="how many")
+    parser.add_argument("--epochs-for", type=int, default=2000, help="as many epochs as make so many batches")
+    parser.add_argument("--most-epochs", type=int, default=50, help="but at most so many")
+    parser.add_argument("--rates", type=listed(float), default=Grid.rates, help="SGD's learning rates")
+    parser.add_argument("--l1-rates", type=listed(float), default=Grid.l1_rates, help="SGD's rates with relu-l1")
+    parser.add_argument("--l1-weights", type=listed(float), default=Grid.l1_weights,
+                        help="the sweep of relu-l1, in units of `sae train`'s default weight")
+    parser.add_argument("--equal-steps", action="store_true", help="also SGD with as many steps as PAM-SGD took")
+    parser.add_argument("--out", type=Path, default=Path("solver-benchmark"), help="folder of runs, tables, picture")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time; 0: only report on the runs that are there")
+    return parser.parse_args()
+
+
+def report(grid: Grid, cells: list, log: Log, folder: Path) -> None:
+    """Write and print what the runs so far say of the cells."""
+    from solver_picture import draw
+
+    found = [compare(measured) for cell in cells if (measured := grid.measured(cell, log.results)) is not None]
+    if found:
+        print(write_tables(folder, found))
+        draw(folder / "solvers.png", found)
+    print(f"{len(found)} of {len(cells)} cells are complete; {len(log.results):,} runs in {log.path}", file=sys.stderr)
+
+
+def benchmark(chosen: argparse.Namespace) -> None:
+    grid = Grid(chosen.activations, chosen.fractions, chosen.widths, chosen.seeds, chosen.epochs_for,
+                chosen.most_epochs, chosen.rates, chosen.l1_rates, chosen.l1_weights, chosen.equal_steps)
+    home = chosen.out.resolve() / "home"
+    home.mkdir(parents=True, exist_ok=True)
+    cells, log = grid.cells(home, chosen.data), Log(chosen.out / "runs.jsonl")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` ends a piece as Ctrl-C does
+    stopped = False
     try:
-        with redirect_stdout(out), redirect_stderr(err):
-            main()
-    except SystemExit as stop:
-        if stop.code:
-            raise RuntimeError(err.getvalue()) from stop
-    finally:
-        sys.argv = kept
-    return json.loads(out.getvalue())
-
-
-def gathered(rows: Rows) -> torch.Tensor:
-    """All rows of a split, (N, D)."""
-    return torch.cat([torch.from_numpy(batch.copy()) for batch in rows.sequential(4096)])
-
-
-@torch.no_grad()
-def with_decoder_step(home: str, run: dict, fraction: float) -> dict:
-    """The test measures of a run whose decoder is solved for once, its ridge chosen by leave-one-out."""
-    store = ActivationStore.open(Path(home) / "activations" / run["data"])
-    train, test = (gathered(store.split(part, fraction=share)) for part, share in (("train", fraction), ("test", 1.0)))
-    sae = load_native(Path(run["path"])).sae
-    z, x = sae.encode(train).double(), train.double()
-    moments = Moments(sae.d_in, sae.d_sae)
-    moments.add(z, x)
-    zeros = torch.zeros(sae.d_sae, sae.d_in, dtype=torch.float64)
-    terms = Terms(0.0, 0.0, 0.0, 0.0, sae.W_enc.T, zeros, zeros[0], zeros[:, 0])
-    sample = slice(None, None, -(-len(x) // 4096))
-    decoder = solve(moments, replace(terms, alpha=choose_alpha(moments, terms, z[sample], x[sample], None)))
-    found = reconstruction(replace(sae, W_dec=decoder.W.float(), b_dec=decoder.b.float()), [test])
-    return {"test_fvu": found["fvu"], "l0": found["l0"]}
-
-
-def cell(final: dict) -> str:
-    return f"{final['test_fvu']:.4f} at {final['l0']:.1f}"
-
-
-def benchmark(rows: int) -> None:
-    with tempfile.TemporaryDirectory() as home:
-        stores = {"digits": sae(home, "import", "digits")["name"],
-                  "tiny-gemma2": sae(home, "extract", "--model", "tiny-gemma2", "--layer", "2",
-                                     "--rows", str(rows))["name"]}
-        print("| data | activation | training rows | best SGD: FVU at L0 | and one decoder step | PAM-SGD: FVU at L0 |")
-        print("|---|---|---|---|---|---|")
-        for data, store in stores.items():
-            for act, chosen in ACTIVATIONS.items():
-                for fraction in FRACTIONS:
-                    shared = ["train", "--data", store, *chosen, "--fraction", fraction]
-                    sgd = {name: sae(home, *shared, *words) for name, words in SGD.items()}
-                    best = min(sgd, key=lambda name: sgd[name]["final"]["test_fvu"])
-                    pam = sae(home, *shared, *PAM_SGD)
-                    print(f"| {data} | {act} | {pam['rows_train']:,} | {cell(sgd[best]['final'])} ({best}) | "
-                          f"{cell(with_decoder_step(home, sgd[best], float(fraction)))} | {cell(pam['final'])} |",
-                          flush=True)
+        if chosen.jobs:
+            fill(grid, cells, log, home, chosen.jobs)
+    except KeyboardInterrupt:
+        stopped = True
+    report(grid, cells, log, chosen.out)
+    if stopped:
+        sys.stdout.flush()
+        os._exit(130)  # does not wait for the runs under way, which end with this process
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=40_000, help="rows to extract from tiny-gemma2")
-    benchmark(parser.parse_args().rows)
+    benchmark(arguments())
