@@ -13,11 +13,14 @@ Over (W, b), for codes z and inputs x of N rows, minimise
 Source: the paper's theorem on the optimal decoding, which states it with a stacked pseudo-inverse of N + 2
 columns, T = 0 and no decay. Here T may be a multiple of a given direction, T = c T0, with c optimal jointly with W.
 
-`systems.py` gathers the normal equations in one pass, `solve.py` solves them, `press.py` chooses alpha.
+`systems.py` gathers the normal equations in one pass, `solve.py` solves them, `press.py` has their leave-one-out
+error, by which `choice.py` chooses alpha.
 """
 
-from .press import choose_alpha, press
+from .choice import choose_alpha
+from .press import effective_dof, press
 from .solve import Decoder, Terms, solve
 from .systems import HeldRows, Moments, System, memory_needed
 
-__all__ = ["Decoder", "HeldRows", "Moments", "System", "Terms", "choose_alpha", "memory_needed", "press", "solve"]
+__all__ = ["Decoder", "HeldRows", "Moments", "System", "Terms", "choose_alpha", "effective_dof",
+           "memory_needed", "press", "solve"]

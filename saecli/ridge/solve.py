@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .systems import Factor, System
@@ -85,24 +84,28 @@ def shrinkage(system: System, terms: Terms) -> float:
 
 def solve_factored(system: System, terms: Terms, factor: Factor) -> Decoder:
     """`solve` with the factorisation already at hand."""
+    W, b, c, _ = solve_parts(system, terms, factor)
+    return Decoder(W, b, c, factor.ridge, factor.raised, factor.condition)
+
+
+def solve_parts(system: System, terms: Terms, factor: Factor) -> tuple[Tensor, Tensor, float, float]:
+    """W (F, D), b (D,), c, and the derivative of c in alpha, with the factorisation already at hand."""
     s = shrinkage(system, terms)
     alpha = factor.ridge - terms.mu
     centre = s * system.x_bar + terms.nu / (system.rows + terms.beta + terms.nu) * terms.b_t.double()
-    right = system.cross(centre)
+    W, c, slope = factor.solve_cross(centre), 0.0, 0.0
     if terms.mu:
-        right += terms.mu * terms.W_t.double()
-    if terms.direction is None:
-        W, c = factor.solve(right), 0.0
-    else:
+        W += factor.solve(terms.mu * terms.W_t.double())
+    if terms.direction is not None:
         T0 = terms.direction.double()
-        untargeted, along = factor.solve(torch.cat([right, T0], dim=1)).split(T0.shape[1], dim=1)
-        c = _best_multiple(T0, untargeted, along, alpha)
-        W = untargeted + c * alpha * along
-    return Decoder(W, centre - s * (system.z_bar @ W), c, factor.ridge, factor.raised, factor.condition)
+        along = factor.solve(T0)
+        c, slope = _best_multiple(T0, W, along, alpha)
+        W += c * alpha * along
+    return W, centre - s * (system.z_bar @ W), c, slope
 
 
-def _best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> float:
-    """The c that minimises the objective jointly with W.
+def _best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> tuple[float, float]:
+    """The c that minimises the objective jointly with W, and its derivative in alpha.
 
     At W(c) = M (C + mu W_t) + c alpha M T0, with M the inverse, the objective's derivative in c is
     `-2 alpha <T0, W(c) - c T0>`. It vanishes at `<T0, M (C + mu W_t)> / <T0, T0 - alpha M T0>`, which for mu = 0
@@ -110,4 +113,8 @@ def _best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) 
     gradient.
     """
     curvature = (T0 * (T0 - alpha * along)).sum().item()
-    return (T0 * untargeted).sum().item() / curvature if curvature > 0 else 1.0
+    if curvature <= 0:
+        return 1.0, 0.0
+    c = (T0 * untargeted).sum().item() / curvature
+    falling = (along * (untargeted - c * T0 + c * alpha * along)).sum().item()  # <M T0, W - c T0>, as dM = -M M
+    return c, -falling / curvature

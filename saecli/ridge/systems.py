@@ -18,6 +18,7 @@ from ..errors import TrainingError
 SPARSE_DENSITY = 0.03  # share of non-zero codes below which products with them skip the zeros
 RESOLUTION = 1e-13  # of a matrix' mean diagonal: a smaller ridge is lost in float64's rounding
 WOODBURY_RESOLUTION = 1e-9  # the same where the solution is a difference divided by the ridge
+DIRECT_SHARE = 0.5  # rows a latent from which on F dimensions cost less than N, of which a solve needs two products
 RAISES = 15  # how often a ridge that fails is raised tenfold before giving up
 
 
@@ -27,17 +28,22 @@ class Factor:
 
     Args:
         solve: maps G, (F, *), to `(A + diag(decay) + ridge I)^-1 G`.
+        solve_cross: maps a centre, (D,), to the same of `sum z (x - centre)'`, (F, D).
         quadratic: maps rows psi, (n, F), to `psi_i' (A + diag(decay) + ridge I)^-1 psi_i`, (n,).
         ridge: the ridge it holds for.
         raised: whether that is more than was asked for, or than float64 resolves, since less did not factorise.
         condition: estimate of the 1-norm condition number of the matrix factorised.
+        own_slack: gives `1 - psi_i' (A + diag(decay) + ridge I)^-1 psi_i` of all the system's own rows, (N,), where
+            that is to be had without the difference, which a small ridge cancels.
     """
 
     solve: Callable[[Tensor], Tensor]
+    solve_cross: Callable[[Tensor], Tensor]
     quadratic: Callable[[Tensor], Tensor]
     ridge: float
     raised: bool
     condition: float
+    own_slack: Callable[[], Tensor] | None = None
 
 
 class System(Protocol):
@@ -114,17 +120,15 @@ class Moments:
     def factor(self, ridge: float, shrink: float, decay: Tensor) -> Factor:
         """Factorise `A + diag(decay) + ridge I` by Cholesky; costs F^3 / 3 operations."""
         matrix = torch.addr(self.zz, self.z_bar, self.z_bar, alpha=-shrink * self.rows)
-        matrix.diagonal().add_(decay)
-        lower, held, raised, condition = _cholesky(matrix, ridge, RESOLUTION)
-        return Factor(lambda g: torch.cholesky_solve(g, lower), lambda psi: _squared_norms(lower, psi.T),
-                      held, raised, condition)
+        return _direct(matrix, ridge, decay, self.cross)
 
 
 class HeldRows:
     """Normal equations where there are fewer rows than latents: the rows are kept, and solved for in N dimensions.
 
     With Z_h the codes less a multiple of their mean, `A = Z_h' Z_h`, and with E = diag(decay) + r I Woodbury's
-    identity gives `(A + E)^-1 = E^-1 - E^-1 Z_h' (I + Z_h E^-1 Z_h')^-1 Z_h E^-1`. Memory: see `memory_needed`.
+    identity gives `(A + E)^-1 = E^-1 - E^-1 Z_h' (I + Z_h E^-1 Z_h')^-1 Z_h E^-1`. Where rows are more than
+    `DIRECT_SHARE` of the latents, A itself is the cheaper of the two. Memory: see `memory_needed`.
     """
 
     def __init__(self, z: Tensor, x: Tensor) -> None:
@@ -133,6 +137,7 @@ class HeldRows:
         self.x = x.double()
         self.z_bar = self.z.mean(0)
         self.x_bar = self.x.mean(0)
+        self._kept: tuple[float, Tensor, Tensor] | None = None
 
     def cross(self, centre: Tensor) -> Tensor:
         """`sum z (x - centre)'`, (F, D)."""
@@ -144,11 +149,17 @@ class HeldRows:
         return total.item() / self.z.shape[1]
 
     def factor(self, ridge: float, shrink: float, decay: Tensor) -> Factor:
-        """Factorise `r (I + Z_h E^-1 Z_h')` by Cholesky; costs 2 N^2 F + N^3 / 3 operations."""
-        centred = self.z - (1 - (1 - shrink) ** 0.5) * self.z_bar  # gives A for every shrink in [0, 1]
+        """Factorise `r (I + Z_h E^-1 Z_h')`, or `A + E`, by Cholesky.
+
+        Costs 2 N^2 F + N^3 / 3 operations, or 2 N F^2 + F^3 / 3; the first term is paid once where it can be kept.
+        """
+        centred, gram = self._products(shrink)
         held = max(ridge, WOODBURY_RESOLUTION * centred.square().sum().item() / self.rows) or WOODBURY_RESOLUTION
+        if self._direct:
+            return _direct(gram.clone(), held, decay, self.cross)
         weight = (held / (decay + held))[:, None]  # r E^-1, (F, 1)
-        lower, added, raised, condition = _cholesky((centred * weight.T) @ centred.T, held, 0.0)
+        inner = (centred * weight.T) @ centred.T if decay.any() else gram.clone()
+        lower, added, raised, condition = _cholesky(inner, held, 0.0)
         if raised:
             return replace(self.factor(added, shrink, decay), raised=True)
 
@@ -156,23 +167,58 @@ class HeldRows:
             scaled = weight * g
             return (scaled - weight * (centred.T @ torch.cholesky_solve(centred @ scaled, lower))) / held
 
+        def solve_cross(centre: Tensor) -> Tensor:
+            # With sum z (x - centre)' = Z_h' Y nothing cancels. A shrink of 1 has the mean input for its centre.
+            apart = self.x - centre
+            if shrink < 1:
+                apart += ((1 - shrink) ** -0.5 - 1) * apart.mean(0)
+            return weight * (centred.T @ torch.cholesky_solve(apart, lower))
+
         def quadratic(psi: Tensor) -> Tensor:
             scaled = weight * psi.T
             return ((scaled * psi.T).sum(0) - _squared_norms(lower, centred @ scaled)) / held
 
-        return Factor(solve, quadratic, held, False, condition)
+        def own_slack() -> Tensor:
+            return held * torch.cholesky_inverse(lower).diagonal()
+
+        return Factor(solve, solve_cross, quadratic, held, False, condition, own_slack if shrink == 1 else None)
+
+    @property
+    def _direct(self) -> bool:
+        return self.rows > DIRECT_SHARE * self.z.shape[1]
+
+    def _products(self, shrink: float) -> tuple[Tensor, Tensor]:
+        """Z_h, and A or Z_h Z_h', whichever is factorised; kept for the other ridges of this decoder step."""
+        if self._kept is None or self._kept[0] != shrink:
+            centred = self.z - (1 - (1 - shrink) ** 0.5) * self.z_bar  # gives A for every shrink in [0, 1]
+            self._kept = shrink, centred, centred.T @ centred if self._direct else centred @ centred.T
+        return self._kept[1:]
 
 
 def memory_needed(rows: int, d_in: int, d_sae: int) -> int:
     """Bytes that a decoder step takes at its peak.
 
     `Moments` holds the Gram matrix, a copy with the ridge, its factor and the norm's workspace, all float64;
-    `HeldRows` holds codes, their centred copies and products, and N x N matrices. Both hold some F x D ones.
+    `HeldRows` holds codes, their centred copies and products, and as many matrices of N x N or F x F. Both hold some
+    F x D ones.
     """
     cross = 8 * 8 * d_in * d_sae
     if rows < d_sae:
-        return 8 * rows * (5 * d_sae + d_in + 4 * rows) + cross
+        side = d_sae if rows > DIRECT_SHARE * d_sae else rows
+        return 8 * (rows * (5 * d_sae + d_in) + 4 * side * side) + cross
     return 4 * 8 * d_sae * d_sae + cross
+
+
+def _direct(matrix: Tensor, ridge: float, decay: Tensor, cross: Callable[[Tensor], Tensor]) -> Factor:
+    """Factorise `matrix + diag(decay) + ridge I`; spoils the matrix."""
+    matrix.diagonal().add_(decay)
+    lower, held, raised, condition = _cholesky(matrix, ridge, RESOLUTION)
+
+    def solve(g: Tensor) -> Tensor:
+        return torch.cholesky_solve(g, lower)
+
+    return Factor(solve, lambda centre: solve(cross(centre)), lambda psi: _squared_norms(lower, psi.T),
+                  held, raised, condition)
 
 
 def _cholesky(matrix: Tensor, ridge: float, resolution: float) -> tuple[Tensor, float, bool, float]:
