@@ -1,67 +1,19 @@
 """The decoder step against float64 oracles that know nothing of moments: stacked least squares, and refits."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ridge_problems import moments_of, objective, problem, stacked_least_squares, systems_of, terms_of
 
 from saecli.errors import TrainingError
-from saecli.ridge import HeldRows, Moments, Terms, choose_alpha, memory_needed, press, solve
+from saecli.ridge import HeldRows, effective_dof, memory_needed, press, solve
 
 WEIGHTS = {"all": (0.7, 2.0, 0.3, 5.0), "ridge only": (0.7, 0.0, 0.0, 0.0), "no ridge on W": (0.0, 2.0, 0.3, 5.0)}
-
-
-def problem(rows: int, d_sae: int, d_in: int, seed: int = 0, spread: float = 0.0) -> tuple:
-    """Codes, inputs, a direction and a previous decoder; `spread` makes row norms differ, in powers of ten."""
-    generator = torch.Generator().manual_seed(seed)
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-    z = draw(rows, d_sae).relu()
-    x = z @ draw(d_sae, d_in) * 0.5 + draw(rows, d_in) + 3
-    size = 10 ** (spread * draw(rows, 1))
-    return z * size, x * size, draw(d_sae, d_in), draw(d_sae, d_in), draw(d_in)
-
-
-def terms_of(weights: tuple, direction: torch.Tensor | None, W_t: torch.Tensor, b_t: torch.Tensor,
-             decayed: bool = False) -> Terms:
-    decay = torch.linspace(0, 3, len(W_t), dtype=torch.float64) * decayed
-    return Terms(*weights, direction=direction, W_t=W_t, b_t=b_t, decay=decay)
-
-
-def moments_of(z: torch.Tensor, x: torch.Tensor, block: int) -> Moments:
-    moments = Moments(x.shape[1], z.shape[1])
-    for start in range(0, len(z), block):
-        moments.add(z[start : start + block], x[start : start + block])
-    return moments
-
-
-def systems_of(z: torch.Tensor, x: torch.Tensor) -> dict:
-    return {"moments": moments_of(z, x, 7), "held rows": HeldRows(z, x)}
-
-
-def stacked_least_squares(z, x, terms: Terms, target: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(W, b) by the pseudo-inverse of data, ridge and proximal rows stacked, as the paper's theorem has it."""
-    d_sae, d_in = target.shape
-    eye, ones, zero = np.eye(d_sae), np.ones((len(z), 1)), np.zeros((d_sae, 1))
-    bias_row = np.eye(1, d_sae + 1, d_sae)
-    left = [np.hstack([z, ones]), np.sqrt(terms.alpha) * np.hstack([eye, zero]), np.sqrt(terms.beta) * bias_row,
-            np.sqrt(terms.mu) * np.hstack([eye, zero]), np.sqrt(terms.nu) * bias_row,
-            np.hstack([np.diag(terms.decay.sqrt()), zero])]
-    right = [x.numpy(), np.sqrt(terms.alpha) * target.numpy(), np.zeros((1, d_in)),
-             np.sqrt(terms.mu) * terms.W_t.numpy(), np.sqrt(terms.nu) * terms.b_t.numpy()[None],
-             np.zeros((d_sae, d_in))]
-    both = np.linalg.pinv(np.vstack(left)) @ np.vstack(right)
-    return both[:-1], both[-1]
-
-
-def objective(z, x, terms: Terms, W, b, c: float) -> float:
-    target = c * terms.direction if terms.direction is not None else torch.zeros_like(W)
-    parts = [(z @ W + b - x, 1), (W - target, terms.alpha), (b, terms.beta), (W - terms.W_t, terms.mu),
-             (b - terms.b_t, terms.nu), (terms.decay.sqrt()[:, None] * W, 1)]
-    return sum(weight * part.square().sum().item() for part, weight in parts)
 
 
 @pytest.mark.parametrize("held", ["moments", "held rows"])
@@ -126,21 +78,44 @@ def test_press_equals_refitting_without_each_row(held, spread, weights):
         W, b = stacked_least_squares(z[others], x[others], terms, c * direction)
         left_out.append(np.square(z[row].numpy() @ W + b - x[row].numpy()).sum())
     assert press(system, terms, z, x) == pytest.approx(np.mean(left_out), rel=1e-6)
+    assert press(system, terms, z[4:9], x[4:9]) == pytest.approx(np.mean(left_out[4:9]), rel=1e-6)
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.7])
-def test_chosen_alpha_is_near_the_best_of_a_full_path(spread):
-    z, x, direction, W_t, b_t = problem(60, 40, 5, spread=spread)
-    system = moments_of(z, x, 60)
-    terms = terms_of((0.0, 0.0, 0.0, 0.0), direction, W_t, b_t)
+@pytest.mark.parametrize(("power", "within"), [(-7, 0.03), (-5, 1e-4), (-3, 1e-6)])
+def test_press_of_held_rows_stands_a_ridge_far_below_their_size(power, within):
+    z, x, _, W_t, b_t = problem(30, 90, 4, spread=0.5)
+    system = HeldRows(z, x)
+    alpha = system.scale(1.0) * 10**power
+    middle = np.eye(30) - 1 / 30
+    weights, vectors = np.linalg.eigh(middle @ z.numpy() @ z.numpy().T @ middle)
+    kept = vectors[:, 1:]  # the first is the constant vector, which the bias fits
+    inverse = kept / (weights[1:] + alpha) @ kept.T
+    left_out = (inverse @ x.numpy()) / inverse.diagonal()[:, None]
+    terms = terms_of((alpha, 0.0, 0.0, 0.0), None, W_t, b_t)
+    assert press(system, terms, z, x) == pytest.approx(np.square(left_out).sum(1).mean(), rel=within)
 
-    def score(alpha: float) -> float:
-        return press(system, replace(terms, alpha=alpha), z, x)
 
-    path = min(score(alpha) for alpha in system.scale(1.0) * np.logspace(-7, 3, 101))
-    first = choose_alpha(system, terms, z, x, None)
-    assert score(first) <= 1.01 * path
-    assert score(choose_alpha(system, terms, z, x, 2 * first)) <= 1.01 * path
+@pytest.mark.parametrize("held", ["moments", "held rows"])
+@pytest.mark.parametrize("rows", [5, 12, 40])
+@pytest.mark.parametrize("decayed", [False, True])
+def test_effective_dof_is_the_trace_of_the_hat_matrix(held, rows, decayed):
+    z, x, _, W_t, b_t = problem(rows, 12, 4)
+    system, previous = systems_of(z, x)[held], (torch.zeros(12, rows).double(), torch.zeros(rows).double())
+    found = []
+    for alpha in (1e-6, 0.7, 50.0, 1e9):
+        terms = terms_of((alpha, 0.0, 0.0, 0.0), None, W_t, b_t, decayed)
+        W, b = stacked_least_squares(z, torch.eye(rows).double(), replace(terms, W_t=previous[0], b_t=previous[1]),
+                                     previous[0])
+        found.append(effective_dof(system, terms, z))
+        assert found[-1] == pytest.approx(np.trace(z.numpy() @ W + b), rel=1e-5)
+    assert found == sorted(found, reverse=True)
+    assert found[-1] >= 1 and found[0] <= min(rows, 13)
+
+
+def test_effective_dof_of_a_sample_is_near_that_of_all_rows():
+    z, x, _, W_t, b_t = problem(2000, 40, 3)
+    system, terms = moments_of(z, x, 500), terms_of((300.0, 0.0, 0.0, 0.0), None, W_t, b_t)
+    assert effective_dof(system, terms, z[::10]) == pytest.approx(effective_dof(system, terms, z), rel=0.05)
 
 
 @pytest.mark.parametrize("held", ["moments", "held rows"])
@@ -182,3 +157,55 @@ def test_a_large_alpha_leaves_the_best_multiple_of_the_direction(held, alpha):
 def test_a_ridge_of_zero_that_holds_is_not_called_raised():
     z, x, _, W_t, b_t = problem(40, 6, 3)
     assert not solve(moments_of(z, x, 40), terms_of((0.0, 0.0, 0.0, 0.0), None, W_t, b_t)).raised
+
+
+@pytest.mark.parametrize("held", ["moments", "held rows"])
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("rows", [5, 12, 40])
+@pytest.mark.parametrize("decayed", [False, True])
+def test_no_direction_leads_downhill_from_the_decoder(held, weights, rows, decayed):
+    z, x, direction, W_t, b_t = problem(rows, 12, 4)
+    terms = terms_of(weights, direction, W_t, b_t, decayed)
+    decoder = solve(systems_of(z, x)[held], terms)
+    W, b = decoder.W, decoder.b
+    misfit = z @ W + b - x
+    of_W = [z.T @ misfit, terms.alpha * (W - decoder.c * direction), terms.mu * (W - W_t), terms.decay[:, None] * W]
+    of_b = [misfit.sum(0), terms.beta * b, terms.nu * (b - b_t)]
+    assert sum(of_W).norm() <= 1e-6 * max((z.T @ x).norm(), *(part.norm() for part in of_W))
+    assert sum(of_b).norm() <= 1e-6 * max(x.sum(0).norm(), *(part.norm() for part in of_b))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), rows=st.integers(3, 30), weights=st.tuples(*[st.floats(0.01, 50)] * 4),
+       c=st.floats(-2, 2), held=st.sampled_from(["moments", "held rows"]))
+def test_the_objective_does_not_rise(seed, rows, weights, c, held):
+    z, x, direction, W_t, b_t = problem(rows, 9, 3, seed)
+    terms = terms_of(weights, direction, W_t, b_t, decayed=True)
+    decoder = solve(systems_of(z, x)[held], terms)
+    before = objective(z, x, terms, W_t, b_t, c)
+    assert objective(z, x, terms, decoder.W, decoder.b, decoder.c) <= before * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("held", ["moments", "held rows"])
+@pytest.mark.parametrize("rows", [5, 40])
+def test_latents_in_another_order_give_the_decoder_in_that_order(held, rows):
+    z, x, direction, W_t, b_t = problem(rows, 12, 4)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    terms = terms_of(WEIGHTS["all"], direction, W_t, b_t, decayed=True)
+    moved = replace(terms, direction=direction[order], W_t=W_t[order], decay=terms.decay[order])
+    decoder, other = solve(systems_of(z, x)[held], terms), solve(systems_of(z[:, order], x)[held], moved)
+    assert other.c == pytest.approx(decoder.c, rel=1e-9)
+    torch.testing.assert_close(other.W, decoder.W[order], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(other.b, decoder.b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("held", ["moments", "held rows"])
+def test_as_alpha_falls_the_decoder_tends_to_least_squares(held):
+    z, x, direction, W_t, b_t = problem(60, 12, 4)
+    expected = np.linalg.lstsq(np.hstack([z, np.ones((60, 1))]), x.numpy(), rcond=None)[0]
+    away = []
+    for alpha in (1.0, 1e-2, 1e-4, 1e-6):
+        decoder = solve(systems_of(z, x)[held], terms_of((alpha, 0.0, 0.0, 0.0), direction, W_t, b_t))
+        away.append(np.linalg.norm(np.vstack([decoder.W, decoder.b]) - expected))
+    assert all(after < 0.02 * before for before, after in pairwise(away))
+    assert away[-1] < 1e-6 * np.linalg.norm(expected)

@@ -27,10 +27,10 @@ from .systems import System
 
 LEAST, MOST = -7, 3  # powers of ten of A's mean diagonal between which alpha is sought
 SPACING = 2  # decades between the alphas that a first search looks at
-REACH = 1.0  # decades over which a model is used
+REACH = 1.0  # decades over which a model is used, doubled while it falls all the way
 CLOSE = 0.3  # decades over which it is taken at its word
 STEPS = 41  # alphas at which a model is evaluated, to find its minimum
-GAIN = 2e-3  # share of PRESS for which another factorisation is not worth it
+GAIN = 1e-3  # share of PRESS for which another factorisation is not worth it
 WARM_GAIN = 1e-2  # the same at the last choice, where the next outer iteration goes on with the search
 LOOKS = 12  # factorisations after which a search ends with the best of them
 LEAST_ROWS, SHARE, MOST_ROWS = 128, 8, 256  # rows that are looked at: one in 8, between these numbers
@@ -134,13 +134,15 @@ def _descend(look: Callable[[float], Model], here: Model, gain: float) -> float:
     reach = REACH
     for _ in range(LOOKS):
         target, expected = here.minimum(reach)
-        if expected > (1 - gain) * here.value:
+        away = abs(target - here.decades)
+        falling = away > 0.99 * reach  # to the last: PRESS may be flat here and have its minimum far off
+        if expected > (1 - gain) * here.value and not falling:
             return here.minimum(CLOSE)[0]
         there, gain = look(target), GAIN
         if there.value < here.value:
-            here, reach = there, REACH
+            here, reach = there, 2 * reach if falling else REACH
         else:
-            reach = abs(target - here.decades) / 2
+            reach = away / 2
     return here.decades
 
 
@@ -178,7 +180,7 @@ def sample_rows(x: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:
         size: rows wanted.
 
     Returns:
-        The indices and weights, each (m,) with m about `size` or, where there are no more rows, n.
+        The indices and weights, each (m,): at most about `size` rows, and all where there are no more.
     """
     if len(x) <= size:
         return torch.arange(len(x), device=x.device), torch.ones(len(x), dtype=torch.float64, device=x.device)
