@@ -29,10 +29,11 @@ from .smoothing import default_width, smoothed
 
 PRESS_ROWS = 4096  # rows, evenly spaced over all, on which alpha is chosen
 MOST_INNER_STEPS = 10
+WINDOW = 16  # batches among which inner steps mix rows
 REVIVAL = 0.6  # share of all steps during which dead latents are revived; the rest is for them to settle
 CHOICE_GROWTH = 1.25  # ratio of the outer iterations at which alpha is chosen anew, once there are several
 OWN_STATE = ("c", "Delta", "b_dec", "alpha", "condition", "raised", "outer", "revived")
-DECODER_STEP, REVIVING = 1, 2  # kinds of draws besides those of encoder steps
+DECODER_STEP, REVIVING, MIXING = 1, 2, 3  # kinds of draws besides those of encoder steps
 LEAST_NORM = 1e-3  # of the mean decoder norm, below which a latent's penalty is no longer taken to bend
 
 
@@ -120,16 +121,34 @@ class PamSgdSolver(Solver):
 
     def epoch(self, rows: Rows, epoch: int) -> Iterator[StepReport]:
         """Encoder steps on every batch, and the decoder step as often as asked, at the end in any case."""
-        every = self.config.decoder_every
-        for index, x in enumerate(rows.shuffled(epoch)):
+        every = math.inf if self.config.decoder_every == "epoch" else self.config.decoder_every
+        inner = self.config.inner_steps
+        window: list[Tensor] = []
+        for index, x in enumerate(rows.shuffled(epoch), 1):
             if self.step >= self.task.steps:
                 break
-            if index and every != "epoch" and index % every == 0:
+            if index > 1 and (index - 1) % every == 0:
                 self.solve_decoder(rows, last=False)
-            for _ in range(min(self.config.inner_steps, self.task.steps - self.step)):
-                report = self.descend(x)
-            yield report
+            window.append(x)
+            if len(window) == (1 if inner == 1 else WINDOW) or index % every == 0:
+                yield from self._inner_steps(window)
+                window = []
+        yield from self._inner_steps(window)
         self.solve_decoder(rows, last=self.step >= self.task.steps)
+
+    def _inner_steps(self, window: list[Tensor]) -> Iterator[StepReport]:
+        """`inner_steps` rounds over the batches of a window, their rows mixed anew in each: that many steps in a row on
+        one batch would fit the encoder to that batch, and with a decoder that is held fixed they drift."""
+        for _ in range(self.config.inner_steps if window else 0):
+            mixed = window
+            if self.config.inner_steps > 1:
+                rows = torch.cat(window)
+                order = torch.randperm(len(rows), generator=self.draws(self.step, MIXING)).to(rows.device)
+                mixed = rows[order].split(len(window[0]))
+            for x in mixed:
+                if self.step >= self.task.steps:
+                    return
+                yield self.descend(x)
 
     @torch.no_grad()
     def solve_decoder(self, rows: Rows, last: bool) -> Decoder:
