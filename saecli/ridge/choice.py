@@ -152,19 +152,19 @@ def model(system: System, terms: Terms, rows: Rows, decades: float) -> Model:
     W, b, c, slope = solve_parts(system, terms, factored)
     alpha = factored.ridge - terms.mu
     psi = rows.z - shrinkage(system, terms) * system.z_bar
-    u = factored.solve(psi.T)
+    if factored.own_solve is not None and rows.index is not None:
+        u, slack = factored.own_solve(rows.index)
+    else:
+        u = factored.solve(psi.T)
+        slack = 1 - (psi * u.T).sum(1)
     residual = rows.x - rows.z @ W - b
     if terms.direction is not None:
         W -= (c + slope * alpha) * terms.direction.double()
     falling = u.T @ W
     leverage = (psi * u.T).sum(1)
-    shared = 1 / (system.rows + terms.beta + terms.nu)
-    if factored.own_slack is not None and rows.index is not None:
-        slack = factored.own_slack()[rows.index] - shared
-    else:
-        slack = 1 - shared - leverage
     pole = torch.where(leverage > 0, u.square().sum(0) / leverage, 0.0)
     squares = torch.stack([residual.square().sum(1), (residual * falling).sum(1), falling.square().sum(1)])
+    slack = slack - 1 / (system.rows + terms.beta + terms.nu)
     return Model(decades, alpha, slack, leverage, pole, rows.weight * squares)
 
 

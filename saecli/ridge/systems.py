@@ -35,6 +35,8 @@ class Factor:
         condition: estimate of the 1-norm condition number of the matrix factorised.
         own_slack: gives `1 - psi_i' (A + diag(decay) + ridge I)^-1 psi_i` of all the system's own rows, (N,), where
             that is to be had without the difference, which a small ridge cancels.
+        own_solve: the same of the rows of an index, (m,), and `(A + diag(decay) + ridge I)^-1 psi_i`, (F, m), first;
+            at hand where `own_slack` is.
     """
 
     solve: Callable[[Tensor], Tensor]
@@ -44,6 +46,7 @@ class Factor:
     raised: bool
     condition: float
     own_slack: Callable[[], Tensor] | None = None
+    own_solve: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 class System(Protocol):
@@ -181,7 +184,15 @@ class HeldRows:
         def own_slack() -> Tensor:
             return held * torch.cholesky_inverse(lower).diagonal()
 
-        return Factor(solve, solve_cross, quadratic, held, False, condition, own_slack if shrink == 1 else None)
+        def own_solve(index: Tensor) -> tuple[Tensor, Tensor]:
+            columns = torch.arange(len(index), device=index.device)
+            chosen = lower.new_zeros(self.rows, len(index))
+            chosen[index, columns] = 1
+            inverse = torch.cholesky_solve(chosen, lower)
+            return weight * (centred.T @ inverse), held * inverse[index, columns]
+
+        factored = Factor(solve, solve_cross, quadratic, held, False, condition)
+        return replace(factored, own_slack=own_slack, own_solve=own_solve) if shrink == 1 else factored
 
     @property
     def _direct(self) -> bool:

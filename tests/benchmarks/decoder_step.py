@@ -1,0 +1,137 @@
+"""What a decoder step costs, and what choosing its alpha costs beside it and loses against the full path.
+
+    PYTHONPATH=. python tests/benchmarks/decoder_step.py [--threads 2] [--large] [--no-path]
+
+Codes are those of a random topk encoder. "moments" is the pass over the rows, "solve" the decoder step after it,
+"first" what a choice of alpha over all decades adds to it and "warm" what one from an alpha a tenth off the last choice
+adds; held rows' Gram matrix, which choice and solve share, counts as the solve's. Ratios are to moments and solve
+together. "lost" is how far the first and the warm choice's PRESS lie above the least of 101 alphas over the range, on
+the rows that the solver passes. Times are the least of three.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saecli.ridge import HeldRows, Moments, System, Terms, choose_alpha, press, solve
+from saecli.ridge.choice import LEAST, MOST
+
+BLOCK = 1024  # rows a block of moments
+PRESS_ROWS = 4096  # rows that the solver passes to a choice
+SPREAD = 0.5  # of row norms, in powers of ten: the largest are a hundred times the smallest
+
+
+@dataclass(frozen=True)
+class Size:
+    """A problem's size, and the share of its codes that are not zero."""
+
+    rows: int
+    d_sae: int
+    d_in: int
+    density: float
+    path: bool = True
+
+
+SIZES = [Size(80, 256, 64, 0.1), Size(300, 256, 64, 0.1), Size(1000, 256, 64, 0.1), Size(500, 1024, 64, 0.05),
+         Size(1000, 1024, 64, 0.05), Size(4000, 1024, 64, 0.02)]
+LARGE = [Size(50_000, 4096, 256, 0.008, path=False), Size(50_000, 4096, 256, 0.1, path=False)]
+
+
+def problem(size: Size) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (N, F), inputs (N, D), and the direction (F, D)."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(size.rows, size.d_in // 2, generator=generator)
+    x = x @ torch.randn(size.d_in // 2, size.d_in, generator=generator) / size.d_in**0.5
+    x += 0.3 * torch.randn(size.rows, size.d_in, generator=generator)
+    x *= 10 ** (SPREAD * torch.randn(size.rows, 1, generator=generator))
+    W_enc = torch.randn(size.d_in, size.d_sae, generator=generator) / size.d_in**0.5
+    z = torch.cat([_topk(block @ W_enc, round(size.density * size.d_sae)) for block in x.split(BLOCK)])
+    return z, x, W_enc.T.contiguous()
+
+
+def _topk(before: Tensor, kept: int) -> Tensor:
+    least = before.topk(kept, 1).values[:, -1:]
+    return torch.where(before >= least, before, 0.0).relu()
+
+
+def gather(z: Tensor, x: Tensor) -> System:
+    """The normal equations, as the solver gathers them."""
+    if len(z) < z.shape[1]:
+        return HeldRows(z, x)
+    moments = Moments(x.shape[1], z.shape[1])
+    for block_z, block_x in zip(z.split(BLOCK), x.split(BLOCK), strict=True):
+        moments.add(block_z, block_x)
+    return moments
+
+
+def seconds(run: Callable[[System], object], fresh: Callable[[], System], times: int) -> float:
+    """The least time of a run, each on a system that nothing has been computed for."""
+    taken = []
+    for _ in range(times):
+        system = fresh()
+        started = time.perf_counter()
+        run(system)
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
+def line(size: Size, path: bool) -> str:
+    """One row of the table."""
+    z, x, direction = problem(size)
+    stride = -(-size.rows // PRESS_ROWS)
+    some_z, some_x = z[::stride], x[::stride]
+    zeros = torch.zeros(size.d_sae, dtype=torch.float64)
+    terms = Terms(0.0, 0.0, 0.0, 0.0, direction, torch.zeros_like(direction), x[0], zeros)
+    system = gather(z, x)
+    large = size.rows * size.d_sae > 10**8
+    times = 1 if large else 3
+
+    def fresh() -> System:
+        return HeldRows(z, x) if isinstance(system, HeldRows) else system
+
+    first = choose_alpha(system, terms, some_z, some_x, None)
+    warm = choose_alpha(system, terms, some_z, some_x, 1.1 * first)
+    moments = seconds(lambda _: gather(z, x), lambda: system, times)
+
+    def step(last: float | None, choosing: bool = True) -> float:
+        def run(held: System) -> None:
+            alpha = choose_alpha(held, terms, some_z, some_x, last) if choosing else first
+            solve(held, replace(terms, alpha=alpha))
+        return seconds(run, fresh, times)
+
+    solving = step(None, choosing=False)
+    choosing, again = step(None) - solving, step(1.1 * first) - solving
+    cells = [f"{size.rows}", f"{size.d_sae}", f"{size.d_in}", f"{size.density:g}",
+             *(f"{1000 * value:.1f}" for value in (moments, solving, choosing, again)),
+             f"{choosing / (moments + solving):.2f}", f"{again / (moments + solving):.2f}"]
+    if path and size.path:
+        scores = [press(system, replace(terms, alpha=alpha), some_z, some_x)
+                  for alpha in (first, warm, *system.scale(1.0) * np.logspace(LEAST, MOST, 101))]
+        cells += [f"{score / min(scores[2:]) - 1:.2%}" for score in scores[:2]]
+    else:
+        cells += ["", ""]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--large", action="store_true", help="also 50,000 rows with 4096 latents, which takes minutes")
+    parser.add_argument("--no-path", action="store_true", help="times only")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    heads = ["N", "F", "D", "density", "moments, ms", "solve, ms", "first, ms", "warm, ms", "first, ratio",
+             "warm, ratio", "first, lost", "warm, lost"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for size in SIZES + LARGE * options.large:
+        print(line(size, not options.no_path), flush=True)
+
+
+if __name__ == "__main__":
+    main()
