@@ -98,14 +98,16 @@ def line(size: Size, path: bool) -> str:
     warm = choose_alpha(system, terms, some_z, some_x, 1.1 * first)
     moments = seconds(lambda _: gather(z, x), lambda: system, times)
 
-    def step(last: float | None, choosing: bool = True) -> float:
-        def run(held: System) -> None:
-            alpha = choose_alpha(held, terms, some_z, some_x, last) if choosing else first
-            solve(held, replace(terms, alpha=alpha))
-        return seconds(run, fresh, times)
+    def choice(last: float | None) -> Callable[[System], float]:
+        return lambda held: choose_alpha(held, terms, some_z, some_x, last)
 
-    solving = step(None, choosing=False)
-    choosing, again = step(None) - solving, step(1.1 * first) - solving
+    def added(last: float | None) -> float:
+        if not isinstance(system, HeldRows):
+            return seconds(choice(last), fresh, times)
+        return seconds(lambda held: solve(held, replace(terms, alpha=choice(last)(held))), fresh, times) - solving
+
+    solving = seconds(lambda held: solve(held, replace(terms, alpha=first)), fresh, times)
+    choosing, again = added(None), added(1.1 * first)
     cells = [f"{size.rows}", f"{size.d_sae}", f"{size.d_in}", f"{size.density:g}",
              *(f"{1000 * value:.1f}" for value in (moments, solving, choosing, again)),
              f"{choosing / (moments + solving):.2f}", f"{again / (moments + solving):.2f}"]
