@@ -10,7 +10,7 @@ import dataclasses
 import sys
 import types
 import typing
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import MISSING, dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -30,6 +30,7 @@ class Option:
         maximum: largest value allowed.
         below: value that must not be reached.
         choices: the words allowed; on a field that also takes numbers, the words allowed beside them.
+        check: looks at a word in place of `choices`; raises ValueError with what the field must be.
         metavar: how the help page writes the value.
     """
 
@@ -39,6 +40,7 @@ class Option:
     maximum: float | None = None
     below: float | None = None
     choices: tuple[str, ...] = ()
+    check: Callable[[str], None] | None = None
     metavar: str | None = None
 
 
@@ -78,6 +80,11 @@ def _checked(name: str, annotation: Any, rule: Option, value: Any) -> Any:
     if isinstance(value, str):
         if rule.choices and value not in rule.choices:
             raise ConfigError(f"{flag_of(name)} must be one of {', '.join(rule.choices)}, got {value!r}")
+        if rule.check is not None:
+            try:
+                rule.check(value)
+            except ValueError as error:
+                raise ConfigError(f"{flag_of(name)} must be {error}, got {value!r}") from None
     elif isinstance(value, int | float) and not isinstance(value, bool):
         if not abs(value) <= (LARGEST if type(value) is int else sys.float_info.max):
             raise ConfigError(f"{flag_of(name)} must be a number of ordinary size, got {value}")

@@ -130,7 +130,7 @@ def _parameter(name: str, annotation: Any, rule: Option, default: Any, panel: st
                                 "show_default": one_default and default is not None and default is not MISSING}
     if len(kinds) > 1:
         numeric = next(kind for kind in kinds if kind is not str)
-        settings |= {"parser": _word_or_number(rule.choices, numeric),
+        settings |= {"parser": _word_or_number(rule, numeric),
                      "metavar": rule.metavar or f"{'|'.join(rule.choices)}|{numeric.__name__.upper()}"}
         kind: Any = str
     else:
@@ -140,13 +140,15 @@ def _parameter(name: str, annotation: Any, rule: Option, default: Any, panel: st
         annotation=Annotated[kind | None if default is None else kind, typer.Option(flag_of(name), **settings)])
 
 
-def _word_or_number(words: tuple[str, ...], numeric: type) -> Callable[[str], str | int | float]:
+def _word_or_number(rule: Option, numeric: type) -> Callable[[str], str | int | float]:
     def parse(text: str) -> str | int | float:
-        if text in words:
+        if text in rule.choices:
             return text
         try:
             return numeric(text)
         except ValueError:
-            raise typer.BadParameter(f"{text!r} is neither a number nor {' nor '.join(words)}") from None
+            if rule.check is not None:
+                return text  # the configuration looks at it
+            raise typer.BadParameter(f"{text!r} is neither a number nor {' nor '.join(rule.choices)}") from None
 
     return parse

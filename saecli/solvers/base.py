@@ -1,4 +1,4 @@
-"""What all solvers share: the batch objective, Adam with its schedule, and the state that resuming needs.
+"""What all solvers share: the batch objective, the descent step with its schedule, and the state that resuming needs.
 
 Shapes: B rows, D = d_in, F = d_sae. Rows are normalised rows throughout (see `normalise.py`).
 """
@@ -6,14 +6,15 @@ Shapes: B rows, D = d_in, F = d_sae. Rows are normalised rows throughout (see `n
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from ..config import Config
+from ..config import Config, option
 from ..sae import SAE
+from .optimizers import OPTIMIZERS
 from .smoothing import smoothed
 
 DEFAULT_STEPS = 4000  # optimiser steps that defaults aim at
@@ -45,11 +46,13 @@ class Task:
     Args:
         rows: N, the number of training rows.
         steps: optimiser steps in the whole of training.
-        lr: Adam's learning rate at its highest.
+        lr: the learning rate at its highest.
         sparsity: the activation's penalty, or `none`.
         sparsity_weight: its weight.
         smoothing: width by which training rows are smoothed (see `smoothing.py`); 0 for none.
         seed: of what a solver draws.
+        batches: how many an epoch has.
+        penalty_warm_up: share of all steps over which the sparsity penalty rises.
     """
 
     rows: int
@@ -59,6 +62,8 @@ class Task:
     sparsity_weight: float
     smoothing: float = 0.0
     seed: int = 0
+    batches: int = 1
+    penalty_warm_up: float = PENALTY_WARM_UP
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, from 0: a short linear rise, a plateau, and a linear fall to zero."""
@@ -68,7 +73,7 @@ class Task:
 
     def penalty_weight(self, step: int) -> float:
         """The penalty's weight at a step, from 0."""
-        return self.sparsity_weight * min(1.0, (step + 1) / max(1, math.ceil(PENALTY_WARM_UP * self.steps)))
+        return self.sparsity_weight * min(1.0, (step + 1) / max(1, math.ceil(self.penalty_warm_up * self.steps)))
 
 
 @dataclass(frozen=True)
@@ -91,23 +96,25 @@ class StepReport:
 
 
 class Solver(ABC):
-    """Trains an SAE's encoder by Adam on batches; subclasses say what the decoder is.
+    """Trains an SAE's encoder by descent on batches; subclasses say what the decoder is.
 
     Args:
         initial: the SAE to start from.
         task: what is to be minimised.
-        also: tensors trained by Adam besides the encoder and the activation's parameters, by name.
+        also: tensors trained by descent besides the encoder and the activation's parameters, by name.
+        optimizer: what takes the steps, of `OPTIMIZERS`.
     """
 
-    def __init__(self, initial: SAE, task: Task, also: dict[str, Tensor]) -> None:
+    def __init__(self, initial: SAE, task: Task, also: dict[str, Tensor], optimizer: str) -> None:
+        kind = OPTIMIZERS[optimizer]
         self.activation = initial.activation
-        self.task = task
+        self.task = replace(task, lr=1.0, penalty_warm_up=0.0) if kind.to_tolerance else task
         self.step = 0
         trained = {"W_enc": initial.W_enc, "b_enc": initial.b_enc, **initial.parameters, **also}
         self.trained = {name: tensor.clone().requires_grad_(name not in self.activation.estimates)
                         for name, tensor in trained.items()}
         self._parameter_names = tuple(initial.parameters)
-        self._adam = torch.optim.Adam(self.trained.values(), lr=task.lr)
+        self.optimizer = kind(self.trained)
 
     @abstractmethod
     def decoder(self) -> tuple[Tensor, Tensor]:
@@ -138,8 +145,25 @@ class Solver(ABC):
                        {name: value.detach().clone() for name, value in self._parameters().items()})
 
     def descend(self, x: Tensor) -> StepReport:
-        """One Adam step on a batch x, (B, D)."""
+        """One step of the optimiser on a batch x, (B, D)."""
         x = smoothed(x, self.task.smoothing, self.draws(self.step))
+        evaluations: list[list[Tensor]] = []  # the first and the latest
+
+        def loss() -> Tensor:
+            found = self._loss(x)
+            evaluations[1:] = [[tensor.detach() for tensor in found]]
+            return found[0]
+
+        self.optimizer.descend(loss, self.task.learning_rate(self.step))
+        before, squared_error, z = evaluations[0]
+        with torch.no_grad():
+            for name, value in self.activation.estimated(evaluations[-1][2], self._parameters()).items():
+                self.trained[name].copy_(value)
+        self.step += 1
+        return StepReport(self.step, len(x), before, squared_error, (z != 0).sum(-1, dtype=x.dtype).mean())
+
+    def _loss(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of a batch x, (B, D), its squared error and its codes, (B, F)."""
         W_dec, b_dec = self.decoder()
         pre = torch.addmm(self.trained["b_enc"], x, self.trained["W_enc"])  # (B, F)
         z = self.activation.training_codes(pre, self._parameters())
@@ -148,17 +172,7 @@ class Solver(ABC):
         if self.task.sparsity != "none":
             penalty = self.activation.penalty(self.task.sparsity, pre, z, W_dec, self._parameters())
             loss = loss + self.task.penalty_weight(self.step) * penalty
-        self._adam.zero_grad(set_to_none=True)
-        loss.backward()
-        for group in self._adam.param_groups:
-            group["lr"] = self.task.learning_rate(self.step)
-        self._adam.step()
-        with torch.no_grad():
-            for name, value in self.activation.estimated(z, self._parameters()).items():
-                self.trained[name].copy_(value)
-        self.step += 1
-        l0 = (z != 0).sum(-1, dtype=x.dtype).mean()
-        return StepReport(self.step, len(x), loss.detach(), squared_error.detach(), l0)
+        return loss, squared_error, z
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:
         """Random numbers that are a pure function of the seed, of the number of a step and of the kind of step."""
@@ -166,10 +180,8 @@ class Solver(ABC):
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training goes on from, by name."""
-        state = {f"trained.{name}": tensor.detach() for name, tensor in self.trained.items()}
-        for name, tensor in self.trained.items():
-            state |= {f"adam.{key}.{name}": value for key, value in self._adam.state[tensor].items()}
-        return state | {"step": torch.tensor(self.step)}
+        trained = {f"trained.{name}": tensor.detach() for name, tensor in self.trained.items()}
+        return trained | self.optimizer.state() | {"step": torch.tensor(self.step)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Go on from what `state` returned."""
@@ -177,23 +189,23 @@ class Solver(ABC):
         with torch.no_grad():
             for name, tensor in self.trained.items():
                 tensor.copy_(state[f"trained.{name}"])
-        for name, tensor in self.trained.items():
-            if not tensor.requires_grad:  # Adam keeps nothing for it
-                continue
-            kept = {key: state[f"adam.{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-            self._adam.state[tensor] = {key: value.clone() if key == "step" else value.to(tensor.device, copy=True)
-                                        for key, value in kept.items()}
+        self.optimizer.restore(state)
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: self.trained[name] for name in self._parameter_names}
 
 
+@dataclass(frozen=True)
 class SolverConfig(Config, ABC):
     """A solver's options; `build` makes the solver."""
 
     panel: ClassVar[str] = "Solver"
     name: ClassVar[str]
     memory_advice: ClassVar[str] = "use a smaller --d-sae"
+
+    optimizer: str = option("adam", "What takes the descent steps: adam; sgd, lr times the gradient, the paper's line, "
+                                    "which needs --lr; or lbfgs, to tolerance on all rows as one batch, without "
+                                    "learning rate, smoothing or a rise of the penalty.", choices=tuple(OPTIMIZERS))
 
     @property
     def steps_per_batch(self) -> int:
@@ -207,6 +219,14 @@ class SolverConfig(Config, ABC):
             batches: how many there will be in all; None where optimiser steps are counted instead.
         """
         return self
+
+    def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
+        """Refuse settings of training that cannot work with the solver's options; see `Optimizer.check`.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        OPTIMIZERS[self.optimizer].check(rows, batch_size, lr, smoothing)
 
     def default_smoothing(self, rows: int, d_sae: int) -> float:
         """The width by which training rows are smoothed when the user gives none."""

@@ -4,7 +4,8 @@ Source: the paper's Algorithm 3.1. One outer iteration t is a pass of encoder st
 
     sum ||x_hat - x||^2 + penalty + mu_enc ||W_enc - W_enc^t||_F^2 + nu_enc ||b_enc - b_enc^t||^2
 
-(no term has a 1/2), and then the decoder step of `saecli/ridge`, with proximal weights mu_dec and nu_dec.
+(no term has a 1/2), and then the decoder step of `saecli/ridge`, with proximal weights mu_dec and nu_dec. All four
+may follow schedules in t.
 
 The paper's decoder, `free`, is the unknown W_dec itself. The default, `residual`, has the unknown Delta in
 `W_dec = c W_enc' + Delta`: the decoder step solves for Delta, c and b_dec with the ridge alpha on Delta, and the
@@ -15,16 +16,19 @@ weights, as alpha falls to the free decoder.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..config import option
-from ..ridge import Decoder, HeldRows, Moments, System, Terms, choose_alpha, memory_needed, solve
+from ..errors import ConfigError
+from ..ridge import Decoder, HeldRows, Moments, System, Terms, choose_alpha, effective_dof, memory_needed, solve
 from ..sae import SAE
 from .base import DEFAULT_STEPS, Rows, Solver, SolverConfig, StepReport, Task
+from .optimizers import OPTIMIZERS
 from .revival import directions_of_worst
+from .schedules import check_schedule, weight_at
 from .smoothing import default_width, smoothed
 
 PRESS_ROWS = 4096  # rows, evenly spaced over all, on which alpha is chosen
@@ -32,9 +36,18 @@ MOST_INNER_STEPS = 10
 WINDOW = 16  # batches among which inner steps mix rows
 REVIVAL = 0.6  # share of all steps during which dead latents are revived; the rest is for them to settle
 CHOICE_GROWTH = 1.25  # ratio of the outer iterations at which alpha is chosen anew, once there are several
-OWN_STATE = ("c", "Delta", "b_dec", "alpha", "condition", "raised", "outer", "revived")
+OWN_STATE = ("c", "Delta", "b_dec", "alpha", "condition", "dof", "raised", "outer", "revived")
 DECODER_STEP, REVIVING, MIXING = 1, 2, 3  # kinds of draws besides those of encoder steps
+THRESHOLD_SHARE = 0.8  # of the rows, above which degrees of freedom are said to be too many
+THRESHOLD_RATIO = 2  # of rows and latents, either way, within which
 LEAST_NORM = 1e-3  # of the mean decoder norm, below which a latent's penalty is no longer taken to bend
+
+
+def proximal(difference: str) -> Any:
+    """Declare a proximal weight: a number or a schedule."""
+    return option(0.0, f"Proximal weight of ||{difference}||^2, beside the sum over all rows: a number, or a schedule "
+                       "over the outer iterations, FIRST:LAST (geometric) or A,B,C (one each, the last one kept).",
+                  minimum=0, check=check_schedule, metavar="FLOAT|FIRST:LAST|A,B,...")
 
 
 @dataclass(frozen=True)
@@ -50,10 +63,10 @@ class PamSgd(SolverConfig):
                                         "the sum of squared errors over all rows; auto chooses it by leave-one-out.",
                                 choices=("auto",), minimum=0)
     beta: float = option(0.0, "Weight of ||b_dec||^2, beside the sum over all rows.", minimum=0)
-    mu_enc: float = option(0.0, "Proximal weight of ||W_enc - W_enc^t||^2, beside the sum over all rows.", minimum=0)
-    nu_enc: float = option(0.0, "Proximal weight of ||b_enc - b_enc^t||^2, beside the sum over all rows.", minimum=0)
-    mu_dec: float = option(0.0, "Proximal weight of ||W_dec - W_dec^t||^2, beside the sum over all rows.", minimum=0)
-    nu_dec: float = option(0.0, "Proximal weight of ||b_dec - b_dec^t||^2, beside the sum over all rows.", minimum=0)
+    mu_enc: float | str = proximal("W_enc - W_enc^t")
+    nu_enc: float | str = proximal("b_enc - b_enc^t")
+    mu_dec: float | str = proximal("W_dec - W_dec^t")
+    nu_dec: float | str = proximal("b_dec - b_dec^t")
     inner_steps: int | str = option("auto", "Encoder steps on each batch; auto: as many as bring the whole of training "
                                             f"to about {DEFAULT_STEPS} of them, at most {MOST_INNER_STEPS}.",
                                     choices=("auto",), minimum=1)
@@ -72,29 +85,42 @@ class PamSgd(SolverConfig):
         """The same with `inner_steps` a number: little data is no reason for few steps."""
         if self.inner_steps != "auto":
             return self
+        if OPTIMIZERS[self.optimizer].to_tolerance:
+            return replace(self, inner_steps=1)
         wanted = round(DEFAULT_STEPS / batches) if batches else 1
         return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
 
+    def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
+        """Refuse settings of training that cannot work with the optimiser, and steps that do nothing with it.
+
+        Raises:
+            ConfigError: there are such.
+        """
+        super().check(rows, batch_size, lr, smoothing)
+        if OPTIMIZERS[self.optimizer].to_tolerance and self.inner_steps not in ("auto", 1):
+            raise ConfigError(f"--inner-steps {self.inner_steps} does nothing with --optimizer {self.optimizer}, whose "
+                              "one step solves for the encoder to tolerance; leave it out")
+
     def default_smoothing(self, rows: int, d_sae: int) -> float:
         """The more latents there are for each row, the more (see `smoothing.py`)."""
-        return default_width(rows, d_sae)
+        return 0.0 if OPTIMIZERS[self.optimizer].to_tolerance else default_width(rows, d_sae)
 
     def build(self, initial: SAE, task: Task) -> "PamSgdSolver":
         """A solver that starts from `initial`."""
         return PamSgdSolver(initial, task, self)
 
     def memory(self, rows: int, d_in: int, d_sae: int) -> int:
-        """The decoder step's, that of choosing alpha on some rows, and the encoder's weights, gradients and moments."""
+        """The decoder step's, that of choosing alpha on some rows, and that of the encoder's weights and optimiser."""
         sample = min(rows, PRESS_ROWS)
         choosing = 7 * 4 * sample * d_sae + 4 * 8 * sample * d_in
-        return memory_needed(rows, d_in, d_sae) + choosing + 4 * 6 * d_in * d_sae
+        return memory_needed(rows, d_in, d_sae) + choosing + 4 * (4 + OPTIMIZERS[self.optimizer].vectors) * d_in * d_sae
 
 
 class PamSgdSolver(Solver):
     """The alternation; its own state is the decoder (c, Delta, b_dec), alpha, and the encoder it started from."""
 
     def __init__(self, initial: SAE, task: Task, config: PamSgd) -> None:
-        super().__init__(initial, task, {})
+        super().__init__(initial, task, {}, config.optimizer)
         self.config = config
         residual = config.decoder == "residual"
         self.c = torch.tensor(1.0 if residual else 0.0, dtype=initial.W_dec.dtype)
@@ -102,9 +128,11 @@ class PamSgdSolver(Solver):
         self.b_dec = initial.b_dec.clone()
         self.alpha = torch.tensor(math.nan if config.alpha == "auto" else config.alpha, dtype=torch.float64)
         self.condition = torch.tensor(math.nan, dtype=torch.float64)
+        self.dof = torch.tensor(math.nan, dtype=torch.float64)
         self.raised = torch.tensor(0.0, dtype=torch.float64)
         self.outer = torch.tensor(0)
         self.revived = torch.tensor(0)
+        self._outers = outer_iterations(task, config)
         self._hold_encoder()
 
     def decoder(self) -> tuple[Tensor, Tensor]:
@@ -115,9 +143,13 @@ class PamSgdSolver(Solver):
 
     def extra_loss(self) -> Tensor | float:
         """The encoder's proximal terms, divided by N."""
-        terms = ((self.config.mu_enc, "W_enc"), (self.config.nu_enc, "b_enc"))
+        terms = ((self.weight("mu_enc"), "W_enc"), (self.weight("nu_enc"), "b_enc"))
         return sum((weight / self.task.rows * (self.trained[name] - self._held[name]).square().sum()
                     for weight, name in terms if weight), start=0.0)
+
+    def weight(self, name: str) -> float:
+        """A proximal weight at the outer iteration under way, by its option's field."""
+        return weight_at(getattr(self.config, name), int(self.outer), self._outers)
 
     def epoch(self, rows: Rows, epoch: int) -> Iterator[StepReport]:
         """Encoder steps on every batch, and the decoder step as often as asked, at the end in any case."""
@@ -164,7 +196,7 @@ class PamSgdSolver(Solver):
         W_dec, b_dec = self.decoder()
         residual = self.config.decoder == "residual"
         gathered = self._gather(rows, W_dec, 0.0 if last else self.task.smoothing)
-        terms = Terms(0.0, self.config.beta, self.config.mu_dec, self.config.nu_dec,
+        terms = Terms(0.0, self.config.beta, self.weight("mu_dec"), self.weight("nu_dec"),
                       self.trained["W_enc"].T if residual else None, W_dec, b_dec,
                       self._decay(W_dec, gathered.norm_weights) * (not last))
         if self.config.alpha == "auto":
@@ -174,7 +206,10 @@ class PamSgdSolver(Solver):
                 before = None if new_problem else self.alpha.item()
                 self.alpha.fill_(choose_alpha(gathered.system, terms, gathered.z, gathered.x, before))
         self.outer += 1
-        solved = solve(gathered.system, replace(terms, alpha=self.alpha.item()))
+        terms = replace(terms, alpha=self.alpha.item())
+        solved = solve(gathered.system, terms)
+        if last:
+            self.dof.fill_(effective_dof(gathered.system, terms, gathered.z))
         self.c.fill_(solved.c)
         self.Delta.copy_(solved.W - solved.c * self.trained["W_enc"].T.double() if residual else solved.W)
         self.b_dec.copy_(solved.b)
@@ -239,10 +274,7 @@ class PamSgdSolver(Solver):
             latents = self.trained[name]
             if latents.shape == gathered.fired.shape:
                 latents[dead] = 0 if name == "b_enc" else latents[gathered.fired].mean()
-        for tensor in self.trained.values():
-            average = self._adam.state[tensor].get("exp_avg")
-            if average is not None and average.shape[-1:] == gathered.fired.shape:
-                average[..., dead] = 0  # momentum towards where the latent was
+        self.optimizer.forget(~gathered.fired)
         self.revived += len(dead)
 
     def _balance(self) -> None:
@@ -264,10 +296,7 @@ class PamSgdSolver(Solver):
             return
         for name, tensor in self.trained.items():
             tensor.copy_(rescaled[name] if name in rescaled else tensor * factor)
-            moments = self._adam.state[tensor]
-            if moments:
-                moments["exp_avg"] /= factor  # gradients shrink as what they belong to grows
-                moments["exp_avg_sq"] /= square
+        self.optimizer.rescale(factor)
         self.c /= square
         self.Delta /= factor
         self.alpha *= square
@@ -276,17 +305,28 @@ class PamSgdSolver(Solver):
         self._held = {name: self.trained[name].detach().clone() for name in ("W_enc", "b_enc")}
 
     def record(self) -> dict[str, float]:
-        """The decoder step's alpha, beside a sum over the normalised rows, and its condition estimate."""
-        return {"alpha": self.alpha.item(), "condition": self.condition.item()}
+        """The decoder step's alpha, beside a sum over the normalised rows, its condition estimate, and at the end its
+        effective degrees of freedom."""
+        known = {} if self.dof.isnan() else {"dof": self.dof.item()}
+        return {"alpha": self.alpha.item(), "condition": self.condition.item()} | known
 
     def notes(self) -> list[str]:
-        """That a ridge had to be raised, where it had."""
-        if not self.raised:
-            return []
-        advice = ("the codes are degenerate: see `sae sparsity`, and try a lower --lr" if self.config.alpha == "auto"
-                  else "give a larger --alpha, or leave the choice to --alpha auto")
-        return [f"a decoder step could not be solved with the ridge asked for, and took {self.raised.item():.3g} "
-                f"instead; {advice}"]
+        """What the last decoder step came to, and what was wrong with it where something was."""
+        rows, latents, dof, alpha = self.task.rows, len(self.Delta), self.dof.item(), self.alpha.item()
+        chosen = self.config.alpha == "auto"
+        notes = [f"decoder: alpha {alpha:.3g} {'chosen by leave-one-out' if chosen else 'as given'} leaves {dof:,.0f} "
+                 f"effective degrees of freedom of {rows:,} rows ({rows / latents:.2g} rows a latent); "
+                 f"condition {self.condition.item():.0e}"]
+        if not chosen and dof > THRESHOLD_SHARE * rows and 1 / THRESHOLD_RATIO <= rows / latents <= THRESHOLD_RATIO:
+            notes.append(f"--alpha {alpha:.3g} lets the decoder fit nearly every one of {rows:,} rows by itself with "
+                         f"{latents:,} latents, which is where the error on other rows peaks; use --alpha auto, or a "
+                         "larger --alpha")
+        if self.raised:
+            advice = ("the codes are degenerate: see `sae sparsity`, and try a lower --lr" if chosen
+                      else "give a larger --alpha, or leave the choice to --alpha auto")
+            notes.append(f"a decoder step could not be solved with the ridge asked for, and took "
+                         f"{self.raised.item():.3g} instead; {advice}")
+        return notes
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training goes on from, by name."""
@@ -327,3 +367,10 @@ def is_choosing_step(outer: int) -> bool:
     while choice < outer:
         choice = max(choice + 1, math.floor(CHOICE_GROWTH * choice))
     return choice == outer
+
+
+def outer_iterations(task: Task, config: PamSgd) -> int:
+    """How many decoder steps training comes to, the last one of each epoch included."""
+    every = task.batches if config.decoder_every == "epoch" else config.decoder_every
+    epochs, rest = divmod(math.ceil(task.steps / config.inner_steps), task.batches)
+    return epochs * math.ceil(task.batches / every) + math.ceil(rest / every)

@@ -1,4 +1,4 @@
-"""SGD: encoder and decoder trained together by Adam; the baseline of the paper and of the field's tools."""
+"""SGD: encoder and decoder trained together by descent; the baseline of the paper and of the field's tools."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor
 from ..config import option
 from ..sae import SAE
 from .base import Rows, Solver, SolverConfig, StepReport, Task
+from .optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,20 @@ class Sgd(SolverConfig):
 
     def build(self, initial: SAE, task: Task) -> "SgdSolver":
         """A solver that starts from `initial`."""
-        return SgdSolver(initial, task, self.tied)
+        return SgdSolver(initial, task, self)
 
     def memory(self, rows: int, d_in: int, d_sae: int) -> int:
-        """Weights, their gradients and Adam's two moments, in float32."""
-        return 4 * 4 * d_in * d_sae * (1 if self.tied else 2)
+        """Weights, their gradients and what the optimiser keeps, in float32."""
+        return 4 * (2 + OPTIMIZERS[self.optimizer].vectors) * d_in * d_sae * (1 if self.tied else 2)
 
 
 class SgdSolver(Solver):
-    """Adam on encoder and decoder together, or with tied weights on the one matrix they share."""
+    """Descent on encoder and decoder together, or with tied weights on the one matrix they share."""
 
-    def __init__(self, initial: SAE, task: Task, tied: bool) -> None:
-        self.tied = tied
-        super().__init__(initial, task, {"b_dec": initial.b_dec} | ({} if tied else {"W_dec": initial.W_dec}))
+    def __init__(self, initial: SAE, task: Task, config: Sgd) -> None:
+        self.tied = config.tied
+        decoder = {"b_dec": initial.b_dec} | ({} if self.tied else {"W_dec": initial.W_dec})
+        super().__init__(initial, task, decoder, config.optimizer)
 
     def decoder(self) -> tuple[Tensor, Tensor]:
         """W_dec (F, D) and b_dec (D,), both trained."""

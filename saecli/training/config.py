@@ -93,6 +93,7 @@ class TrainingConfig(Config):
         weight = self.sparsity_weight
         d_sae = self.d_sae or 4 * d_in
         activation.check(d_sae)
+        solver.check(rows, self.batch_size, self.lr, self.smoothing)
         per_epoch = math.ceil(rows / self.batch_size)
         epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / per_epoch))
         return replace(

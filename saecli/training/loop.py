@@ -90,7 +90,8 @@ class Trainer:
         self.test_rows = plan.store.split("test", seed=training.split_seed)
         self.device = device_named(training.device)
         self._demand_memory()
-        per_epoch = math.ceil(self.train_rows.rows / training.batch_size) * plan.solver.steps_per_batch
+        self.batches = math.ceil(self.train_rows.rows / training.batch_size)
+        per_epoch = self.batches * plan.solver.steps_per_batch
         self.steps = training.steps or training.epochs * per_epoch
         self.epochs = math.ceil(self.steps / per_epoch)
 
@@ -149,7 +150,7 @@ class Trainer:
         first = next(TrainingRows(self.train_rows, normalisation, training.batch_size, training.seed).sequential())
         lr = fitted_learning_rate(first) if training.lr == "auto" else training.lr
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
-                    training.smoothing, training.seed)
+                    training.smoothing, training.seed, self.batches)
         solver = self.plan.solver.build(initial_sae(self.plan.activation, training.d_sae, first, training.seed), task)
         if checkpoint is None:
             return solver, normalisation, Progress()

@@ -1,0 +1,193 @@
+"""What takes a solver's descent steps: Adam, plain gradient descent, or L-BFGS on all rows at once.
+
+To add one, write its class here and a line in `OPTIMIZERS`; nothing else branches on an optimiser's name.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+
+LBFGS_STEPS = 100  # quasi-Newton iterations after which a subproblem is left as it is
+LBFGS_PAIRS = 20  # of a step and the gradient's change over it, that stand for the Hessian
+TOLERANCE = 1e-9  # of the gradient's largest entry, and of the change of loss and weights, at which it is solved
+
+
+class Optimizer:
+    """Lowers a loss by moving tensors.
+
+    `to_tolerance` says whether one step solves the problem that a batch poses, which must then stay the same one: no
+    learning rate or penalty rises and no row moves from step to step. `vectors` says how many numbers are kept for
+    each trained weight, besides itself and its gradient.
+
+    Args:
+        tensors: what to move, by name; those that need no gradient stay.
+    """
+
+    name: ClassVar[str]
+    to_tolerance: ClassVar[bool] = False
+    vectors: ClassVar[int] = 0
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+
+    @classmethod
+    def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
+        """Refuse settings that cannot work with it.
+
+        Args:
+            rows: number of training rows.
+            batch_size: rows in a batch.
+            lr: the learning rate, or `auto`.
+            smoothing: the width of smoothing, or `auto`.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+
+    def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
+        """Lower a loss.
+
+        Args:
+            loss: gives it where the tensors are, differentiable; evaluated there first of all.
+            lr: the learning rate.
+        """
+        raise TypeError(f"{type(self).__name__} does not say how it descends")
+
+    def state(self) -> dict[str, Tensor]:
+        """All that it keeps from one step to the next, by name."""
+        return {}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from what `state` returned, among other entries."""
+
+    def forget(self, latents: Tensor) -> None:
+        """Drop momentum of latents that were moved by other means; a mask, (F,), of the tensors' last dimension."""
+
+    def rescale(self, factor: float) -> None:
+        """Keep in step with tensors that were multiplied by a factor, the loss staying the same."""
+
+
+class Adam(Optimizer):
+    """torch's, with its defaults."""
+
+    name = "adam"
+    vectors = 2
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self._adam = torch.optim.Adam(self.tensors.values())
+
+    def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
+        """One step."""
+        self._adam.zero_grad(set_to_none=True)
+        loss().backward()
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """Its step count and two moments of each tensor."""
+        return {f"adam.{key}.{name}": value for name, tensor in self.tensors.items()
+                for key, value in self._adam.state[tensor].items()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from what `state` returned, among other entries."""
+        for name, tensor in self.tensors.items():
+            kept = {key: state[f"adam.{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            self._adam.state[tensor] = {key: value.clone() if key == "step" else value.to(tensor.device, copy=True)
+                                        for key, value in kept.items()}
+
+    @torch.no_grad()
+    def forget(self, latents: Tensor) -> None:
+        """Zero the first moment, which points to where the latents were going."""
+        for moments in self._adam.state.values():
+            average = moments.get("exp_avg")
+            if average is not None and average.shape[-1:] == latents.shape:
+                average[..., latents] = 0
+
+    @torch.no_grad()
+    def rescale(self, factor: float) -> None:
+        """Gradients shrink as what they belong to grows."""
+        for moments in self._adam.state.values():
+            if moments:
+                moments["exp_avg"] /= factor
+                moments["exp_avg_sq"] /= factor**2
+
+
+class GradientDescent(Optimizer):
+    """`theta - lr * gradient`, without momentum: the line of the paper's algorithm. It keeps nothing."""
+
+    name = "sgd"
+
+    @classmethod
+    def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
+        """Refuse `--lr auto`.
+
+        Raises:
+            ConfigError: it is asked for.
+        """
+        if lr == "auto":
+            raise ConfigError("--lr auto is fitted to Adam and says nothing of the step of --optimizer sgd; "
+                              "give one, such as --lr 0.01, or use --optimizer adam")
+
+    def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
+        """One step."""
+        gradients = torch.autograd.grad(loss(), list(self.tensors.values()), allow_unused=True)
+        with torch.no_grad():
+            for tensor, gradient in zip(self.tensors.values(), gradients, strict=True):
+                if gradient is not None:
+                    tensor -= lr * gradient
+
+
+class Lbfgs(Optimizer):
+    """The subproblem solved to tolerance on all rows: L-BFGS with a strong Wolfe line search.
+
+    It starts afresh at every call, since the decoder step in between makes the loss another one, and what was learnt
+    of the curvature of the one before does not hold for it. So it keeps nothing, and rescaling leaves it as it is.
+    """
+
+    name = "lbfgs"
+    to_tolerance = True
+    vectors = 2 * LBFGS_PAIRS + 6
+
+    @classmethod
+    def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
+        """Refuse batches, a learning rate and smoothing.
+
+        Raises:
+            ConfigError: there is one of these.
+        """
+        if batch_size < rows:
+            raise ConfigError(f"--optimizer lbfgs takes all training rows as one batch, and there are {rows}, more "
+                              f"than --batch-size {batch_size}; give --batch-size {rows}, or use --optimizer adam")
+        if lr != "auto":
+            raise ConfigError("--lr does nothing with --optimizer lbfgs, whose line search finds its steps; "
+                              "leave it out, or use --optimizer adam or sgd")
+        if smoothing not in ("auto", 0):
+            raise ConfigError("--smoothing cannot be used with --optimizer lbfgs, which solves one problem over the "
+                              "rows as they are; leave it out, or use --optimizer adam")
+
+    def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
+        """Iterate until nothing changes any more; the loss never ends above where it began."""
+        begun = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+        solver = torch.optim.LBFGS(self.tensors.values(), lr=1.0, max_iter=LBFGS_STEPS, history_size=LBFGS_PAIRS,
+                                   tolerance_grad=TOLERANCE, tolerance_change=TOLERANCE, line_search_fn="strong_wolfe")
+
+        def evaluate() -> Tensor:
+            solver.zero_grad(set_to_none=True)
+            value = loss()
+            value.backward()
+            return value
+
+        before = solver.step(evaluate).detach()
+        with torch.no_grad():
+            if not loss() <= before:  # at a kink, or by rounding, a line search can end higher
+                for name, tensor in self.tensors.items():
+                    tensor.copy_(begun[name])
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {kind.name: kind for kind in (Adam, GradientDescent, Lbfgs)}
