@@ -172,15 +172,16 @@ class Lbfgs(Optimizer):
                               "rows as they are; leave it out, or use --optimizer adam")
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
-        """Iterate until nothing changes any more; the loss never ends above where it began."""
+        """Iterate until nothing changes any more, whatever the learning rate; the loss never ends above its start."""
         begun = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         solver = torch.optim.LBFGS(self.tensors.values(), lr=1.0, max_iter=LBFGS_STEPS, history_size=LBFGS_PAIRS,
                                    tolerance_grad=TOLERANCE, tolerance_change=TOLERANCE, line_search_fn="strong_wolfe")
 
         def evaluate() -> Tensor:
-            solver.zero_grad(set_to_none=True)
             value = loss()
-            value.backward()
+            gradients = torch.autograd.grad(value, list(self.tensors.values()), allow_unused=True)
+            for tensor, gradient in zip(self.tensors.values(), gradients, strict=True):
+                tensor.grad = None if gradient is None else gradient.contiguous()  # torch's L-BFGS takes no other
             return value
 
         before = solver.step(evaluate).detach()

@@ -29,9 +29,9 @@ class TrainingConfig(Config):
                                       f"{DEFAULT_STEPS} batches, at most {MOST_DEFAULT_EPOCHS}.", minimum=1)
     steps: int | None = option(None, "Optimiser steps, in place of --epochs.", minimum=1)
     batch_size: int = option(256, "Rows in a batch.", minimum=1)
-    lr: float | str = option("auto", "Adam's learning rate at its highest; it rises over the first 2% of steps and "
-                                     "falls to zero over the last half; auto takes it from the rows' size and spread.",
-                             choices=("auto",), above=0, maximum=1e30)
+    lr: float | str = option("auto", "The learning rate at its highest; it rises over the first 2% of steps and falls "
+                                     "to zero over the last half; auto, for Adam, takes it from the rows' size and "
+                                     "spread.", choices=("auto",), above=0, maximum=1e30)
     smoothing: float | str = option("auto", "Move each training row along differences of other rows, by this share of "
                                             "its norm, against overfitting; 0 for none. auto: none with sgd; with "
                                             f"pam-sgd {WIDEST}, falling as sqrt(d_sae / rows) once rows outnumber "

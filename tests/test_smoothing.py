@@ -1,0 +1,182 @@
+"""Smoothing, the learning rate fitted to rows, inner steps, and the revival of dead latents."""
+
+import math
+
+import pytest
+import torch
+from test_solvers import F, RowsInMemory, sparse_mixture, trained
+from torch import Tensor
+
+from saecli.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
+from saecli.solvers import WIDEST, Task
+from saecli.solvers.pam_sgd import MOST_INNER_STEPS, PamSgd, PamSgdSolver
+from saecli.solvers.revival import directions_of_worst
+from saecli.solvers.sgd import Sgd
+from saecli.solvers.smoothing import default_width, smoothed
+from saecli.training.rows import HIGHEST_RATE, fitted_learning_rate, initial_sae
+
+DEAD = [2, 5]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("width", [0.05, 0.5])
+def test_rows_large_and_small_move_by_about_the_width_times_their_distance_from_the_mean(width):
+    size = torch.logspace(-2, 2, 2000, dtype=torch.float64)[torch.randperm(2000, generator=generator())]
+    x = normal(2000, 12) * size[:, None]
+    relative = (smoothed(x, width, generator(1)) - x).norm(dim=1) / (x - x.mean(0)).norm(dim=1)
+    for part in (size < 0.1, (size > 0.1) & (size < 10), size > 10):
+        assert relative[part].square().mean().sqrt().item() == pytest.approx(width, rel=0.15)
+
+
+def test_moves_scale_with_the_rows_and_leave_their_mean_nearly_where_it_was():
+    x = normal(3000, 5) + 2.0
+    moved = smoothed(x, 0.5, generator(1)) - x
+    torch.testing.assert_close(smoothed(9 * x, 0.5, generator(1)) - 9 * x, 9 * moved)
+    torch.testing.assert_close(smoothed(x + 3.0, 0.5, generator(1)) - x - 3.0, moved)
+    assert moved.mean(0).norm() < 0.05 * moved.norm(dim=1).mean()
+
+
+def test_draws_come_from_the_generator_alone():
+    x = normal(50, 4)
+    assert torch.equal(smoothed(x, 0.3, generator(1)), smoothed(x, 0.3, generator(1)))
+    assert not torch.equal(smoothed(x, 0.3, generator(1)), smoothed(x, 0.3, generator(2)))
+
+
+@pytest.mark.parametrize("x", [normal(50, 4), normal(1, 4), torch.zeros(6, 4), torch.ones(6, 4)],
+                         ids=["width 0", "one row", "zeros", "alike"])
+def test_where_there_is_nothing_to_move_along_rows_stay(x):
+    assert torch.equal(smoothed(x, 0.0 if len(x) == 50 else 0.5, generator()), x)
+
+
+def test_the_default_width_is_widest_up_to_as_many_rows_as_latents_and_falls_from_there():
+    assert [default_width(rows, 100) for rows in (1, 100)] == [WIDEST, WIDEST]
+    assert default_width(400, 100) == pytest.approx(WIDEST / 2)
+    assert PamSgd().default_smoothing(400, 100) == default_width(400, 100)
+    assert Sgd().default_smoothing(400, 100) == PamSgd(optimizer="lbfgs").default_smoothing(400, 100) == 0
+
+
+def test_the_fitted_learning_rate_is_that_of_its_formula():
+    x = normal(400, 30) * torch.linspace(0.1, 3, 30) ** 4
+    x *= math.sqrt(30 / x.square().sum(1).mean())
+    square = x.square().sum(1)
+    largest = torch.linalg.eigvalsh(x.T @ (square[:, None] * x) / square.sum())[-1].item()
+    assert fitted_learning_rate(x) == pytest.approx(0.3 / math.sqrt(30 * largest), rel=0.02)
+
+
+def test_the_fitted_learning_rate_knows_neither_scale_nor_directions_and_falls_where_norms_differ():
+    x = normal(400, 30) * torch.linspace(0.1, 3, 30) ** 4
+    rotation, _ = torch.linalg.qr(normal(30, 30, seed=1))
+    rate = fitted_learning_rate(x)
+    assert rate < HIGHEST_RATE
+    assert fitted_learning_rate(1e3 * x) == pytest.approx(rate)
+    assert fitted_learning_rate(x @ rotation) == pytest.approx(rate, rel=1e-3)
+    tailed = x * normal(400, 1, seed=2).abs() ** 3
+    assert fitted_learning_rate(tailed) < 0.7 * rate
+
+
+def test_the_fitted_learning_rate_of_rows_that_are_zero_is_the_highest():
+    assert fitted_learning_rate(torch.zeros(5, 3)) == HIGHEST_RATE
+    assert 0 < fitted_learning_rate(torch.cat([torch.zeros(5, 3), torch.ones(1, 3)])) <= HIGHEST_RATE
+
+
+@pytest.mark.parametrize(("batches", "inner"), [(None, 1), (10, MOST_INNER_STEPS), (800, 5), (4000, 1), (90_000, 1)])
+def test_inner_steps_make_up_for_few_batches(batches, inner):
+    assert PamSgd().resolved(batches).inner_steps == inner
+    assert PamSgd(inner_steps=7).resolved(batches).inner_steps == 7
+    assert PamSgd(optimizer="lbfgs").resolved(batches).inner_steps == 1
+
+
+def solver_of(data: RowsInMemory, activation: Activation, seed: int = 0, smoothing: float = 0.3, epochs: int = 6,
+              **options: object) -> PamSgdSolver:
+    config = PamSgd(**options).resolved(None)
+    batches = -(-data.rows // data.batch_size)
+    task = Task(data.rows, epochs * batches, 1e-2, "none", 0.0, smoothing, seed, batches)
+    return config.build(initial_sae(activation, F, data.x[:64], seed=1), task)
+
+
+def kill(solver: PamSgdSolver) -> None:
+    with torch.no_grad():
+        solver.trained["W_enc"][:, DEAD] = 0
+        solver.trained["b_enc"][DEAD] = -100
+
+
+def firing(solver: PamSgdSolver, data: RowsInMemory) -> Tensor:
+    return (solver.sae().encode(data.x) != 0).any(0)[DEAD]
+
+
+def one_epoch(solver: PamSgdSolver, data: RowsInMemory, epoch: int = 0) -> None:
+    for _ in solver.epoch(data, epoch):
+        pass
+
+
+@pytest.mark.parametrize("activation", [Relu(), TopK(k=3), JumpRelu(), BatchTopK(k=3)], ids=lambda one: one.name)
+@pytest.mark.parametrize("decoder", ["residual", "free"])
+def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, decoder):
+    data = sparse_mixture()
+    solver = solver_of(data, activation, decoder=decoder)
+    kill(solver)
+    one_epoch(solver, data)
+    assert firing(solver, data).all()
+    assert solver.revived == len(DEAD)
+    sae = trained(solver, data, 6)
+    assert all(tensor.isfinite().all() for tensor in sae.tensors().values())
+    assert firing(solver, data).all()
+
+
+@pytest.mark.parametrize(("rows", "options", "share"), [(300, {"revive": False}, 0.0), (12, {}, 0.0), (300, {}, 0.6)],
+                         ids=["--no-revive", "fewer rows than latents", "the last 40% of steps"])
+def test_where_latents_are_not_revived(rows, options, share):
+    data = sparse_mixture(rows)
+    solver = solver_of(data, Relu(), **options)
+    kill(solver)
+    solver.step = math.ceil(share * solver.task.steps)
+    solver.solve_decoder(data, last=False)
+    assert not firing(solver, data).any()
+    assert solver.revived == 0
+
+
+def test_revival_leaves_latents_that_fire_as_they_are():
+    data = sparse_mixture()
+    solver, without = (solver_of(data, Relu(), alpha=0.5, revive=revive) for revive in (True, False))
+    for one in (solver, without):
+        kill(one)
+        one.descend(data.x)
+        one.solve_decoder(data, last=False)
+    alive = [latent for latent in range(F) if latent not in DEAD]
+    assert solver.revived == len(DEAD)
+    for name, value in solver.sae().tensors().items():
+        other = without.sae().tensors()[name]
+        axis = 0 if name in ("W_dec", "b_enc") else 1
+        assert torch.equal(value, other) if name == "b_dec" else torch.equal(
+            value.index_select(axis, torch.tensor(alive)), other.index_select(axis, torch.tensor(alive))), name
+
+
+def test_directions_of_revival_are_of_rows_with_an_error():
+    residuals = torch.zeros(20, 4)
+    residuals[7], residuals[11] = torch.tensor([3.0, 0, 0, 0]), torch.tensor([0, 0, -2.0, 0])
+    found = directions_of_worst(residuals, 2, generator())
+    assert sorted(map(tuple, found.tolist())) == [(0, 0, -1, 0), (1, 0, 0, 0)]
+    assert directions_of_worst(residuals, 5, generator()).norm(dim=1).tolist() == [1] * 5
+    assert not directions_of_worst(torch.zeros(20, 4), 3, generator()).any()
+
+
+def test_smoothed_training_resumes_bit_for_bit_and_another_seed_draws_otherwise():
+    data = sparse_mixture()
+    whole, first, second, other = (solver_of(data, Relu(), seed) for seed in (0, 0, 0, 1))
+    kill(whole)
+    kill(first)
+    expected = trained(whole, data, 6).tensors()
+    trained(first, data, 2)
+    second.restore({name: tensor.clone() for name, tensor in first.state().items()})
+    for epoch in range(2, 6):
+        one_epoch(second, data, epoch)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in second.sae().tensors().items())
+    kill(other)
+    assert not torch.equal(trained(other, data, 6).W_enc, expected["W_enc"])

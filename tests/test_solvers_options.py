@@ -1,0 +1,241 @@
+"""Schedules, optimisers, and the words on the decoder step."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from homes import CommandLine, make_store, some_rows
+from safetensors.torch import load_file
+from test_solvers import F, RowsInMemory, sparse_mixture, trained
+
+from saecli.activations import Activation, JumpRelu, Relu, SoftTopK, TopK
+from saecli.errors import ConfigError
+from saecli.solvers import Solver, SolverConfig, Task
+from saecli.solvers.optimizers import OPTIMIZERS
+from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver, outer_iterations
+from saecli.solvers.schedules import weight_at
+from saecli.solvers.sgd import Sgd
+from saecli.training import Trainer
+from saecli.training.rows import initial_sae
+
+WHOLE = ("--optimizer", "lbfgs", "--batch-size", "1000")
+QUICK = ("--d-sae", "24", "--epochs", "4", "--json")
+EACH = [Sgd(optimizer="sgd"), Sgd(optimizer="lbfgs"), PamSgd(optimizer="sgd", inner_steps=2, mu_enc="4:1"),
+        PamSgd(optimizer="lbfgs", mu_dec="3,1,0"), PamSgd(optimizer="lbfgs", alpha=0.5, decoder="free")]
+
+
+def solver_of(config: SolverConfig, data: RowsInMemory, activation: Activation, epochs: int, weight: float = 0.0,
+              lr: float = 0.02) -> Solver:
+    config = config.resolved(None)
+    batches = -(-data.rows // data.batch_size)
+    task = Task(data.rows, epochs * batches * config.steps_per_batch, lr, "l1" if weight else "none", weight,
+                batches=batches)
+    return config.build(initial_sae(activation, F, data.x[:64], seed=1), task)
+
+
+def batched_for(config: SolverConfig) -> RowsInMemory:
+    x = sparse_mixture().x
+    return RowsInMemory(x, len(x) if config.optimizer == "lbfgs" else 32)
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [
+    (0.5, [0.5] * 5), ("16:1", [16, 8, 4, 2, 1]), ("1e-2:1e2", [0.01, 0.1, 1, 10, 100]), ("3,2", [3, 2, 2, 2, 2]),
+    ("1,0,5,0,7,9", [1, 0, 5, 0, 7]),
+])
+def test_weights_of_a_schedule(schedule, expected):
+    assert [weight_at(schedule, outer, 5) for outer in range(5)] == pytest.approx(expected)
+
+
+def test_a_schedule_of_one_outer_iteration_is_its_first_value():
+    assert weight_at("4:1", 0, 1) == pytest.approx(4)
+    assert weight_at("4:1", 9, 5) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("spelling", ["", "x", "1:", ":1", "0:1", "1:0", "1:2:3", "1:2,3", "1,", "1,x", "1,-1", "1,nan",
+                                      "inf:1", "-1:-2", "auto"])
+def test_other_spellings_are_refused(spelling):
+    with pytest.raises(ConfigError, match=r"--mu-enc must be a number, FIRST:LAST .*, got"):
+        PamSgd(mu_enc=spelling)
+
+
+def test_schedules_go_to_json_as_they_were_written():
+    config = PamSgd(mu_enc="5:0.1", nu_dec="1,2")
+    assert (config.to_json()["mu_enc"], config.to_json()["nu_dec"]) == ("5:0.1", "1,2")
+    assert PamSgd.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize("options", [{}, {"decoder_every": 3}, {"decoder_every": 2, "inner_steps": 4},
+                                     {"decoder_every": 100}], ids=str)
+@pytest.mark.parametrize("steps", [1, 10, 23, 40, 41])
+def test_outer_iterations_are_as_many_as_foretold(options, steps):
+    data = sparse_mixture(150)
+    config = PamSgd(alpha=1.0, **options).resolved(None)
+    task = Task(data.rows, steps, 1e-2, "none", 0.0, batches=5)
+    solver = config.build(initial_sae(Relu(), F, data.x, seed=1), task)
+    trained(solver, data, math.ceil(steps / (5 * config.inner_steps)))
+    assert solver.step == steps
+    assert solver.outer == outer_iterations(task, config)
+
+
+def test_each_outer_iteration_has_the_weights_of_its_schedule():
+    data = sparse_mixture()
+    solver = solver_of(PamSgd(alpha=1.0, mu_enc="8:2", mu_dec="5,0"), data, Relu(), 3)
+    seen = []
+    for epoch in range(3):
+        seen.append((solver.weight("mu_enc"), solver.weight("mu_dec"), solver.weight("nu_enc")))
+        trained_one = solver.epoch(data, epoch)
+        next(trained_one)
+        with torch.no_grad():
+            moved = (solver.trained["W_enc"] - solver._held["W_enc"]).square().sum()
+        assert solver.extra_loss().item() == pytest.approx(seen[-1][0] * moved.item() / data.rows)
+        list(trained_one)
+    assert seen == [pytest.approx(one) for one in ((8, 5, 0), (4, 0, 0), (2, 0, 0))]
+
+
+def test_proximal_weights_by_a_schedule_hold_back_while_they_are_large():
+    config = PamSgd(optimizer="lbfgs", decoder="free", alpha=1.0, mu_enc="1e6,1e6,0", revive=False)
+    data = batched_for(config)
+    solver = solver_of(config, data, Relu(), 6)
+    places = [solver.sae().W_enc]
+    for epoch in range(4):
+        list(solver.epoch(data, epoch))
+        places.append(solver.sae().W_enc)
+    moved = [(after - before).norm() for before, after in pairwise(places)]
+    assert max(moved[:2]) < 0.01 * min(moved[2:])
+
+
+def test_a_step_of_sgd_is_the_learning_rate_times_the_gradient():
+    data = sparse_mixture()
+    solver = solver_of(PamSgd(optimizer="sgd"), data, Relu(), 4)
+    start = {name: tensor.detach().clone() for name, tensor in solver.trained.items()}
+    loss, _, _ = solver._loss(data.x)
+    gradients = dict(zip(start, torch.autograd.grad(loss, list(solver.trained.values())), strict=True))
+    solver.descend(data.x)
+    for name, tensor in solver.trained.items():
+        torch.testing.assert_close(tensor.detach(), start[name] - solver.task.learning_rate(0) * gradients[name])
+
+
+@pytest.mark.parametrize("activation", [Relu(), SoftTopK(k=3), TopK(k=3), JumpRelu()], ids=lambda one: one.name)
+def test_lbfgs_never_ends_above_where_it_began_and_where_the_loss_is_smooth_at_a_point_without_slope(activation):
+    data = sparse_mixture()
+    solver = solver_of(PamSgd(optimizer="lbfgs", mu_enc=30.0, nu_enc=30.0), data, activation, 3, weight=0.05)
+    assert solver.task.penalty_weight(0) == 0.05
+    for _ in range(3):
+        before = solver.descend(data.x).loss
+        loss, _, _ = solver._loss(data.x)
+        slopes = torch.autograd.grad(loss, [solver.trained["W_enc"], solver.trained["b_enc"]])
+        assert loss <= before
+        if activation.name == "soft-topk":
+            assert max(slope.abs().max() for slope in slopes) < 1e-3
+        solver.solve_decoder(data, last=False)
+
+
+@pytest.mark.parametrize("config", EACH, ids=str)
+def test_every_optimiser_trains_and_a_restored_solver_goes_on_bit_for_bit(config):
+    data = batched_for(config)
+    whole, first, second = (solver_of(config, data, Relu(), 8, weight=0.05) for _ in range(3))
+    start = ((whole.sae()(data.x) - data.x) ** 2).sum()
+    expected = trained(whole, data, 8)
+    assert ((expected(data.x) - data.x) ** 2).sum() < 0.8 * start
+    trained(first, data, 3)
+    second.restore({name: tensor.clone() for name, tensor in first.state().items()})
+    for epoch in range(3, 8):
+        list(second.epoch(data, epoch))
+    assert all(torch.equal(tensor, expected.tensors()[name]) for name, tensor in second.sae().tensors().items())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_balancing_and_revival_leave_every_optimiser_with_state_that_fits(optimizer):
+    data = batched_for(PamSgd(optimizer=optimizer))
+    solver = solver_of(PamSgd(optimizer=optimizer), data, Relu(), 4)
+    solver.descend(data.x)
+    before = {name: value.clone() for name, value in solver.optimizer.state().items()}
+    with torch.no_grad():
+        solver.c *= 4.0
+        solver.Delta *= 0.5
+        held = solver.trained["W_enc"].clone()
+        solver._balance()
+        factor = (solver.trained["W_enc"].norm() / held.norm()).item()
+    assert factor > 1
+    solver.optimizer.forget(torch.arange(F) < 2)
+    after = solver.optimizer.state()
+    assert after.keys() == before.keys()
+    assert bool(after) == (optimizer == "adam")
+    if after:
+        expected = before["adam.exp_avg.W_enc"] / factor
+        expected[:, :2] = 0
+        torch.testing.assert_close(after["adam.exp_avg.W_enc"], expected)
+        torch.testing.assert_close(after["adam.exp_avg_sq.b_enc"], before["adam.exp_avg_sq.b_enc"] / factor**2)
+        assert after["adam.step.W_enc"] == 1
+    solver.descend(data.x)
+    assert all(tensor.isfinite().all() for tensor in solver.trained.values())
+
+
+def ended(solver: PamSgdSolver, data: RowsInMemory, epochs: int) -> list[str]:
+    trained(solver, data, epochs)
+    return solver.notes()
+
+
+def test_notes_say_what_the_decoder_step_came_to():
+    data = sparse_mixture()
+    solver = solver_of(PamSgd(), data, Relu(), 4)
+    assert "dof" not in solver.record()
+    (note,) = ended(solver, data, 4)
+    dof = solver.record()["dof"]
+    assert 1 <= dof <= F + 1
+    assert note.startswith(f"decoder: alpha {solver.alpha.item():.3g} chosen by leave-one-out leaves {dof:.0f} ")
+    assert "of 300 rows (19 rows a latent); condition" in note
+    again = solver_of(PamSgd(), data, Relu(), 4)
+    again.restore(solver.state())
+    assert again.notes() == [note]
+    assert again.record() == solver.record()
+
+
+@pytest.mark.parametrize(("rows", "alpha", "warned"), [(17, 1e-9, True), (17, "auto", False), (17, 1e3, False),
+                                                       (300, 1e-9, False), (6, 1e-9, False)])
+def test_a_fixed_alpha_at_the_interpolation_threshold_is_warned_of(rows, alpha, warned):
+    data = sparse_mixture(rows)
+    notes = ended(solver_of(PamSgd(alpha=alpha), data, SoftTopK(k=8), 4), data, 4)
+    assert any("where the error on other rows peaks; use --alpha auto" in note for note in notes) == warned
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (("--mu-enc", "1:x"), "--mu-enc must be a number, FIRST:LAST with both above 0"),
+    (("--mu-enc", "-1"), "--mu-enc must be at least 0, got -1"),
+    (("--solver", "sgd", "--mu-enc", "1:2"), "--mu-enc does nothing with --solver sgd"),
+    (("--optimizer", "sgd"), "--lr auto is fitted to Adam"),
+    (("--optimizer", "lbfgs", "--batch-size", "999"), "more than --batch-size 999; give --batch-size 1"),
+    (("--optimizer", "lbfgs", "--batch-size", "5000", "--lr", "1"), "--lr does nothing with --optimizer lbfgs"),
+    (("--optimizer", "lbfgs", "--batch-size", "5000", "--smoothing", "0.1"), "--smoothing cannot be used with"),
+    (("--optimizer", "lbfgs", "--batch-size", "5000", "--inner-steps", "2"), "--inner-steps 2 does nothing with"),
+])
+def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine, words: tuple, sentence: str):
+    make_store(sae.home, "rows", some_rows(1500))
+    done = sae("train", *words)
+    assert done.status == 1
+    assert sentence in done.err
+    assert "Traceback" not in done.err
+    assert not (sae.home / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [WHOLE, ("--optimizer", "sgd", "--lr", "0.05"), ("--solver", "sgd", *WHOLE),
+                                   ("--mu-enc", "5:1", "--nu-dec", "2,1")], ids=" ".join)
+def test_a_stopped_run_resumed_equals_one_never_stopped(sae: CommandLine, words: tuple, monkeypatch):
+    make_store(sae.home, "rows", some_rows(1000))
+    whole = sae("train", "--name", "whole", *words, *QUICK).json
+    save = Trainer._save
+
+    def save_twice(trainer: Trainer, *state: object) -> None:
+        save(trainer, *state)
+        if state[-1].epoch == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_save", save_twice)
+        assert sae("train", "--name", "cut", *words, *QUICK).status == 130
+    done = sae("train", "--resume", "--json").json
+    assert done["final"] == whole["final"]
+    assert done["notes"] == whole["notes"]
+    one, other = (load_file(sae.home / "runs" / name / "sae.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
