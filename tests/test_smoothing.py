@@ -56,10 +56,10 @@ def test_where_there_is_nothing_to_move_along_rows_stay(x):
 
 
 def test_the_default_width_is_widest_up_to_as_many_rows_as_latents_and_falls_from_there():
-    assert [default_width(rows, 100) for rows in (1, 100)] == [WIDEST, WIDEST]
-    assert default_width(400, 100) == pytest.approx(WIDEST / 2)
-    assert PamSgd().default_smoothing(400, 100) == default_width(400, 100)
-    assert Sgd().default_smoothing(400, 100) == PamSgd(optimizer="lbfgs").default_smoothing(400, 100) == 0
+    assert [default_width(rows, 8, 100) for rows in (1, 100)] == [WIDEST, WIDEST]
+    assert default_width(400, 8, 100) == default_width(400, 25, 10) == pytest.approx(WIDEST / 2)
+    assert PamSgd().default_smoothing(400, 8, 100) == default_width(400, 8, 100)
+    assert Sgd().default_smoothing(400, 8, 100) == PamSgd(optimizer="lbfgs").default_smoothing(400, 8, 100) == 0
 
 
 def test_the_fitted_learning_rate_is_that_of_its_formula():

@@ -228,7 +228,7 @@ class SolverConfig(Config, ABC):
         """
         OPTIMIZERS[self.optimizer].check(rows, batch_size, lr, smoothing)
 
-    def default_smoothing(self, rows: int, d_sae: int) -> float:
+    def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
         """The width by which training rows are smoothed when the user gives none."""
         return 0.0
 

@@ -101,9 +101,9 @@ class PamSgd(SolverConfig):
             raise ConfigError(f"--inner-steps {self.inner_steps} does nothing with --optimizer {self.optimizer}, whose "
                               "one step solves for the encoder to tolerance; leave it out")
 
-    def default_smoothing(self, rows: int, d_sae: int) -> float:
+    def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
         """The more latents there are for each row, the more (see `smoothing.py`)."""
-        return 0.0 if OPTIMIZERS[self.optimizer].to_tolerance else default_width(rows, d_sae)
+        return 0.0 if OPTIMIZERS[self.optimizer].to_tolerance else default_width(rows, d_in, d_sae)
 
     def build(self, initial: SAE, task: Task) -> "PamSgdSolver":
         """A solver that starts from `initial`."""
@@ -191,7 +191,8 @@ class PamSgdSolver(Solver):
             last: whether training ends with it. Before, the step minimises what the encoder steps minimise: over
                 smoothed rows, with the sparsity penalty, which grows with the decoder's norms, pulling on them. The
                 last step does without either: codes that a penalty has shrunk then reconstruct the rows as they
-                are as well as they can.
+                are as well as they can. It keeps an alpha that smoothed rows chose: rows that an encoder has fitted
+                exactly would choose too small a one.
         """
         W_dec, b_dec = self.decoder()
         residual = self.config.decoder == "residual"
@@ -199,10 +200,12 @@ class PamSgdSolver(Solver):
         terms = Terms(0.0, self.config.beta, self.weight("mu_dec"), self.weight("nu_dec"),
                       self.trained["W_enc"].T if residual else None, W_dec, b_dec,
                       self._decay(W_dec, gathered.norm_weights) * (not last))
+        choosing = is_choosing_step(int(self.outer))
         if self.config.alpha == "auto":
             pulled = bool(gathered.norm_weights.any()) and self.task.sparsity_weight > 0
-            new_problem = bool(self.alpha.isnan()) or (last and (pulled or self.task.smoothing > 0))
-            if new_problem or is_choosing_step(int(self.outer)):
+            new_problem = bool(self.alpha.isnan()) or (last and pulled)
+            settled = last and self.task.smoothing > 0
+            if new_problem or ((choosing or last) and not settled):
                 before = None if new_problem else self.alpha.item()
                 self.alpha.fill_(choose_alpha(gathered.system, terms, gathered.z, gathered.x, before))
         self.outer += 1
@@ -216,7 +219,7 @@ class PamSgdSolver(Solver):
         self.condition.fill_(solved.condition)
         if solved.raised:
             self.raised.fill_(max(self.raised.item(), solved.ridge))
-        if self.config.revive and self.step < REVIVAL * self.task.steps and rows.rows >= len(W_dec):
+        if self.config.revive and choosing and self.step < REVIVAL * self.task.steps and rows.rows >= len(W_dec):
             self._revive(gathered)
         self._balance()
         self._hold_encoder()

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-WIDEST = 0.55  # width where there are no more rows than latents
+WIDEST = 0.55  # width where rows are few
 
 
 def smoothed(x: Tensor, width: float, generator: torch.Generator) -> Tensor:
@@ -34,6 +34,7 @@ def smoothed(x: Tensor, width: float, generator: torch.Generator) -> Tensor:
     return x + (width * relative)[:, None] * (x[first] - x[second])
 
 
-def default_width(rows: int, d_sae: int) -> float:
-    """`WIDEST` for up to `d_sae` rows, then falling with the square root of their number, as overfitting does."""
-    return WIDEST * min(1.0, math.sqrt(d_sae / rows))
+def default_width(rows: int, d_in: int, d_sae: int) -> float:
+    """`WIDEST` where there are no more rows than latents, or than 4 d_in; then falling with the square root of their
+    number, as overfitting does."""
+    return WIDEST * min(1.0, math.sqrt(max(d_sae, 4 * d_in) / rows))

@@ -34,8 +34,8 @@ class TrainingConfig(Config):
                                      "spread.", choices=("auto",), above=0, maximum=1e30)
     smoothing: float | str = option("auto", "Move each training row along differences of other rows, by this share of "
                                             "its norm, against overfitting; 0 for none. auto: none with sgd; with "
-                                            f"pam-sgd {WIDEST}, falling as sqrt(d_sae / rows) once rows outnumber "
-                                            "latents.", choices=("auto",), minimum=0, maximum=10)
+                                            f"pam-sgd {WIDEST}, falling as one over sqrt(rows) once rows outnumber "
+                                            "latents and 4 d_in.", choices=("auto",), minimum=0, maximum=10)
     sparsity: str | None = option(None, "Penalty: l1, sum_i |z_i| ||W_dec_i||; l0, the number of active latents "
                                         "(jumprelu); kl, sum_i KL(target rate || firing rate of latent i) "
                                         "(relu, jumprelu, swish); default: l1 with relu, l0 with jumprelu, "
@@ -98,7 +98,7 @@ class TrainingConfig(Config):
         epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / per_epoch))
         return replace(
             self, d_sae=d_sae, sparsity=sparsity, epochs=None if self.steps else epochs,
-            smoothing=solver.default_smoothing(rows, d_sae) if self.smoothing == "auto" else self.smoothing,
+            smoothing=solver.default_smoothing(rows, d_in, d_sae) if self.smoothing == "auto" else self.smoothing,
             sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
 
     def batches(self, rows: int) -> int | None:
