@@ -176,7 +176,7 @@ class Solver(ABC):
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:
         """Random numbers that are a pure function of the seed, of the number of a step and of the kind of step."""
-        return torch.Generator().manual_seed((self.task.seed * 7 + kind) * 1_000_000_007 + number)
+        return torch.Generator().manual_seed(((self.task.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training goes on from, by name."""

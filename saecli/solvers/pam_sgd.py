@@ -23,15 +23,15 @@ from torch import Tensor
 
 from ..config import option
 from ..errors import ConfigError
-from ..ridge import Decoder, HeldRows, Moments, System, Terms, choose_alpha, effective_dof, memory_needed, solve
+from ..ridge import Decoder, Terms, choose_alpha, effective_dof, memory_needed, solve
 from ..sae import SAE
 from .base import DEFAULT_STEPS, Rows, Solver, SolverConfig, StepReport, Task
+from .gather import SAMPLED_ROWS, Gathered, gather
 from .optimizers import OPTIMIZERS
 from .revival import directions_of_worst
 from .schedules import check_schedule, weight_at
-from .smoothing import default_width, smoothed
+from .smoothing import default_width
 
-PRESS_ROWS = 4096  # rows, evenly spaced over all, on which alpha is chosen
 MOST_INNER_STEPS = 10
 WINDOW = 16  # batches among which inner steps mix rows
 REVIVAL = 0.6  # share of all steps during which dead latents are revived; the rest is for them to settle
@@ -111,7 +111,7 @@ class PamSgd(SolverConfig):
 
     def memory(self, rows: int, d_in: int, d_sae: int) -> int:
         """The decoder step's, that of choosing alpha on some rows, and that of the encoder's weights and optimiser."""
-        sample = min(rows, PRESS_ROWS)
+        sample = min(rows, SAMPLED_ROWS)
         choosing = 7 * 4 * sample * d_sae + 4 * 8 * sample * d_in
         return memory_needed(rows, d_in, d_sae) + choosing + 4 * (4 + OPTIMIZERS[self.optimizer].vectors) * d_in * d_sae
 
@@ -196,7 +196,8 @@ class PamSgdSolver(Solver):
         """
         W_dec, b_dec = self.decoder()
         residual = self.config.decoder == "residual"
-        gathered = self._gather(rows, W_dec, 0.0 if last else self.task.smoothing)
+        gathered = gather(rows, self.sae(), self.task.sparsity, 0.0 if last else self.task.smoothing,
+                          self.draws(int(self.outer), DECODER_STEP))
         terms = Terms(0.0, self.config.beta, self.weight("mu_dec"), self.weight("nu_dec"),
                       self.trained["W_enc"].T if residual else None, W_dec, b_dec,
                       self._decay(W_dec, gathered.norm_weights) * (not last))
@@ -236,32 +237,7 @@ class PamSgdSolver(Solver):
         weight = self.task.penalty_weight(self.step - 1)
         return weight * norm_weights / (2 * norms.clamp(min=LEAST_NORM * norms.mean().item()))
 
-    def _gather(self, rows: Rows, W_dec: Tensor, width: float) -> "Gathered":
-        """One pass over the rows, smoothed by a width, for a decoder step."""
-        W_enc, stride = self.trained["W_enc"], math.ceil(rows.rows / PRESS_ROWS)
-        hold = rows.rows < W_enc.shape[1]
-        moments = None if hold else Moments(*W_enc.shape, device=W_enc.device)
-        norm_weights = torch.zeros(W_enc.shape[1], dtype=torch.float64, device=W_enc.device)
-        fired = torch.zeros(W_enc.shape[1], dtype=torch.bool, device=W_enc.device)
-        draws = self.draws(int(self.outer), DECODER_STEP)
-        kept_z, kept_x, seen = [], [], 0
-        for stored in rows.sequential():
-            x = smoothed(stored, width, draws)
-            z = self.activation(torch.addmm(self.trained["b_enc"], x, W_enc), self._parameters())
-            first = -seen % stride
-            kept_z.append(z if hold else z[first::stride].clone())
-            kept_x.append(x if hold else x[first::stride].clone())
-            if moments is not None:
-                moments.add(z, x)
-            norm_weights += self.activation.norm_weights(self.task.sparsity, z, W_dec)
-            fired |= (z != 0).any(0)
-            seen += len(x)
-        z, x = torch.cat(kept_z), torch.cat(kept_x)
-        if moments is not None:
-            return Gathered(moments, z, x, norm_weights, fired)
-        return Gathered(HeldRows(z, x), z[::stride], x[::stride], norm_weights, fired)
-
-    def _revive(self, gathered: "Gathered") -> None:
+    def _revive(self, gathered: Gathered) -> None:
         """Re-aim the encoder of latents that never fired at rows reconstructed badly; their decoder is right at the
         next decoder step, and until then is that of a tied latent, or for a free decoder zero."""
         dead = (~gathered.fired).nonzero()[:, 0]
@@ -344,28 +320,9 @@ class PamSgdSolver(Solver):
         self._hold_encoder()
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """What a decoder step takes from its pass over the rows.
-
-    Args:
-        system: the normal equations.
-        z: codes of the rows on which alpha is chosen, (n, F).
-        x: those rows, (n, D).
-        norm_weights: what the penalty weighs each decoder norm with, (F,).
-        fired: the latents that fired on any row, (F,).
-    """
-
-    system: System
-    z: Tensor
-    x: Tensor
-    norm_weights: Tensor
-    fired: Tensor
-
-
 def is_choosing_step(outer: int) -> bool:
     """Whether alpha is chosen anew at an outer iteration, counted from 0: at the first few, then ever more rarely,
-    since it moves ever more slowly and choosing costs several solves."""
+    since it moves ever more slowly and choosing costs about a solve."""
     choice = 0
     while choice < outer:
         choice = max(choice + 1, math.floor(CHOICE_GROWTH * choice))
