@@ -63,16 +63,16 @@ def test_the_default_width_is_widest_up_to_as_many_rows_as_latents_and_falls_fro
 
 
 def test_the_fitted_learning_rate_is_that_of_its_formula():
-    x = normal(400, 30) * torch.linspace(0.1, 3, 30) ** 4
-    x *= math.sqrt(30 / x.square().sum(1).mean())
+    x = normal(400, 100) * torch.linspace(0.1, 3, 100) ** 12
+    x *= math.sqrt(100 / x.square().sum(1).mean())
     square = x.square().sum(1)
     largest = torch.linalg.eigvalsh(x.T @ (square[:, None] * x) / square.sum())[-1].item()
-    assert fitted_learning_rate(x) == pytest.approx(0.3 / math.sqrt(30 * largest), rel=0.02)
+    assert fitted_learning_rate(x) == pytest.approx(3.8 / (100 * largest) ** 0.75, rel=0.02)
 
 
 def test_the_fitted_learning_rate_knows_neither_scale_nor_directions_and_falls_where_norms_differ():
-    x = normal(400, 30) * torch.linspace(0.1, 3, 30) ** 4
-    rotation, _ = torch.linalg.qr(normal(30, 30, seed=1))
+    x = normal(400, 100) * torch.linspace(0.1, 3, 100) ** 12
+    rotation, _ = torch.linalg.qr(normal(100, 100, seed=1))
     rate = fitted_learning_rate(x)
     assert rate < HIGHEST_RATE
     assert fitted_learning_rate(1e3 * x) == pytest.approx(rate)
