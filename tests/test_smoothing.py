@@ -130,8 +130,8 @@ def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, decoder)
     assert firing(solver, data).all()
 
 
-@pytest.mark.parametrize(("rows", "options", "share"), [(300, {"revive": False}, 0.0), (12, {}, 0.0), (300, {}, 0.6)],
-                         ids=["--no-revive", "fewer rows than latents", "the last 40% of steps"])
+@pytest.mark.parametrize(("rows", "options", "share"), [(300, {"revive": False}, 0.0), (31, {}, 0.0), (300, {}, 0.9)],
+                         ids=["--no-revive", "fewer than two rows a latent", "the last tenth of steps"])
 def test_where_latents_are_not_revived(rows, options, share):
     data = sparse_mixture(rows)
     solver = solver_of(data, Relu(), **options)

@@ -34,7 +34,8 @@ from .smoothing import default_width
 
 MOST_INNER_STEPS = 10
 WINDOW = 16  # batches among which inner steps mix rows
-REVIVAL = 0.6  # share of all steps during which dead latents are revived; the rest is for them to settle
+REVIVAL = 0.9  # share of all steps during which dead latents are revived; the rest is for them to settle
+REVIVAL_ROWS = 2  # rows a latent, from which on they are: with fewer, latents stay idle because rows are few
 CHOICE_GROWTH = 1.25  # ratio of the outer iterations at which alpha is chosen anew, once there are several
 OWN_STATE = ("c", "Delta", "b_dec", "alpha", "condition", "dof", "raised", "outer", "revived")
 DECODER_STEP, REVIVING, MIXING = 1, 2, 3  # kinds of draws besides those of encoder steps
@@ -73,8 +74,8 @@ class PamSgd(SolverConfig):
     decoder_every: int | str = option("epoch", "Solve for the decoder after each epoch, or also after every so many "
                                                "batches; each solve is a pass over all training rows.",
                                       choices=("epoch",), minimum=1)
-    revive: bool = option(True, "Re-aim latents that fire on no training row at the rows reconstructed worst; only "
-                                "where rows outnumber latents.")
+    revive: bool = option(True, "Re-aim latents that fire on no training row at the rows reconstructed worst; "
+                                f"only where there are at least {REVIVAL_ROWS} rows a latent.")
 
     @property
     def steps_per_batch(self) -> int:
@@ -220,7 +221,8 @@ class PamSgdSolver(Solver):
         self.condition.fill_(solved.condition)
         if solved.raised:
             self.raised.fill_(max(self.raised.item(), solved.ridge))
-        if self.config.revive and choosing and self.step < REVIVAL * self.task.steps and rows.rows >= len(W_dec):
+        enough = rows.rows >= REVIVAL_ROWS * len(W_dec)
+        if self.config.revive and enough and self.step < REVIVAL * self.task.steps:
             self._revive(gathered)
         self._balance()
         self._hold_encoder()
