@@ -64,4 +64,5 @@ def comparison(finals: dict[str, dict[str, Any]]) -> Any:
     rows = [[key.replace("_", " "), *(result["final"].get(key) for result in finals.values())]
             for key in SIDE_BY_SIDE]
     rows.append(["seconds", *(result["seconds"] for result in finals.values())])
-    return table("the two solvers, same rows, same steps", ["", *finals], rows)
+    rows.append(["steps", *(result["steps"] for result in finals.values())])
+    return table("the two solvers, same rows, as many passes over them", ["", *finals], rows)
