@@ -88,3 +88,14 @@ def test_latents_that_never_fire_leave_kl_and_its_gradient_finite() -> None:
     assert z.grad.isfinite().all()
     assert W_dec.grad.isfinite().all()
     assert Relu().norm_weights("kl", z.detach(), W_dec.detach())[[2, 4]].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1 - 1e-16])
+def test_kl_and_its_gradient_are_finite_at_the_ends_of_the_target_rate(rate: float) -> None:
+    z, W_dec = (tensor.float().requires_grad_() for tensor in codes_and_decoder())
+    penalty = Relu(target_rate=rate).penalty("kl", z, z, W_dec, {})
+    penalty.backward()
+    assert penalty.isfinite()
+    assert z.grad.isfinite().all()
+    assert W_dec.grad.isfinite().all()
+    assert Relu(target_rate=rate).norm_weights("kl", z.detach(), W_dec.detach()).isfinite().all()

@@ -15,6 +15,11 @@ HALF_FIRING = 0.03  # of sqrt(D), the norm of a row: the size of a latent's shar
 LEAST_RATE = 1e-6  # below it a latent is dead, and the penalty a constant
 
 
+def half_firing(W_dec: Tensor) -> float:
+    """s, the size of a latent's share in x_hat that counts as half a firing; W_dec is (F, D)."""
+    return HALF_FIRING * math.sqrt(W_dec.shape[1])
+
+
 @dataclass(frozen=True)
 class TargetsRate(Activation):
     """An activation that offers `kl`, the penalty of the classical sparse autoencoder.
@@ -32,7 +37,12 @@ class TargetsRate(Activation):
 
     target_rate: float | None = option(
         None, f"Firing rate that --sparsity kl aims at for every latent, a share of the rows; default: {TARGET_RATE}.",
-        above=0, below=1)
+        minimum=LEAST_RATE, below=1)
+
+    @property
+    def rho(self) -> float:
+        """The target rate, the user's or the default."""
+        return self.target_rate or TARGET_RATE
 
     def check_sparsity(self, sparsity: str) -> None:
         """Refuse a target rate where nothing aims at it."""
@@ -44,12 +54,11 @@ class TargetsRate(Activation):
     def rates(self, codes: Tensor, W_dec: Tensor) -> Tensor:
         """rho_i of the rows, (F,), kept off 0 and 1, where the divergence is infinite."""
         u = codes.abs() * W_dec.norm(dim=1)
-        half = HALF_FIRING * math.sqrt(W_dec.shape[1])
-        return (u / (u + half)).mean(0).clamp(LEAST_RATE, 1 - LEAST_RATE)
+        return (u / (u + half_firing(W_dec))).mean(0).clamp(LEAST_RATE, 1 - LEAST_RATE)
 
     def penalty_kl(self, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """`sum_i rho log(rho / rho_i) + (1 - rho) log((1 - rho) / (1 - rho_i))`, in nats."""
-        rho, rates = self.target_rate or TARGET_RATE, self.rates(codes, W_dec)
+        rho, rates = self.rho, self.rates(codes, W_dec)
         return (rho * (rho / rates).log() + (1 - rho) * ((1 - rho) / (1 - rates)).log()).sum()
 
     def norm_weights(self, sparsity: str, codes: Tensor, W_dec: Tensor) -> Tensor:
@@ -62,8 +71,7 @@ class TargetsRate(Activation):
         """
         if sparsity != "kl":
             return super().norm_weights(sparsity, codes, W_dec)
-        rho, rates = self.target_rate or TARGET_RATE, self.rates(codes, W_dec)
-        half = HALF_FIRING * math.sqrt(W_dec.shape[1])
+        rho, rates, half = self.rho, self.rates(codes, W_dec), half_firing(W_dec)
         size = codes.abs()
         rise = (size * half / (size * W_dec.norm(dim=1) + half).square()).sum(0)  # of B rho_i with the norm
         pull = ((1 - rho) / (1 - rates) - rho / rates) * rise
