@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saecli.activations import SoftTopK, TopK
+from saecli.errors import ConfigError
 
 
 def random_pre(rows: int, F: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -72,7 +73,7 @@ def test_gradient_equals_finite_differences(k: int) -> None:
 @pytest.mark.parametrize("k", [1, 4, 63])
 def test_as_the_temperature_falls_it_becomes_the_signed_topk(k: int) -> None:
     pre = random_pre(50, 64) - 2
-    torch.testing.assert_close(SoftTopK(k=k, temperature=1e-7)(pre, {}), TopK(k=k)(pre, {}))
+    torch.testing.assert_close(SoftTopK(k=k, temperature=1e-6)(pre, {}), TopK(k=k)(pre, {}))
 
 
 def test_as_the_temperature_rises_every_latent_is_as_likely() -> None:
@@ -89,12 +90,12 @@ def test_one_latent_of_many_is_a_softmax_and_all_of_them_the_identity() -> None:
 def test_ties_share_what_is_left_of_k() -> None:
     pre = torch.tensor([[5.0, 1.0, 1.0, 1.0, -4.0]])
     expected = torch.tensor([[5.0, 2 / 3, 2 / 3, 2 / 3, 0.0]])
-    torch.testing.assert_close(SoftTopK(k=3, temperature=1e-20)(pre, {}), expected)
+    torch.testing.assert_close(SoftTopK(k=3, temperature=1e-6)(pre, {}), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("k", [1, 5, 39, 40])
-@pytest.mark.parametrize(("size", "temperature"), list(itertools.product((1e-30, 1.0, 1e15), (1e-12, 1.0, 1e12))))
+@pytest.mark.parametrize(("size", "temperature"), list(itertools.product((1e-30, 1.0, 1e15), (1e-6, 1.0, 1e12))))
 def test_at_extremes_codes_and_gradient_are_finite_and_the_probabilities_sum_to_k(
         dtype: torch.dtype, k: int, size: float, temperature: float) -> None:
     pre = (random_pre(8, 40, dtype=dtype) * size).requires_grad_()
@@ -105,3 +106,18 @@ def test_at_extremes_codes_and_gradient_are_finite_and_the_probabilities_sum_to_
     rounding = 1e-4 if dtype == torch.float32 else 1e-12
     assert torch.allclose((codes / pre).sum(1), torch.tensor(float(k), dtype=dtype), rtol=rounding)
     assert (codes.abs() <= pre.abs() * (1 + rounding)).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-60, 9e-7])
+def test_a_temperature_that_float32_could_lose_is_refused(temperature: float) -> None:
+    with pytest.raises(ConfigError, match=f"^--temperature must be at least 1e-06, got {temperature:g}$"):
+        SoftTopK(temperature=temperature)
+
+
+def test_the_gradient_keeps_the_rows_and_not_the_tree() -> None:
+    pre, kept = random_pre(600, 64).requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()), lambda _: None):
+        codes = SoftTopK(k=8)(pre, {})
+    assert sum(kept) == pre.numel()
+    node_state = [vars(node) for node, _ in codes.grad_fn.next_functions]
+    assert node_state == [{"k": 8, "temperature": 0.1}] * 3

@@ -13,6 +13,7 @@ from .rates import TargetsRate
 from .subsets import SoftTopKCodes
 
 ROWS = 256  # that soft-topk takes at a time, since it holds some twenty numbers for each of their codes
+LEAST_TEMPERATURE = 1e-6  # soft-topk is topk long before, and what float32 rounds to zero divides nothing
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class SoftTopK(KeepsK):
     name: ClassVar[str] = "soft-topk"
 
     temperature: float = option(0.1, "How soft the choice of latents is: a latent's odds change e-fold over it, in "
-                                     "units of the codes.", above=0)
+                                     "units of the codes.", minimum=LEAST_TEMPERATURE)
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
         """`pre_i P(i in S)`, (B, F)."""

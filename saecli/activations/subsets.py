@@ -30,30 +30,40 @@ class SoftTopKCodes(torch.autograd.Function):
         q_i (1 - q_i) / R^2 * (g0_i g1_i u_i + g0_i g1'_i - g1_i g0'_i)
 
     where a prime is the derivative as each q_j t grows at the rate u_j; a second pass over the tree gives it.
+
+    What a call keeps for the gradient is v alone: the tree, some twenty numbers for each of v's, is built again.
     """
 
     @staticmethod
     def forward(ctx: FunctionCtx, pre: Tensor, k: int, temperature: float) -> Tensor:
-        v = pre.T.contiguous()  # (F, B)
-        tails, heads = _coins(v, k, temperature)
-        levels = _products(torch.stack([tails, heads]), k)
-        others = _of_the_others(levels, k)
-        certain = levels[-1][k]  # R, (1, B)
-        inclusion = heads * others[-1][1, :len(v)] / certain
-        ctx.save_for_backward(v, inclusion, certain, tails, heads)
-        ctx.levels, ctx.others, ctx.k, ctx.temperature = levels, others, k, temperature
-        return pre * inclusion.T
+        ctx.save_for_backward(pre)
+        ctx.k, ctx.temperature = k, temperature
+        _, heads, levels, others = _tree(pre.T.contiguous(), k, temperature)
+        return pre * _inclusion(heads, levels, others, k).T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        v, inclusion, certain, tails, heads = ctx.saved_tensors
-        upstream = grad.T
+        (pre,), k = ctx.saved_tensors, ctx.k
+        v, upstream = pre.T.contiguous(), grad.T
+        tails, heads, levels, others = _tree(v, k, ctx.temperature)
         u = upstream * v
-        g0, g1 = ctx.others[-1][:, :len(v)]
-        g0_change, g1_change = _change_of_the_others(ctx.levels, ctx.others, heads * u, ctx.k)
-        covariance = tails * heads / certain.square() * (g0 * g1 * u + g0 * g1_change - g1 * g0_change)
-        return (upstream * inclusion + covariance / ctx.temperature).T, None, None
+        g0, g1 = others[-1][:, :len(v)]
+        g0_change, g1_change = _change_of_the_others(levels, others, heads * u, k)
+        covariance = tails * heads / levels[-1][k].square() * (g0 * g1 * u + g0 * g1_change - g1 * g0_change)
+        return (upstream * _inclusion(heads, levels, others, k) + covariance / ctx.temperature).T, None, None
+
+
+def _tree(v: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """`1 - q` and `q` of v, (F, B) each, and their tree: its levels upwards, and what `_of_the_others` finds in it."""
+    tails, heads = _coins(v, k, temperature)
+    levels = _products(torch.stack([tails, heads]), k)
+    return tails, heads, levels, _of_the_others(levels, k)
+
+
+def _inclusion(heads: Tensor, levels: list[Tensor], others: list[Tensor], k: int) -> Tensor:
+    """`P(i in S)`, (F, B)."""
+    return heads * others[-1][1, :len(heads)] / levels[-1][k]
 
 
 def _coins(v: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
