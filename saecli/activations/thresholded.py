@@ -17,6 +17,7 @@ from .rates import TargetsRate
 # 0.129 with 0.05, 0.092 with 0.3 and 0.5).
 THRESHOLD_RATE = 0.3
 
+
 @dataclass(frozen=True)
 class Thresholded(Activation):
     """An activation whose latents switch each on its own: latent i is active where `pre_i > threshold_i`."""
@@ -85,7 +86,8 @@ class JumpRelu(Thresholded, TargetsRate):
 
     threshold: float = option(0.1, "Threshold of every latent at the start, in units of the normalised rows.",
                               minimum=0)
-    bandwidth: float = option(0.3, "Width of the kernel in the threshold's gradient, in the same units.", above=0)
+    bandwidth: float = option(0.3, "Width of the kernel in the threshold's gradient, in units of the codes; it stays "
+                                   "as it is where pam-sgd rescales codes and thresholds.", above=0)
     fixed_threshold: bool = option(False, "Leave every threshold where it starts.")
 
     @property
@@ -119,7 +121,11 @@ class JumpRelu(Thresholded, TargetsRate):
         return _JumpReluGate.apply(pre, self.thresholds(parameters, pre.shape[-1]), self.bandwidth)
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
-        """The thresholds grow with the pre-activations; fixed ones do not."""
+        """The thresholds grow with the pre-activations; fixed ones do not.
+
+        The gradient's kernel, which no code depends on, stays `bandwidth` wide: against the pre-activations it is
+        1 / `factor` as wide as before.
+        """
         return None if self.fixed_threshold else {"threshold": parameters["threshold"] * factor}
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
