@@ -180,3 +180,10 @@ def test_smoothed_training_resumes_bit_for_bit_and_another_seed_draws_otherwise(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in second.sae().tensors().items())
     kill(other)
     assert not torch.equal(trained(other, data, 6).W_enc, expected["W_enc"])
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e25])
+def test_directions_of_the_worst_rows_are_unit_whatever_their_size(size):
+    residuals = normal(20, 4).float() * size
+    found = directions_of_worst(residuals, 30, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(30))

@@ -16,7 +16,7 @@ from saecli.solvers.optimizers import OPTIMIZERS
 from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver, outer_iterations
 from saecli.solvers.schedules import weight_at
 from saecli.solvers.sgd import Sgd
-from saecli.training import Trainer
+from saecli.training import Trainer, TrainingConfig
 from saecli.training.rows import initial_sae
 
 WHOLE = ("--optimizer", "lbfgs", "--batch-size", "1000")
@@ -239,3 +239,30 @@ def test_a_stopped_run_resumed_equals_one_never_stopped(sae: CommandLine, words:
     assert done["notes"] == whole["notes"]
     one, other = (load_file(sae.home / "runs" / name / "sae.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("weight", [30.0, 300.0, 3000.0])
+def test_a_penalty_too_strong_for_any_code_ends_them_all(weight):
+    data = sparse_mixture()
+    solver = solver_of(PamSgd(), data, Relu(), epochs=30, weight=weight)
+    sae = trained(solver, data, 30)
+    assert not sae.encode(data.x).any()
+    assert all(tensor.isfinite().all() for tensor in sae.tensors().values())
+
+
+def test_configurations_of_runs_begun_before_an_option_existed_do_as_they_did():
+    config = PamSgd().to_json()
+    del config["inner_steps"]
+    assert PamSgd.from_json(config).inner_steps == 1
+    training = TrainingConfig().resolved(Relu(), Sgd(), 100, 8).to_json()
+    del training["smoothing"]
+    assert TrainingConfig.from_json(training).smoothing == 0
+
+
+def test_a_checkpoint_that_lacks_newer_state_is_gone_on_from():
+    data = sparse_mixture()
+    first, second = (solver_of(PamSgd(), data, Relu(), epochs=2) for _ in range(2))
+    trained(first, data, 1)
+    state = {name: tensor for name, tensor in first.state().items() if not name.endswith((".dof", ".revived"))}
+    second.restore(state)
+    assert torch.equal(second.sae().W_dec, first.sae().W_dec)

@@ -189,6 +189,7 @@ class Lbfgs(Optimizer):
             if not loss() <= before:  # at a kink, or by rounding, a line search can end higher
                 for name, tensor in self.tensors.items():
                     tensor.copy_(begun[name])
+                loss()  # whoever gave it sees the codes of where the tensors are
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {kind.name: kind for kind in (Adam, GradientDescent, Lbfgs)}

@@ -14,9 +14,9 @@ weights, as alpha falls to the free decoder.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ OWN_STATE = ("c", "Delta", "b_dec", "alpha", "condition", "dof", "raised", "oute
 DECODER_STEP, REVIVING, MIXING = 1, 2, 3  # kinds of draws besides those of encoder steps
 THRESHOLD_SHARE = 0.8  # of the rows, above which degrees of freedom are said to be too many
 THRESHOLD_RATIO = 2  # of rows and latents, either way, within which
+SILENT = 1e-7  # mean size of a latent's contribution, of that of a row, below which a penalty has ended it
+LEAST_SIZE = 1e-2  # of the encoder's norm at the start, below which it is not scaled
 LEAST_NORM = 1e-3  # of the mean decoder norm, below which a latent's penalty is no longer taken to bend
 
 
@@ -48,7 +50,7 @@ def proximal(difference: str) -> Any:
     """Declare a proximal weight: a number or a schedule."""
     return option(0.0, f"Proximal weight of ||{difference}||^2, beside the sum over all rows: a number, or a schedule "
                        "over the outer iterations, FIRST:LAST (geometric) or A,B,C (one each, the last one kept).",
-                  minimum=0, check=check_schedule, metavar="FLOAT|FIRST:LAST|A,B,...")
+                  minimum=0, maximum=1e30, check=check_schedule, metavar="FLOAT|FIRST:LAST|A,B,...")
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class PamSgd(SolverConfig):
     mu_dec: float | str = proximal("W_dec - W_dec^t")
     nu_dec: float | str = proximal("b_dec - b_dec^t")
     inner_steps: int | str = option("auto", "Encoder steps on each batch; auto: as many as bring the whole of training "
-                                            f"to about {DEFAULT_STEPS} of them, at most {MOST_INNER_STEPS}.",
+                                            f"to about {DEFAULT_STEPS} of them, at most {MOST_INNER_STEPS}; 1 with "
+                                            "--steps.",
                                     choices=("auto",), minimum=1)
     decoder_every: int | str = option("epoch", "Solve for the decoder after each epoch, or also after every so many "
                                                "batches; each solve is a pass over all training rows.",
@@ -81,6 +84,11 @@ class PamSgd(SolverConfig):
     def steps_per_batch(self) -> int:
         """Encoder steps on each batch."""
         return self.inner_steps
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """The resolved configuration that `to_json` wrote; see `Config.from_json`."""
+        return super().from_json({"inner_steps": 1} | document)  # as it was before there was a choice
 
     def resolved(self, batches: int | None) -> "PamSgd":
         """The same with `inner_steps` a number: little data is no reason for few steps."""
@@ -134,6 +142,7 @@ class PamSgdSolver(Solver):
         self.outer = torch.tensor(0)
         self.revived = torch.tensor(0)
         self._outers = outer_iterations(task, config)
+        self._size = initial.W_enc.norm().item()
         self._hold_encoder()
 
     def decoder(self) -> tuple[Tensor, Tensor]:
@@ -192,13 +201,16 @@ class PamSgdSolver(Solver):
             last: whether training ends with it. Before, the step minimises what the encoder steps minimise: over
                 smoothed rows, with the sparsity penalty, which grows with the decoder's norms, pulling on them. The
                 last step does without either: codes that a penalty has shrunk then reconstruct the rows as they
-                are as well as they can. It keeps an alpha that smoothed rows chose: rows that an encoder has fitted
-                exactly would choose too small a one.
+                are as well as they can. Without a penalty it keeps the alpha that smoothed rows chose, since rows that
+                an encoder has fitted exactly would choose too small a one; a penalty keeps them from being that, and
+                without it the problem is another one, so that alpha is then sought anew.
         """
         W_dec, b_dec = self.decoder()
         residual = self.config.decoder == "residual"
-        gathered = gather(rows, self.sae(), self.task.sparsity, 0.0 if last else self.task.smoothing,
-                          self.draws(int(self.outer), DECODER_STEP))
+        width = 0.0 if last else self.task.smoothing
+        gathered = gather(rows, self.sae(), self.task.sparsity, width, self.draws(int(self.outer), DECODER_STEP))
+        if last and self._silence(gathered, W_dec):
+            gathered = gather(rows, self.sae(), self.task.sparsity, width, self.draws(int(self.outer), DECODER_STEP))
         terms = Terms(0.0, self.config.beta, self.weight("mu_dec"), self.weight("nu_dec"),
                       self.trained["W_enc"].T if residual else None, W_dec, b_dec,
                       self._decay(W_dec, gathered.norm_weights) * (not last))
@@ -239,6 +251,15 @@ class PamSgdSolver(Solver):
         weight = self.task.penalty_weight(self.step - 1)
         return weight * norm_weights / (2 * norms.clamp(min=LEAST_NORM * norms.mean().item()))
 
+    def _silence(self, gathered: Gathered, W_dec: Tensor) -> bool:
+        """Turn off latents whose contribution a penalty has driven to nothing, and say whether there are any: the last
+        decoder step, which does without the penalty, would bring them back."""
+        contribution = gathered.norm_weights * W_dec.double().norm(dim=1) / self.task.rows  # (F,)
+        gone = (gathered.norm_weights > 0) & (contribution < SILENT * math.sqrt(W_dec.shape[1]))
+        self.trained["W_enc"][:, gone] = 0
+        self.trained["b_enc"][gone] = 0
+        return bool(gone.any())
+
     def _revive(self, gathered: Gathered) -> None:
         """Re-aim the encoder of latents that never fired at rows reconstructed badly; their decoder is right at the
         next decoder step, and until then is that of a tied latent, or for a free decoder zero."""
@@ -264,32 +285,34 @@ class PamSgdSolver(Solver):
         The SAE stays the same. Without it a penalty shrinks the codes a little in each encoder step, the decoder
         step makes up for it, and after some hundred iterations Adam's steps are large against the encoder. An alpha
         that the user fixed decides between the sizes itself, and so does an activation whose codes are of one scale.
+        Under a penalty that is too strong for any code this stops at `LEAST_SIZE`, so that biases can end the codes.
         """
         if self.config.alpha != "auto":
             return
         W_enc = self.trained["W_enc"]
         square = self.c.item() if self.config.decoder == "residual" else (self.Delta.norm() / W_enc.norm()).item()
-        if not 0 < square < math.inf:
+        if not 0 < square < math.inf or not W_enc.any():
             return
-        factor = math.sqrt(square)
+        factor = max(math.sqrt(square), LEAST_SIZE * self._size / W_enc.norm().item())
         rescaled = self.activation.rescaled(self._parameters(), factor)
         if rescaled is None:
             return
         for name, tensor in self.trained.items():
             tensor.copy_(rescaled[name] if name in rescaled else tensor * factor)
         self.optimizer.rescale(factor)
-        self.c /= square
+        self.c /= factor**2
         self.Delta /= factor
-        self.alpha *= square
+        self.alpha *= factor**2
 
     def _hold_encoder(self) -> None:
         self._held = {name: self.trained[name].detach().clone() for name in ("W_enc", "b_enc")}
 
     def record(self) -> dict[str, float]:
-        """The decoder step's alpha, beside a sum over the normalised rows, its condition estimate, and at the end its
-        effective degrees of freedom."""
+        """The decoder step's alpha, beside a sum over the normalised rows, its condition estimate, how often a latent
+        was revived, and at the end the effective degrees of freedom."""
         known = {} if self.dof.isnan() else {"dof": self.dof.item()}
-        return {"alpha": self.alpha.item(), "condition": self.condition.item()} | known
+        return {"alpha": self.alpha.item(), "condition": self.condition.item(),
+                "revived": int(self.revived)} | known
 
     def notes(self) -> list[str]:
         """What the last decoder step came to, and what was wrong with it where something was."""
@@ -318,7 +341,8 @@ class PamSgdSolver(Solver):
         """Go on from what `state` returned; it was taken after a decoder step."""
         super().restore(state)
         for name in OWN_STATE:
-            getattr(self, name).copy_(state[f"decoder.{name}"])
+            own = getattr(self, name)
+            own.copy_(state.get(f"decoder.{name}", own))  # a checkpoint of an earlier version lacks some
         self._hold_encoder()
 
 

@@ -15,9 +15,10 @@ def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generato
     Returns:
         (count, D); zero where nothing is left to explain.
     """
-    weights = residuals.square().sum(1).cpu()
+    scaled = residuals.double() / residuals.abs().max().clamp(min=torch.finfo(residuals.dtype).tiny)
+    weights = scaled.square().sum(1).cpu()
     if not weights.any():
         return residuals.new_zeros(count, residuals.shape[1])
     again = int(weights.count_nonzero()) < count
-    chosen = residuals[torch.multinomial(weights, count, replacement=again, generator=generator).to(residuals.device)]
-    return chosen / chosen.norm(dim=1, keepdim=True)
+    chosen = scaled[torch.multinomial(weights, count, replacement=again, generator=generator).to(scaled.device)]
+    return (chosen / chosen.norm(dim=1, keepdim=True)).to(residuals.dtype)

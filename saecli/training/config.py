@@ -67,7 +67,7 @@ class TrainingConfig(Config):
         missing = sorted({"d_sae", "epochs", "steps", "sparsity", "sparsity_weight"} - document.keys())
         if missing:
             raise ConfigError(f"{cls.__name__} does not match: missing {missing}")
-        return super().from_json(document)
+        return super().from_json({"smoothing": 0.0} | document)  # runs begun before there was any had none
 
     def rows_of(self, store: ActivationStore) -> Rows:
         """The rows of a store to train on.

@@ -195,12 +195,13 @@ class Trainer:
 
     def _result(self, solver: Solver, sae: SAE, progress: Progress) -> dict[str, Any]:
         train, test = (reconstruction(sae, self._raw(stored, sae)) for stored in (self.train_rows, self.test_rows))
+        rate = {} if solver.optimizer.to_tolerance else {"lr": solver.task.lr}
         return {
             "rows_train": self.train_rows.rows, "rows_test": self.test_rows.rows, "epochs": progress.epoch,
             "steps": progress.step, "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "notes": solver.notes(),
             "final": {"train_fvu": train["fvu"], "test_fvu": test["fvu"], "test_mse": test["mse"], "l0": test["l0"],
-                      "dead_fraction": train["dead_fraction"], "lr": solver.task.lr, **solver.record()}}
+                      "dead_fraction": train["dead_fraction"], **rate, **solver.record()}}
 
 
 def averages(reports: list[StepReport], variance: torch.Tensor) -> dict[str, Any]:
