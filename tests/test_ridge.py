@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ridge_problems import moments_of, objective, problem, stacked_least_squares, systems_of, terms_of
 
 from saecli.errors import TrainingError
-from saecli.ridge import HeldRows, effective_dof, memory_needed, press, solve
+from saecli.ridge import HeldRows, choose_alpha, effective_dof, memory_needed, press, solve, systems
+from saecli.ridge.solve import factor
 
 WEIGHTS = {"all": (0.7, 2.0, 0.3, 5.0), "ridge only": (0.7, 0.0, 0.0, 0.0), "no ridge on W": (0.0, 2.0, 0.3, 5.0)}
 
@@ -48,11 +49,15 @@ def test_c_and_the_decoder_are_a_joint_minimum(seed, rows, alpha, mu):
 
 @pytest.mark.parametrize("block", [1, 3, 64])
 def test_moments_do_not_depend_on_the_blocks_that_rows_come_in(block):
-    z, x, *_ = problem(50, 8, 3)
+    z, x, direction, W_t, b_t = problem(50, 8, 3)
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
     whole, parts = moments_of(z, x, 50), moments_of(z[order], x[order], block)
-    for name in ("sum_z", "sum_x", "zz", "zx"):
-        torch.testing.assert_close(getattr(whole, name), getattr(parts, name), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole.z_bar, parts.z_bar, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole.x_bar, parts.x_bar, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole.cross(b_t), parts.cross(b_t), rtol=1e-12, atol=1e-10)
+    terms = terms_of(WEIGHTS["all"], direction, W_t, b_t)
+    for one in (terms, replace(terms, beta=0.0, nu=0.0)):
+        torch.testing.assert_close(solve(whole, one).W, solve(parts, one).W, rtol=1e-10, atol=1e-10)
 
 
 def test_moments_of_sparse_codes_equal_those_of_dense_ones():
@@ -134,8 +139,89 @@ def test_dead_and_duplicate_latents_solve_without_a_ridge(held):
 def test_codes_that_are_not_finite_are_refused_by_a_sentence():
     z, x, _, W_t, b_t = problem(30, 12, 4)
     z[2, 3] = torch.nan
-    with pytest.raises(TrainingError, match="codes are not finite; lower --lr"):
+    for system in (moments_of(z, x, 30), HeldRows(z, x), HeldRows(z[:5], x[:5])):
+        with pytest.raises(TrainingError, match="are not finite; lower --lr"):
+            solve(system, terms_of((1.0, 0.0, 0.0, 0.0), None, W_t, b_t))
+
+
+def test_a_nan_that_the_factorisation_does_not_flag_is_refused_too(monkeypatch):
+    z, x, _, W_t, b_t = problem(30, 12, 4)
+    z[2, 3] = torch.nan
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix: (matrix.tril(), torch.tensor(0)))  # as on CUDA
+    with pytest.raises(TrainingError, match="are not finite; lower --lr"):
         solve(moments_of(z, x, 30), terms_of((1.0, 0.0, 0.0, 0.0), None, W_t, b_t))
+
+
+def test_finite_sums_that_no_ridge_makes_solvable_are_not_called_infinite():
+    z, x, _, W_t, b_t = problem(30, 12, 4)
+    system = moments_of(z, x, 30)
+    system.zz.add_(1e4 * (1 - torch.eye(12)))  # what rounding may leave of codes far from 0
+    with pytest.raises(TrainingError, match=r"offset is so large .* --normalize scale") as refused:
+        solve(system, terms_of((0.0, 0.0, 0.0, 0.0), None, W_t, b_t))
+    assert "not finite" not in str(refused.value)
+
+
+@pytest.mark.parametrize("block", [7, 40])
+@pytest.mark.parametrize("weights", [(0.7, 0.0, 0.0, 0.0), (0.7, 2.0, 0.3, 5.0)])
+def test_offsets_of_codes_and_inputs_do_not_cancel_in_float32(block, weights):
+    z, x, direction, W_t, b_t = problem(40, 12, 4)
+    z, x = (z + 1e4).float(), (x - 3e4).float()
+    terms = terms_of(weights, direction, W_t, b_t)
+    decoder, exact = solve(moments_of(z, x, block), terms), solve(moments_of(z.double(), x.double(), 40), terms)
+    W, _ = stacked_least_squares(z.double(), x.double(), terms, exact.c * direction)
+    assert not decoder.raised
+    np.testing.assert_allclose(exact.W, W, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(decoder.W, exact.W, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(z.double() @ decoder.W + decoder.b, z.double() @ exact.W + exact.b, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("held", ["moments", "held rows"])
+@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("alpha", [0.0, 1e-9, 3.0, 1e12, None], ids=str)
+@pytest.mark.parametrize("size", [0.0, 1e4, 0.1])
+def test_codes_that_do_not_vary_leave_the_direction_and_the_mean(held, rows, alpha, size):
+    z, x, direction, W_t, b_t = problem(rows, 12, 4)
+    z = torch.full_like(z, size)
+    system = systems_of(z.float(), x.float())[held]
+    terms = terms_of((0.0, 0.0, 0.0, 0.0), direction, W_t, b_t)
+    terms = replace(terms, alpha=choose_alpha(system, terms, z, x, None) if alpha is None else alpha)
+    assert system.scale(1.0) >= 0
+    for T0, c in ((direction, 1.0), (None, 0.0)):
+        decoder = solve(system, replace(terms, direction=T0))
+        assert decoder.c == c and decoder.ridge > 0
+        torch.testing.assert_close(decoder.W, c * direction, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(z.mean(0) @ decoder.W + decoder.b, x.mean(0), rtol=1e-6, atol=1e-6)
+
+
+def test_rounding_never_makes_the_scale_or_the_ridge_negative():
+    z, x, direction, W_t, b_t = problem(40, 12, 4)
+    system = moments_of(torch.zeros_like(z), x, 40)
+    system.zz.fill_diagonal_(-1e-12)
+    decoder = solve(system, terms_of((1.0, 0.0, 0.0, 0.0), direction, W_t, b_t))
+    assert system.scale(1.0) == 0 and decoder.ridge == 1
+    assert solve(system, terms_of((0.0, 0.0, 0.0, 0.0), None, W_t, b_t)).ridge > 0
+
+
+@pytest.mark.parametrize("held", ["moments", "held rows"])
+def test_alpha_is_not_lost_beside_a_large_mu(held):
+    z, x, direction, W_t, b_t = problem(40, 60, 4)
+    system, terms = systems_of(z, x)[held], terms_of((0.7, 0.0, 1e30, 0.0), direction, W_t, b_t)
+    decoder = solve(system, terms)
+    assert factor(system, terms).alpha == 0.7
+    assert decoder.c == pytest.approx(((W_t * direction).sum() / direction.square().sum()).item(), rel=1e-9)
+    torch.testing.assert_close(decoder.W, W_t, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("held", ["moments", "held rows"])
+def test_the_condition_is_estimated_only_for_a_decoder(held, monkeypatch):
+    z, x, direction, W_t, b_t = problem(40, 60, 4)
+    system, terms = systems_of(z, x)[held], terms_of(WEIGHTS["all"], direction, W_t, b_t)
+    taken, original = [], systems.dpocon
+    monkeypatch.setattr(systems, "dpocon", lambda *args, **kwargs: taken.append(1) or original(*args, **kwargs))
+    choose_alpha(system, terms, z, x, None)
+    press(system, terms, z, x)
+    assert not taken
+    assert solve(system, terms).condition >= 1 and len(taken) == 1
 
 
 def test_memory_needed_grows_with_the_smaller_of_rows_and_latents():

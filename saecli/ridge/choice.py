@@ -150,7 +150,6 @@ def model(system: System, terms: Terms, rows: Rows, decades: float) -> Model:
     """The model of PRESS around the terms' alpha, which is `decades` powers of ten of A's mean diagonal."""
     factored = factor(system, terms)
     W, b, c, slope = solve_parts(system, terms, factored)
-    alpha = factored.ridge - terms.mu
     psi = rows.z - shrinkage(system, terms) * system.z_bar
     if factored.own_solve is not None and rows.index is not None:
         u, slack = factored.own_solve(rows.index)
@@ -159,13 +158,13 @@ def model(system: System, terms: Terms, rows: Rows, decades: float) -> Model:
         slack = 1 - (psi * u.T).sum(1)
     residual = rows.x - rows.z @ W - b
     if terms.direction is not None:
-        W -= (c + slope * alpha) * terms.direction.double()
+        W -= (c + slope * factored.alpha) * terms.direction.double()
     falling = u.T @ W
     leverage = (psi * u.T).sum(1)
     pole = torch.where(leverage > 0, u.square().sum(0) / leverage, 0.0)
     squares = torch.stack([residual.square().sum(1), (residual * falling).sum(1), falling.square().sum(1)])
     slack = slack - 1 / (system.rows + terms.beta + terms.nu)
-    return Model(decades, alpha, slack, leverage, pole, rows.weight * squares)
+    return Model(decades, factored.alpha, slack, leverage, pole, rows.weight * squares)
 
 
 def sample_rows(x: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:

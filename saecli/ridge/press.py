@@ -10,7 +10,7 @@ rows differ much in norm, as activations do.
 
 from torch import Tensor
 
-from .solve import Terms, factor, shrinkage, solve_factored
+from .solve import Terms, factor, shrinkage, solve_parts
 from .systems import Factor, System
 
 LEAST_SLACK = 1e-12  # 1 - h_i from which on a row counts as fitted alone
@@ -31,9 +31,9 @@ def press(system: System, terms: Terms, z: Tensor, x: Tensor) -> float:
     Cost: a factorisation, a solve, and n F^2 operations for the leverages.
     """
     factored = factor(system, terms)
-    decoder = solve_factored(system, terms, factored)
+    W, b, *_ = solve_parts(system, terms, factored)
     slack = slack_of(system, terms, factored, z).clamp(min=LEAST_SLACK)
-    residual = x.double() - z.double() @ decoder.W - decoder.b
+    residual = x.double() - z.double() @ W - b
     return (residual.square().sum(1) / slack.square()).mean().item()
 
 

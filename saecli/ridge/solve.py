@@ -1,12 +1,13 @@
 """The closed-form decoder, given its normal equations; symbols as in the package's docstring."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from .systems import Factor, System
 
 INFINITE_ALPHA = 1e9
+FLAT = 1e-14  # share of ||T0||^2 from which down the objective's curvature in c is rounding
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def solve(system: System, terms: Terms) -> Decoder:
     Cost: one factorisation (see `System.factor`), and 2 F^2 D operations for each of W and T0.
 
     Raises:
-        TrainingError: the codes are not finite.
+        TrainingError: the codes are not finite, or so far from 0 that their spread is lost in rounding.
     """
     return solve_factored(system, terms, factor(system, terms))
 
@@ -74,7 +75,8 @@ def factor(system: System, terms: Terms) -> Factor:
     """
     s = shrinkage(system, terms)
     alpha = min(terms.alpha, INFINITE_ALPHA * system.scale(s)) or terms.alpha
-    return system.factor(alpha + terms.mu, s, terms.decay)
+    factored = system.factor(alpha + terms.mu, s, terms.decay)
+    return replace(factored, alpha=alpha + (factored.ridge - (alpha + terms.mu)))
 
 
 def shrinkage(system: System, terms: Terms) -> float:
@@ -85,13 +87,12 @@ def shrinkage(system: System, terms: Terms) -> float:
 def solve_factored(system: System, terms: Terms, factor: Factor) -> Decoder:
     """`solve` with the factorisation already at hand."""
     W, b, c, _ = solve_parts(system, terms, factor)
-    return Decoder(W, b, c, factor.ridge, factor.raised, factor.condition)
+    return Decoder(W, b, c, factor.ridge, factor.raised, factor.condition())
 
 
 def solve_parts(system: System, terms: Terms, factor: Factor) -> tuple[Tensor, Tensor, float, float]:
     """W (F, D), b (D,), c, and the derivative of c in alpha, with the factorisation already at hand."""
     s = shrinkage(system, terms)
-    alpha = factor.ridge - terms.mu
     centre = s * system.x_bar + terms.nu / (system.rows + terms.beta + terms.nu) * terms.b_t.double()
     W, c, slope = factor.solve_cross(centre), 0.0, 0.0
     if terms.mu:
@@ -99,8 +100,8 @@ def solve_parts(system: System, terms: Terms, factor: Factor) -> tuple[Tensor, T
     if terms.direction is not None:
         T0 = terms.direction.double()
         along = factor.solve(T0)
-        c, slope = _best_multiple(T0, W, along, alpha)
-        W += c * alpha * along
+        c, slope = _best_multiple(T0, W, along, factor.alpha)
+        W += c * factor.alpha * along
     return W, centre - s * (system.z_bar @ W), c, slope
 
 
@@ -113,7 +114,7 @@ def _best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) 
     gradient.
     """
     curvature = (T0 * (T0 - alpha * along)).sum().item()
-    if curvature <= 0:
+    if curvature <= FLAT * T0.square().sum().item():
         return 1.0, 0.0
     c = (T0 * untargeted).sum().item() / curvature
     falling = (along * (untargeted - c * T0 + c * alpha * along)).sum().item()  # <M T0, W - c T0>, as dM = -M M

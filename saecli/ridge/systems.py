@@ -7,6 +7,7 @@ package's docstring; `shrink` is s.
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ SPARSE_DENSITY = 0.03  # share of non-zero codes below which products with them 
 RESOLUTION = 1e-13  # of a matrix' mean diagonal: a smaller ridge is lost in float64's rounding
 WOODBURY_RESOLUTION = 1e-9  # the same where the solution is a difference divided by the ridge
 DIRECT_SHARE = 0.5  # rows a latent from which on F dimensions cost less than N, of which a solve needs two products
+OFFSET = 100  # times a code's or an input's variance that its squared mean must exceed for sums to be taken from it
 RAISES = 15  # how often a ridge that fails is raised tenfold before giving up
 
 
@@ -32,7 +34,9 @@ class Factor:
         quadratic: maps rows psi, (n, F), to `psi_i' (A + diag(decay) + ridge I)^-1 psi_i`, (n,).
         ridge: the ridge it holds for.
         raised: whether that is more than was asked for, or than float64 resolves, since less did not factorise.
-        condition: estimate of the 1-norm condition number of the matrix factorised.
+        condition: estimates the 1-norm condition number of the matrix factorised; it copies the factor to the host.
+        alpha: the part of the ridge that is not mu, filled in by `solve.factor`: a difference would lose it to a
+            large mu.
         own_slack: gives `1 - psi_i' (A + diag(decay) + ridge I)^-1 psi_i` of all the system's own rows, (N,), where
             that is to be had without the difference, which a small ridge cancels.
         own_solve: the same of the rows of an index, (m,), and `(A + diag(decay) + ridge I)^-1 psi_i`, (F, m), first;
@@ -44,7 +48,8 @@ class Factor:
     quadratic: Callable[[Tensor], Tensor]
     ridge: float
     raised: bool
-    condition: float
+    condition: Callable[[], float]
+    alpha: float = 0.0
     own_slack: Callable[[], Tensor] | None = None
     own_solve: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
@@ -66,13 +71,13 @@ class System(Protocol):
         """`sum z (x - centre)'`, (F, D), for a centre of shape (D,)."""
 
     def scale(self, shrink: float) -> float:
-        """Mean of A's diagonal, which ridges are compared with."""
+        """Mean of A's diagonal, at least 0, which ridges are compared with."""
 
     def factor(self, ridge: float, shrink: float, decay: Tensor) -> Factor:
         """Factorise `A + diag(decay) + ridge I`, for a decay of shape (F,), nowhere negative.
 
         Raises:
-            TrainingError: no ridge makes it positive definite, since it is not finite.
+            TrainingError: it is not finite, or rounding has left it such that no ridge makes it positive definite.
         """
 
 
@@ -81,6 +86,10 @@ class Moments:
 
     Blocks are multiplied in their own precision and summed in float64. Cost of a row: 2 F^2 operations where
     codes are dense, about 2 F a non-zero where they are sparse. Memory: see `memory_needed`.
+
+    Sums are of z - z_0 and x - x_0, so that offsets do not cancel: the first block's means where they are large
+    against its spread, else 0, as of any latent that rarely fires. With d = z_bar - z_0 and S the sum of squares,
+    `A = S - N d d' + (1 - s) N z_bar z_bar'`.
     """
 
     def __init__(self, d_in: int, d_sae: int, device: torch.device | str = "cpu") -> None:
@@ -88,6 +97,8 @@ class Moments:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
         self.rows = 0
+        self.z_0 = zeros(d_sae)
+        self.x_0 = zeros(d_in)
         self.sum_z = zeros(d_sae)
         self.sum_x = zeros(d_in)
         self.zz = zeros(d_sae, d_sae)
@@ -95,6 +106,9 @@ class Moments:
 
     def add(self, z: Tensor, x: Tensor) -> None:
         """Add a block of rows: codes z, (B, F), and inputs x, (B, D)."""
+        if not self.rows:
+            self.z_0, self.x_0 = _offset(z).double(), _offset(x).double()
+        z, x = z - self.z_0.to(z.dtype), x - self.x_0.to(x.dtype)
         self.rows += len(z)
         self.sum_z += z.sum(0, dtype=torch.float64)
         self.sum_x += x.sum(0, dtype=torch.float64)
@@ -105,24 +119,29 @@ class Moments:
     @property
     def z_bar(self) -> Tensor:
         """Mean code, (F,)."""
-        return self.sum_z / self.rows
+        return self.z_0 + self.sum_z / self.rows
 
     @property
     def x_bar(self) -> Tensor:
         """Mean input, (D,)."""
-        return self.sum_x / self.rows
+        return self.x_0 + self.sum_x / self.rows
 
     def cross(self, centre: Tensor) -> Tensor:
         """`sum z (x - centre)'`, (F, D)."""
-        return self.zx - torch.outer(self.sum_z, centre)
+        about_means = torch.addr(self.zx, self.sum_z / self.rows, self.sum_x, alpha=-1)
+        return about_means.addr_(self.z_bar, self.x_bar - centre, alpha=self.rows)
 
     def scale(self, shrink: float) -> float:
-        """Mean of A's diagonal."""
-        return (self.zz.diagonal() - shrink * self.rows * self.z_bar.square()).mean().item()
+        """Mean of A's diagonal, at least 0."""
+        about_mean = self.zz.diagonal() - self.sum_z.square() / self.rows
+        return max((about_mean + (1 - shrink) * self.rows * self.z_bar.square()).mean().item(), 0.0)
 
     def factor(self, ridge: float, shrink: float, decay: Tensor) -> Factor:
         """Factorise `A + diag(decay) + ridge I` by Cholesky; costs F^3 / 3 operations."""
-        matrix = torch.addr(self.zz, self.z_bar, self.z_bar, alpha=-shrink * self.rows)
+        apart = self.sum_z / self.rows
+        matrix = torch.addr(self.zz, apart, apart, alpha=-self.rows)
+        if shrink < 1:
+            matrix.addr_(self.z_bar, self.z_bar, alpha=(1 - shrink) * self.rows)
         return _direct(matrix, ridge, decay, self.cross)
 
 
@@ -144,12 +163,12 @@ class HeldRows:
 
     def cross(self, centre: Tensor) -> Tensor:
         """`sum z (x - centre)'`, (F, D)."""
-        return self.z.T @ (self.x - centre)
+        about_means = (self.z - self.z_bar).T @ (self.x - centre)
+        return about_means.addr_(self.z_bar, self.x_bar - centre, alpha=self.rows)
 
     def scale(self, shrink: float) -> float:
-        """Mean of A's diagonal."""
-        total = self.z.square().sum() - shrink * self.rows * self.z_bar.square().sum()
-        return total.item() / self.z.shape[1]
+        """Mean of A's diagonal, at least 0."""
+        return self._products(shrink)[0].square().sum().item() / self.z.shape[1]
 
     def factor(self, ridge: float, shrink: float, decay: Tensor) -> Factor:
         """Factorise `r (I + Z_h E^-1 Z_h')`, or `A + E`, by Cholesky.
@@ -157,7 +176,7 @@ class HeldRows:
         Costs 2 N^2 F + N^3 / 3 operations, or 2 N F^2 + F^3 / 3; the first term is paid once where it can be kept.
         """
         centred, gram = self._products(shrink)
-        held = max(ridge, WOODBURY_RESOLUTION * centred.square().sum().item() / self.rows) or WOODBURY_RESOLUTION
+        held = max(ridge, WOODBURY_RESOLUTION * (centred.square().sum().item() / self.rows or 1.0))
         if self._direct:
             return _direct(gram.clone(), held, decay, self.cross)
         weight = (held / (decay + held))[:, None]  # r E^-1, (F, 1)
@@ -232,23 +251,37 @@ def _direct(matrix: Tensor, ridge: float, decay: Tensor, cross: Callable[[Tensor
                   held, raised, condition)
 
 
-def _cholesky(matrix: Tensor, ridge: float, resolution: float) -> tuple[Tensor, float, bool, float]:
-    """The lower factor of `matrix + ridge I`, the ridge it took, whether that was raised, and the condition estimate;
-    spoils the matrix."""
-    least = resolution * matrix.diagonal().mean().item() or resolution
+def _cholesky(matrix: Tensor, ridge: float, resolution: float) -> tuple[Tensor, float, bool, Callable[[], float]]:
+    """The lower factor of `matrix + ridge I`, the ridge it took, whether that was raised, and what estimates the
+    condition; spoils the matrix."""
+    least = resolution * (matrix.diagonal().abs().mean().item() or 1.0)
     added = 0.0
     ridge = max(ridge, least)
     for attempt in range(RAISES):
         matrix.diagonal().add_(ridge - added)
         added = ridge
         lower, info = torch.linalg.cholesky_ex(matrix)
-        if info.item() == 0:
-            norm = torch.linalg.matrix_norm(matrix, 1).item()
-            reciprocal, _ = dpocon(lower.cpu().numpy().T, norm, uplo="U")
-            return lower, ridge, attempt > 0, 1 / reciprocal if reciprocal > 0 else float("inf")
+        if info.item() == 0 and lower.diagonal().isfinite().all():  # a NaN need not fail on every device
+            return lower, ridge, attempt > 0, partial(_condition, lower, torch.linalg.matrix_norm(matrix, 1))
+        if not matrix.isfinite().all():
+            raise TrainingError("the decoder step cannot be solved: the codes, or their products, are not finite; "
+                                "lower --lr")
         ridge *= 10
     raise TrainingError(f"the decoder step cannot be solved: its matrix is not positive definite with a ridge of "
-                        f"{added:.3g}, so the codes are not finite; lower --lr")
+                        f"{added:.3g}, since the codes' offset is so large against their spread that float32 sums "
+                        f"lose it; normalise the rows, e.g. with --normalize scale")
+
+
+def _condition(lower: Tensor, norm: Tensor) -> float:
+    """Estimate of the 1-norm condition number of L L', whose 1-norm is at hand; on the host."""
+    reciprocal, _ = dpocon(lower.cpu().numpy().T, norm.item(), uplo="U")
+    return 1 / reciprocal if reciprocal > 0 else float("inf")
+
+
+def _offset(block: Tensor) -> Tensor:
+    """Each column's mean where its square is more than `OFFSET` variances, else 0."""
+    variance, mean = torch.var_mean(block, 0, correction=0)
+    return torch.where(mean.square() > OFFSET * variance, mean, 0.0)
 
 
 def _squared_norms(lower: Tensor, right: Tensor) -> Tensor:
