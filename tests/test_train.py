@@ -205,3 +205,9 @@ def test_a_name_that_is_taken_is_refused_and_a_default_name_counts_on(sae: Comma
     assert [sae("train", *QUICK).json["run"] for _ in range(2)] == ["pam-sgd-relu-1", "pam-sgd-relu-2"]
     assert "a run named 'pam-sgd-relu-1' already" in sae("train", "--name", "pam-sgd-relu-1", *QUICK).err
     assert "is finished" in sae("train", "--resume", "--name", "pam-sgd-relu-1").err
+
+
+def test_what_is_on_by_default_can_be_turned_off(sae):
+    sae("import", "digits")
+    sae("train", "--data", "digits", "--d-sae", "16", "--steps", "3", "--no-revive", "--name", "off")
+    assert json.loads((sae.home / "runs" / "off" / "run.json").read_text())["solver"]["revive"] is False

@@ -135,9 +135,10 @@ def _parameter(name: str, annotation: Any, rule: Option, default: Any, panel: st
         kind: Any = str
     else:
         kind = Literal[rule.choices] if rule.choices else kinds[0]  # type: ignore[valid-type]
+    flag = f"{flag_of(name)}/{flag_of('no_' + name)}" if default is True else flag_of(name)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=... if default is MISSING else default,
-        annotation=Annotated[kind | None if default is None else kind, typer.Option(flag_of(name), **settings)])
+        annotation=Annotated[kind | None if default is None else kind, typer.Option(flag, **settings)])
 
 
 def _word_or_number(rule: Option, numeric: type) -> Callable[[str], str | int | float]:
