@@ -63,6 +63,5 @@ def comparison(finals: dict[str, dict[str, Any]]) -> Any:
     """The two solvers side by side, a column each."""
     rows = [[key.replace("_", " "), *(result["final"].get(key) for result in finals.values())]
             for key in SIDE_BY_SIDE]
-    rows.append(["seconds", *(result["seconds"] for result in finals.values())])
-    rows.append(["steps", *(result["steps"] for result in finals.values())])
+    rows += [[key, *(result[key] for result in finals.values())] for key in ("seconds", "steps")]
     return table("the two solvers, same rows, as many passes over them", ["", *finals], rows)

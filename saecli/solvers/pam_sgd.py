@@ -181,10 +181,11 @@ class PamSgdSolver(Solver):
     def _inner_steps(self, window: list[Tensor]) -> Iterator[StepReport]:
         """`inner_steps` rounds over the batches of a window, their rows mixed anew in each: that many steps in a row on
         one batch would fit the encoder to that batch, and with a decoder that is held fixed they drift."""
-        for _ in range(self.config.inner_steps if window else 0):
-            mixed = window
-            if self.config.inner_steps > 1:
-                rows = torch.cat(window)
+        if not window:
+            return
+        inner, mixed, rows = self.config.inner_steps, window, torch.cat(window)
+        for _ in range(inner):
+            if inner > 1:
                 order = torch.randperm(len(rows), generator=self.draws(self.step, MIXING)).to(rows.device)
                 mixed = rows[order].split(len(window[0]))
             for x in mixed:
@@ -208,9 +209,9 @@ class PamSgdSolver(Solver):
         W_dec, b_dec = self.decoder()
         residual = self.config.decoder == "residual"
         width = 0.0 if last else self.task.smoothing
-        gathered = gather(rows, self.sae(), self.task.sparsity, width, self.draws(int(self.outer), DECODER_STEP))
+        gathered = self._gather(rows, width)
         if last and self._silence(gathered, W_dec):
-            gathered = gather(rows, self.sae(), self.task.sparsity, width, self.draws(int(self.outer), DECODER_STEP))
+            gathered = self._gather(rows, width)
         terms = Terms(0.0, self.config.beta, self.weight("mu_dec"), self.weight("nu_dec"),
                       self.trained["W_enc"].T if residual else None, W_dec, b_dec,
                       self._decay(W_dec, gathered.norm_weights) * (not last))
@@ -250,6 +251,10 @@ class PamSgdSolver(Solver):
         norms = W_dec.double().norm(dim=1)
         weight = self.task.penalty_weight(self.step - 1)
         return weight * norm_weights / (2 * norms.clamp(min=LEAST_NORM * norms.mean().item()))
+
+    def _gather(self, rows: Rows, width: float) -> Gathered:
+        """The decoder step's pass over the rows, smoothed by a width."""
+        return gather(rows, self.sae(), self.task.sparsity, width, self.draws(int(self.outer), DECODER_STEP))
 
     def _silence(self, gathered: Gathered, W_dec: Tensor) -> bool:
         """Turn off latents whose contribution a penalty has driven to nothing, and say whether there are any: the last

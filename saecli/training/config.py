@@ -94,8 +94,7 @@ class TrainingConfig(Config):
         d_sae = self.d_sae or 4 * d_in
         activation.check(d_sae)
         solver.check(rows, self.batch_size, self.lr, self.smoothing)
-        per_epoch = math.ceil(rows / self.batch_size)
-        epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / per_epoch))
+        epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / self.epoch_batches(rows)))
         return replace(
             self, d_sae=d_sae, sparsity=sparsity, epochs=None if self.steps else epochs,
             smoothing=solver.default_smoothing(rows, d_in, d_sae) if self.smoothing == "auto" else self.smoothing,
@@ -103,4 +102,8 @@ class TrainingConfig(Config):
 
     def batches(self, rows: int) -> int | None:
         """Batches in the whole of a resolved training; None where optimiser steps are counted instead."""
-        return None if self.steps else self.epochs * math.ceil(rows / self.batch_size)
+        return None if self.steps else self.epochs * self.epoch_batches(rows)
+
+    def epoch_batches(self, rows: int) -> int:
+        """Batches in one pass over so many rows."""
+        return math.ceil(rows / self.batch_size)

@@ -90,7 +90,7 @@ class Trainer:
         self.test_rows = plan.store.split("test", seed=training.split_seed)
         self.device = device_named(training.device)
         self._demand_memory()
-        self.batches = math.ceil(self.train_rows.rows / training.batch_size)
+        self.batches = training.epoch_batches(self.train_rows.rows)
         per_epoch = self.batches * plan.solver.steps_per_batch
         self.steps = training.steps or training.epochs * per_epoch
         self.epochs = math.ceil(self.steps / per_epoch)
