@@ -48,13 +48,13 @@ class Block:
         activations: (R, D), float32.
         columns: `token_id`, `position` (in the window, the prefix counted) and `document`, (R,) each.
         cursor: the first window's.
-        dropped: positions left out, by reason.
+        dropped: norms at the positions left out, by reason, (n,) float64 each.
     """
 
     activations: np.ndarray
     columns: dict[str, np.ndarray]
     cursor: dict[str, int]
-    dropped: dict[str, int]
+    dropped: dict[str, np.ndarray]
 
 
 class Windows:
@@ -133,12 +133,14 @@ def harvest(model: LanguageModel, windows: Iterable[Window], cutter: Windows, la
     for batch in batches(windows, batch_size):
         token_ids, mask = padded(batch)
         plain = is_plain(token_ids, mask, cutter.special)
-        dropped = {"special": int((mask == 1).sum() - plain.sum())}
+        special = (mask == 1) & ~plain
         if positions == "last":
             index = torch.arange(plain.shape[1])
             last = torch.where(plain, index, -1).amax(1, keepdim=True)
             plain &= index == last
-        activations = model.read(token_ids, mask, layer, site)[plain.to(model.device)]
+        found = model.read(token_ids, mask, layer, site)
+        dropped = {"special": found[special.to(model.device)].cpu().double().norm(dim=1).numpy()}
+        activations = found[plain.to(model.device)]
         row, position = plain.nonzero(as_tuple=True)
         documents = torch.tensor([window.document for window in batch])
         columns = {"token_id": token_ids[plain], "position": position, "document": documents[row]}

@@ -34,7 +34,7 @@ def blocks(since: dict | None) -> Iterator[tuple[dict, np.ndarray, dict, dict]]:
         rows = rng.standard_normal((count, D_IN), np.float32)
         rows[rng.random(count) < 0.1, 3] = np.nan
         columns = {"document": np.full(count, number), "position": np.arange(count)}
-        yield {"block": number}, rows, columns, {"special": int(rng.integers(0, 3))}
+        yield {"block": number}, rows, columns, {"special": rng.lognormal(size=rng.integers(0, 3))}
 
 
 def write(path: Path, limit: int | None = None) -> None:

@@ -34,10 +34,10 @@ def test_import_of_the_digits_from_a_shell(tmp_path):
     command = shell("--home", home, "import", "digits", "--json")
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     document = json.loads(done.stdout)
-    assert [key for key in document if key != "dropped"] == KEYS
-    assert document | {"dropped": {}} == {
+    assert list(document) == [*KEYS, "dropped", "dropped_norms"]
+    assert document == {
         "name": "digits", "path": str(home / "activations" / "digits"), "rows": 1797, "d_in": 64, "dtype": "float32",
-        "shards": 1, "cached": False, "dropped": {}}
+        "shards": 1, "cached": False, "dropped": {}, "dropped_norms": {}}
     store = ActivationStore.open(home / "activations" / "digits")
     images, labels = load_digits(return_X_y=True)
     np.testing.assert_array_equal(collect(store.split("all").sequential(100)), images)

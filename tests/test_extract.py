@@ -50,7 +50,7 @@ def test_rows_are_those_of_the_model_run_on_each_window_alone(sae: CommandLine, 
     assert (document["d_in"], document["dtype"], document["cached"]) == (WIDTH, "float32", False)
     rows, columns = stored(sae.home, "s")
     model = loaded(models[architecture])
-    expected, tokens, documents = [], [], []
+    expected, tokens, documents, special = [], [], [], []
     for number, paragraph in enumerate(TEXT.split("\n\n")):
         ids = model.tokenizer(paragraph, add_special_tokens=False)["input_ids"]
         for start in range(0, len(ids), 15):
@@ -59,12 +59,17 @@ def test_rows_are_those_of_the_model_run_on_each_window_alone(sae: CommandLine, 
                 states = model.model(window, output_hidden_states=True).hidden_states[2 if site == "resid_post" else 1]
             plain = ~torch.isin(window[0], torch.tensor(model.tokenizer.all_special_ids))
             expected.append(states[0][plain])
+            special.append(states[0][~plain].double().norm(dim=1))
             tokens += window[0][plain].tolist()
             documents += [number] * int(plain.sum())
     np.testing.assert_allclose(rows, torch.cat(expected).numpy(), rtol=1e-4, atol=1e-5)
     assert columns["token_id"].tolist() == tokens
     assert columns["document"].tolist() == documents
     assert 0 not in columns["position"]  # BOS stands there
+    norms = torch.cat(special)
+    assert document["dropped"] == {"special": len(norms)}
+    assert document["dropped_norms"] == {"special": pytest.approx(
+        {"rows": len(norms), "mean": norms.mean().item(), "max": norms.max().item()}, rel=1e-4)}
 
 
 def test_last_position_gives_one_row_a_document(sae: CommandLine, models, text):

@@ -79,7 +79,7 @@ def test_uninterrupted_store_holds_the_blocks(uninterrupted):
     kept = np.concatenate([rows[np.isfinite(rows).all(axis=1)] for _, rows, _, _ in blocks])
     assert len(uninterrupted["rows"]) == len(kept) > 1000
     assert uninterrupted["meta"]["dropped"] == {
-        "special": sum(dropped["special"] for *_, dropped in blocks),
+        "special": sum(len(dropped["special"]) for *_, dropped in blocks),
         "nonfinite": sum(len(rows) for _, rows, _, _ in blocks) - len(kept)}
 
 

@@ -12,6 +12,7 @@ from storing import collect, make_meta, make_store, memory_folder
 
 from saecli.errors import StoreError
 from saecli.store import DTYPES, ActivationStore, StoreMeta, StoreWriter
+from saecli.store.dropped import Norms
 
 TORCH_TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -103,6 +104,10 @@ def test_rows_that_are_not_finite_once_stored_are_dropped_and_counted(tmp_path, 
     assert list(finite) == [True, False, False, False, True, True, False]
     store = make_store(tmp_path / "s", rows, dtype)
     assert store.meta.dropped == {"nonfinite": 4}
+    # What is finite but for the stored type has a norm to tell of.
+    over = np.linalg.norm(rows[6].astype(np.float64))
+    expected_norms = {} if dtype == "float32" else {"nonfinite": Norms(1, over, over)}
+    assert store.meta.dropped_norms == expected_norms
     np.testing.assert_array_equal(collect(store.split("all").sequential(9)), expected[finite])
 
 
@@ -158,5 +163,5 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path, block, columns, said):
 def test_a_store_of_no_rows_is_refused_with_the_counts(tmp_path):
     with (StoreWriter.open(tmp_path / "s", make_meta(4)) as writer,
           pytest.raises(StoreError, match=r"no rows.*5 special, 2 nonfinite")):
-        writer.append(np.full((2, 4), np.nan, np.float32), {}, {}, {"special": 5})
+        writer.append(np.full((2, 4), np.nan, np.float32), {}, {}, {"special": np.ones(5)})
         writer.finish()

@@ -1,10 +1,11 @@
 """What commands share that make or open activation stores."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from ..errors import ConfigError, StoreError
 from ..home import STORE_MARKER, Home
-from ..report import table
+from ..report import number, table
 from ..store import ActivationStore
 from .options import Session
 
@@ -53,13 +54,26 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
     return store if store.complete else None
 
 
+def norms_json(store: ActivationStore) -> dict[str, dict[str, float]]:
+    """Norms of the rows that a store left out, by reason: rows measured, mean and max."""
+    return {reason: asdict(norms) for reason, norms in store.meta.dropped_norms.items()}
+
+
+def _dropped(store: ActivationStore, reason: str) -> str:
+    """How many rows were dropped for a reason, what share of all, and how large they were."""
+    count, norms = store.meta.dropped[reason], store.meta.dropped_norms.get(reason)
+    share = count / (store.rows + sum(store.meta.dropped.values()))
+    sizes = f", norm {number(norms.mean)}, max {number(norms.max)}" if norms else ""
+    return f"{count:,} ({100 * share:.2g}%){sizes}"
+
+
 def say_stored(session: Session, store: ActivationStore, cached: bool) -> None:
     """Print the result of a command that made a store."""
     document = {"name": store.name, "path": str(store.path), "rows": store.rows, "d_in": store.d_in,
                 "dtype": store.dtype, "shards": len(store.meta.shards), "cached": cached,
-                "dropped": store.meta.dropped}
+                "dropped": store.meta.dropped, "dropped_norms": norms_json(store)}
     shown = [[key, value if isinstance(value, int | str) else str(value)] for key, value in document.items()
-             if key not in ("cached", "dropped")]
-    shown += [[f"dropped: {reason}", count] for reason, count in store.meta.dropped.items()]
+             if key not in ("cached", "dropped", "dropped_norms")]
+    shown += [[f"dropped: {reason}", _dropped(store, reason)] for reason in store.meta.dropped]
     heading = "stored already, by the same request" if cached else "stored"
     session.report.result(document, table(heading, ["", store.name], shown[1:]))

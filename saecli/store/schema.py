@@ -27,6 +27,7 @@ import numpy as np
 from ..errors import ConfigError, StoreError
 from ..files import write_json
 from ..home import STORE_MARKER, now
+from .dropped import Norms
 from .dtypes import DTYPES
 
 FORMAT_VERSION = 1
@@ -82,6 +83,7 @@ class ShardRecord:
         sha256: hash of the file's bytes.
         dropped: rows dropped, by reason, in the blocks that ended since the shard before.
         resume: where the producer goes on after it.
+        dropped_norms: norms of the rows dropped, by reason.
     """
 
     file: str
@@ -89,6 +91,7 @@ class ShardRecord:
     sha256: str
     dropped: dict[str, int]
     resume: Resume
+    dropped_norms: dict[str, Norms] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class StoreMeta:
         created: when the store was begun.
         complete: whether all of its rows are there.
         dropped: rows dropped, by reason.
+        dropped_norms: norms of the rows dropped, by reason.
         shards: the finished shards, in the order of their rows.
         format_version: version of the format.
     """
@@ -120,6 +124,7 @@ class StoreMeta:
     created: str = field(default_factory=now)
     complete: bool = False
     dropped: dict[str, int] = field(default_factory=dict)
+    dropped_norms: dict[str, Norms] = field(default_factory=dict)
     shards: tuple[ShardRecord, ...] = ()
     format_version: int = FORMAT_VERSION
 
@@ -171,7 +176,8 @@ class StoreMeta:
             if shard.rows > full or (shard.rows < full and shard is not shards[-1]):
                 raise ValueError(f"expected {full} rows in shard {shard.file}, got {shard.rows}")
         columns = tuple(str(name) for name in _take(document, "columns", list))
-        return cls(**plain, columns=columns, dropped=_counts(document), shards=shards, format_version=version)
+        return cls(**plain, columns=columns, dropped=_counts(document), dropped_norms=_dropped_norms(document),
+                   shards=shards, format_version=version)
 
 
 def _take(document: Any, name: str, kind: type) -> Any:
@@ -187,6 +193,18 @@ def _counts(document: dict[str, Any]) -> dict[str, int]:
     return {reason: _take(document["dropped"], reason, int) for reason in _take(document, "dropped", dict)}
 
 
+def _dropped_norms(document: dict[str, Any]) -> dict[str, Norms]:
+    """None where an earlier version wrote the document."""
+    if "dropped_norms" not in document:
+        return {}
+    return {reason: _norms(document["dropped_norms"], reason) for reason in _take(document, "dropped_norms", dict)}
+
+
+def _norms(document: dict[str, Any], name: str) -> Norms:
+    entry = _take(document, name, dict)
+    return Norms(_take(entry, "rows", int), _take(entry, "mean", float), _take(entry, "max", float))
+
+
 def _shard(entry: Any, index: int) -> ShardRecord:
     name, rows = _take(entry, "file", str), _take(entry, "rows", int)
     # A name that anyone could have edited must not lead out of the store.
@@ -196,7 +214,7 @@ def _shard(entry: Any, index: int) -> ShardRecord:
         raise ValueError(f"expected shard {name} to hold a row or more, got {rows}")
     resume = _take(entry, "resume", dict)
     return ShardRecord(name, rows, _take(entry, "sha256", str), _counts(entry),
-                       Resume(_take(resume, "cursor", dict), _take(resume, "skip", int)))
+                       Resume(_take(resume, "cursor", dict), _take(resume, "skip", int)), _dropped_norms(entry))
 
 
 def shard_name(index: int) -> str:

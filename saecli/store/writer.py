@@ -18,6 +18,7 @@ import numpy as np
 from ..errors import StoreError
 from ..home import STORE_MARKER
 from .claim import begin, forsake, remove_empty, take_lock
+from .dropped import Dropped, row_norms
 from .dtypes import DTYPES
 from .schema import SHARDS, Resume, ShardRecord, StoreMeta, shard_name, write_meta
 from .shard_writer import ShardWriter
@@ -49,8 +50,8 @@ class StoreWriter:
         self._resume = meta.shards[-1].resume if meta.shards else None
         self._failed = False
         self._last: Resume | None = None  # where the last row stored came from
-        self._ended: dict[str, int] = {}  # dropped in blocks that ended since the last shard
-        self._current: dict[str, int] = {}  # dropped in the block that came last
+        self._ended = Dropped()  # in blocks that ended since the last shard
+        self._current = Dropped()  # in the block that came last
 
     @classmethod
     def open(cls, path: Path, meta: StoreMeta, *, limit: int | None = None) -> Self:
@@ -103,14 +104,15 @@ class StoreWriter:
         return self._meta
 
     def append(self, activations: np.ndarray, columns: Mapping[str, np.ndarray], cursor: dict[str, Any],
-               dropped: Mapping[str, int] | None = None) -> None:
+               dropped: Mapping[str, np.ndarray] | None = None) -> None:
         """Append one block; rows that are not finite in the stored type are dropped and counted.
 
         Args:
             activations: (R, D) float, or uint16 bits where the store is bfloat16; R may be 0.
             columns: (R,) integers for each of the store's columns.
             cursor: where this block begins, a JSON object.
-            dropped: rows of this block that the producer itself left out, by reason.
+            dropped: norms of the rows of this block that the producer itself left out, by reason; NaN for a row
+                whose norm it does not know.
 
         Raises:
             StoreError: the disk refuses it (whole shards stay, and the store can be gone on with), or the
@@ -119,9 +121,11 @@ class StoreWriter:
         """
         rows, cursor = self._checked(activations, columns), json.loads(json.dumps(cursor))
         kept = DTYPES[self._meta.dtype].keeps(rows)
-        self._ended, self._current = _sum(self._ended, self._current), dict(dropped or {})
+        self._ended, self._current = self._ended + self._current, Dropped.of(dropped or {})
         if not kept.all():
-            self._current = _sum(self._current, {NONFINITE: int((~kept).sum())})
+            bad = rows[~kept]
+            norms = row_norms(bad) if bad.dtype.kind == "f" else np.full(len(bad), np.nan)
+            self._current += Dropped.of({NONFINITE: norms})
             rows, columns = rows[kept], {name: columns[name][kept] for name in self._meta.columns}
         begin, end = self._after_stored(len(rows), cursor), len(rows)
         if self._limit is not None:
@@ -140,9 +144,9 @@ class StoreWriter:
         """
         if self._resume is not None:
             raise self._differs("nothing")
-        self._ended, self._current = _sum(self._ended, self._current), {}
+        self._ended, self._current = self._ended + self._current, Dropped()
         if not self.rows:
-            counts = ", ".join(f"{count} {reason}" for reason, count in self._ended.items())
+            counts = ", ".join(f"{count} {reason}" for reason, count in self._ended.counts.items())
             raise StoreError(f"there are no rows to store in {self._path}; expected at least one, got none "
                              f"(dropped: {counts or 'none'}); give more or other data")
         with self._reporting():
@@ -228,11 +232,13 @@ class StoreWriter:
         if self._shard:
             assert self._last is not None
             digest = self._shard.commit()
-            shards += (ShardRecord(self._shard.path.name, self._shard.rows, digest, self._ended, self._last),)
-        meta = dataclasses.replace(self._meta, complete=complete, shards=shards,
-                                   dropped=_sum(self._meta.dropped, self._ended))
+            shards += (ShardRecord(self._shard.path.name, self._shard.rows, digest, dict(self._ended.counts),
+                                   self._last, dict(self._ended.norms)),)
+        dropped = Dropped(self._meta.dropped, self._meta.dropped_norms) + self._ended
+        meta = dataclasses.replace(self._meta, complete=complete, shards=shards, dropped=dict(dropped.counts),
+                                   dropped_norms=dict(dropped.norms))
         write_meta(self._path, meta)
-        self._meta, self._shard, self._ended = meta, None, {}
+        self._meta, self._shard, self._ended = meta, None, Dropped()
 
     def _drop_shard(self) -> None:
         if self._shard:
@@ -244,13 +250,6 @@ class StoreWriter:
         return StoreError(f"cannot go on with {self._path}: expected {self._resume.skip} rows or more at "
                           f"{self._resume.cursor}, got {got}; the source has changed, so remove the store and "
                           "make it again")
-
-
-def _sum(counts: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
-    """Counts by reason, added; a reason of none is left out."""
-    reasons = {**counts, **more}
-    totals = {reason: counts.get(reason, 0) + more.get(reason, 0) for reason in reasons}
-    return {reason: total for reason, total in totals.items() if total}
 
 
 def _refused(path: Path, rows: int, error: Exception) -> Exception:
