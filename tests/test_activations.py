@@ -53,6 +53,23 @@ def test_batchtopk_passes_gradient_to_what_it_keeps_and_to_nothing_else() -> Non
     assert torch.equal(pre.grad, (codes != 0).double())
 
 
+def test_batchtopk_calibrated_on_rows_keeps_k_of_them_on_average() -> None:
+    pre, parameters = random_pre() + 0.5, {"threshold": torch.tensor(9.0, dtype=torch.float64)}
+    for k in (1, K, 6):
+        assert (BatchTopK(k=k)(pre, BatchTopK(k=k).calibrated(pre, parameters)) != 0).sum() == B * k
+    few = (pre > 0).sum() // B + 1
+    assert torch.equal(BatchTopK(k=int(few))(pre, BatchTopK(k=int(few)).calibrated(pre, parameters)), pre.relu())
+    assert BatchTopK(k=F).calibrated(pre, parameters)["threshold"] == 0
+
+
+def test_opposites_of_activations_that_say_so_are_linear_together() -> None:
+    pre = random_pre()
+    for activation in EVERY:
+        parameters = {name: tensor.double() for name, tensor in activation.parameters(F).items()}
+        together = activation.training_codes(pre, parameters) - activation.training_codes(-pre, parameters)
+        assert torch.allclose(together, pre, atol=1e-12) == activation.opposites, activation.name
+
+
 def test_batchtopk_infers_with_one_threshold_row_by_row() -> None:
     pre, parameters = random_pre(), {"threshold": torch.tensor(0.7, dtype=torch.float64)}
     codes = BatchTopK(k=K)(pre, parameters)

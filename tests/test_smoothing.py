@@ -4,16 +4,16 @@ import math
 
 import pytest
 import torch
-from test_solvers import F, RowsInMemory, sparse_mixture, trained
+from test_solvers import F, RowsInMemory, sparse_mixture, started, trained
 from torch import Tensor
 
 from saecli.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
-from saecli.solvers import WIDEST, Task
+from saecli.solvers import WIDEST
 from saecli.solvers.pam_sgd import MOST_INNER_STEPS, PamSgd, PamSgdSolver
 from saecli.solvers.revival import directions_of_worst
 from saecli.solvers.sgd import Sgd
-from saecli.solvers.smoothing import default_width, smoothed
-from saecli.training.rows import HIGHEST_RATE, fitted_learning_rate, initial_sae
+from saecli.solvers.smoothing import Smoothing, default_width
+from saecli.training.rows import HIGHEST_RATE, fitted_learning_rate
 
 DEAD = [2, 5]
 
@@ -24,6 +24,10 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def smoothed(x: Tensor, width: float, draws: torch.Generator) -> Tensor:
+    return Smoothing(width, x)(x, draws)
 
 
 @pytest.mark.parametrize("width", [0.05, 0.5])
@@ -41,6 +45,33 @@ def test_moves_scale_with_the_rows_and_leave_their_mean_nearly_where_it_was():
     torch.testing.assert_close(smoothed(9 * x, 0.5, generator(1)) - 9 * x, 9 * moved)
     torch.testing.assert_close(smoothed(x + 3.0, 0.5, generator(1)) - x - 3.0, moved)
     assert moved.mean(0).norm() < 0.05 * moved.norm(dim=1).mean()
+
+
+def test_a_row_moves_by_the_width_whatever_else_is_in_its_block():
+    sample = normal(500, 12)
+    smoothing, row, draws = Smoothing(0.4, sample), normal(1, 12, seed=2), generator(1)
+    moves = torch.cat([smoothing(row, draws) - row for _ in range(800)])
+    of_its_norm = moves.norm(dim=1) / (row - sample.mean(0)).norm()
+    assert of_its_norm.min() > 0
+    assert of_its_norm.square().mean().sqrt().item() == pytest.approx(0.4, rel=0.1)
+    together = smoothing(row.expand(800, 12), generator(3)) - row
+    torch.testing.assert_close(together.T.cov(), moves.T.cov(), atol=0.15 * moves.T.cov().diagonal().mean(), rtol=0)
+
+
+def test_of_two_rows_each_is_the_others_partner():
+    x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    moved = torch.cat([Smoothing(0.5, x)(x, generator(seed)) for seed in range(20)]).abs()
+    along = 1.0 + 0.5 * math.sqrt(2) * torch.tensor([1.0, -1.0])
+    assert torch.isclose(moved[:, :1], along.abs()).any(1).all()
+    assert len(moved[:, 0].round(decimals=4).unique()) == 2
+
+
+def test_smoothed_rows_vary_as_much_more_as_foretold():
+    x = normal(4000, 12) * torch.linspace(0.2, 2, 12) + 5.0
+    smoothing = Smoothing(0.55, x)
+    inflation = (smoothing(x, generator()) - x.mean(0)).square().sum() / (x - x.mean(0)).square().sum()
+    assert inflation.item() == pytest.approx(smoothing.inflation, rel=0.02)
+    assert Smoothing(0.0, x).inflation == Smoothing(0.5, x[:1]).inflation == 1
 
 
 def test_draws_come_from_the_generator_alone():
@@ -93,12 +124,8 @@ def test_inner_steps_make_up_for_few_batches(batches, inner):
     assert PamSgd(optimizer="lbfgs").resolved(batches).inner_steps == 1
 
 
-def solver_of(data: RowsInMemory, activation: Activation, seed: int = 0, smoothing: float = 0.3, epochs: int = 6,
-              **options: object) -> PamSgdSolver:
-    config = PamSgd(**options).resolved(None)
-    batches = -(-data.rows // data.batch_size)
-    task = Task(data.rows, epochs * batches, 1e-2, "none", 0.0, smoothing, seed, batches)
-    return config.build(initial_sae(activation, F, data.x[:64], seed=1), task)
+def smoothing_solver(data: RowsInMemory, activation: Activation, seed: int = 0, **options: object) -> PamSgdSolver:
+    return started(PamSgd(**options), data, activation, epochs=6, smoothing=0.3, seed=seed)
 
 
 def kill(solver: PamSgdSolver) -> None:
@@ -120,7 +147,7 @@ def one_epoch(solver: PamSgdSolver, data: RowsInMemory, epoch: int = 0) -> None:
 @pytest.mark.parametrize("decoder", ["residual", "free"])
 def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, decoder):
     data = sparse_mixture()
-    solver = solver_of(data, activation, decoder=decoder)
+    solver = smoothing_solver(data, activation, decoder=decoder)
     kill(solver)
     one_epoch(solver, data)
     assert firing(solver, data).all()
@@ -134,7 +161,7 @@ def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, decoder)
                          ids=["--no-revive", "fewer than two rows a latent", "the last tenth of steps"])
 def test_where_latents_are_not_revived(rows, options, share):
     data = sparse_mixture(rows)
-    solver = solver_of(data, Relu(), **options)
+    solver = smoothing_solver(data, Relu(), **options)
     kill(solver)
     solver.step = math.ceil(share * solver.task.steps)
     solver.solve_decoder(data, last=False)
@@ -144,7 +171,7 @@ def test_where_latents_are_not_revived(rows, options, share):
 
 def test_revival_leaves_latents_that_fire_as_they_are():
     data = sparse_mixture()
-    solver, without = (solver_of(data, Relu(), alpha=0.5, revive=revive) for revive in (True, False))
+    solver, without = (smoothing_solver(data, Relu(), alpha=0.5, revive=revive) for revive in (True, False))
     for one in (solver, without):
         kill(one)
         one.descend(data.x)
@@ -169,7 +196,7 @@ def test_directions_of_revival_are_of_rows_with_an_error():
 
 def test_smoothed_training_resumes_bit_for_bit_and_another_seed_draws_otherwise():
     data = sparse_mixture()
-    whole, first, second, other = (solver_of(data, Relu(), seed) for seed in (0, 0, 0, 1))
+    whole, first, second, other = (smoothing_solver(data, Relu(), seed) for seed in (0, 0, 0, 1))
     kill(whole)
     kill(first)
     expected = trained(whole, data, 6).tensors()

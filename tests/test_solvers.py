@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from saecli.activations import ACTIVATIONS, Activation, BatchTopK, JumpRelu, Relu, TopK
+from saecli.activations import ACTIVATIONS, Activation, BatchTopK, JumpRelu, Relu, Swish, TopK
 from saecli.metrics import reconstruction
 from saecli.sae import SAE
-from saecli.solvers import SOLVERS, Solver, Task
+from saecli.solvers import SOLVERS, Solver, SolverConfig, Task
 from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver
 from saecli.solvers.sgd import Sgd
 from saecli.training.rows import initial_sae
@@ -50,11 +50,12 @@ def sparse_mixture(rows: int = 300, seed: int = 0) -> RowsInMemory:
     return RowsInMemory((x - x.mean(0)) / x.std())
 
 
-def started(config: Sgd | PamSgd, rows: RowsInMemory, activation: Activation, epochs: int = 4,
-            sparsity: str = "none", weight: float = 0.0) -> Solver:
+def started(config: SolverConfig, rows: RowsInMemory, activation: Activation, epochs: int = 4, sparsity: str = "none",
+            weight: float = 0.0, lr: float = 1e-2, smoothing: float = 0.0, seed: int = 0) -> Solver:
     config = config.resolved(None)
-    steps = epochs * -(-rows.rows // rows.batch_size) * config.steps_per_batch
-    task = Task(rows.rows, steps, 1e-2, sparsity, weight)
+    batches = -(-rows.rows // rows.batch_size)
+    task = Task(rows.rows, epochs * batches * config.steps_per_batch, lr, sparsity, weight, rows.x, smoothing, seed,
+                batches)
     return config.build(initial_sae(activation, F, rows.x[:64], seed=1), task)
 
 
@@ -180,6 +181,7 @@ def test_batchtopk_keeps_about_k_latents_of_rows_that_it_was_not_trained_on(conf
     whole = sparse_mixture(1500).x
     data, fresh = RowsInMemory(whole[:1000], batch_size=100), whole[1000:]
     sae = trained(started(config, data, BatchTopK(k=3), epochs=15), data, 15)
+    assert (sae.encode(data.x) != 0).sum(1).double().mean().item() == pytest.approx(3, rel=1e-3)
     kept = (sae.encode(fresh) != 0).sum(1).double()
     assert kept.mean().item() == pytest.approx(3, rel=0.1)
     assert kept.std() > 0.5
@@ -237,3 +239,13 @@ def test_every_solver_starts_from_an_aligned_decoder_of_the_datas_scale():
         if activation.name not in ("jumprelu", "swish", "soft-topk"):  # their codes do not scale with the weights
             assert ((data.x * x_hat).sum() / x_hat.square().sum()).item() == pytest.approx(1, rel=1e-6)
     assert set(SOLVERS) == {"sgd", "pam-sgd"}
+
+
+@pytest.mark.parametrize("activation", [Relu(), Swish()], ids=lambda activation: activation.name)
+@pytest.mark.parametrize("d_sae", [2 * D, 2 * D + 3])
+def test_where_opposites_are_linear_the_first_decoder_step_reconstructs_all_rows(activation, d_sae):
+    x = sparse_mixture().x
+    z = initial_sae(activation, d_sae, x, seed=1).encode(x)
+    ones = torch.ones(len(x), 1).double()
+    solution = torch.linalg.lstsq(torch.cat([z, ones], 1), x).solution
+    torch.testing.assert_close(torch.cat([z, ones], 1) @ solution, x, rtol=0, atol=1e-9)

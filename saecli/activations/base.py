@@ -21,11 +21,13 @@ class Activation(Config):
 
     `sparsities` names the penalties that the activation offers, its default first; besides `none`, each is
     a method `penalty_NAME(pre, codes, W_dec, parameters)` that gives the mean over the rows of a batch.
+    `opposites` says whether `phi(v) - phi(-v) = v`: two latents of opposite directions are then linear together.
     """
 
     panel: ClassVar[str] = "Activation"
     name: ClassVar[str]
     sparsities: ClassVar[tuple[str, ...]] = ("none", "l1")
+    opposites: ClassVar[bool] = False
 
     def check(self, d_sae: int) -> None:
         """Refuse settings that cannot work with `d_sae` latents.
@@ -79,6 +81,15 @@ class Activation(Config):
 
         Args:
             codes: what `training_codes` gave for the step's batch, (B, F).
+            parameters: as they stand.
+        """
+        return {}
+
+    def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
+        """The values of those of `estimates` that suit some rows best.
+
+        Args:
+            pre: pre-activations of the rows, (n, F).
             parameters: as they stand.
         """
         return {}

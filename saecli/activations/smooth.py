@@ -26,6 +26,7 @@ class Swish(TargetsRate):
 
     name: ClassVar[str] = "swish"
     sparsities: ClassVar[tuple[str, ...]] = ("none", "l1", "kl")
+    opposites: ClassVar[bool] = True
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
         """`pre * sigmoid(pre)`, (B, F)."""

@@ -33,6 +33,7 @@ class Relu(Thresholded, TargetsRate):
 
     name: ClassVar[str] = "relu"
     sparsities: ClassVar[tuple[str, ...]] = ("l1", "kl", "none")
+    opposites: ClassVar[bool] = True
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
         """`max(pre, 0)`, (B, F)."""
@@ -142,7 +143,8 @@ class BatchTopK(Thresholded, KeepsK):
     """The `k` largest pre-activations a row on average over a training batch, those below zero clipped to zero.
 
     In use a row's codes cannot depend on its neighbours: they are `pre * H(pre - threshold)`, with one threshold for
-    all latents, the running mean of the smallest pre-activation that training batches keep.
+    all latents: while training lasts, the running mean of the smallest pre-activation that batches keep; at the end,
+    the one with which a sample of the rows has `k` active latents on average.
     Source: Bussmann, Leask and Nanda, "BatchTopK Sparse Autoencoders" (2024); clipped as in its authors' code.
     """
 
@@ -178,6 +180,14 @@ class BatchTopK(Thresholded, KeepsK):
         threshold = parameters["threshold"]
         moved = torch.where(threshold > 0, threshold.lerp(smallest, THRESHOLD_RATE), smallest)
         return {"threshold": torch.where(smallest.isfinite(), moved, threshold)}
+
+    def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
+        """The threshold that `k` pre-activations a row exceed, on average over the rows; 0 where fewer are positive."""
+        kept = self.k * len(pre)
+        if kept >= pre.numel():
+            return {"threshold": torch.zeros_like(parameters["threshold"])}
+        largest = pre.flatten().topk(kept + 1).values
+        return {"threshold": ((largest[-2] + largest[-1]) / 2).clamp(min=0)}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
         """The threshold grows with the pre-activations."""

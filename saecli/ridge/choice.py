@@ -122,7 +122,7 @@ def choose_alpha(system: System, terms: Terms, z: Tensor, x: Tensor, last: float
         return model(system, replace(terms, alpha=scale * 10**decades), rows, decades)
 
     if last is not None:
-        start = float(np.clip(np.log10(max(last / scale, np.finfo(float).tiny)), LEAST, MOST))
+        start = float(np.clip(np.log10(max(last, np.finfo(float).tiny)) - np.log10(scale), LEAST, MOST))
         return scale * 10 ** _descend(look, look(start), WARM_GAIN)
     coarse = [look(float(decades)) for decades in range(LEAST, MOST + 1, SPACING)]
     return scale * 10 ** _descend(look, min(coarse, key=lambda one: one.minimum(REACH)[1]), GAIN)

@@ -6,7 +6,7 @@ Shapes: B rows, D = d_in, F = d_sae. Rows are normalised rows throughout (see `n
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config import Config, option
 from ..sae import SAE
 from .optimizers import OPTIMIZERS
-from .smoothing import smoothed
+from .smoothing import Smoothing
 
 DEFAULT_STEPS = 4000  # optimiser steps that defaults aim at
 WARM_UP = 0.02  # share of all steps over which the learning rate rises
@@ -49,6 +49,8 @@ class Task:
         lr: the learning rate at its highest.
         sparsity: the activation's penalty, or `none`.
         sparsity_weight: its weight.
+        sample: some of the training rows, spread over all, (n, D): smoothing takes differences from it, and an
+            activation's estimates are set on it at the end; empty where there is neither.
         smoothing: width by which training rows are smoothed (see `smoothing.py`); 0 for none.
         seed: of what a solver draws.
         batches: how many an epoch has.
@@ -60,6 +62,7 @@ class Task:
     lr: float
     sparsity: str
     sparsity_weight: float
+    sample: Tensor = field(default_factory=lambda: torch.empty(0, 0))
     smoothing: float = 0.0
     seed: int = 0
     batches: int = 1
@@ -109,6 +112,7 @@ class Solver(ABC):
         kind = OPTIMIZERS[optimizer]
         self.activation = initial.activation
         self.task = replace(task, lr=1.0, penalty_warm_up=0.0) if kind.to_tolerance else task
+        self.smoothing = Smoothing(task.smoothing, task.sample)
         self.step = 0
         trained = {"W_enc": initial.W_enc, "b_enc": initial.b_enc, **initial.parameters, **also}
         self.trained = {name: tensor.clone().requires_grad_(name not in self.activation.estimates)
@@ -146,7 +150,7 @@ class Solver(ABC):
 
     def descend(self, x: Tensor) -> StepReport:
         """One step of the optimiser on a batch x, (B, D)."""
-        x = smoothed(x, self.task.smoothing, self.draws(self.step))
+        x = self.smoothing(x, self.draws(self.step))
         evaluations: list[list[Tensor]] = []  # the first and the latest
 
         def loss() -> Tensor:
@@ -161,6 +165,15 @@ class Solver(ABC):
                 self.trained[name].copy_(value)
         self.step += 1
         return StepReport(self.step, len(x), before, squared_error, (z != 0).sum(-1, dtype=x.dtype).mean())
+
+    @torch.no_grad()
+    def calibrate(self) -> None:
+        """Set what the activation estimates for rows as they are; the last batches, smoothed, gave it for others."""
+        if not self.activation.estimates or not len(self.task.sample):
+            return
+        pre = torch.addmm(self.trained["b_enc"], self.task.sample, self.trained["W_enc"])
+        for name, value in self.activation.calibrated(pre, self._parameters()).items():
+            self.trained[name].copy_(value)
 
     def _loss(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The loss of a batch x, (B, D), its squared error and its codes, (B, F)."""
@@ -237,5 +250,5 @@ class SolverConfig(Config, ABC):
         """A solver that starts from `initial`."""
 
     @abstractmethod
-    def memory(self, rows: int, d_in: int, d_sae: int) -> int:
-        """Bytes that the solver takes at its peak, the batches left out."""
+    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
+        """Bytes that the solver takes at its peak, the codes of a batch left out."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..ridge import HeldRows, Moments, System
 from ..sae import SAE
 from .base import Rows
-from .smoothing import smoothed
+from .smoothing import Smoothing
 
 SAMPLED_ROWS = 4096  # evenly spaced over all, on which alpha is chosen and dead latents are re-aimed
 
@@ -36,14 +36,14 @@ class Gathered:
     fired: Tensor
 
 
-def gather(rows: Rows, sae: SAE, sparsity: str, width: float, draws: torch.Generator) -> Gathered:
+def gather(rows: Rows, sae: SAE, sparsity: str, smoothing: Smoothing | None, draws: torch.Generator) -> Gathered:
     """Encode every row once and sum what the decoder step needs.
 
     Args:
         rows: the training rows.
         sae: its encoder gives the codes, its decoder the norms that a penalty weighs.
         sparsity: the penalty, or `none`.
-        width: of the smoothing of the rows; 0 for none.
+        smoothing: of the rows; None to take them as they are.
         draws: random numbers for it.
     """
     stride = math.ceil(rows.rows / SAMPLED_ROWS)
@@ -53,7 +53,7 @@ def gather(rows: Rows, sae: SAE, sparsity: str, width: float, draws: torch.Gener
     fired = torch.zeros(sae.d_sae, dtype=torch.bool, device=sae.W_enc.device)
     kept_z, kept_x, seen = [], [], 0
     for stored in rows.sequential():
-        x = smoothed(stored, width, draws)
+        x = stored if smoothing is None else smoothing(stored, draws)
         z = sae.encode(x)
         first = -seen % stride
         kept_z.append(z if hold else z[first::stride].clone())

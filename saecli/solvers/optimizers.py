@@ -103,11 +103,14 @@ class Adam(Optimizer):
 
     @torch.no_grad()
     def forget(self, latents: Tensor) -> None:
-        """Zero the first moment, which points to where the latents were going."""
+        """Zero the first moment, which points to where the latents were going, and give the second the mean of the
+        other latents': that of a latent which had no gradient for long would make its first steps several times lr."""
         for moments in self._adam.state.values():
             average = moments.get("exp_avg")
             if average is not None and average.shape[-1:] == latents.shape:
                 average[..., latents] = 0
+                square = moments["exp_avg_sq"]
+                square[..., latents] = square[..., ~latents].mean(-1, keepdim=True)
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
@@ -119,9 +122,16 @@ class Adam(Optimizer):
 
 
 class GradientDescent(Optimizer):
-    """`theta - lr * gradient`, without momentum: the line of the paper's algorithm. It keeps nothing."""
+    """`theta - lr * gradient`, without momentum: the line of the paper's algorithm.
+
+    It keeps how far the tensors were rescaled, and steps as if they never had been.
+    """
 
     name = "sgd"
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self._scale = torch.ones((), dtype=torch.float64)
 
     @classmethod
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
@@ -140,7 +150,19 @@ class GradientDescent(Optimizer):
         with torch.no_grad():
             for tensor, gradient in zip(self.tensors.values(), gradients, strict=True):
                 if gradient is not None:
-                    tensor -= lr * gradient
+                    tensor -= lr * self._scale.item() ** 2 * gradient
+
+    def state(self) -> dict[str, Tensor]:
+        """The product of all factors."""
+        return {"sgd.scale": self._scale}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from what `state` returned, among other entries."""
+        self._scale.copy_(state.get("sgd.scale", self._scale))  # a checkpoint of an earlier version lacks it
+
+    def rescale(self, factor: float) -> None:
+        """A gradient is 1 / factor as large where its tensor is factor times as large, and its step should be too."""
+        self._scale *= factor
 
 
 class Lbfgs(Optimizer):

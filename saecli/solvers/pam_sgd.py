@@ -42,8 +42,8 @@ DECODER_STEP, REVIVING, MIXING = 1, 2, 3  # kinds of draws besides those of enco
 THRESHOLD_SHARE = 0.8  # of the rows, above which degrees of freedom are said to be too many
 THRESHOLD_RATIO = 2  # of rows and latents, either way, within which
 SILENT = 1e-7  # mean size of a latent's contribution, of that of a row, below which a penalty has ended it
-LEAST_SIZE = 1e-2  # of the encoder's norm at the start, below which it is not scaled
-LEAST_NORM = 1e-3  # of the mean decoder norm, below which a latent's penalty is no longer taken to bend
+LEAST_SIZE = 1e-2  # of the encoder's norm at the start, below which neither it nor the decoder counts as of a size
+LEAST_NORM = 1e-3  # of the mean decoder norm, or of the least it counts for: below, a penalty is taken as quadratic
 
 
 def proximal(difference: str) -> Any:
@@ -118,11 +118,14 @@ class PamSgd(SolverConfig):
         """A solver that starts from `initial`."""
         return PamSgdSolver(initial, task, self)
 
-    def memory(self, rows: int, d_in: int, d_sae: int) -> int:
-        """The decoder step's, that of choosing alpha on some rows, and that of the encoder's weights and optimiser."""
+    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
+        """The decoder step's, that of choosing alpha on some rows, that of the encoder's weights and optimiser, and the
+        window in which inner steps mix rows."""
         sample = min(rows, SAMPLED_ROWS)
         choosing = 7 * 4 * sample * d_sae + 4 * 8 * sample * d_in
-        return memory_needed(rows, d_in, d_sae) + choosing + 4 * (4 + OPTIMIZERS[self.optimizer].vectors) * d_in * d_sae
+        weights = 4 * (4 + OPTIMIZERS[self.optimizer].vectors) * d_in * d_sae
+        window = 0 if self.inner_steps == 1 else 3 * 4 * min(rows, WINDOW * batch_size) * d_in  # apart, joined, mixed
+        return memory_needed(rows, d_in, d_sae) + choosing + weights + window
 
 
 class PamSgdSolver(Solver):
@@ -208,10 +211,11 @@ class PamSgdSolver(Solver):
         """
         W_dec, b_dec = self.decoder()
         residual = self.config.decoder == "residual"
-        width = 0.0 if last else self.task.smoothing
-        gathered = self._gather(rows, width)
-        if last and self._silence(gathered, W_dec):
-            gathered = self._gather(rows, width)
+        if last:
+            self.calibrate()
+        gathered = self._gather(rows, last)
+        if self._silence(gathered, W_dec) and last:
+            gathered = self._gather(rows, last)
         terms = Terms(0.0, self.config.beta, self.weight("mu_dec"), self.weight("nu_dec"),
                       self.trained["W_enc"].T if residual else None, W_dec, b_dec,
                       self._decay(W_dec, gathered.norm_weights) * (not last))
@@ -219,7 +223,7 @@ class PamSgdSolver(Solver):
         if self.config.alpha == "auto":
             pulled = bool(gathered.norm_weights.any()) and self.task.sparsity_weight > 0
             new_problem = bool(self.alpha.isnan()) or (last and pulled)
-            settled = last and self.task.smoothing > 0
+            settled = last and self.smoothing.moves
             if new_problem or ((choosing or last) and not settled):
                 before = None if new_problem else self.alpha.item()
                 self.alpha.fill_(choose_alpha(gathered.system, terms, gathered.z, gathered.x, before))
@@ -250,15 +254,18 @@ class PamSgdSolver(Solver):
         """
         norms = W_dec.double().norm(dim=1)
         weight = self.task.penalty_weight(self.step - 1)
-        return weight * norm_weights / (2 * norms.clamp(min=LEAST_NORM * norms.mean().item()))
+        mean = max(norms.mean().item(), LEAST_SIZE * self._size / math.sqrt(len(norms)))
+        return weight * norm_weights / (2 * norms.clamp(min=LEAST_NORM * mean))
 
-    def _gather(self, rows: Rows, width: float) -> Gathered:
-        """The decoder step's pass over the rows, smoothed by a width."""
-        return gather(rows, self.sae(), self.task.sparsity, width, self.draws(int(self.outer), DECODER_STEP))
+    def _gather(self, rows: Rows, last: bool) -> Gathered:
+        """The decoder step's pass over the rows, smoothed but for the last."""
+        return gather(rows, self.sae(), self.task.sparsity, None if last else self.smoothing,
+                      self.draws(int(self.outer), DECODER_STEP))
 
     def _silence(self, gathered: Gathered, W_dec: Tensor) -> bool:
-        """Turn off latents whose contribution a penalty has driven to nothing, and say whether there are any: the last
-        decoder step, which does without the penalty, would bring them back."""
+        """Turn off latents whose contribution a penalty has driven to nothing, and say whether there are any: left to
+        themselves they shrink until nothing can be computed with them, and the last decoder step, which does without
+        the penalty, would bring them back."""
         contribution = gathered.norm_weights * W_dec.double().norm(dim=1) / self.task.rows  # (F,)
         gone = (gathered.norm_weights > 0) & (contribution < SILENT * math.sqrt(W_dec.shape[1]))
         self.trained["W_enc"][:, gone] = 0

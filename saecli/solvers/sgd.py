@@ -24,7 +24,7 @@ class Sgd(SolverConfig):
         """A solver that starts from `initial`."""
         return SgdSolver(initial, task, self)
 
-    def memory(self, rows: int, d_in: int, d_sae: int) -> int:
+    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
         """Weights, their gradients and what the optimiser keeps, in float32."""
         return 4 * (2 + OPTIMIZERS[self.optimizer].vectors) * d_in * d_sae * (1 if self.tied else 2)
 
@@ -46,5 +46,7 @@ class SgdSolver(Solver):
         """One step a batch."""
         for x in rows.shuffled(epoch):
             if self.step >= self.task.steps:
-                return
+                break
             yield self.descend(x)
+        if self.step >= self.task.steps:
+            self.calibrate()

@@ -1,8 +1,8 @@
 """Smoothing: training on rows moved a little along differences of other rows.
 
-    x_i + width ||x_i|| (x_j - x_k) / sqrt(||x_j||^2 + ||x_k||^2),    j, k drawn from the same block
+    x_i + width ||x_i|| (x_j - x_k) / sqrt(||x_j||^2 + ||x_k||^2),    j and k drawn from a sample of all rows
 
-(norms about the block's mean). Rows are then drawn from a kernel estimate of their density whose kernel has the data's
+(norms about the sample's mean). Rows are then drawn from a kernel estimate of their density whose kernel has the data's
 own shape, instead of being met again and again, and the encoder, which no closed form guards, overfits less. The step
 is relative to each row's norm, since rows of activations and of images differ in norm a hundredfold.
 
@@ -10,6 +10,8 @@ Source: the smoothed bootstrap (Silverman and Young, 1987), with the kernel take
 """
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,21 +19,52 @@ from torch import Tensor
 WIDEST = 0.55  # width where rows are few
 
 
-def smoothed(x: Tensor, width: float, generator: torch.Generator) -> Tensor:
-    """A block of rows x, (B, D), each moved by about `width` of its own norm.
+@dataclass(frozen=True, eq=False)
+class Smoothing:
+    """How rows are moved, whatever the block that they come in and their order.
 
     Args:
-        x: the rows, in an order that puts unlike rows into one block.
-        width: at least 0; 0 leaves the rows as they are.
-        generator: on the CPU, so that the draws are the same on every device.
+        width: by what share of its norm a row is moved; at least 0, which leaves rows as they are.
+        sample: rows along whose differences others are moved, spread over all, (n, D); n at least 2, or nothing moves.
     """
-    if width == 0:
-        return x
-    first, second = (torch.randperm(len(x), generator=generator).to(x.device) for _ in range(2))
-    square = (x - x.mean(0)).square().sum(1)  # (B,)
-    both = square[first] + square[second]
-    relative = (square / both.clamp(min=torch.finfo(x.dtype).tiny)).sqrt()
-    return x + (width * relative)[:, None] * (x[first] - x[second])
+
+    width: float
+    sample: Tensor
+
+    @property
+    def inflation(self) -> float:
+        """Mean square of smoothed rows about their mean over that of the rows as they are."""
+        return 1 + self.width**2 if self.moves else 1.0
+
+    @property
+    def moves(self) -> bool:
+        """Whether rows are moved at all."""
+        return self.width > 0 and len(self.sample) > 1
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        return self.sample.mean(0)
+
+    @cached_property
+    def _squares(self) -> Tensor:
+        return (self.sample - self._mean).square().sum(1)
+
+    def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Rows x, (B, D), each moved by about `width` of its own norm.
+
+        Args:
+            x: the rows; not written to.
+            generator: on the CPU, so that the draws are the same on every device.
+        """
+        if not self.moves:
+            return x
+        n = len(self.sample)
+        first = torch.randint(n, (len(x),), generator=generator)
+        second = (first + 1 + torch.randint(n - 1, (len(x),), generator=generator)) % n  # another row each
+        first, second = first.to(x.device), second.to(x.device)
+        both = self._squares[first] + self._squares[second]
+        relative = ((x - self._mean).square().sum(1) / both.clamp(min=torch.finfo(x.dtype).tiny)).sqrt()
+        return x + (self.width * relative)[:, None] * (self.sample[first] - self.sample[second])
 
 
 def default_width(rows: int, d_in: int, d_sae: int) -> float:

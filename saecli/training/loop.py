@@ -132,7 +132,7 @@ class Trainer:
     def _demand_memory(self) -> None:
         solver, d_sae = self.plan.solver, self.plan.training.d_sae
         batch = 3 * 4 * max(self.plan.training.batch_size, STREAMED_ROWS) * d_sae  # codes, their gradients, a copy
-        needed = solver.memory(self.train_rows.rows, self.plan.store.d_in, d_sae) + batch
+        needed = solver.memory(self.train_rows.rows, self.plan.training.batch_size, self.plan.store.d_in, d_sae) + batch
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
         if needed > free:
             raise ConfigError(f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, "
@@ -147,11 +147,11 @@ class Trainer:
             kept = {name: checkpoint[0][f"normalisation.{name}"] for name in ("mean", "scale", "variance")}
             normalisation = Normalisation(**kept)
         normalisation = normalisation.to(self.device)
-        first = next(TrainingRows(self.train_rows, normalisation, training.batch_size, training.seed).sequential())
-        lr = fitted_learning_rate(first) if training.lr == "auto" else training.lr
+        sample = TrainingRows(self.train_rows, normalisation, training.batch_size, training.seed).sample()
+        lr = fitted_learning_rate(sample) if training.lr == "auto" else training.lr
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
-                    training.smoothing, training.seed, self.batches)
-        solver = self.plan.solver.build(initial_sae(self.plan.activation, training.d_sae, first, training.seed), task)
+                    sample, training.smoothing, training.seed, self.batches)
+        solver = self.plan.solver.build(initial_sae(self.plan.activation, training.d_sae, sample, training.seed), task)
         if checkpoint is None:
             return solver, normalisation, Progress()
         solver.restore(checkpoint[0])
@@ -164,7 +164,7 @@ class Trainer:
         def look() -> None:
             if not pending:
                 return
-            line = averages(pending, rows.normalisation.variance)
+            line = averages(pending, rows.normalisation.variance * solver.smoothing.inflation)
             log.write(line)
             rate = (progress.rows + seen) / max(time.monotonic() - began, 1e-9)
             show(solver.step, f"loss {line['loss']:.4g} fvu {line['train_fvu']:.4f} l0 {line['l0']:.1f} "
@@ -209,7 +209,7 @@ def averages(reports: list[StepReport], variance: torch.Tensor) -> dict[str, Any
 
     Args:
         reports: the reports.
-        variance: of the normalised rows, which squared errors are divided by.
+        variance: of the normalised rows, smoothed as the batches were, which squared errors are divided by.
 
     Raises:
         TrainingError: one of the losses is NaN or infinite; names the step.

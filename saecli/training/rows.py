@@ -13,6 +13,7 @@ from ..store import Rows as StoredRows
 from .normalise import Normalisation
 
 STREAMED_ROWS = 2048  # rows at a time where their order does not matter
+SAMPLED_ROWS = 2048  # by which the learning rate and the initial scale are fitted, and rows smoothed
 RATE_FACTOR, RATE_POWER, HIGHEST_RATE = 1.35, 2 / 3, 0.015
 POWER_ITERATIONS = 30  # for an eigenvalue of which two digits are wanted
 
@@ -44,6 +45,16 @@ class TrainingRows:
         """Every row once, in batches (B, D), in stored order."""
         return self._normalised(self.stored.sequential(STREAMED_ROWS))
 
+    def sample(self) -> Tensor:
+        """The first rows of the shuffled order, `SAMPLED_ROWS` or all there are, (n, D)."""
+        batches, seen = [], 0
+        for batch in self.shuffled(0):
+            batches.append(batch)
+            seen += len(batch)
+            if seen >= SAMPLED_ROWS:
+                break
+        return torch.cat(batches)[:SAMPLED_ROWS]
+
     def _normalised(self, batches: Iterator[np.ndarray]) -> Iterator[Tensor]:
         mean = self.normalisation.mean
         for batch in batches:
@@ -58,6 +69,10 @@ def raw_batches(stored: StoredRows) -> Iterator[Tensor]:
 def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) -> SAE:
     """An SAE with random unit directions, decoder and encoder aligned, its scale fitted to a batch.
 
+    Where the activation is linear on pairs of opposites and there are two latents a dimension, half of the directions
+    are the opposites of the others: what decoder there is can then be linear in the rows from the start, which random
+    half-spaces come to late (without a penalty, test FVU after 50 passes over 700 rows of tiny-gemma2: 1e-7 for 1e-3).
+
     Args:
         activation: the activation.
         d_sae: F.
@@ -66,6 +81,9 @@ def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) ->
     """
     d_in = batch.shape[1]
     directions = torch.randn(d_in, d_sae, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    if activation.opposites and d_sae >= 2 * d_in:
+        half = d_sae // 2
+        directions[:, half:2 * half] = -directions[:, :half]
     W_enc = (directions / directions.norm(dim=0)).to(batch)
     parameters = {name: tensor.to(batch) for name, tensor in activation.parameters(d_sae).items()}
     x_hat = activation.training_codes(batch @ W_enc, parameters) @ W_enc.T
