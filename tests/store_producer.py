@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from saecli.store import StoreWriter
 
 BLOCKS = 60
 D_IN = 24
+HERE = Path(__file__).parent
 
 
 def blocks(since: dict | None) -> Iterator[tuple[dict, np.ndarray, dict, dict]]:
@@ -41,12 +43,33 @@ def write(path: Path, limit: int | None = None) -> None:
     """Write the store, from its beginning or from where it was interrupted."""
     meta = make_meta(D_IN, "bfloat16", shard_rows=90, chunk_rows=16, columns=("document", "position"))
     with StoreWriter.open(path, meta, limit=limit) as writer:
-        for cursor, rows, columns, dropped in blocks(writer.cursor):
-            sys.audit("store_producer.block")
-            writer.append(rows, columns, cursor, dropped)
-            if writer.full:
-                break
-        writer.finish()
+        while not writer.complete:
+            for cursor, rows, columns, dropped in blocks(writer.cursor):
+                sys.audit("store_producer.block")
+                writer.append(rows, columns, cursor, dropped)
+                if writer.full:
+                    break
+            writer.finish()
+
+
+class Producer:
+    """A process of this script."""
+
+    def __init__(self) -> None:
+        paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE,
+                                         stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths})
+
+    def __call__(self, path: Path, **order) -> tuple[int, str]:
+        """Write the store once; returns the exit status, negative for a signal, and the error if one was said."""
+        print(json.dumps({"path": str(path), **order}), file=self._process.stdin, flush=True)
+        error = ""
+        while "exit" not in (answer := json.loads(self._process.stdout.readline())):
+            error = answer["error"]
+        return answer["exit"], error
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 def _child(order: dict) -> None:

@@ -87,8 +87,9 @@ def test_half_precision_is_kept(tmp_path):
     safetensors.torch.save_file({"x": tensor}, tmp_path / "a.safetensors")
     torch.save(tensor, tmp_path / "a.pt")
     stored = make_store(tmp_path / "s", ROWS[:, 0], "bfloat16")
-    for path in (tmp_path / "a.safetensors", tmp_path / "a.pt", next((tmp_path / "s" / "shards").iterdir())):
-        source = open_array(str(path))
+    shard = next((tmp_path / "s" / "shards").iterdir())
+    for path, key in ((tmp_path / "a.safetensors", None), (tmp_path / "a.pt", None), (shard, "activations")):
+        source = open_array(str(path), key)
         assert source.dtype == "bfloat16"
         np.testing.assert_array_equal(rows_of(source), tensor.float().numpy())
     np.testing.assert_array_equal(collect(stored.split("all").sequential(50)), tensor.float().numpy())

@@ -190,19 +190,6 @@ def test_entries_that_cannot_be_read_are_listed_as_such(sae):
     assert sae("list", "--check").status == 1
 
 
-@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-9])])
-def test_an_import_whose_shard_is_gone_or_cut_short_is_not_said_to_be_stored(sae, damage):
-    words = ["import", "digits", "--shard-rows", "600"]
-    sae(*words)
-    path = sae.home / "activations" / "digits" / "shards" / "00001.h5"
-    damage(path)
-    refused = sae(*words)
-    assert refused.status == 1
-    assert str(path) in refused.err
-    assert "remove the store and make it again" in refused.err
-    assert not refused.out
-
-
 @pytest.mark.parametrize("as_json", [True, False])
 def test_check_names_every_damaged_shard_and_unreadable_store(sae, as_json):
     sae("import", "digits", "--shard-rows", "600")

@@ -1,11 +1,8 @@
 """Nothing is lost: killed, interrupted, out of disk, or two at once, a store ends as if nothing had happened."""
 
-import json
-import os
 import random
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,35 +14,6 @@ from storing import collect, make_meta, make_store, memory_folder
 
 from saecli.errors import StoreError
 from saecli.store import ActivationStore, StoreWriter
-
-HERE = Path(__file__).parent
-
-
-class Producer:
-    """The process of `store_producer`, which forks the writers."""
-
-    def __init__(self) -> None:
-        paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-        self._process = subprocess.Popen([sys.executable, store_producer.__file__], stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths})
-
-    def __call__(self, path: Path, **order) -> tuple[int, str]:
-        """Write the store once; returns the exit status, negative for a signal, and the error if one was said."""
-        print(json.dumps({"path": str(path), **order}), file=self._process.stdin, flush=True)
-        error = ""
-        while "exit" not in (answer := json.loads(self._process.stdout.readline())):
-            error = answer["error"]
-        return answer["exit"], error
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
-@pytest.fixture(scope="module")
-def produce():
-    producer = Producer()
-    yield producer
-    producer.close()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from ..report import Step
 from ..store import DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request
 from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, TextSource
 from .options import Device, Given, Json, configured, start
-from .stores import finished_store, say_stored, store_folder
+from .stores import filling, finished_store, say_stored, store_folder
 
 DEFAULT_DATASET = "Salesforce/wikitext"
 DEFAULT_CONTEXT = 128
@@ -84,7 +84,7 @@ def command(ctx: typer.Context, options: Given, name: Name = None, device: Devic
     wanted = hash_request(request)
     stem = f"{Path(config.model).name}-l{layer}-{config.site}"
     folder = store_folder(session.home, f"{stem}-{wanted[:6]}" if name is None else name)
-    if (finished := finished_store(folder, wanted)) is not None:
+    if (finished := finished_store(session, folder, wanted)) is not None:
         return say_stored(session, finished, cached=True)
     model = LanguageModel(source, where)
     cutter = Windows(model.tokenizer, context, first_only=config.positions == "last")
@@ -92,12 +92,11 @@ def command(ctx: typer.Context, options: Given, name: Name = None, device: Devic
     meta = StoreMeta(source={**request, "prepend_bos": bool(cutter.prefix)}, request_hash=wanted, dtype=config.dtype,
                      d_in=width, shard_rows=config.shard_rows, columns=COLUMNS)
     try:
-        with StoreWriter.open(folder, meta, limit=config.rows) as writer:
-            if writer.rows:
-                session.report.note(f"{folder.name}: going on after {writer.rows:,} rows")
-            with session.report.progress("extracting", config.rows, "rows") as show:
+        with (StoreWriter.open(folder, meta, limit=config.rows) as writer,
+              filling(session, writer, "extracting", config.rows) as show):
+            while not writer.complete:
                 _fill(writer, model, cutter, text, config, layer, show)
-            writer.finish()
+                writer.finish()
     except KeyboardInterrupt:
         session.report.note("stopped; the same command goes on after the last whole shard")
         raise

@@ -14,7 +14,7 @@ from ..files import file_sha256
 from ..report import Step
 from ..store import DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request, rows_per_shard
 from .options import Given, Json, configured, start
-from .stores import finished_store, say_stored, store_folder
+from .stores import filling, finished_store, say_stored, store_folder
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,15 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
     shard_rows = config.shard_rows or rows_per_shard(array.features, dtype)
     source = {"kind": "array", "file": Path(file).name, "key": config.key, **_identity(file, array)}
     wanted = hash_request({**source, "dtype": dtype, "shard_rows": shard_rows})
-    if (finished := finished_store(folder, wanted)) is not None:
+    if (finished := finished_store(session, folder, wanted)) is not None:
         return say_stored(session, finished, cached=True)
     meta = StoreMeta(source, wanted, dtype, array.features, shard_rows,
                      columns=tuple(_columns(array)))
-    with StoreWriter.open(folder, meta) as writer:
-        if writer.rows:
-            session.report.note(f"{folder.name}: going on after {writer.rows:,} rows")
-        with session.report.progress("importing", array.rows, "rows") as show:
+    with (StoreWriter.open(folder, meta) as writer,
+          filling(session, writer, "importing", array.rows) as show):
+        while not writer.complete:
             _fill(writer, array, show)
-        writer.finish()
+            writer.finish()
     return say_stored(session, ActivationStore.open(folder), cached=False)
 
 
@@ -90,4 +89,6 @@ def _fill(writer: StoreWriter, array: ArraySource, show: Step) -> None:
     for begin, rows in array.blocks(writer.cursor["row"] if writer.cursor else 0):
         columns = {name: values[begin : begin + len(rows)] for name, values in _columns(array).items()}
         writer.append(rows, columns, {"row": begin})
-        show(begin + len(rows))
+        show(writer.rows)
+        if writer.full:
+            break

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,9 +12,10 @@ from rich.text import Text
 
 from ..errors import SaeError, StoreError
 from ..home import Shelf
-from ..report import table
+from ..report import Step, table
 from ..store import ActivationStore
 from .options import Json, Session, start
+from .stores import first_of
 
 Check = Annotated[bool, typer.Option("--check", help="Read every shard and compare it with its checksum; exit with "
                                                      "status 1 if one is damaged.")]
@@ -43,8 +45,7 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
         document["problems"] = problems
     session.report.result(document, *_tables(session, stores, runs), *damaged)
     if check and problems:
-        count = f"found {len(problems)} problems, the first: " if len(problems) > 1 else ""
-        raise StoreError(f"{count}{problems[0]}")
+        raise StoreError(first_of(problems))
     if check:
         shards = sum(store["shards"] for store in stores)
         session.report.note(f"checked {len(stores)} stores, {shards} shards: all whole")
@@ -96,10 +97,16 @@ def _check(session: Session, stores: list[dict[str, Any]]) -> list[str]:
     with session.report.progress("checking", total, "bytes") as show:
         for store in stores:
             if "problem" not in store:
-                problems += ActivationStore.open(Path(store["path"])).verify()
+                step = partial(_shifted, show, done, store["name"])
+                problems += ActivationStore.open(Path(store["path"])).verify(show=step)
             done += store["bytes"]
             show(done, store["name"])
     return problems
+
+
+def _shifted(show: Step, begin: int, name: str, done: float) -> None:
+    """Show how far the check of one store has come, that begins after others."""
+    show(begin + done, name)
 
 
 def _tables(session: Session, stores: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[Any]:

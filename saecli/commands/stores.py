@@ -1,12 +1,14 @@
 """What commands share that make or open activation stores."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from ..errors import ConfigError, StoreError
 from ..home import STORE_MARKER, Home
-from ..report import number, table
-from ..store import ActivationStore
+from ..report import Step, number, table
+from ..store import DTYPES, ActivationStore, StoreWriter, remembers
 from .options import Session
 
 
@@ -29,20 +31,30 @@ def store_folder(home: Home, name: str) -> Path:
 
 
 def open_store(session: Session, name: str | None) -> ActivationStore:
-    """The store of that name, or the newest, which is then named on stderr."""
+    """The store of that name, or the newest, which is then named on stderr.
+
+    Raises:
+        StoreError: there is none, or a shard that was changed since the store was written is damaged.
+    """
     store = ActivationStore.open(session.home.stores.find(name))
     if name is None:
         session.report.note(f"using the newest store, {store.name}")
     if not store.complete:
         session.report.note(f"{store.name} is not finished; {store.rows:,} rows of it are there so far")
+    # Where the check could not be remembered, it would be made again by every command; reading looks at checksums too.
+    if remembers(store.path) and (problems := _check_changed(session, store)):
+        raise StoreError(first_of(problems))
     return store
 
 
-def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
-    """The store in a folder, where it holds all that a request asks for; None where it has yet to be written.
+def finished_store(session: Session, folder: Path, request_hash: str) -> ActivationStore | None:
+    """The store in a folder, where it holds all that a request asks for.
+
+    Returns:
+        None where it has yet to be written, or shards of it have.
 
     Raises:
-        StoreError: the folder holds something else, or a shard of it is missing or truncated.
+        StoreError: the folder holds something else.
     """
     if not (folder / STORE_MARKER).exists():
         return None
@@ -50,8 +62,52 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
     if store.meta.request_hash != request_hash:
         raise StoreError(f"there is a store named {folder.name!r} already, made from something else; give another "
                          f"--name")
-    store.check_shards()
-    return store if store.complete else None
+    problems = _check_changed(session, store)
+    if problems:
+        session.report.note(first_of(problems).partition(";")[0])
+    return store if store.complete and not problems else None
+
+
+def _check_changed(session: Session, store: ActivationStore) -> list[str]:
+    """What is wrong with the shards that may have changed since the store was written, a sentence for each."""
+    shards = store.changed()
+    if not shards:
+        return []
+    rows = sum(store.meta.shards[index].rows for index in shards)
+    size = rows * store.d_in * DTYPES[store.dtype].storage.itemsize
+    with session.report.progress(f"checking {store.name}, which has changed", size, "bytes") as show:
+        return store.verify(shards, show)
+
+
+def first_of(problems: list[str]) -> str:
+    """One sentence for all of several problems."""
+    return f"found {len(problems)} problems, the first: {problems[0]}" if len(problems) > 1 else problems[0]
+
+
+@contextmanager
+def filling(session: Session, writer: StoreWriter, label: str, rows: int) -> Iterator[Step]:
+    """Show how a store is filled, say what it goes on with, and in the end what became of damaged shards.
+
+    Args:
+        session: the command's session.
+        writer: the store's writer.
+        label: what is being done.
+        rows: how many rows the store is to have.
+    """
+    if writer.damaged:
+        session.report.note(f"{writer.path.name}: writing anew {_named(writer.damaged)}")
+    elif writer.rows:
+        session.report.note(f"{writer.path.name}: going on after {writer.rows:,} rows")
+    with session.report.progress(label, rows, "rows") as show:
+        yield show
+    if writer.altered:
+        session.report.note(f"{writer.path.name}: {_named(writer.altered)} came out with other bytes than were "
+                            f"recorded, as another machine or version of a library rounds in other ways")
+
+
+def _named(shards: list[str]) -> str:
+    """Some shards in words, not all of their names where they are many."""
+    return f"{', '.join(shards[:3])}" + (f" and {len(shards) - 3} more shards" if len(shards) > 3 else "")
 
 
 def norms_json(store: ActivationStore) -> dict[str, dict[str, float]]:

@@ -15,7 +15,6 @@ from ..home import Home, now
 from ..report import table
 from ..runs import read_run
 from ..solvers import SOLVERS
-from ..store import ActivationStore
 from ..training import CHECKPOINT, Plan, Trainer, TrainingConfig, read_metrics
 from .options import Given, Json, Session, configured, start
 from .stores import checked_name, open_store
@@ -137,7 +136,7 @@ def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Pa
     run = read_run(path)
     if run["complete"]:
         raise RunError(f"{name} is finished; there is nothing to resume, start a new run with `sae train`")
-    store = ActivationStore.open(session.home.stores.find(run["data"]))
+    store = open_store(session, run["data"])
     try:
         settings = dict(run["solver"])
         training = TrainingConfig.from_json(run["training"])

@@ -1,5 +1,6 @@
 """The activation store: see `schema.py` for the format, `writer.py` and `reader.py` for its use."""
 
+from .checks import remembers
 from .dtypes import DTYPES
 from .reader import ActivationStore
 from .rows import Rows
@@ -8,4 +9,5 @@ from .split import TEST_FRACTION, Which, is_test
 from .writer import StoreWriter
 
 __all__ = ["COLUMNS", "DTYPES", "TEST_FRACTION", "ActivationStore", "Resume", "Rows", "ShardRecord", "StoreMeta",
-           "StoreWriter", "Which", "hash_request", "is_test", "rows_per_chunk", "rows_per_shard"]
+           "StoreWriter", "Which", "hash_request", "is_test", "remembers", "rows_per_chunk",
+           "rows_per_shard"]

@@ -62,7 +62,7 @@ def begin(path: Path, meta: StoreMeta) -> StoreMeta:
     """The `store.json` to go on from, written if there was none.
 
     Raises:
-        StoreError: the folder holds something else, or a complete store.
+        StoreError: the folder holds something else.
         OSError: the disk refuses it.
     """
     if not (path / STORE_MARKER).exists():
@@ -76,9 +76,6 @@ def begin(path: Path, meta: StoreMeta) -> StoreMeta:
     if there.request() != meta.request():
         wanted, got = _difference(meta.request(), there.request())
         raise StoreError(f"{path} holds something else: expected {wanted}, got {got}; "
-                         "choose another --name, or remove that store")
-    if there.complete:
-        raise StoreError(f"{path} is complete, with {there.rows} rows; expected one to go on with; "
                          "choose another --name, or remove that store")
     return there
 

@@ -3,17 +3,18 @@
 Legend: R rows, D = d_in.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
 from ..errors import StoreError
-from ..files import file_sha256
+from .checks import changed, demand_room, find_damage, no_show
 from .rows import Rows
 from .schema import SHARDS, StoreMeta, read_meta
-from .shard import MEND_SHARD, MappedShards
+from .shard import MappedShards
 from .split import TEST_FRACTION, Split, Which
 
 
@@ -23,9 +24,6 @@ class ActivationStore:
     Args:
         path: the store's folder.
         meta: its `store.json`.
-
-    Attributes:
-        chunk_sizes: (chunks,) rows of each chunk, in stored order.
     """
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
@@ -34,7 +32,6 @@ class ActivationStore:
         self._shards = MappedShards(path, meta)
         # Every shard but the last has the same number of chunks, so a chunk's number says its shard.
         self._chunks_per_shard = -(-meta.shard_rows // min(meta.chunk_rows, meta.shard_rows))
-        self.chunk_sizes = _chunk_sizes(meta)
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -74,6 +71,14 @@ class ActivationStore:
         """Whether the store was finished."""
         return self.meta.complete
 
+    @cached_property
+    def chunk_sizes(self) -> np.ndarray:
+        """(chunks,) rows of each chunk, in stored order."""
+        # Numbers that a damaged `store.json` says could be larger than memory; no file is shorter than its rows.
+        for shard in self.meta.shards:
+            demand_room(self.path / SHARDS / shard.file, self.meta, shard)
+        return _chunk_sizes(self.meta)
+
     def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0,
               test_fraction: float = TEST_FRACTION) -> Rows:
         """Choose rows: by document where the store knows documents, else by row.
@@ -101,21 +106,27 @@ class ActivationStore:
             raise self._empty(split)
         return Rows(self, split, counts)
 
-    def verify(self) -> Iterator[str]:
-        """Read every shard whole and compare it with its checksum.
+    def changed(self) -> list[int]:
+        """The numbers of the shards that are missing, or may have changed since the store was written or last checked.
 
-        Yields:
-            One sentence for each shard that is missing or damaged, naming its file.
+        Cost: one `stat` a shard.
         """
-        for shard in self.meta.shards:
-            path = self.path / SHARDS / shard.file
-            try:
-                digest = file_sha256(path)
-            except OSError as error:
-                yield f"cannot read shard {path}: {error.strerror}; {MEND_SHARD}"
-                continue
-            if digest != shard.sha256:
-                yield f"shard {path} is damaged: expected SHA-256 {shard.sha256}, got {digest}; {MEND_SHARD}"
+        return changed(self.path, self.meta)
+
+    def verify(self, shards: Sequence[int] | None = None, show: Callable[[float], None] = no_show) -> list[str]:
+        """Read shards whole and compare them with their checksums.
+
+        Args:
+            shards: the numbers of those to read; None for all.
+            show: told how many bytes are read.
+
+        Returns:
+            One sentence for each shard that is missing or damaged, naming its file.
+
+        Cost: as of `find_damage`.
+        """
+        chosen = range(len(self.meta.shards)) if shards is None else shards
+        return list(find_damage(self.path, self.meta, chosen, show).values())
 
     def chunk(self, chunk: int) -> np.ndarray:
         """The rows of one chunk, by its number within the store, as they are stored; a read-only view."""
@@ -134,15 +145,6 @@ class ActivationStore:
         shard, within = divmod(chunk, self._chunks_per_shard)
         start = shard * self.meta.shard_rows + within * self.meta.chunk_rows
         return np.arange(start, start + self.chunk_sizes[chunk])
-
-    def check_shards(self) -> None:
-        """Check that every shard is there and as long as it should be, without reading its rows.
-
-        Raises:
-            StoreError: one is missing, foreign or truncated.
-        """
-        for index in range(len(self.meta.shards)):
-            self._shards.check(index)
 
     def _ids(self) -> Iterator[np.ndarray]:
         return map(self.chunk_ids, range(len(self.chunk_sizes)))

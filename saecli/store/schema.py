@@ -11,6 +11,10 @@ The format, version 1:
   shard of fewer rows has one chunk, of exactly its rows), without filters, every chunk present. Its type is
   float32, float16, or for bfloat16 a custom float of 8 exponent and 7 mantissa bits, all little-endian.
 - The datasets of `columns`, each (rows,), are contiguous integers of the types in `COLUMNS`.
+- A shard SHOULD have a dataset `chunk_xxh3`, (chunks,) contiguous uint64, the XXH3-64 of each chunk's bytes, with its
+  chunks one after the other in order; then its `frame` in `store.json` says where they begin, and the XXH3-64 of all
+  bytes before and after them. A reader MUST refuse bytes that differ from a checksum, and where there is no `frame`
+  a file that differs from its `sha256`.
 - No activation is NaN or infinite.
 """
 
@@ -33,6 +37,8 @@ from .dtypes import DTYPES
 FORMAT_VERSION = 1
 SHARDS = "shards"
 ACTIVATIONS = "activations"
+CHUNK_CHECKSUMS = "chunk_xxh3"
+CHECKSUM = np.dtype("<u8")
 
 COLUMNS: dict[str, np.dtype] = {
     "token_id": np.dtype("<i4"),
@@ -74,6 +80,19 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """What surrounds a shard's activations: HDF5's headers, the columns, the checksums of chunks.
+
+    Args:
+        start: byte offset of the activations, whose chunks lie one after the other.
+        xxh3: XXH3-64 of all bytes before and after them, in hexadecimal.
+    """
+
+    start: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
 class ShardRecord:
     """One finished shard.
 
@@ -84,6 +103,7 @@ class ShardRecord:
         dropped: rows dropped, by reason, in the blocks that ended since the shard before.
         resume: where the producer goes on after it.
         dropped_norms: norms of the rows dropped, by reason.
+        frame: by which it is checked while it is read; None where all of it is checked before.
     """
 
     file: str
@@ -92,6 +112,7 @@ class ShardRecord:
     dropped: dict[str, int]
     resume: Resume
     dropped_norms: dict[str, Norms] = field(default_factory=dict)
+    frame: Frame | None = None
 
 
 @dataclass(frozen=True)
@@ -213,8 +234,10 @@ def _shard(entry: Any, index: int) -> ShardRecord:
     if rows < 1:
         raise ValueError(f"expected shard {name} to hold a row or more, got {rows}")
     resume = _take(entry, "resume", dict)
+    frame = None if entry.get("frame") is None else _take(entry, "frame", dict)
     return ShardRecord(name, rows, _take(entry, "sha256", str), _counts(entry),
-                       Resume(_take(resume, "cursor", dict), _take(resume, "skip", int)), _dropped_norms(entry))
+                       Resume(_take(resume, "cursor", dict), _take(resume, "skip", int)), _dropped_norms(entry),
+                       frame and Frame(_take(frame, "start", int), _take(frame, "xxh3", str)))
 
 
 def shard_name(index: int) -> str:

@@ -1,23 +1,29 @@
 """Reading shards: checking that an HDF5 file is what the store says, and mapping its bytes.
 
+No byte is believed before its checksum is found right: the HDF5 library crashes on some damaged headers, and
+damaged rows look like any others. The frame is checked when a shard is first opened, each chunk when it is first read.
+
 Legend: R rows, D = d_in.
 """
 
+import hashlib
 import mmap
 import os
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from ..errors import StoreError
+from .checks import MEND_SHARD, damage, demand_room, frame_checksum, open_shard
 from .dtypes import DTYPES
-from .schema import ACTIVATIONS, COLUMNS, SHARDS, StoreMeta
+from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, ShardRecord, StoreMeta
 
-MEND_SHARD = "restore it, or remove the store and make it again"
 # What h5py raises, by no rule that could be relied on, for files that are not as they should be.
 HDF5_ERRORS = (OSError, RuntimeError, KeyError, TypeError, ValueError)
 
@@ -31,34 +37,41 @@ class Layout:
         chunk_rows: rows in a chunk; the last may be padded.
         chunks: (chunks,) byte offset of each chunk of activations.
         columns: byte offset of each column.
+        checksums: byte offset of the chunks' checksums; None where the whole file has been checked.
         end: a byte offset that the file reaches at least.
+        checked: (chunks,) whether a chunk's checksum has been found right.
+        file: inode, size and `ctime` of the file that all this was found in.
     """
 
     rows: int
     chunk_rows: int
     chunks: np.ndarray
     columns: dict[str, int]
+    checksums: int | None
     end: int
+    checked: np.ndarray
+    file: tuple[int, int, int]
 
 
-def read_layout(path: Path, meta: StoreMeta, rows: int) -> Layout:
+def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
     """Find out where a shard's bytes lie, and that it is what its store says.
 
     Args:
         path: the shard.
         meta: the store's.
-        rows: how many rows it should hold.
+        record: what the store says of it.
 
     Raises:
-        StoreError: it is missing, foreign, truncated, or of another shape, type or layout.
+        StoreError: it is missing, damaged but for its activations, truncated, or of another shape, type or layout.
 
-    Cost: reads the file's metadata only.
+    Cost: reads all but the activations; the whole file where there is no frame.
     """
     try:
+        found = _check(path, meta, record)
         with h5py.File(path, "r", locking=False) as file:
-            return _checked_layout(file, meta, rows, path.stat().st_size)
-    except FileNotFoundError as error:
-        raise StoreError(f"shard {path} is missing; {MEND_SHARD}") from error
+            return _checked_layout(file, meta, record, found)
+    except StoreError:
+        raise
     except HDF5_ERRORS as error:
         # HDF5 tells of addresses and times where the system has a plain reason, as that this is a directory.
         number = getattr(error, "errno", None)
@@ -66,8 +79,30 @@ def read_layout(path: Path, meta: StoreMeta, rows: int) -> Layout:
         raise StoreError(f"cannot read shard {path}: {reason}; {MEND_SHARD}") from error
 
 
-def _checked_layout(file: h5py.File, meta: StoreMeta, rows: int, size: int) -> Layout:
-    dataset, stored = file[ACTIVATIONS], DTYPES[meta.dtype]
+def _identity(path: Path | int) -> tuple[int, int, int]:
+    """Inode, size and `ctime`, one of which differs where a file has been replaced or changed."""
+    there = os.stat(path)
+    return there.st_ino, there.st_size, there.st_ctime_ns
+
+
+def _check(path: Path, meta: StoreMeta, record: ShardRecord) -> tuple[int, int, int]:
+    """Compare the frame with its checksum, or the whole file where there is none; returns the file's identity."""
+    with open_shard(path) as file:
+        found = _identity(file.fileno())
+        if record.frame is None:
+            digest, expected, what = hashlib.file_digest(file, "sha256").hexdigest(), record.sha256, "SHA-256"
+        else:
+            start = record.frame.start
+            end = demand_room(path, meta, record, start)
+            digest, expected = frame_checksum(file, start, end), record.frame.xxh3
+            what = "the XXH3-64 of its headers and columns to be"
+    if digest != expected:
+        raise damage(path, what, expected, digest)
+    return found
+
+
+def _checked_layout(file: h5py.File, meta: StoreMeta, record: ShardRecord, found: tuple[int, int, int]) -> Layout:
+    dataset, stored, rows = file[ACTIVATIONS], DTYPES[meta.dtype], record.rows
     chunk_rows = min(meta.chunk_rows, rows)
     layout = dataset.id.get_create_plist()
     _expect("shape", (rows, meta.d_in), dataset.shape)
@@ -84,17 +119,23 @@ def _checked_layout(file: h5py.File, meta: StoreMeta, rows: int, size: int) -> L
 
     dataset.id.chunk_iter(note)
     _expect("chunks", count, int((chunks >= 0).sum()))
-    columns = {}
-    for name in meta.columns:
+    ends = [int(chunks.max()) + chunk_bytes]
+
+    def place(name: str, length: int, kind: np.dtype) -> int:
         column = file[name]
-        _expect(f"shape of {name}", (rows,), column.shape)
-        _expect(f"type of {name}", COLUMNS[name], column.dtype)
-        columns[name] = column.id.get_offset()
-        _expect(f"layout of {name}", "contiguous", "contiguous" if columns[name] is not None else "chunked")
-    ends = [int(chunks.max()) + chunk_bytes, *(at + rows * COLUMNS[name].itemsize for name, at in columns.items())]
-    if size < max(ends):
-        raise ValueError(f"expected {max(ends)} bytes or more, got {size}")
-    return Layout(rows, chunk_rows, chunks, columns, max(ends))
+        _expect(f"shape of {name}", (length,), column.shape)
+        _expect(f"type of {name}", kind, column.dtype)
+        offset = column.id.get_offset()
+        _expect(f"layout of {name}", "contiguous", "contiguous" if offset is not None else "chunked")
+        ends.append(offset + length * kind.itemsize)
+        return offset
+
+    columns = {name: place(name, rows, COLUMNS[name]) for name in meta.columns}
+    checksums = place(CHUNK_CHECKSUMS, count, CHECKSUM) if record.frame else None
+    if found[1] < max(ends):
+        raise ValueError(f"truncated file: expected {max(ends)} bytes or more, got {found[1]}")
+    checked = np.full(count, record.frame is None)
+    return Layout(rows, chunk_rows, chunks, columns, checksums, max(ends), checked, found)
 
 
 def _expect(what: str, expected: object, got: object) -> None:
@@ -114,18 +155,14 @@ class MappedShards:
     MAPS = 256
 
     def __init__(self, store: Path, meta: StoreMeta) -> None:
-        self._store, self._meta = store, meta
+        self._folder, self._meta = store / SHARDS, meta
         self._layouts: dict[int, Layout] = {}
         self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
         self._lock = threading.Lock()
 
     def path(self, shard: int) -> Path:
         """A shard's file."""
-        return self._store / SHARDS / self._meta.shards[shard].file
-
-    def check(self, shard: int) -> None:
-        """Check a shard's metadata and length; `StoreError` where they are not as they should be."""
-        read_layout(self.path(shard), self._meta, self._meta.shards[shard].rows)
+        return self._folder / self._meta.shards[shard].file
 
     def chunk(self, shard: int, chunk: int) -> np.ndarray:
         """A chunk's rows.
@@ -137,8 +174,18 @@ class MappedShards:
             StoreError: the shard is missing, damaged or foreign.
         """
         layout, mapped = self._open(shard)
-        rows = min(layout.chunk_rows, layout.rows - chunk * layout.chunk_rows)
-        return np.ndarray((rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped, layout.chunks[chunk])
+        whole = np.ndarray((layout.chunk_rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped,
+                           layout.chunks[chunk])
+        first = chunk * layout.chunk_rows
+        rows = min(layout.chunk_rows, layout.rows - first)
+        if not layout.checked[chunk]:
+            checksums = np.ndarray(layout.checked.shape, CHECKSUM, mapped, layout.checksums)
+            expected, got = int(checksums[chunk]), xxh3_64_intdigest(whole)
+            if expected != got:
+                raise damage(self.path(shard), f"the XXH3-64 of its rows {first} to {first + rows - 1} to be",
+                             f"{expected:016x}", f"{got:016x}")
+            layout.checked[chunk] = True
+        return whole[:rows]
 
     def column(self, shard: int, name: str) -> np.ndarray:
         """A column of a whole shard.
@@ -154,20 +201,23 @@ class MappedShards:
 
     def _open(self, shard: int) -> tuple[Layout, mmap.mmap]:
         with self._lock:
-            if shard in self._maps:
-                self._maps.move_to_end(shard)
-                return self._layouts[shard], self._maps[shard]
-            path = self.path(shard)
-            if shard not in self._layouts:
-                self._layouts[shard] = read_layout(path, self._meta, self._meta.shards[shard].rows)
-            layout = self._layouts[shard]
-            with path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            if shard not in self._maps:
+                self._maps[shard] = self._map(shard, self.path(shard))
+                if len(self._maps) > self.MAPS:
+                    self._maps.popitem(last=False)
+            self._maps.move_to_end(shard)
+            layout, mapped = self._layouts[shard], self._maps[shard]
+        with suppress(FileNotFoundError):  # what is mapped stays, even where its file is removed
+            there = os.stat(f"{self._folder}{os.sep}{self._meta.shards[shard].file}")
             # Reading a map beyond its file's end would kill the process.
-            if len(mapped) < layout.end:
-                raise StoreError(f"shard {path} was cut short: expected {layout.end} bytes, got {len(mapped)}; "
-                                 "remove the store and make it again")
-            self._maps[shard] = mapped
-            if len(self._maps) > self.MAPS:
-                self._maps.popitem(last=False)
-            return layout, mapped
+            if there.st_ino == layout.file[0] and there.st_size < layout.end:
+                raise StoreError(f"shard {self.path(shard)} was cut short: expected {layout.end} bytes, got "
+                                 f"{there.st_size}; {MEND_SHARD}")
+        return layout, mapped
+
+    def _map(self, shard: int, path: Path) -> mmap.mmap:
+        """Map a shard, whose layout is read if it is not known or the file has changed since."""
+        if shard not in self._layouts or self._layouts[shard].file != _identity(path):
+            self._layouts[shard] = read_layout(path, self._meta, self._meta.shards[shard])
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

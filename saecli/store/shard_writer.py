@@ -15,10 +15,12 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from ..files import file_sha256, partial_path, settle
+from .checks import frame_checksum
 from .dtypes import DTYPES
-from .schema import ACTIVATIONS, COLUMNS, StoreMeta
+from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, Frame, StoreMeta
 
 # Of everything in the file, in bytes: NumPy is slow with numbers that lie askew.
 ALIGNMENT = 64
@@ -39,6 +41,7 @@ class ShardWriter:
         self._chunk = np.empty((meta.chunk_rows, meta.d_in), DTYPES[meta.dtype].storage)
         self._filled = 0  # rows of the chunk that is being gathered
         self._columns: dict[str, list[np.ndarray]] = {name: [] for name in meta.columns}
+        self._checksums: list[int] = []  # of the chunks
         _, self._start = _headers(meta, meta.shard_rows, None)
         self._end = self._start
         path.parent.mkdir(exist_ok=True)
@@ -65,11 +68,11 @@ class ShardWriter:
             if self._filled == len(self._chunk):
                 self._flush_chunk()
 
-    def commit(self) -> str:
+    def commit(self) -> tuple[str, Frame]:
         """Finish the shard, flush it to disk and let it appear.
 
         Returns:
-            The SHA-256 of the file.
+            The SHA-256 of the file, and its frame.
 
         Raises:
             OSError: the disk refuses it.
@@ -81,6 +84,7 @@ class ShardWriter:
             self._chunk[self._filled :] = 0
             self._flush_chunk()
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        columns[CHUNK_CHECKSUMS] = np.array(self._checksums, CHECKSUM)
         image, start = _headers(self._meta, self.rows, columns)
         assert start == self._start, "the place of the activations depends on their number"
         for offset, data in image.writes:
@@ -90,8 +94,10 @@ class ShardWriter:
         self._file = -1
         temporary = partial_path(self.path)
         digest = file_sha256(temporary)
+        with temporary.open("rb", buffering=0) as file:
+            frame = Frame(start, frame_checksum(file, start, self._end))
         settle(temporary, self.path)
-        return digest
+        return digest, frame
 
     def abandon(self) -> None:
         """Remove what was written; calling it after `commit` does nothing."""
@@ -102,6 +108,7 @@ class ShardWriter:
         partial_path(self.path).unlink(missing_ok=True)
 
     def _flush_chunk(self) -> None:
+        self._checksums.append(xxh3_64_intdigest(self._chunk))
         _write(self._file, memoryview(self._chunk).cast("B"), self._end)
         self._end += self._chunk.nbytes
         self._filled = 0
@@ -155,7 +162,7 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | Non
     Args:
         meta: what the shard holds.
         rows: how many rows.
-        columns: (rows,) for each of the store's columns; None leaves them out of the image.
+        columns: (rows,) for each of the store's columns, and the chunks' checksums; None leaves them out of the image.
 
     Returns:
         The image, and the byte offset of the activations.
@@ -165,6 +172,7 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | Non
         for name in meta.columns:
             _create(file, name, h5py.h5t.py_create(COLUMNS[name]), (rows,))
         chunk = (min(meta.chunk_rows, rows), meta.d_in)
+        _create(file, CHUNK_CHECKSUMS, h5py.h5t.py_create(CHECKSUM), (-(-rows // chunk[0]),))
         activations = _create(file, ACTIVATIONS, DTYPES[meta.dtype].hdf5, (rows, meta.d_in), chunk)
         for name, column in (columns or {}).items():
             file[name][...] = column

@@ -7,7 +7,7 @@ import dataclasses
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import StoreError
 from ..home import STORE_MARKER
+from .checks import changed, find_damage, no_show, suspect
 from .claim import begin, forsake, remove_empty, take_lock
 from .dropped import Dropped, row_norms
 from .dtypes import DTYPES
@@ -24,56 +25,78 @@ from .schema import SHARDS, Resume, ShardRecord, StoreMeta, shard_name, write_me
 from .shard_writer import ShardWriter
 
 NONFINITE = "nonfinite"
+SOURCE_CHANGED = "the source has changed, so remove the store and make it again"
 
 
 class StoreWriter:
     """Appends a producer's blocks of rows to a store, in shards that appear whole or not at all.
 
     A producer is anything that yields deterministic blocks, each at a cursor: a small JSON object from which
-    it can yield that block, and those after it, again. It starts at `writer.cursor`:
+    it can yield that block, and those after it, again. It starts at `writer.cursor`, once for each shard that is
+    damaged or missing, and once for the store's end:
 
         with StoreWriter.open(path, meta) as writer:
-            for cursor, rows, columns, dropped in produce(since=writer.cursor):
-                writer.append(rows, columns, cursor, dropped)
-                if writer.full:
-                    break
-            meta = writer.finish()
+            while not writer.complete:
+                for cursor, rows, columns, dropped in produce(since=writer.cursor):
+                    writer.append(rows, columns, cursor, dropped)
+                    if writer.full:
+                        break
+                meta = writer.finish()
 
     After an interruption the first block comes a second time; the writer discards of it what is stored.
     Leaving the `with` without `finish` keeps the whole shards and drops the rows of the unfinished one; a store
     without a shard is removed.
+
+    Attributes:
+        path: the store's folder.
+        altered: damaged shards that were written anew, but not with the bytes that were recorded, as another machine
+            rounds in other ways.
     """
 
-    def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int | None) -> None:
-        self._path, self._meta, self._lock, self._limit = path, meta, lock, limit
-        self._shard: ShardWriter | None = None
-        self._resume = meta.shards[-1].resume if meta.shards else None
+    def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int | None, damaged: Iterable[int]) -> None:
+        self.path, self._meta, self._lock, self._limit = path, meta, lock, limit
+        self._damaged = sorted(damaged)
+        self.altered: list[str] = []
         self._failed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Get ready for a producer that starts at the cursor."""
+        self._shard: ShardWriter | None = None
+        self._resume = self._meta.shards[self._index - 1].resume if self._index else None
+        self._mended = False  # whether the damaged shard that this was about is whole
         self._last: Resume | None = None  # where the last row stored came from
         self._ended = Dropped()  # in blocks that ended since the last shard
         self._current = Dropped()  # in the block that came last
 
     @classmethod
-    def open(cls, path: Path, meta: StoreMeta, *, limit: int | None = None) -> Self:
-        """Begin a store, or go on with one that was interrupted.
+    def open(cls, path: Path, meta: StoreMeta, *, limit: int | None = None,
+             show: Callable[[float], None] = no_show) -> Self:
+        """Begin a store, or go on with one that was interrupted, or of which shards are damaged.
 
         Args:
             path: the store's folder; made if need be.
             meta: what it is to hold; `created`, `dropped` and `shards` are an interrupted store's own.
             limit: the number of rows after which the store is full; None for no limit.
+            show: told how many bytes are read to check shards that may have changed since they were written.
 
         Returns:
             A context manager that holds the store's lock until it exits.
 
         Raises:
-            StoreError: another process is writing it, it is complete, or it holds something else.
+            StoreError: another process is writing it, it is complete and whole, or it holds something else.
         """
         try:
             lock = take_lock(path)
         except OSError as error:
             raise _refused(path, 0, error) from error
         try:
-            return cls(path, begin(path, meta), lock, limit)
+            there = begin(path, meta)
+            damaged = find_damage(path, there, changed(path, there), show)
+            if there.complete and not damaged:
+                raise StoreError(f"{path} is complete, with {there.rows} rows; expected one to go on with; "
+                                 "choose another --name, or remove that store")
+            return cls(path, there, lock, limit, damaged)
         except OSError as error:
             if not (path / STORE_MARKER).exists():
                 forsake(path)
@@ -86,17 +109,40 @@ class StoreWriter:
     @property
     def cursor(self) -> dict[str, Any] | None:
         """Where the producer must start: None for its beginning."""
-        return self._meta.shards[-1].resume.cursor if self._meta.shards else None
+        return self._meta.shards[self._index - 1].resume.cursor if self._index else None
 
     @property
     def rows(self) -> int:
-        """Rows stored, those of the unfinished shard included."""
-        return self._meta.rows + (self._shard.rows if self._shard else 0)
+        """Rows stored, without those of damaged shards, with those of the unfinished shard."""
+        lost = sum(self._meta.shards[index].rows for index in self._damaged)
+        return self._meta.rows - lost + (self._shard.rows if self._shard else 0)
+
+    @property
+    def damaged(self) -> list[str]:
+        """The shards that are still to be written anew, by the names of their files."""
+        return [self._meta.shards[index].file for index in self._damaged]
 
     @property
     def full(self) -> bool:
-        """Whether `limit` is reached; never before the block at `cursor` has come again."""
+        """Whether no more rows are wanted from here; never before the block at `cursor` has come again."""
+        if self._damaged or self._mended:
+            return self._mended
         return self._limit is not None and self._resume is None and self.rows >= self._limit
+
+    @property
+    def complete(self) -> bool:
+        """Whether all rows are there."""
+        return self._meta.complete and not self._damaged
+
+    @property
+    def _index(self) -> int:
+        """The number of the shard that is written."""
+        return self._damaged[0] if self._damaged else len(self._meta.shards)
+
+    @property
+    def _room(self) -> int:
+        """How many rows that shard is to have."""
+        return self._meta.shards[self._index].rows if self._damaged else self._meta.shard_rows
 
     @property
     def meta(self) -> StoreMeta:
@@ -128,26 +174,33 @@ class StoreWriter:
             self._current += Dropped.of({NONFINITE: norms})
             rows, columns = rows[kept], {name: columns[name][kept] for name in self._meta.columns}
         begin, end = self._after_stored(len(rows), cursor), len(rows)
-        if self._limit is not None:
+        if self._damaged or self._mended:
+            end = min(end, begin + (0 if self._mended else self._room - (self._shard.rows if self._shard else 0)))
+        elif self._limit is not None:
             end = min(end, begin + max(0, self._limit - self.rows))
         with self._reporting():
             self._store(rows, columns, begin, end, cursor)
 
     def finish(self) -> StoreMeta:
-        """Write the last shard and mark the store complete.
+        """Say that the producer has ended, or was stopped as no more was wanted.
+
+        Unless that was for a damaged shard, the last shard is written and the store marked complete.
 
         Returns:
-            The finished store's `store.json`.
+            The store's `store.json`.
 
         Raises:
-            StoreError: there are no rows at all, or the disk refuses it.
+            StoreError: there are no rows at all, or fewer than there were, or the disk refuses it.
         """
-        if self._resume is not None:
-            raise self._differs("nothing")
+        if self._mended:
+            self._begin()
+            return self._meta
+        if self._resume is not None or self._damaged:
+            raise self._differs(f"{self._shard.rows} rows" if self._shard else "nothing")
         self._ended, self._current = self._ended + self._current, Dropped()
         if not self.rows:
             counts = ", ".join(f"{count} {reason}" for reason, count in self._ended.counts.items())
-            raise StoreError(f"there are no rows to store in {self._path}; expected at least one, got none "
+            raise StoreError(f"there are no rows to store in {self.path}; expected at least one, got none "
                              f"(dropped: {counts or 'none'}); give more or other data")
         with self._reporting():
             self._record(complete=True)
@@ -162,37 +215,37 @@ class StoreWriter:
             self._drop_shard()
         finally:
             if not self._meta.shards:
-                remove_empty(self._path)
+                remove_empty(self.path)
             os.close(self._lock)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
         """Turn what the disk refuses into a StoreError, after which this writer takes no more."""
         if self._failed:
-            raise StoreError(f"cannot write to {self._path}: an earlier write failed; open it again to go on")
+            raise StoreError(f"cannot write to {self.path}: an earlier write failed; open it again to go on")
         try:
             yield
         except OSError as error:
             self._failed = True
             self._drop_shard()
-            raise _refused(self._path, self._meta.rows, error) from error
+            raise _refused(self.path, self._meta.rows, error) from error
 
     def _checked(self, activations: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
         meta = self._meta
         if activations.ndim != 2 or activations.shape[1] != meta.d_in:
-            raise ValueError(f"a block does not fit {self._path}: expected shape (rows, {meta.d_in}), "
+            raise ValueError(f"a block does not fit {self.path}: expected shape (rows, {meta.d_in}), "
                              f"got {activations.shape}")
         if columns.keys() != set(meta.columns):
-            raise ValueError(f"a block does not fit {self._path}: expected columns {list(meta.columns)}, "
+            raise ValueError(f"a block does not fit {self.path}: expected columns {list(meta.columns)}, "
                              f"got {list(columns)}")
         for name, column in columns.items():
             if column.shape != (len(activations),) or column.dtype.kind not in "iu":
-                raise ValueError(f"column {name} does not fit {self._path}: expected {len(activations)} integers, "
+                raise ValueError(f"column {name} does not fit {self.path}: expected {len(activations)} integers, "
                                  f"got {column.dtype} of shape {column.shape}")
         if activations.dtype == DTYPES[meta.dtype].storage:
             return activations
         if activations.dtype.kind != "f":
-            raise ValueError(f"a block does not fit {self._path}: expected floats, got {activations.dtype}")
+            raise ValueError(f"a block does not fit {self.path}: expected floats, got {activations.dtype}")
         with np.errstate(over="ignore"):  # what overflows is infinite, and dropped
             return activations.astype(np.float32, copy=False)
 
@@ -210,17 +263,39 @@ class StoreWriter:
         stored = DTYPES[self._meta.dtype]
         while begin < end:
             if self._shard is None:
-                name = shard_name(len(self._meta.shards))
-                self._shard = ShardWriter(self._path / SHARDS / name, self._meta)
-            stop = min(end, begin + self._meta.shard_rows - self._shard.rows)
+                self._shard = ShardWriter(self.path / SHARDS / shard_name(self._index), self._meta)
+            stop = min(end, begin + self._room - self._shard.rows)
             part = rows[begin:stop]
             if part.dtype != stored.storage:
                 part = stored.encode_rows(np.ascontiguousarray(part))
             self._shard.append(part, {name: columns[name][begin:stop] for name in self._meta.columns})
             self._last = Resume(cursor, stop)
-            if self._shard.rows == self._meta.shard_rows:
-                self._record()
+            if self._shard.rows == self._room:
+                (self._mend if self._damaged else self._record)()
             begin = stop
+
+    def _mend(self) -> None:
+        """Put the shard in the place of the damaged one that it stands for."""
+        assert self._shard and self._last
+        old = self._meta.shards[self._index]
+        if self._last != old.resume:
+            self._drop_shard()
+            raise StoreError(f"cannot mend shard {old.file} of {self.path}: expected its last row to be row "
+                             f"{old.resume.skip} of {old.resume.cursor}, got row {self._last.skip} of "
+                             f"{self._last.cursor}; {SOURCE_CHANGED}")
+        digest, frame = self._shard.commit()
+        shards = list(self._meta.shards)
+        shards[self._index] = dataclasses.replace(old, sha256=digest, frame=frame)
+        self._shard, self._mended = None, True
+        self._damaged.pop(0)
+        if digest != old.sha256:
+            self._meta = dataclasses.replace(self._meta, shards=tuple(shards))
+            write_meta(self.path, self._meta)
+            self.altered.append(old.file)
+        if not self._damaged:
+            suspect(self.path / STORE_MARKER)
+        for index in self._damaged:  # they must stay younger than `store.json`
+            suspect(self.path / SHARDS / self._meta.shards[index].file)
 
     def _record(self, complete: bool = False) -> None:
         """Close the shard, if there is one, and say so in `store.json`.
@@ -231,13 +306,13 @@ class StoreWriter:
         shards = self._meta.shards
         if self._shard:
             assert self._last is not None
-            digest = self._shard.commit()
+            digest, frame = self._shard.commit()
             shards += (ShardRecord(self._shard.path.name, self._shard.rows, digest, dict(self._ended.counts),
-                                   self._last, dict(self._ended.norms)),)
+                                   self._last, dict(self._ended.norms), frame),)
         dropped = Dropped(self._meta.dropped, self._meta.dropped_norms) + self._ended
         meta = dataclasses.replace(self._meta, complete=complete, shards=shards, dropped=dict(dropped.counts),
                                    dropped_norms=dict(dropped.norms))
-        write_meta(self._path, meta)
+        write_meta(self.path, meta)
         self._meta, self._shard, self._ended = meta, None, Dropped()
 
     def _drop_shard(self) -> None:
@@ -246,10 +321,11 @@ class StoreWriter:
             self._shard = None
 
     def _differs(self, got: str) -> StoreError:
-        assert self._resume is not None
-        return StoreError(f"cannot go on with {self._path}: expected {self._resume.skip} rows or more at "
-                          f"{self._resume.cursor}, got {got}; the source has changed, so remove the store and "
-                          "make it again")
+        if self._resume is None:
+            expected = f"{self._room} rows for shard {shard_name(self._index)}"
+        else:
+            expected = f"{self._resume.skip} rows or more at {self._resume.cursor}"
+        return StoreError(f"cannot go on with {self.path}: expected {expected}, got {got}; {SOURCE_CHANGED}")
 
 
 def _refused(path: Path, rows: int, error: Exception) -> Exception:
