@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -13,6 +14,7 @@ from rich.text import Text
 from .files import to_json
 
 PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
+UNITS = ("B", "kB", "MB", "GB", "TB")
 PIPE_WIDTH = 140  # columns of a table that goes into a file or a pipe
 
 
@@ -23,6 +25,15 @@ def number(value: float | int | None) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4g}"
+
+
+def size_words(count: float) -> str:
+    """A number of bytes as people read it: 1.3 GB."""
+    for unit in UNITS:
+        if count < 1000 or unit == UNITS[-1]:
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"
 
 
 def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> RenderableType:
@@ -97,13 +108,19 @@ class Report:
             yield lambda done, words="": bar.update(task, completed=done, words=words, rate=rate(done))
 
     def _plain_lines(self, label: str, total: float | None, unit: str, rate: Any) -> Step:
-        last = time.monotonic()
+        last = started = time.monotonic()
+
+        def left(done: float) -> str:
+            if not total or not done:
+                return ""
+            seconds = (time.monotonic() - started) * max(0.0, total - done) / done
+            return f", {timedelta(seconds=round(seconds))} left"
 
         def step(done: float, words: str = "") -> None:
             nonlocal last
             if time.monotonic() - last >= PLAIN_INTERVAL:
                 last = time.monotonic()
                 share = f"{done:,.0f} of {total:,.0f}" if total else f"{done:,.0f}"
-                self.note(f"{label}: {share} {unit}, {rate(done)}  {words}".rstrip())
+                self.note(f"{label}: {share} {unit}, {rate(done)}{left(done)}  {words}".rstrip())
 
         return step

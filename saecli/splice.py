@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, StoreError
-from .harvest import Window, is_plain, padded
 from .language_model import LanguageModel, ModelSource
 from .sae import SAE
 from .store import Rows
@@ -68,7 +67,7 @@ def _largest(rows: Rows, column: str) -> int:
     return max(int(part.max()) for part in rows.column(column, READ))
 
 
-def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[Window]:
+def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[list[int]]:
     """The first windows of tokens among a store's rows.
 
     A window of which the store dropped a token other than the prefix is left out, for it cannot be put together.
@@ -79,16 +78,16 @@ def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[W
         tokens: how many tokens, the prefix not counted, are enough.
 
     Yields:
-        Windows in stored order; whole ones, so that there may be a few tokens more.
+        The token ids of windows in stored order; whole ones, so that there may be a few tokens more.
 
     Raises:
         StoreError: the rows make no whole window.
     """
     found = 0
-    for document, positions, token_ids in _spans(rows):
+    for positions, token_ids in _spans(rows):
         if positions[0] != len(prefix) or positions[-1] - positions[0] + 1 != len(positions):
             continue
-        yield Window(document, 0, [*prefix, *token_ids])
+        yield [*prefix, *token_ids]
         found += len(token_ids)
         if found >= tokens:
             return
@@ -97,27 +96,27 @@ def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[W
                          f"which every token was stored, got none; name another store")
 
 
-def _spans(rows: Rows) -> Iterator[tuple[int, list[int], list[int]]]:
-    """The document, positions and token ids of each run of rows that come from one window."""
+def _spans(rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
+    """The positions and token ids of each run of rows that come from one window."""
     waiting = np.empty((3, 0), np.int64)
     for columns in zip(*(rows.column(name, READ) for name in COLUMNS), strict=True):
         waiting = np.concatenate([waiting, np.stack(columns)], axis=1)
         edges = 1 + np.flatnonzero((np.diff(waiting[0]) != 0) | (np.diff(waiting[1]) <= 0))
         *whole, waiting = np.split(waiting, edges, axis=1)
         for span in whole:
-            yield int(span[0, 0]), span[1].tolist(), span[2].tolist()
+            yield span[1].tolist(), span[2].tolist()
     if waiting.shape[1]:
-        yield int(waiting[0, 0]), waiting[1].tolist(), waiting[2].tolist()
+        yield waiting[1].tolist(), waiting[2].tolist()
 
 
 @torch.no_grad()
-def effects(model: LanguageModel, windows: Iterable[Window], special: Tensor, layer: int, site: str,
+def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor, layer: int, site: str,
             saes: Sequence[SAE], show: Callable[[int], None]) -> list[dict[str, Any]]:
     """Splice SAEs into a model, each on its own.
 
     Args:
         model: the language model, loaded with its head.
-        windows: what it reads.
+        windows: the token ids that it reads.
         special: token ids whose activations stay as they are, and whose predictions do not count.
         layer: block, from 0.
         site: where in it; see `language_model.SITES`.
@@ -159,17 +158,33 @@ def effects(model: LanguageModel, windows: Iterable[Window], special: Tensor, la
     return [_result(shared, own, tokens, predictions) for own in sums]
 
 
-def _batches(windows: Iterable[Window], most: int) -> Iterator[list[Window]]:
+def _batches(windows: Iterable[list[int]], most: int) -> Iterator[list[list[int]]]:
     """The windows in lists that take `most` tokens when padded, at least one window each."""
-    pending: list[Window] = []
+    pending: list[list[int]] = []
     for window in windows:
-        longest = max(len(other.token_ids) for other in [*pending, window])
+        longest = max(len(other) for other in [*pending, window])
         if pending and (len(pending) + 1) * longest > most:
             yield pending
             pending = []
         pending.append(window)
     if pending:
         yield pending
+
+
+def padded(windows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids and mask of some windows, (B, T) each, padded on the right with token 0 under mask 0."""
+    length = max(map(len, windows))
+    token_ids = torch.zeros(len(windows), length, dtype=torch.int64)
+    mask = torch.zeros(len(windows), length, dtype=torch.int64)
+    for row, window in enumerate(windows):
+        token_ids[row, : len(window)] = torch.tensor(window)
+        mask[row, : len(window)] = 1
+    return token_ids, mask
+
+
+def is_plain(token_ids: Tensor, mask: Tensor, special: Tensor) -> Tensor:
+    """Where there is a token that is neither padding nor special, (B, T), bool."""
+    return (mask == 1) & ~torch.isin(token_ids, special)
 
 
 def _cross_entropy(log_probabilities: Tensor, following: Tensor, scored: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ from tiny_models import CONFIGS, LAYERS, VOCABULARY, WIDTH, loaded, save_model
 from torch import Tensor, nn
 
 from saecli.errors import ConfigError, ModelError
-from saecli.harvest import Windows
-from saecli.language_model import SITES, TINY_GEMMA2, LanguageModel, find_model
+from saecli.language_model import SITES, TINY_GEMMA2, LanguageModel, Place, find_model
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -35,34 +34,38 @@ def by_plain_hook(model: LanguageModel, module: nn.Module, tokens: tuple[Tensor,
     return found[0][0] if isinstance(found[0], tuple) else found[0]
 
 
+def read(model: LanguageModel, tokens: tuple[Tensor, Tensor], layer: int, site: str) -> Tensor:
+    return model.read(*tokens, [Place(layer, site)], torch.clone)[0]
+
+
 def kept(activations: Tensor, mask: Tensor) -> Tensor:
     return activations[mask == 1]
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_resid_post_is_what_a_plain_hook_on_the_block_gives(model, tokens, layer):
-    read = model.read(*tokens, layer, "resid_post")
-    assert read.shape == (3, 9, WIDTH)
-    torch.testing.assert_close(read, by_plain_hook(model, model.blocks[layer], tokens), rtol=0, atol=0)
+    activations = read(model, tokens, layer, "resid_post")
+    assert activations.shape == (3, 9, WIDTH)
+    torch.testing.assert_close(activations, by_plain_hook(model, model.blocks[layer], tokens), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_resid_pre_is_hidden_states_of_the_layer(model, tokens, layer):
     with torch.no_grad():
         states = model.model(input_ids=tokens[0], attention_mask=tokens[1], output_hidden_states=True).hidden_states
-    torch.testing.assert_close(kept(model.read(*tokens, layer, "resid_pre"), tokens[1]),
+    torch.testing.assert_close(kept(read(model, tokens, layer, "resid_pre"), tokens[1]),
                                kept(states[layer], tokens[1]), rtol=0, atol=0)
 
 
 def test_last_hidden_state_is_not_the_last_blocks_output(model, tokens):
     with torch.no_grad():
         states = model.model(input_ids=tokens[0], attention_mask=tokens[1], output_hidden_states=True).hidden_states
-    assert not torch.allclose(model.read(*tokens, LAYERS - 1, "resid_post"), states[-1], atol=1e-3)
+    assert not torch.allclose(read(model, tokens, LAYERS - 1, "resid_post"), states[-1], atol=1e-3)
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_residual_stream_is_the_sum_of_its_parts(model, tokens, layer):
-    parts = {site: kept(model.read(*tokens, layer, site), tokens[1]) for site in SITES}
+    parts = {site: kept(read(model, tokens, layer, site), tokens[1]) for site in SITES}
     torch.testing.assert_close(parts["resid_pre"] + parts["attn_out"] + parts["mlp_out"], parts["resid_post"],
                                rtol=1e-4, atol=1e-4)
     assert parts["attn_out"].abs().max() > 1e-3
@@ -73,7 +76,7 @@ def test_gemma2_block_equals_the_layer_computed_by_hand(tmp_path: Path, tokens):
     model = loaded(save_model(tmp_path / "gemma2", "gemma2"))
     block, config = model.blocks[1], model.source.config
     token_ids, full = tokens[0], torch.ones_like(tokens[0])
-    x = model.read(token_ids, full, 1, "resid_pre")
+    x = read(model, (token_ids, full), 1, "resid_pre")
 
     def norm(layer: nn.Module, h: Tensor) -> Tensor:
         return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + config.rms_norm_eps) * (1 + layer.weight)
@@ -100,7 +103,7 @@ def test_gemma2_block_equals_the_layer_computed_by_hand(tmp_path: Path, tokens):
     mlp = block.mlp
     h = mlp.down_proj(nn.functional.gelu(mlp.gate_proj(h), approximate="tanh") * mlp.up_proj(h))
     expected = x + norm(block.post_feedforward_layernorm, h)
-    torch.testing.assert_close(model.read(token_ids, full, 1, "resid_post"), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(read(model, (token_ids, full), 1, "resid_post"), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_forward_pass_stops_at_the_site(model, tokens):
@@ -108,11 +111,18 @@ def test_forward_pass_stops_at_the_site(model, tokens):
     handles = [block.register_forward_hook(lambda *_, index=index: ran.append(index))
                for index, block in enumerate(model.blocks)]
     for site in SITES:
-        model.read(*tokens, 1, site)
+        read(model, tokens, 1, site)
     for handle in handles:
         handle.remove()
     assert 2 not in ran
     assert ran.count(0) == len(SITES)
+
+
+def test_places_read_together_are_those_read_one_by_one(model, tokens):
+    places = [Place(layer, site) for layer in range(LAYERS) for site in SITES]
+    together = model.read(*tokens, places, torch.clone)
+    for place, activations in zip(places, together, strict=True):
+        torch.testing.assert_close(activations, read(model, tokens, *place), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("site", SITES)
@@ -123,20 +133,6 @@ def test_splicing_in_the_same_activations_changes_no_logit_and_zeros_change_them
     with model.intercepted(1, site, torch.zeros_like):
         assert not torch.allclose(model.logits(*tokens), clean, atol=1e-3)
     torch.testing.assert_close(model.logits(*tokens), clean, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("bos", [True, False])
-def test_windows_cover_each_document_once_and_begin_as_the_tokenizer_begins(tmp_path: Path, bos: bool):
-    model = loaded(save_model(tmp_path / "m", "gpt2", bos))
-    cutter = Windows(model.tokenizer, context=5)
-    texts = ["abcdefghij", "k", "lmnopqrs"]
-    windows = list(cutter.cut(enumerate(texts)))
-    prefix = [1] if bos else []
-    assert all(window.token_ids[: len(prefix)] == prefix for window in windows)
-    assert max(len(window.token_ids) for window in windows) == 5
-    for number, text in enumerate(texts):
-        joined = [t for window in windows if window.document == number for t in window.token_ids[len(prefix):]]
-        assert joined == model.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_the_middle_layer_is_the_default_and_12_for_gemma_2_2b():

@@ -16,11 +16,12 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from saecli.activations import Relu, TopK
-from saecli.harvest import COLUMNS, Windows, harvest
-from saecli.language_model import LanguageModel, find_model
+from saecli.harvest import COLUMNS, Cursor, Forward, Target, Windows, fill, in_blocks
+from saecli.language_model import LanguageModel, Place, find_model
 from saecli.sae import SAE
 from saecli.splice import stored_windows
 from saecli.store import ActivationStore, StoreMeta, StoreWriter, is_test
+from saecli.texts import Document
 
 D, WORDS, CONTEXT, LAYER = 16, 40, 12, 1
 BOS = 1
@@ -49,26 +50,25 @@ def model(folder: Path) -> LanguageModel:
     return LanguageModel(find_model(str(folder)), torch.device("cpu"), head=True)
 
 
-def documents(number: int = 60) -> list[tuple[int, str]]:
+def documents(number: int = 60) -> list[Document]:
     generator = np.random.default_rng(0)
-    return [(i, " ".join(f"w{w}" for w in generator.integers(0, WORDS, generator.integers(1, 40))))
+    return [Document(i, " ".join(f"w{w}" for w in generator.integers(0, WORDS, generator.integers(1, 40))), None)
             for i in range(number)]
 
 
 def extracted(home: Path, model: LanguageModel, positions: str = "all", limit: int | None = None,
-              text: list[tuple[int, str]] | None = None) -> Path:
+              text: list[Document] | None = None) -> Path:
     """A store as `sae extract` makes it."""
     path = home / "activations" / "store"
     source = {"model": str(Path(model.source.location).resolve()), "layer": LAYER, "site": "resid_post",
               "context": CONTEXT, "positions": positions}
     meta = StoreMeta(source=source, request_hash="x", dtype="float32", d_in=D, shard_rows=500, chunk_rows=64,
                      columns=COLUMNS)
-    cutter = Windows(model.tokenizer, CONTEXT, first_only=positions == "last")
+    windows = Windows(model.tokenizer, CONTEXT, positions)
+    place = Place(LAYER, "resid_post")
     with StoreWriter.open(path, meta, limit=limit) as writer:
-        for block in harvest(model, cutter.cut(text or documents()), cutter, LAYER, "resid_post", positions, 8):
-            writer.append(block.activations, block.columns, block.cursor, block.dropped)
-            if writer.full:
-                break
+        fill([Target(place, writer)], in_blocks(lambda _: text or documents(), windows, limit or 10**9, Cursor()),
+             Forward(model, "float32", 8 * CONTEXT, print), limit or 10**9, lambda tokens, rows: None)
         writer.finish()
     return path
 
@@ -121,9 +121,9 @@ def test_effects_on_held_out_documents_match_plain_torch(
     make_run(sae.home, "other", random_sae(1), data="store", split_seed=5)
     done = sae("eval", "random", "other", "--model", folder, "--tokens", "1000000", "--json")
     assert done.status == 0, done.err
-    held_out = [(i, text) for i, text in documents() if is_test(np.array([i]), seed=5)[0]]
+    held_out = [document for document in documents() if is_test(np.array([document.number]), seed=5)[0]]
     assert len(held_out) > 2
-    windows = [window.token_ids for window in Windows(model.tokenizer, CONTEXT).cut(held_out)]
+    windows = [window.token_ids.tolist() for window in Windows(model.tokenizer, CONTEXT).cut(held_out)]
     for found, seed in zip(done.json["runs"], (0, 1), strict=True):
         expected = oracle(folder, iter(windows), random_sae(seed))
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
@@ -153,17 +153,17 @@ def test_windows_put_together_from_the_store_are_those_that_were_extracted(
         tmp_path: Path, model: LanguageModel, limit: int | None) -> None:
     rows = ActivationStore.open(extracted(tmp_path, model, limit=limit)).split("all")
     cutter = Windows(model.tokenizer, CONTEXT)
-    found = [(window.document, window.token_ids) for window in stored_windows(rows, cutter.prefix, 10**9)]
-    cut = [(window.document, window.token_ids) for window in cutter.cut(documents())]
+    found = list(stored_windows(rows, cutter.prefix, 10**9))
+    cut = [window.token_ids.tolist() for window in cutter.cut(documents())]
     whole = cut if limit is None else cut[:len(found) - 1]
     assert found[:len(whole)] == whole
-    assert sum(len(token_ids) - 1 for _, token_ids in found) == rows.rows
+    assert sum(len(token_ids) - 1 for token_ids in found) == rows.rows
 
 
 def test_windows_are_whole_and_no_more_than_asked_for(tmp_path: Path, model: LanguageModel) -> None:
     rows = ActivationStore.open(extracted(tmp_path, model)).split("all")
     windows = list(stored_windows(rows, [BOS], 50))
-    counts = [len(window.token_ids) - 1 for window in windows]
+    counts = [len(window) - 1 for window in windows]
     assert sum(counts) >= 50 > sum(counts[:-1])
 
 
@@ -215,7 +215,7 @@ def test_tokens_without_a_model_do_nothing_and_are_refused(sae: CommandLine) -> 
 def test_eval_agrees_with_saelens_current_evaluation(
         sae: CommandLine, tmp_path: Path, folder: Path, model: LanguageModel) -> None:
     generator = np.random.default_rng(1)
-    even = [(i, " ".join(f"w{w}" for w in generator.integers(0, WORDS, CONTEXT - 1))) for i in range(80)]
+    even = [Document(i, " ".join(f"w{w}" for w in generator.integers(0, WORDS, CONTEXT - 1)), None) for i in range(80)]
     extracted(sae.home, model, text=even)
     make_run(sae.home, "random", random_sae(), data="store")
     sae("export", "random", "--to", "saelens", "--out", tmp_path / "exported")

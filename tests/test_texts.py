@@ -26,7 +26,7 @@ from saecli.texts import STDLIB_DOCS, TextSource
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=12)
 TABLE = {"text": ["first", "", None, "  ", "fifth\nline", "sixth"], "number": [1, 2, 3, 4, 5, 6]}
-TABLE_DOCUMENTS = [(0, "first"), (4, "fifth\nline"), (5, "sixth")]
+TABLE_DOCUMENTS = [(0, "first"), (1, ""), (2, ""), (3, "  "), (4, "fifth\nline"), (5, "sixth")]
 
 
 def write(path: Path, content: str | bytes) -> str:
@@ -43,7 +43,7 @@ def write_table(path: Path) -> str:
 
 
 def documents(dataset: str, start: int = 0, **options: str) -> list[tuple[int, str]]:
-    return list(TextSource(dataset, **options).documents(start))
+    return [(number, text) for number, text, _ in TextSource(dataset, **options).documents(start)]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,8 @@ def test_stdlib_docs_come_in_the_same_order_from_another_process(stdlib):
     digest = hashlib.sha256(repr(stdlib).encode()).hexdigest()
     program = (
         "import hashlib; from saecli.texts import TextSource; "
-        "print(hashlib.sha256(repr(list(TextSource('stdlib-docs').documents())).encode()).hexdigest())"
+        "texts = [(number, text) for number, text, _ in TextSource('stdlib-docs').documents()]; "
+        "print(hashlib.sha256(repr(texts).encode()).hexdigest())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "77"}
     printed = subprocess.run(
@@ -111,7 +112,7 @@ def test_txt_blank_lines_between_texts_separate_documents(tmp_path, content, exp
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_tables_skip_blank_texts_but_count_them(tmp_path, suffix):
+def test_tables_give_blank_texts_too(tmp_path, suffix):
     assert documents(write_table(tmp_path / f"a [1]*{suffix}")) == TABLE_DOCUMENTS
 
 

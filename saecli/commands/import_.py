@@ -57,15 +57,15 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
     source = {"kind": "array", "file": Path(file).name, "key": config.key, **_identity(file, array)}
     wanted = hash_request({**source, "dtype": dtype, "shard_rows": shard_rows})
     if (finished := finished_store(session, folder, wanted)) is not None:
-        return say_stored(session, finished, cached=True)
+        return say_stored(session, [(finished, True)])
     meta = StoreMeta(source, wanted, dtype, array.features, shard_rows,
                      columns=tuple(_columns(array)))
     with (StoreWriter.open(folder, meta) as writer,
-          filling(session, writer, "importing", array.rows) as show):
+          filling(session, [writer], "importing", array.rows) as show):
         while not writer.complete:
             _fill(writer, array, show)
             writer.finish()
-    return say_stored(session, ActivationStore.open(folder), cached=False)
+    return say_stored(session, [(ActivationStore.open(folder), False)])
 
 
 def _identity(file: str, array: ArraySource) -> dict[str, Any]:

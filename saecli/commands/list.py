@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..errors import SaeError, StoreError
 from ..home import Shelf
-from ..report import Step, table
+from ..report import Step, size_words, table
 from ..store import ActivationStore
 from .options import Json, Session, start
 from .stores import first_of
@@ -26,7 +26,6 @@ RUN_COLUMNS = ("data", "solver", "act", "d_sae", "test_fvu", "l0", "bytes", "sta
 RUN_SPARE = ("bytes", "data", "d_sae", "act", "solver", "l0", "test_fvu")
 HEADS = {"bytes": "size"}
 UNBOUNDED = 10_000
-UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def command(ctx: typer.Context, check: Check = False, json: Json = False) -> None:
@@ -148,15 +147,6 @@ class _Listing:
 
 
 def _table(columns: tuple[str, ...], entries: list[dict[str, Any]]) -> Any:
-    rows = [[entry["name"], *(_bytes(entry["bytes"]) if column == "bytes" else entry.get(column) for column in columns)]
-            for entry in entries]
+    rows = [[entry["name"], *(size_words(entry[column]) if column == "bytes" else entry.get(column)
+                              for column in columns)] for entry in entries]
     return table(None, ["name", *(HEADS.get(column, column) for column in columns)], rows)
-
-
-def _bytes(count: float) -> str:
-    """A size as people read it: 1.3 GB."""
-    for unit in UNITS:
-        if count < 1000 or unit == UNITS[-1]:
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}"

@@ -1,6 +1,6 @@
 """What commands share that make or open activation stores."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +10,8 @@ from ..home import STORE_MARKER, Home
 from ..report import Step, number, table
 from ..store import DTYPES, ActivationStore, StoreWriter, remembers
 from .options import Session
+
+TEXT_REASONS = ("empty_texts", "short_texts")  # reasons in `dropped` that count texts and not rows
 
 
 def checked_name(name: str) -> str:
@@ -85,24 +87,26 @@ def first_of(problems: list[str]) -> str:
 
 
 @contextmanager
-def filling(session: Session, writer: StoreWriter, label: str, rows: int) -> Iterator[Step]:
-    """Show how a store is filled, say what it goes on with, and in the end what became of damaged shards.
+def filling(session: Session, writers: Sequence[StoreWriter], label: str, rows: int) -> Iterator[Step]:
+    """Show how stores are filled, say what they go on with, and in the end what became of damaged shards.
 
     Args:
         session: the command's session.
-        writer: the store's writer.
+        writers: the stores' writers.
         label: what is being done.
-        rows: how many rows the store is to have.
+        rows: how many rows there are to come.
     """
-    if writer.damaged:
-        session.report.note(f"{writer.path.name}: writing anew {_named(writer.damaged)}")
-    elif writer.rows:
-        session.report.note(f"{writer.path.name}: going on after {writer.rows:,} rows")
+    for writer in writers:
+        if writer.damaged:
+            session.report.note(f"{writer.path.name}: writing anew {_named(writer.damaged)}")
+        elif writer.rows:
+            session.report.note(f"{writer.path.name}: going on after {writer.rows:,} rows")
     with session.report.progress(label, rows, "rows") as show:
         yield show
-    if writer.altered:
-        session.report.note(f"{writer.path.name}: {_named(writer.altered)} came out with other bytes than were "
-                            f"recorded, as another machine or version of a library rounds in other ways")
+    for writer in writers:
+        if writer.altered:
+            session.report.note(f"{writer.path.name}: {_named(writer.altered)} came out with other bytes than were "
+                                f"recorded, as another machine or version of a library rounds in other ways")
 
 
 def _named(shards: list[str]) -> str:
@@ -116,20 +120,26 @@ def norms_json(store: ActivationStore) -> dict[str, dict[str, float]]:
 
 
 def _dropped(store: ActivationStore, reason: str) -> str:
-    """How many rows were dropped for a reason, what share of all, and how large they were."""
+    """How many rows were dropped for a reason, what share of all, and how large they were; or how many texts."""
     count, norms = store.meta.dropped[reason], store.meta.dropped_norms.get(reason)
-    share = count / (store.rows + sum(store.meta.dropped.values()))
+    if reason in TEXT_REASONS:
+        return f"{count:,} texts"
+    rows = sum(amount for name, amount in store.meta.dropped.items() if name not in TEXT_REASONS)
     sizes = f", norm {number(norms.mean)}, max {number(norms.max)}" if norms else ""
-    return f"{count:,} ({100 * share:.2g}%){sizes}"
+    return f"{count:,} ({100 * count / (store.rows + rows):.2g}%){sizes}"
 
 
-def say_stored(session: Session, store: ActivationStore, cached: bool) -> None:
-    """Print the result of a command that made a store."""
-    document = {"name": store.name, "path": str(store.path), "rows": store.rows, "d_in": store.d_in,
-                "dtype": store.dtype, "shards": len(store.meta.shards), "cached": cached,
-                "dropped": store.meta.dropped, "dropped_norms": norms_json(store)}
-    shown = [[key, value if isinstance(value, int | str) else str(value)] for key, value in document.items()
-             if key not in ("cached", "dropped", "dropped_norms")]
-    shown += [[f"dropped: {reason}", _dropped(store, reason)] for reason in store.meta.dropped]
-    heading = "stored already, by the same request" if cached else "stored"
-    session.report.result(document, table(heading, ["", store.name], shown[1:]))
+def say_stored(session: Session, stores: Sequence[tuple[ActivationStore, bool]]) -> None:
+    """Print the result of a command that made stores, each with whether it was there already."""
+    documents, tables = [], []
+    for store, cached in stores:
+        document = {"name": store.name, "path": str(store.path), "rows": store.rows, "d_in": store.d_in,
+                    "dtype": store.dtype, "shards": len(store.meta.shards), "cached": cached,
+                    "dropped": store.meta.dropped, "dropped_norms": norms_json(store)}
+        shown = [[key, value if isinstance(value, int | str) else str(value)] for key, value in document.items()
+                 if key not in ("name", "cached", "dropped", "dropped_norms")]
+        shown += [[f"dropped: {reason}", _dropped(store, reason)] for reason in store.meta.dropped]
+        heading = "stored already, by the same request" if cached else "stored"
+        documents.append(document)
+        tables.append(table(heading, ["", store.name], shown))
+    session.report.result(documents[0] if len(documents) == 1 else {"stores": documents}, *tables)

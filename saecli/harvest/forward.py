@@ -1,0 +1,170 @@
+"""Blocks run through the model, in batches of windows of like length."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import ModelError
+from ..language_model import LanguageModel, Place
+from .blocks import LOOK_AHEAD, Batch, Block
+
+CPU_TOKENS = 1 << 11  # tokens in a forward pass where memory decides nothing: more no longer made it faster
+SHARE = 8  # windows of a batch are at most an eighth shorter than its longest: less padding costs more passes
+PROBED = (1, 3)  # windows in the two passes by whose memory that of any other is told
+USED = 0.7  # share of the free memory that a batch may take
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a block gives at a place. Shapes: R rows, D the site's width, S special tokens.
+
+    Args:
+        rows: (R, D) in document order, float32, or bfloat16 as its bits in uint16.
+        special_norms: norms at special tokens, (S,), float64.
+    """
+
+    rows: np.ndarray
+    special_norms: np.ndarray
+
+
+class Forward:
+    """Runs blocks; where a batch does not fit in memory, it and those after it are halved.
+
+    Args:
+        model: the language model.
+        dtype: what rows are stored as; `float32`, `float16` or `bfloat16`.
+        tokens: tokens in a batch at most, padding counted; a window of more is a batch of its own.
+        note: told when batches are halved.
+    """
+
+    def __init__(self, model: LanguageModel, dtype: str, tokens: int, note: Callable[[str], None]) -> None:
+        # Halves what leaves the device. Not so to float16: rows that overflow it are told of with their norms.
+        encoding = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        self._model, self._dtype, self._tokens, self._note = model, encoding, tokens, note
+
+    def __call__(self, block: Block, places: Sequence[Place], show: Callable[[int, int], None]) -> list[Found]:
+        """What a block gives at some places.
+
+        Args:
+            block: the windows.
+            places: where to read.
+            show: told after each batch how many tokens and rows it had.
+
+        Raises:
+            ModelError: not even one window fits in memory.
+        """
+        found: list[tuple[Tensor, Tensor]] = []
+        order = block.by_length()
+        done = 0
+        while done < len(order):
+            windows = order[done : done + self._like(block.lengths[order[done:]])]
+            batch = block.batch(windows)
+            try:
+                parts = self._read(batch, places)
+                found = found or [(rows.new_empty(block.rows, rows.shape[1]), norms.new_empty(block.specials))
+                                  for rows, norms in parts]
+                for (all_rows, all_norms), (rows, norms) in zip(found, parts, strict=True):
+                    all_rows.index_copy_(0, batch.rows.to(rows.device), rows)
+                    all_norms.index_copy_(0, batch.specials.to(norms.device), norms)
+                fits = True
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                fits = False
+            if fits:
+                done += len(windows)
+                show(int(batch.mask.sum()), len(batch.rows))
+            else:  # only here is the error gone, and with it the tensors of its frames
+                self._halve(len(windows), int(block.lengths[windows[0]]))
+        return [Found(_on_host(rows), norms.cpu().numpy()) for rows, norms in found]
+
+    def _read(self, batch: Batch, places: Sequence[Place]) -> list[tuple[Tensor, Tensor]]:
+        """The rows and the norms at special tokens of a batch at each place."""
+        kept, special = batch.kept.to(self._model.device), batch.special.to(self._model.device)
+
+        def take(activations: Tensor) -> tuple[Tensor, Tensor]:
+            flat = activations.flatten(0, 1)
+            return flat.index_select(0, kept).to(self._dtype), flat.index_select(0, special).double().norm(dim=1)
+
+        return self._model.read(batch.token_ids, batch.mask, places, take)
+
+    def _like(self, lengths: np.ndarray) -> int:
+        """How many windows, of these lengths in falling order, make a batch."""
+        shortest = -(-lengths[0] * (SHARE - 1) // SHARE)
+        alike = np.searchsorted(-lengths, -shortest, side="right")
+        return int(max(1, min(alike, self._tokens // lengths[0])))
+
+    def _halve(self, windows: int, longest: int) -> None:
+        if windows == 1:
+            raise ModelError(f"a window of {longest:,} tokens does not fit in the memory of {self._model.device}: "
+                             f"expected room for one forward pass, got none; lower --context, or use --model-dtype "
+                             f"bfloat16")
+        self._tokens = windows // 2 * longest
+        self._note(f"{windows} windows of {longest:,} tokens do not fit in the memory of {self._model.device}; "
+                   f"going on with {windows // 2}")
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def batch_tokens(model: LanguageModel, batch_size: int | str, context: int, places: Sequence[Place]) -> int:
+    """Tokens in a batch.
+
+    Args:
+        model: the language model.
+        batch_size: windows of `context` tokens in a batch; `auto` for as many as fit in a CUDA device's free memory,
+            a block at most, and elsewhere for a fixed number of tokens.
+        context: tokens in a window at most.
+        places: where the forward pass is read.
+    """
+    if batch_size != "auto":
+        return int(batch_size) * context
+    if model.device.type != "cuda":
+        return CPU_TOKENS
+    try:
+        few, more = (_peak_bytes(model, windows, context, places) for windows in PROBED)
+    except torch.OutOfMemoryError:
+        return context
+    window = max(1, (more - few) // (PROBED[1] - PROBED[0]))
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(model.device)
+    return tokens_that_fit(free, window, context)
+
+
+def tokens_that_fit(free: int, window: int, context: int) -> int:
+    """Tokens in a batch, by memory.
+
+    A power of two of windows, so that a little more or less memory does not change the batches, and with them the
+    last bits of the rows.
+
+    Args:
+        free: bytes.
+        window: bytes that each window adds to a forward pass.
+        context: tokens in a window.
+    """
+    fitting = min(int(USED * free) // window, LOOK_AHEAD // context)
+    return (1 << max(0, fitting.bit_length() - 1)) * context
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed; on a CPU, or Apple's GPU, only the words of the error say so."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error) or (
+        "can't allocate memory" in str(error))
+
+
+def _peak_bytes(model: LanguageModel, windows: int, context: int, places: Sequence[Place]) -> int:
+    """Memory that a forward pass takes beside the weights."""
+    before = torch.cuda.memory_allocated(model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    token_ids = torch.zeros(windows, context, dtype=torch.int64)
+    model.read(token_ids, torch.ones_like(token_ids), places, torch.clone)
+    return torch.cuda.max_memory_allocated(model.device) - before
+
+
+def _on_host(rows: Tensor) -> np.ndarray:
+    if rows.device.type == "cuda":  # several times faster into memory that is never paged out
+        rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
+    rows = rows.cpu()
+    return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()

@@ -1,0 +1,108 @@
+"""Filling several stores in one pass over the text.
+
+Every store is filled as if it were alone: blocks do not depend on what else is read, so stores that were interrupted at
+different shards meet the same blocks again, each from its own on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from ..errors import StoreError
+from ..language_model import Place
+from ..store import DTYPES, StoreWriter
+from .ahead import Ahead
+from .blocks import Block, Cursor
+from .forward import Forward, Found
+
+COLUMNS = ("token_id", "position", "document")
+NONFINITE_ROWS = 10_000  # so many rows that none can be stored of are no accident
+
+
+class Target:
+    """A store to fill.
+
+    Args:
+        place: what it holds.
+        writer: writes it.
+    """
+
+    def __init__(self, place: Place, writer: StoreWriter) -> None:
+        self.place, self._writer = place, writer
+        self.cursor = Cursor.from_json(writer.cursor)
+        self._resumed = writer.cursor
+
+    @property
+    def rows(self) -> int:
+        """Rows stored, those of the unfinished shard included."""
+        return self._writer.rows
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of these rows."""
+        return self.rows * self._writer.meta.d_in * DTYPES[self._writer.meta.dtype].storage.itemsize
+
+    @property
+    def full(self) -> bool:
+        """Whether the store wants no more."""
+        return self._writer.full
+
+    def wants(self, block: Block) -> bool:
+        """Whether the store has yet to take rows of a block."""
+        return not self.full and block.cursor.place >= self.cursor.place
+
+    def append(self, block: Block, found: Found | None) -> None:
+        """Store what a block gave; None where it has no tokens.
+
+        Raises:
+            StoreError: the disk refuses it, the text is not that of an interrupted store, or none of very many rows
+                could be stored.
+        """
+        again = self._resumed is not None and block.cursor.place == self.cursor.place
+        cursor, self._resumed = self._resumed if again else block.cursor.to_json(), None
+        dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
+        if found is not None:
+            dropped["special"] = found.special_norms
+        rows = np.empty((0, self._writer.meta.d_in), np.float32) if found is None else found.rows
+        self._writer.append(rows, block.columns, cursor, dropped)
+        dtype = self._writer.meta.dtype
+        if block.offered >= NONFINITE_ROWS and not self.rows:
+            remedy = ("the model itself gives them, so check its weights" if dtype == "float32" else
+                      f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != dtype)}")
+            raise StoreError(f"no row can be stored: expected rows that are finite in {dtype}, got "
+                             f"{block.offered:,} that are not and none that is; {remedy}")
+
+    def finish(self) -> None:
+        """Say that the text has ended, or no more is wanted; see `StoreWriter.finish`."""
+        self._writer.finish()
+
+
+def fill(targets: Sequence[Target], blocks: Iterator[Block], forward: Forward, rows: int,
+         show: Callable[[int, int], None]) -> None:
+    """Fill stores, until all are full or the text ends; a block is stored while the next is computed.
+
+    Args:
+        targets: the stores.
+        blocks: those from the first of their cursors on.
+        forward: gives the blocks' rows.
+        rows: how many each store wants.
+        show: told after each batch how many tokens and rows it had.
+    """
+    with Ahead(blocks) as stream, ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool:
+        under_way: Future[None] = pool.submit(lambda: None)
+        for block in stream:
+            if block.cursor.offered >= rows:  # enough, unless some could not be stored
+                under_way.result()
+            if all(target.full for target in targets):
+                break
+            taking = [target for target in targets if target.wants(block)]
+            found = forward(block, [target.place for target in taking], show) if taking and len(block.lengths) else None
+            under_way.result()
+            under_way = pool.submit(_append, taking, block, found)
+        under_way.result()
+
+
+def _append(targets: Sequence[Target], block: Block, found: Sequence[Found] | None) -> None:
+    for index, target in enumerate(targets):
+        target.append(block, found[index] if found else None)

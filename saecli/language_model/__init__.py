@@ -1,0 +1,7 @@
+"""Hugging Face causal language models, found, loaded, read or spliced; alone in importing transformers."""
+
+from .model import LanguageModel
+from .sites import SITES, Place
+from .source import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, ModelSource, find_model
+
+__all__ = ["BUNDLED", "MODEL_DTYPES", "SITES", "TINY_GEMMA2", "LanguageModel", "ModelSource", "Place", "find_model"]

@@ -1,0 +1,160 @@
+"""A language model loaded, read at some places, or spliced at one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from ..errors import ModelError
+from .sites import Place, blocks_of, hook_point
+from .source import DTYPE_WORD, UNLOADABLE, ModelSource, explained, no_tokenizer
+
+Taken = TypeVar("Taken")
+
+
+class LanguageModel:
+    """A loaded language model and its tokenizer.
+
+    Args:
+        source: where it is.
+        device: where it runs.
+        head: load the unembedding as well, which only `logits` needs.
+        dtype: precision of weights and forward pass; see `ModelSource.dtype_on`.
+
+    Raises:
+        ModelError: weights or tokenizer cannot be loaded.
+    """
+
+    def __init__(self, source: ModelSource, device: torch.device, head: bool = False, dtype: str = "auto") -> None:
+        self.source, self.device = source, device
+        settings: dict[str, Any] = {DTYPE_WORD: getattr(torch, source.dtype_on(device, dtype)),
+                                    "revision": source.revision, "trust_remote_code": False}
+        if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+            settings["attn_implementation"] = "eager"  # the fused kernels leave the soft cap out
+        loader = AutoModelForCausalLM if head else AutoModel
+        quiet = logging.get_verbosity()
+        logging.set_verbosity_error()  # loading without the head is meant, and reported as unexpected weights
+        logging.disable_progress_bar()
+        try:
+            self.tokenizer = _tokenizer(source)
+            self.model = loader.from_pretrained(source.location, **settings).to(device).eval()
+        except ModelError:
+            raise
+        except UNLOADABLE as error:
+            raise explained(source.name, error) from error
+        finally:
+            logging.set_verbosity(quiet)
+        self.model.requires_grad_(False)
+        if not hasattr(self.model.get_input_embeddings(), "weight"):
+            raise ModelError(f"{source.name} reads no tokens: expected a causal language model, got a "
+                             f"{type(self.model).__name__}; use another model")
+        self.blocks = blocks_of(self.model, source.name, source.layers)
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the model has embeddings for, counted from 0."""
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    def check_tokens(self, token_ids: Tensor) -> None:
+        """Refuse tokens without an embedding: a tokenizer may know more than its model.
+
+        Raises:
+            ModelError: there is one.
+        """
+        if (largest := int(token_ids.max())) >= self.vocabulary:
+            raise ModelError(f"{self.source.name} cannot read the token {largest}: expected token ids below "
+                             f"{self.vocabulary}, the size of its embedding; use the tokenizer that the model was "
+                             f"trained with")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the weights."""
+        return next(self.model.parameters()).dtype
+
+    @torch.no_grad()
+    def read(self, token_ids: Tensor, mask: Tensor, places: Sequence[Place],
+             take: Callable[[Tensor], Taken]) -> list[Taken]:
+        """The activations at some places; the forward pass stops at the last, so later blocks and logits cost nothing.
+
+        Args:
+            token_ids: (B, T), int64.
+            mask: 1 at tokens, 0 at padding, (B, T).
+            places: where to read, each once.
+            take: makes of the activations at a place, (B, T, D) in the model's dtype and on its device, what is kept
+                of them; it must copy, for a model may go on to add to them in place.
+
+        Returns:
+            What `take` made at each place.
+        """
+        self.check_tokens(token_ids)
+        found: dict[Place, Taken] = {}
+
+        def note(place: Place, activations: Tensor) -> Tensor:
+            found[place] = take(activations)
+            if len(found) == len(places):
+                raise _Reached
+            return activations
+
+        with ExitStack() as hooks:
+            for place in places:
+                hooks.enter_context(self.intercepted(*place, partial(note, place)))
+            try:
+                self.model(input_ids=token_ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False)
+            except _Reached:
+                return [found[place] for place in places]
+        never = next(place for place in places if place not in found)
+        raise ModelError(f"{self.source.name} never ran its layer {never.layer}: its blocks are not called one by one")
+
+    @torch.no_grad()
+    def logits(self, token_ids: Tensor, mask: Tensor) -> Tensor:
+        """The logits, (B, T, vocabulary), float32; takes what `read` takes, and a model loaded with its head."""
+        output = self.model(input_ids=token_ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False)
+        return output.logits.float()
+
+    @contextmanager
+    def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """While open, forward passes go on from `replace(activations)` in place of the activations at a site.
+
+        Args:
+            layer: block, from 0.
+            site: one of `SITES`.
+            replace: maps activations (B, T, D) to activations of that shape.
+        """
+        module, is_input = hook_point(self.blocks[layer], site)
+
+        def on_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            if args:
+                return (replace(args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": replace(kwargs["hidden_states"])}
+
+        def on_output(module: nn.Module, args: tuple, output: Any) -> Any:
+            return (replace(output[0]), *output[1:]) if isinstance(output, tuple) else replace(output)
+
+        handle = (module.register_forward_pre_hook(on_input, with_kwargs=True) if is_input
+                  else module.register_forward_hook(on_output))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward pass that has served
+    """Ends a forward pass once the wanted activations are there."""
+
+
+def _tokenizer(source: ModelSource) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        ModelError: its files are missing or cannot be read.
+    """
+    found = AutoTokenizer.from_pretrained(source.location, revision=source.revision, trust_remote_code=False)
+    # Where the files are missing the library makes an empty tokenizer up, at least for some architectures.
+    if len(found) <= len(set(found.all_special_ids)):
+        raise no_tokenizer(source.name)
+    return found

@@ -1,0 +1,168 @@
+"""Where a language model is, and what decides its weights, found out without loading them."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from huggingface_hub import errors as hub_errors
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from safetensors import SafetensorError
+from transformers import AutoConfig
+from transformers import __version__ as transformers_version
+
+from ..errors import ConfigError, ModelError
+from ..hub import why_unreachable
+
+TINY_GEMMA2 = "tiny-gemma2"
+BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
+# What damaged or foreign files make the library raise; older versions of the hub's client lack the last.
+UNLOADABLE = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError,
+              UnpicklingError,
+              *([hub_errors.StrictDataclassError] if hasattr(hub_errors, "StrictDataclassError") else []))
+DTYPE_WORD = "dtype" if tuple(map(int, transformers_version.split(".")[:2])) >= (4, 56) else "torch_dtype"
+MODEL_DTYPES = ("float32", "bfloat16", "float16")
+OFFLINE_ADVICE = f"or use --model {TINY_GEMMA2}, which is bundled, or the folder of a downloaded model"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model is: bundled, in a local folder, or on the Hugging Face hub.
+
+    Args:
+        name: as the user gave it.
+        location: what `from_pretrained` takes.
+        revision: the hub commit; None where there is none to pin, as for folders.
+        config: the model's configuration.
+    """
+
+    name: str
+    location: str
+    revision: str | None
+    config: Any
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return self.config.get_text_config().num_hidden_layers
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+        return self.config.get_text_config().hidden_size
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens in a window at most: the positions that the model learned; None where none are named."""
+        found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else None
+
+    def default_layer(self) -> int:
+        """The middle block, which is 12 of Gemma-2-2B's 26."""
+        return (self.layers - 1) // 2
+
+    def dtype_on(self, device: torch.device, wanted: str = "auto") -> str:
+        """The precision of a forward pass.
+
+        Args:
+            device: where it runs.
+            wanted: one of `MODEL_DTYPES`; or auto, for float32 on a CPU, where half precision is slow and rarely
+                native, and elsewhere the precision that the checkpoint names, float32 if none of these.
+        """
+        if wanted != "auto":
+            return wanted
+        named = next((str(found).removeprefix("torch.") for config in (self.config.get_text_config(), self.config)
+                      if (found := getattr(config, DTYPE_WORD, None)) is not None), None)
+        return named if device.type != "cpu" and named in MODEL_DTYPES else "float32"
+
+    def check_layer(self, layer: int) -> None:
+        """Refuse a block that is not there.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if not 0 <= layer < self.layers:
+            raise ConfigError(f"{self.name} has layers 0 to {self.layers - 1}, got --layer {layer}")
+
+    def check_context(self, context: int) -> None:
+        """Refuse windows with more tokens than the model has positions.
+
+        Raises:
+            ConfigError: they have.
+        """
+        if self.positions is not None and context > self.positions:
+            raise ConfigError(f"{self.name} takes windows of at most {self.positions:,} tokens, got --context "
+                              f"{context:,}; lower it")
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the weights, as part of a request's hash: revision, or sizes and times of a folder's files."""
+        if self.name in BUNDLED or self.revision:
+            return {"model": self.name, "revision": self.revision}
+        files = sorted(path for path in Path(self.location).iterdir() if path.is_file())
+        stamps = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+        return {"model": str(Path(self.location).resolve()), "revision": None, "files": stamps}
+
+
+def find_model(name: str) -> ModelSource:
+    """Find a model without loading its weights.
+
+    Args:
+        name: a bundled model's name, a folder, or a hub id.
+
+    Raises:
+        ModelError: there is none, it is gated, or the hub cannot be reached; the message says what to do.
+    """
+    if not name.strip():  # the path of an empty name is the working directory
+        raise ModelError(f"--model is empty: expected a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}")
+    local = name in BUNDLED or Path(name).is_dir()
+    if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ModelError(f"no model {name!r}: expected a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}")
+    location = str(BUNDLED.get(name, name))
+    offline = None if local else why_unreachable()
+    if offline and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        raise ModelError(f"{name} is not on this machine and the Hugging Face hub cannot be reached ({offline}): "
+                         f"connect to the network (a gated model also wants its licence accepted at "
+                         f"https://huggingface.co/{name}, and `hf auth login`), {OFFLINE_ADVICE}")
+    try:
+        # Without the word, the library asks on stdout whether to run the Python code of a model's folder.
+        config = AutoConfig.from_pretrained(location, local_files_only=local or offline is not None,
+                                            trust_remote_code=False)
+    except UNLOADABLE as error:
+        raise explained(name, error) from error
+    if not getattr(config.get_text_config(), "num_hidden_layers", None):
+        raise ModelError(f"{name} has no layers to read from: expected a num_hidden_layers above 0 in its "
+                         f"configuration, got none; use another model")
+    return ModelSource(name, location, None if local else getattr(config, "_commit_hash", None), config)
+
+
+def explained(name: str, error: BaseException) -> ModelError:
+    """Why a model could not be loaded, and what to do."""
+    if "trust_remote_code" in str(error):
+        return ModelError(f"{name} comes with Python code of its own, and this tool runs no code from a model's "
+                          f"folder: expected an architecture that transformers has; use another model")
+    if isinstance(error, UnpicklingError):  # of which the library says how to run the file's code all the same
+        return ModelError(f"cannot load the model {name}: expected weights that hold nothing but tensors, got a pickle "
+                          f"that is damaged or holds code; use a model with model.safetensors")
+    if "backend tokenizer" in str(error):
+        return no_tokenizer(name)
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, GatedRepoError):
+            return ModelError(f"{name} is gated: accept its licence at https://huggingface.co/{name}, then run "
+                              f"`hf auth login`, {OFFLINE_ADVICE}")
+        if isinstance(cause, RepositoryNotFoundError):
+            return ModelError(f"the Hugging Face hub has no model {name}, or it is private: check the name and "
+                              f"`hf auth login`, {OFFLINE_ADVICE}")
+        cause = cause.__cause__ or cause.__context__
+    said = re.sub(r":\s*\n\s*", ": ", str(error).strip())  # a line that ends so says nothing yet
+    reason = (said.splitlines() or [type(error).__name__])[0].rstrip(".")
+    return ModelError(f"cannot load the model {name}: {reason}; expected the files of a Hugging Face causal language "
+                      f"model")
+
+
+def no_tokenizer(name: str) -> ModelError:
+    return ModelError(f"cannot load the tokenizer of {name}: expected its files, such as tokenizer.json, beside the "
+                      f"weights, got none that can be read; save the tokenizer there too")

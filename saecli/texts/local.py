@@ -1,0 +1,116 @@
+"""Texts that need no library to read: the standard library's docstrings, .txt and .jsonl files."""
+
+import ast
+import inspect
+import json
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelError
+
+_STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
+_DOCSTRING_MIN_CHARS = 40
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def stdlib_docstrings() -> Iterator[str]:
+    """The docstrings of Python's standard library, each once, in the order of its files."""
+    root = Path(sysconfig.get_path("stdlib"))
+    seen: set[str] = set()
+    for path in sorted(root.rglob("*.py")):
+        if _STDLIB_SKIPPED.isdisjoint(path.relative_to(root).parts):
+            for text in _docstrings(path.read_bytes()):
+                if len(text) >= _DOCSTRING_MIN_CHARS and text not in seen:
+                    seen.add(text)
+                    yield text
+    if not seen:
+        raise ModelError(
+            f"the Python standard library has no docstrings to read; expected .py files under {root}, got none; "
+            "use a local .txt, .jsonl or .parquet file instead"
+        )
+
+
+def _docstrings(source: bytes) -> Iterator[str]:
+    with warnings.catch_warnings(action="ignore"):  # old modules hold invalid escapes, which are no concern here
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError):  # templates and other files that only look like modules
+            return
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
+            yield inspect.cleandoc(text)
+
+
+def txt_texts(path: Path) -> Iterator[str]:
+    """The paragraphs of a file, or its lines where no blank line parts any."""
+    if not _has_blank_line(path):
+        yield from (line for line in _lines(path) if line.strip())
+        return
+    for is_text, lines in groupby(_lines(path), key=lambda line: bool(line.strip())):
+        if is_text:
+            yield "\n".join(lines)
+
+
+def _has_blank_line(path: Path) -> bool:
+    """Whether a blank line separates two texts; blank lines at either end separate nothing."""
+    text_seen = blank_seen = False
+    for line in _lines(path):
+        if line.strip():
+            if blank_seen:
+                return True
+            text_seen = True
+        else:
+            blank_seen = text_seen
+    return False
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for line in file:
+                yield line.rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise ModelError(
+            f"the text file {path} cannot be read as text; expected UTF-8, got the byte "
+            f"0x{error.object[error.start]:02x} which is not part of it; convert the file to UTF-8"
+        ) from error
+
+
+def jsonl_texts(path: Path, column: str) -> Iterator[str]:
+    """One column of a file with a JSON object a line."""
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ModelError(
+                f"line {number} of {path} cannot be read; expected one JSON object a line, got {error}; "
+                "correct the line"
+            ) from error
+        yield text_of(row, column, f"line {number} of {path}")
+
+
+def text_of(row: Any, column: str, place: str) -> str:
+    """The text in a column of a row; `place` says in messages where the row is."""
+    if not isinstance(row, dict):
+        raise ModelError(f"{place} has no columns; expected a JSON object, got {type(row).__name__}; correct it")
+    if column not in row:
+        columns = ", ".join(row) or "none"
+        raise ModelError(
+            f"{place} has no column {column!r}; expected one of its columns, {columns}; name one of these"
+        )
+    text = row[column]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        columns = ", ".join(name for name in row if isinstance(row[name], str)) or "none"
+        raise ModelError(
+            f"{place} holds no text in column {column!r}; expected a string, got {type(text).__name__}; "
+            f"name a column that holds text ({columns} here)"
+        )
+    return text

@@ -1,0 +1,142 @@
+"""Where documents come from.
+
+A source is a numbered sequence of texts. The numbers count every document, also blank ones, so that a later pass
+continues an earlier one exactly where it stopped.
+"""
+
+import glob
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+from ..errors import ModelError
+from ..files import file_sha256
+from ..hub import why_unreachable
+from .local import jsonl_texts, stdlib_docstrings, txt_texts
+from .steady import Document, Mark
+from .streamed import Streamed, commit_of, unreachable
+
+STDLIB_DOCS = "stdlib-docs"
+LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
+DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # used where the user names none
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Where documents come from.
+
+    Args:
+        dataset: `stdlib-docs`, the path of a .txt, .jsonl or .parquet file, or a Hugging Face dataset id.
+        config: The dataset's configuration, for dataset ids.
+        split: The dataset's split, for dataset ids.
+        column: The column that holds the text; .txt files and `stdlib-docs` have none.
+        revision: The dataset's commit, branch or tag, for dataset ids; None for its newest state.
+    """
+
+    dataset: str
+    config: str | None = None
+    split: str = "train"
+    column: str = "text"
+    revision: str | None = None
+
+    def pinned(self, note: Callable[[str], None]) -> Self:
+        """The source with its revision a commit, where the hub can be asked for one.
+
+        Args:
+            note: Told where the network fails and another try is made.
+
+        Raises:
+            ModelError: The hub has no such dataset or revision.
+        """
+        if self.dataset == STDLIB_DOCS or _is_local(self.dataset):
+            return self
+        return replace(self, revision=commit_of(self.dataset, self.revision, note))
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the documents, as part of a request's hash.
+
+        Returns:
+            A JSON-able dictionary: for a local file its resolved name, size and SHA-256, for `stdlib-docs`
+            the Python version, for a dataset id the id, configuration, split and revision; with the column, if any.
+
+        Raises:
+            ModelError: The local file does not exist or is of an unknown kind.
+        """
+        if self.dataset == STDLIB_DOCS:
+            return {"dataset": STDLIB_DOCS, "python": platform.python_version()}
+        if not _is_local(self.dataset):
+            return {"dataset": self.dataset, "config": self._config, "split": self.split, "column": self.column,
+                    "dataset_revision": self.revision}
+        path = _local_file(self.dataset)
+        identity = {"dataset": str(path.resolve()), "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        return identity if path.suffix.lower() == ".txt" else {**identity, "column": self.column}
+
+    def documents(self, start: int = 0, mark: Mark | None = None,
+                  note: Callable[[str], None] = lambda _: None) -> Iterator[Document]:
+        """Yields the documents from number `start` on, blank ones too.
+
+        Args:
+            start: The number of the first document wanted; all documents of the source count, from 0.
+            mark: That of an earlier pass' document at or before it, which spares reading what came before.
+            note: Told where the network fails and another try is made.
+
+        Raises:
+            ModelError: The source cannot be found, reached or read as text.
+        """
+        if self.dataset == STDLIB_DOCS:
+            texts = stdlib_docstrings()
+        elif not _is_local(self.dataset):
+            return self._on_hub().documents(start, mark, note)
+        else:
+            path = _local_file(self.dataset)
+            if path.suffix.lower() == ".parquet":
+                return _parquet(path, self.column).documents(start, mark, note)
+            texts = txt_texts(path) if path.suffix.lower() == ".txt" else jsonl_texts(path, self.column)
+        return (Document(number, text, None) for number, text in enumerate(islice(texts, start, None), start))
+
+    @property
+    def _config(self) -> str | None:
+        return self.config or DEFAULT_CONFIGS.get(self.dataset)
+
+    def _on_hub(self) -> Streamed:
+        what = f"the dataset {self.dataset}"
+        # without a network `datasets` fails as well, but only after half a minute; told to be offline, it gives up
+        # at once, and may still find the dataset in its cache
+        from huggingface_hub.constants import HF_HUB_OFFLINE
+
+        if not HF_HUB_OFFLINE and (reason := why_unreachable()):
+            raise unreachable(what, reason)
+        request = {"path": self.dataset, "name": self._config, "split": self.split, "revision": self.revision}
+        return Streamed(what, request, self.column, "check its id, configuration and split")
+
+
+def _parquet(path: Path, column: str) -> Streamed:
+    # load_dataset takes file names for patterns, so the special characters of a real name are escaped
+    request = {"path": "parquet", "data_files": glob.escape(str(path)), "split": "train"}
+    return Streamed(f"the text file {path}", request, column, "write it as Parquet again")
+
+
+def _is_local(dataset: str) -> bool:
+    path = Path(dataset).expanduser()
+    return path.suffix.lower() in LOCAL_SUFFIXES or path.exists() or path.is_absolute() or dataset.startswith(".")
+
+
+def _local_file(dataset: str) -> Path:
+    path = Path(dataset).expanduser()
+    if not path.exists():
+        raise ModelError(
+            f"the text file {dataset} does not exist; expected a .txt, .jsonl or .parquet file, a Hugging Face "
+            f"dataset id, or {STDLIB_DOCS}; check the name"
+        )
+    if not path.is_file() or path.suffix.lower() not in LOCAL_SUFFIXES:
+        kind = "a file of another kind" if path.is_file() else "a folder"
+        raise ModelError(
+            f"the text source {dataset} cannot be read; expected a .txt, .jsonl or .parquet file, got {kind}; "
+            "convert it or name another"
+        )
+    return path
+
+

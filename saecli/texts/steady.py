@@ -1,0 +1,93 @@
+"""Going on after failures of the network, a bounded number of times."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further try
+NETWORK_LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests", "urllib3"}
+PASSING_STATUSES = {408, 425, 429}  # of HTTP, beside those from 500 on
+
+Mark = dict[str, Any]  # {"document": its number, "state": what the library gave when that one was next}
+
+
+class Document(NamedTuple):
+    """One text.
+
+    Args:
+        number: its number within the source.
+        text: what it says, perhaps nothing.
+        mark: where a later pass may begin to read in order to come to it; None for the source's beginning.
+    """
+
+    number: int
+    text: str
+    mark: Mark | None
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether another try may not meet an error of the network's: a lost connection, a timeout, a busy hub."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(status, int):
+        return status in PASSING_STATUSES or status >= 500
+    library = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
+    of_network = isinstance(error, ConnectionError | TimeoutError) or not library.isdisjoint(NETWORK_LIBRARIES)
+    return of_network and not HF_HUB_OFFLINE
+
+
+class Patience:
+    """Counts failures in a row, and waits after each.
+
+    Args:
+        note: told of every failure that is waited after.
+        pauses: seconds before each further try.
+    """
+
+    def __init__(self, note: Callable[[str], None], pauses: Sequence[float] = PAUSES) -> None:
+        self._note, self._pauses, self.tried = note, pauses, 0
+
+    def waits(self, error: BaseException) -> bool:
+        """Wait, if the error may pass and a try is left; whether it is worth another."""
+        if not may_pass(error) or self.tried == len(self._pauses):
+            return False
+        pause, left = self._pauses[self.tried], len(self._pauses) - self.tried
+        self._note(f"the connection failed ({one_line(error)}); trying again in {pause:g} s, "
+                   f"{left} more {'time' if left == 1 else 'times'} at most")
+        self.tried += 1
+        time.sleep(pause)
+        return True
+
+
+def steadily(open_at: Callable[[int, Mark | None], Iterator[Document]], start: int, mark: Mark | None,
+             failures: tuple[type[Exception], ...], patience: Patience) -> Iterator[Document]:
+    """Documents of a source that may break, opened again where it broke.
+
+    Args:
+        open_at: the documents from a number on, read from a mark at or before it.
+        start: number of the first.
+        mark: the newest mark at or before it.
+        failures: errors that may be worth another try.
+        patience: waits before it; a document that comes ends its count.
+
+    Raises:
+        The last error, where the tries are used up or it will not pass.
+    """
+    while True:
+        try:
+            with closing(open_at(start, mark)) as documents:
+                for document in documents:
+                    start, mark, patience.tried = document.number + 1, document.mark, 0
+                    yield document
+            return
+        except failures as error:
+            if not patience.waits(error):
+                raise
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message in one line, without its final stop, cut where it becomes a page."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    return (message if len(message) <= 300 else f"{message[:300]}...").rstrip(".")
