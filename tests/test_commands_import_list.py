@@ -34,12 +34,18 @@ def test_import_of_the_digits_from_a_shell(tmp_path):
     command = shell("--home", home, "import", "digits", "--json")
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     document = json.loads(done.stdout)
-    assert list(document) == [*KEYS, "dropped", "dropped_norms"]
+    assert list(document) == [*KEYS, "dropped", "dropped_norms", "norms"]
+    norms = document.pop("norms")
     assert document == {
         "name": "digits", "path": str(home / "activations" / "digits"), "rows": 1797, "d_in": 64, "dtype": "float32",
         "shards": 1, "cached": False, "dropped": {}, "dropped_norms": {}}
     store = ActivationStore.open(home / "activations" / "digits")
     images, labels = load_digits(return_X_y=True)
+    lengths = np.linalg.norm(images, axis=1)
+    quantiles = {share: pytest.approx(np.quantile(lengths, float(share), method="inverted_cdf"), rel=0.009)
+                 for share in ("0.01", "0.1", "0.5", "0.9", "0.99")}
+    assert norms == {"rows": 1797, "mean": pytest.approx(lengths.mean()), "max": pytest.approx(lengths.max()),
+                     "quantiles": quantiles}
     np.testing.assert_array_equal(collect(store.split("all").sequential(100)), images)
     np.testing.assert_array_equal(np.concatenate(list(store.split("all").column("label", 100))), labels)
 

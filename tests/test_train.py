@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from saecli.activations import ACTIVATIONS
 from saecli.formats import load_native
+from saecli.store import Spread
 from saecli.training import read_metrics
 from saecli.training.normalise import NORMALISATIONS, fit_normalisation
 
@@ -141,15 +142,15 @@ def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(sae: Com
 def test_normalisations_match_numpy():
     x = some_rows(500) * np.linspace(1, 9, 8, dtype=np.float32)
     x[:, 3] = 5
-    batches = [torch.from_numpy(part) for part in np.array_split(x, 7)]
+    known = Spread.of(x.astype(np.float64))
     whole = torch.from_numpy(x).double()
-    scale = fit_normalisation("scale", batches, 8, torch.float64)
+    scale = fit_normalisation("scale", known, torch.float64)
     assert scale(whole).square().sum(1).mean().item() == pytest.approx(8)
     np.testing.assert_allclose(scale(whole).mean(0), 0, atol=1e-9)
-    standard = fit_normalisation("standardize", batches, 8, torch.float64)
+    standard = fit_normalisation("standardize", known, torch.float64)
     np.testing.assert_allclose(standard(whole).std(0, correction=0), np.arange(8) != 3, atol=1e-9)
     for kind in NORMALISATIONS:
-        fitted = fit_normalisation(kind, batches, 8, torch.float64)
+        fitted = fit_normalisation(kind, known, torch.float64)
         spread = (fitted(whole) - fitted(whole).mean(0)).square().sum(1).mean()
         assert fitted.variance.item() == pytest.approx(spread.item())
 

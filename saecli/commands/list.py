@@ -12,19 +12,19 @@ from rich.text import Text
 
 from ..errors import SaeError, StoreError
 from ..home import Shelf
-from ..report import Step, size_words, table
+from ..report import Step, number, size_words, table
 from ..store import ActivationStore
 from .options import Json, Session, start
-from .stores import first_of
+from .stores import first_of, rows_dropped, what_was_kept
 
 Check = Annotated[bool, typer.Option("--check", help="Read every shard and compare it with its checksum; exit with "
                                                      "status 1 if one is damaged.")]
 # What a store's and a run's columns are, and in which order they are left out where the terminal is too narrow.
-STORE_COLUMNS = ("rows", "d_in", "dtype", "shards", "bytes", "state")
-STORE_SPARE = ("shards", "d_in", "dtype", "bytes", "rows")
+STORE_COLUMNS = ("rows", "d_in", "dtype", "norms", "dropped", "shards", "bytes", "state")
+STORE_SPARE = ("shards", "dropped", "norms", "d_in", "dtype", "bytes", "rows")
 RUN_COLUMNS = ("data", "solver", "act", "d_sae", "test_fvu", "l0", "bytes", "state")
 RUN_SPARE = ("bytes", "data", "d_sae", "act", "solver", "l0", "test_fvu")
-HEADS = {"bytes": "size"}
+HEADS = {"bytes": "size", "norms": "norm"}
 UNBOUNDED = 10_000
 
 
@@ -67,7 +67,7 @@ def _store(shelf: Shelf, name: str) -> dict[str, Any]:
     store = ActivationStore.open(shelf.path / name)
     return {"state": "complete" if store.complete else "unfinished", "created": store.meta.created,
             "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype, "shards": len(store.meta.shards),
-            "dropped": store.meta.dropped, "source": store.meta.source}
+            **what_was_kept(store), "source": store.meta.source}
 
 
 def _run(shelf: Shelf, name: str) -> dict[str, Any]:
@@ -147,6 +147,25 @@ class _Listing:
 
 
 def _table(columns: tuple[str, ...], entries: list[dict[str, Any]]) -> Any:
-    rows = [[entry["name"], *(size_words(entry[column]) if column == "bytes" else entry.get(column)
-                              for column in columns)] for entry in entries]
+    rows = [[entry["name"], *(_cell(entry, column) for column in columns)] for entry in entries]
     return table(None, ["name", *(HEADS.get(column, column) for column in columns)], rows)
+
+
+def _cell(entry: dict[str, Any], column: str) -> Any:
+    value = entry.get(column)
+    if column == "bytes":
+        return size_words(value)
+    if column == "norms" and value is not None:
+        return value["mean"]
+    if column == "dropped" and value is not None:
+        return _dropped(entry["rows"], value, entry["dropped_norms"])
+    return value
+
+
+def _dropped(stored: int, counts: dict[str, int], norms: dict[str, dict[str, float]]) -> str | None:
+    """The share of rows that were dropped, and their mean norm: 2.1% at 44.5."""
+    dropped, measured = rows_dropped(counts), sum(found["rows"] for found in norms.values())
+    if not dropped:
+        return None
+    mean = sum(found["rows"] * found["mean"] for found in norms.values()) / max(measured, 1)
+    return f"{100 * dropped / (stored + dropped):.2g}%" + (f" at {number(mean)}" if measured else "")

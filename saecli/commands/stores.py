@@ -1,14 +1,15 @@
 """What commands share that make or open activation stores."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, StoreError
 from ..home import STORE_MARKER, Home
 from ..report import Step, number, table
-from ..store import DTYPES, ActivationStore, StoreWriter, remembers
+from ..store import DTYPES, ActivationStore, Norms, StoreWriter, remembers
 from .options import Session
 
 TEXT_REASONS = ("empty_texts", "short_texts")  # reasons in `dropped` that count texts and not rows
@@ -114,9 +115,20 @@ def _named(shards: list[str]) -> str:
     return f"{', '.join(shards[:3])}" + (f" and {len(shards) - 3} more shards" if len(shards) > 3 else "")
 
 
-def norms_json(store: ActivationStore) -> dict[str, dict[str, float]]:
-    """Norms of the rows that a store left out, by reason: rows measured, mean and max."""
-    return {reason: asdict(norms) for reason, norms in store.meta.dropped_norms.items()}
+def what_was_kept(store: ActivationStore) -> dict[str, Any]:
+    """Of a store's JSON: how many rows were left out, and how large those and the stored ones are.
+
+    Norms are None where an earlier version wrote some of the rows.
+    """
+    meta = store.meta
+    norms = None if meta.norms is None else {**asdict(meta.norms), "quantiles": meta.norm_quantiles}
+    return {"dropped": meta.dropped, "dropped_norms": {name: asdict(found) for name, found in
+                                                       meta.dropped_norms.items()}, "norms": norms}
+
+
+def rows_dropped(counts: Mapping[str, int]) -> int:
+    """How many rows were dropped, of counts by reason."""
+    return sum(count for reason, count in counts.items() if reason not in TEXT_REASONS)
 
 
 def _dropped(store: ActivationStore, reason: str) -> str:
@@ -124,22 +136,25 @@ def _dropped(store: ActivationStore, reason: str) -> str:
     count, norms = store.meta.dropped[reason], store.meta.dropped_norms.get(reason)
     if reason in TEXT_REASONS:
         return f"{count:,} texts"
-    rows = sum(amount for name, amount in store.meta.dropped.items() if name not in TEXT_REASONS)
-    sizes = f", norm {number(norms.mean)}, max {number(norms.max)}" if norms else ""
-    return f"{count:,} ({100 * count / (store.rows + rows):.2g}%){sizes}"
+    sizes = f", norm {_sizes(norms)}" if norms else ""
+    return f"{count:,} ({100 * count / (store.rows + rows_dropped(store.meta.dropped)):.2g}%){sizes}"
 
 
 def say_stored(session: Session, stores: Sequence[tuple[ActivationStore, bool]]) -> None:
     """Print the result of a command that made stores, each with whether it was there already."""
     documents, tables = [], []
     for store, cached in stores:
+        meta = store.meta
         document = {"name": store.name, "path": str(store.path), "rows": store.rows, "d_in": store.d_in,
-                    "dtype": store.dtype, "shards": len(store.meta.shards), "cached": cached,
-                    "dropped": store.meta.dropped, "dropped_norms": norms_json(store)}
-        shown = [[key, value if isinstance(value, int | str) else str(value)] for key, value in document.items()
-                 if key not in ("name", "cached", "dropped", "dropped_norms")]
-        shown += [[f"dropped: {reason}", _dropped(store, reason)] for reason in store.meta.dropped]
+                    "dtype": store.dtype, "shards": len(meta.shards), "cached": cached, **what_was_kept(store)}
+        shown = [[key, document[key]] for key in ("path", "rows", "d_in", "dtype", "shards")]
+        shown += [["norm", _sizes(meta.norms)]] if meta.norms else []
+        shown += [[f"dropped: {reason}", _dropped(store, reason)] for reason in meta.dropped]
         heading = "stored already, by the same request" if cached else "stored"
         documents.append(document)
         tables.append(table(heading, ["", store.name], shown))
     session.report.result(documents[0] if len(documents) == 1 else {"stores": documents}, *tables)
+
+
+def _sizes(norms: Norms) -> str:
+    return f"mean {number(norms.mean)}, max {number(norms.max)}"

@@ -16,6 +16,11 @@ The format, version 1:
   bytes before and after them. A reader MUST refuse bytes that differ from a checksum, and where there is no `frame`
   a file that differs from its `sha256`.
 - No activation is NaN or infinite.
+- A shard MAY have a group `statistics`, of its rows as they are stored: `mean` and `scatter`, (d_in,) float64, the mean
+  and `sum_i (x_i - mean)^2`; attributes `norm_mean` and `norm_max` of their Euclidean norms, float64; and a histogram
+  of these, `norm_bin`, (K,) int32 ascending, and `norm_count`, (K,) int64 above 0: bin 0 is for norms of 0, bin i for
+  those from `2^((i - 1) / 40 - 149)` on and below `2^(i / 40 - 149)`.
+- `norms`, `norm_quantiles` and `dropped_norms` in `store.json` MAY be missing; older versions wrote none of them.
 """
 
 import dataclasses
@@ -131,6 +136,8 @@ class StoreMeta:
         complete: whether all of its rows are there.
         dropped: rows dropped, by reason.
         dropped_norms: norms of the rows dropped, by reason.
+        norms: norms of the rows stored; None where an earlier version wrote some of them.
+        norm_quantiles: the norm that this share of them does not exceed, by the share, within 0.87% of itself.
         shards: the finished shards, in the order of their rows.
         format_version: version of the format.
     """
@@ -146,6 +153,8 @@ class StoreMeta:
     complete: bool = False
     dropped: dict[str, int] = field(default_factory=dict)
     dropped_norms: dict[str, Norms] = field(default_factory=dict)
+    norms: Norms | None = None
+    norm_quantiles: dict[str, float] = field(default_factory=dict)
     shards: tuple[ShardRecord, ...] = ()
     format_version: int = FORMAT_VERSION
 
@@ -198,7 +207,8 @@ class StoreMeta:
                 raise ValueError(f"expected {full} rows in shard {shard.file}, got {shard.rows}")
         columns = tuple(str(name) for name in _take(document, "columns", list))
         return cls(**plain, columns=columns, dropped=_counts(document), dropped_norms=_dropped_norms(document),
-                   shards=shards, format_version=version)
+                   norms=_norms(document, "norms") if document.get("norms") is not None else None,
+                   norm_quantiles=_quantiles(document), shards=shards, format_version=version)
 
 
 def _take(document: Any, name: str, kind: type) -> Any:
@@ -219,6 +229,12 @@ def _dropped_norms(document: dict[str, Any]) -> dict[str, Norms]:
     if "dropped_norms" not in document:
         return {}
     return {reason: _norms(document["dropped_norms"], reason) for reason in _take(document, "dropped_norms", dict)}
+
+
+def _quantiles(document: dict[str, Any]) -> dict[str, float]:
+    if "norm_quantiles" not in document:
+        return {}
+    return {share: _take(document["norm_quantiles"], share, float) for share in _take(document, "norm_quantiles", dict)}
 
 
 def _norms(document: dict[str, Any], name: str) -> Norms:

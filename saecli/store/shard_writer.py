@@ -21,6 +21,8 @@ from ..files import file_sha256, partial_path, settle
 from .checks import frame_checksum
 from .dtypes import DTYPES
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, Frame, StoreMeta
+from .shard_statistics import put_statistics
+from .statistics import Statistics
 
 # Of everything in the file, in bytes: NumPy is slow with numbers that lie askew.
 ALIGNMENT = 64
@@ -31,18 +33,25 @@ class ShardWriter:
 
     Args:
         path: where the shard is to appear.
-        meta: what it holds. Memory: one chunk, and the columns.
+        meta: what it holds. Memory: one chunk, as stored, in float32 and in float64, and the columns.
+
+    Attributes:
+        statistics: of the rows in whole chunks; once committed, of all.
     """
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
         self.path = path
         self.rows = 0
         self._meta = meta
+        self.statistics: Statistics | None = None
         self._chunk = np.empty((meta.chunk_rows, meta.d_in), DTYPES[meta.dtype].storage)
+        # Memory that is asked for anew with every chunk costs more than all that is reckoned in it.
+        self._decoded = np.empty(self._chunk.shape, np.float32)
+        self._scratch = np.empty(self._chunk.shape, np.float64)
         self._filled = 0  # rows of the chunk that is being gathered
         self._columns: dict[str, list[np.ndarray]] = {name: [] for name in meta.columns}
         self._checksums: list[int] = []  # of the chunks
-        _, self._start = _headers(meta, meta.shard_rows, None)
+        _, self._start = _headers(meta, meta.shard_rows)
         self._end = self._start
         path.parent.mkdir(exist_ok=True)
         self._file = os.open(partial_path(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -85,7 +94,8 @@ class ShardWriter:
             self._flush_chunk()
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
         columns[CHUNK_CHECKSUMS] = np.array(self._checksums, CHECKSUM)
-        image, start = _headers(self._meta, self.rows, columns)
+        assert self.statistics is not None
+        image, start = _headers(self._meta, self.rows, columns, self.statistics)
         assert start == self._start, "the place of the activations depends on their number"
         for offset, data in image.writes:
             _write(self._file, data, offset)
@@ -108,10 +118,19 @@ class ShardWriter:
         partial_path(self.path).unlink(missing_ok=True)
 
     def _flush_chunk(self) -> None:
+        self._measure(self._chunk[: self._filled])
         self._checksums.append(xxh3_64_intdigest(self._chunk))
         _write(self._file, memoryview(self._chunk).cast("B"), self._end)
         self._end += self._chunk.nbytes
         self._filled = 0
+
+    def _measure(self, rows: np.ndarray) -> None:
+        """Add to the statistics: of rows as they are stored, chunk by chunk, so that they depend on nothing else."""
+        decoded, scratch = self._decoded[: len(rows)], self._scratch[: len(rows)]
+        DTYPES[self._meta.dtype].decode_rows(rows, decoded)
+        np.copyto(scratch, decoded)
+        found = Statistics.of(scratch)
+        self.statistics = found if self.statistics is None else self.statistics + found
 
 
 def _write(file: int, data: memoryview | bytes, offset: int) -> None:
@@ -153,7 +172,8 @@ class _Image(io.RawIOBase):
         return self.size
 
 
-def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | None) -> tuple[_Image, int]:
+def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | None = None,
+             statistics: Statistics | None = None) -> tuple[_Image, int]:
     """Everything in a shard but its activations.
 
     A dataset of fixed size in chunks without filters, allocated at once, has its chunks one after the other
@@ -163,6 +183,7 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | Non
         meta: what the shard holds.
         rows: how many rows.
         columns: (rows,) for each of the store's columns, and the chunks' checksums; None leaves them out of the image.
+        statistics: of the rows; None leaves them out too.
 
     Returns:
         The image, and the byte offset of the activations.
@@ -176,6 +197,8 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | Non
         activations = _create(file, ACTIVATIONS, DTYPES[meta.dtype].hdf5, (rows, meta.d_in), chunk)
         for name, column in (columns or {}).items():
             file[name][...] = column
+        if statistics is not None:
+            put_statistics(file, statistics)
         start = activations.get_chunk_info_by_coord((0, 0)).byte_offset
     return image, start
 

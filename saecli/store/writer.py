@@ -22,7 +22,9 @@ from .claim import begin, forsake, remove_empty, take_lock
 from .dropped import Dropped, row_norms
 from .dtypes import DTYPES
 from .schema import SHARDS, Resume, ShardRecord, StoreMeta, shard_name, write_meta
+from .shard_statistics import stored_statistics
 from .shard_writer import ShardWriter
+from .statistics import QUANTILES, Statistics
 
 NONFINITE = "nonfinite"
 SOURCE_CHANGED = "the source has changed, so remove the store and make it again"
@@ -57,6 +59,7 @@ class StoreWriter:
         self.path, self._meta, self._lock, self._limit = path, meta, lock, limit
         self._damaged = sorted(damaged)
         self.altered: list[str] = []
+        self._statistics: Statistics | None = None  # of all shards, once one has been added
         self._failed = False
         self._begin()
 
@@ -307,13 +310,28 @@ class StoreWriter:
         if self._shard:
             assert self._last is not None
             digest, frame = self._shard.commit()
+            self._statistics = self._total(self._shard.statistics)
             shards += (ShardRecord(self._shard.path.name, self._shard.rows, digest, dict(self._ended.counts),
                                    self._last, dict(self._ended.norms), frame),)
         dropped = Dropped(self._meta.dropped, self._meta.dropped_norms) + self._ended
         meta = dataclasses.replace(self._meta, complete=complete, shards=shards, dropped=dict(dropped.counts),
-                                   dropped_norms=dict(dropped.norms))
+                                   dropped_norms=dict(dropped.norms), **self._norms())
         write_meta(self.path, meta)
         self._meta, self._shard, self._ended = meta, None, Dropped()
+
+    def _total(self, found: Statistics | None) -> Statistics | None:
+        """The statistics of the shards and one more; None where an earlier version wrote some of them."""
+        if not self._meta.shards:
+            return found
+        before = self._statistics or stored_statistics(self.path, self._meta)
+        return before + found if before and found else None
+
+    def _norms(self) -> dict[str, Any]:
+        """The fields of `store.json` that tell of the norms of the rows stored."""
+        if self._statistics is None:
+            return {}
+        quantiles = {f"{share:g}": self._statistics.norm_quantile(share) for share in QUANTILES}
+        return {"norms": self._statistics.norms, "norm_quantiles": quantiles}
 
     def _drop_shard(self) -> None:
         if self._shard:

@@ -21,7 +21,7 @@ from ..report import Step
 from ..runs import FORMAT_VERSION
 from ..sae import SAE
 from ..solvers import Solver, SolverConfig, StepReport, Task
-from ..store import ActivationStore
+from ..store import ActivationStore, spread_of
 from ..store import Rows as StoredRows
 from .checkpoints import MetricsLog, load_checkpoint, save_checkpoint
 from .config import DTYPES, TrainingConfig
@@ -141,8 +141,7 @@ class Trainer:
     def _begin(self, checkpoint: tuple[dict, dict] | None) -> tuple[Solver, Normalisation, Progress]:
         training = self.plan.training
         if checkpoint is None:
-            normalisation = fit_normalisation(training.normalize, raw_batches(self.train_rows),
-                                              self.plan.store.d_in, DTYPES[training.dtype])
+            normalisation = fit_normalisation(training.normalize, spread_of(self.train_rows), DTYPES[training.dtype])
         else:
             kept = {name: checkpoint[0][f"normalisation.{name}"] for name in ("mean", "scale", "variance")}
             normalisation = Normalisation(**kept)

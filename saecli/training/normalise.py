@@ -3,13 +3,13 @@
 Shapes: B rows, D = d_in.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..store import Spread
 
 NORMALISATIONS = ("scale", "standardize", "none")
 
@@ -41,15 +41,14 @@ class Normalisation:
         return (x - self.mean) / self.scale
 
 
-def fit_normalisation(kind: str, batches: Iterable[Tensor], d_in: int, dtype: torch.dtype) -> Normalisation:
-    """Measure the normalisation of rows in one pass.
+def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype) -> Normalisation:
+    """The normalisation of rows of which mean and scatter are known.
 
     Args:
         kind: `none`; `scale`, centre and divide by one number, so that the mean squared norm is D; or
             `standardize`, centre and give each dimension unit variance, as the paper does.
-        batches: all the rows, in batches (B, D).
-        d_in: D.
-        dtype: what the result is rounded to; the pass sums in float64.
+        spread: that of the training rows alone: the held-out rows have no part in what is trained.
+        dtype: what the result is rounded to.
 
     Returns:
         The normalisation; a dimension that does not vary is only centred.
@@ -57,21 +56,14 @@ def fit_normalisation(kind: str, batches: Iterable[Tensor], d_in: int, dtype: to
     Raises:
         ConfigError: the rows do not vary at all, so that there is nothing to learn.
     """
-    rows, mean, scatter = 0, torch.zeros(d_in, dtype=torch.float64), torch.zeros(d_in, dtype=torch.float64)
-    for batch in batches:
-        x = batch.double()
-        shift = x.mean(0) - mean
-        total = rows + len(x)
-        scatter += (x - x.mean(0)).square().sum(0) + shift.square() * (rows * len(x) / total)
-        mean += shift * (len(x) / total)
-        rows = total
-    variance = scatter / rows
+    mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
     if variance.sum() == 0:
-        raise ConfigError(f"all {rows} training rows are the same; expected rows that differ, give another --data")
+        raise ConfigError(f"all {spread.rows} training rows are the same; expected rows that differ, give another "
+                          f"--data")
     if kind == "none":
         mean, scale = torch.zeros_like(mean), torch.ones_like(mean)
     elif kind == "scale":
-        scale = variance.mean().sqrt().expand(d_in)
+        scale = variance.mean().sqrt().expand_as(mean)
     else:
         scale = torch.where(variance > 0, variance.sqrt(), 1.0)
     return Normalisation(mean.to(dtype), scale.to(dtype), (variance / scale.square()).sum().to(dtype))

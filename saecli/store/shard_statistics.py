@@ -1,0 +1,112 @@
+"""The statistics that each shard holds of its own rows, and what they tell of a store or a split without a pass."""
+
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import h5py
+import numpy as np
+
+from ..errors import StoreError
+from .checks import MEND_SHARD
+from .dropped import Norms
+from .schema import SHARDS, ShardRecord, StoreMeta
+from .shard import HDF5_ERRORS, read_layout
+from .statistics import BINS, Spread, Statistics
+
+if TYPE_CHECKING:
+    from .rows import Rows
+
+STATISTICS = "statistics"
+BATCH_ROWS = 1024  # of a pass over rows
+# Of the scatter of all rows, at least so much must be left in every dimension when that of some is taken from it: of
+# the 15 digits of float64 this leaves 9.
+LEAST_LEFT = 1e-6
+
+
+def put_statistics(file: h5py.File, statistics: Statistics) -> None:
+    """Write a shard's statistics into it, as `schema.py` says."""
+    creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    creation.set_obj_track_times(False)  # equal rows make equal bytes
+    group = h5py.Group(h5py.h5g.create(file.id, STATISTICS.encode(), gcpl=creation))
+    bins = np.flatnonzero(statistics.norm_counts)
+    columns = {"mean": (statistics.spread.mean, "<f8"), "scatter": (statistics.spread.scatter, "<f8"),
+               "norm_bin": (bins, "<i4"), "norm_count": (statistics.norm_counts[bins], "<i8")}
+    for name, (values, kind) in columns.items():
+        group.create_dataset(name, data=values.astype(kind), track_times=False)
+    for name, value in (("norm_mean", statistics.norms.mean), ("norm_max", statistics.norms.max)):
+        group.attrs.create(name, value, dtype="<f8")
+
+
+def _read(path: Path, meta: StoreMeta, record: ShardRecord) -> Statistics | None:
+    """A shard's statistics; None where it has none, as an earlier version wrote it.
+
+    Raises:
+        StoreError: the shard is missing or damaged, or they are not those of its rows.
+    """
+    read_layout(path, meta, record)  # no byte is believed before its checksum is found right
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            if STATISTICS not in file:
+                return None
+            group = file[STATISTICS]
+            mean, scatter, bins, number = (group[name][:] for name in ("mean", "scatter", "norm_bin", "norm_count"))
+            norms = Norms(record.rows, *(float(group.attrs[name]) for name in ("norm_mean", "norm_max")))
+            counts = np.zeros(BINS, np.int64)
+            counts[bins] = number
+    except (*HDF5_ERRORS, IndexError) as error:
+        raise StoreError(f"cannot read the statistics of shard {path}: {' '.join(str(error).split())}; "
+                         f"{MEND_SHARD}") from error
+    if not (mean.shape == scatter.shape == (meta.d_in,) and (scatter >= 0).all() and counts.sum() == record.rows
+            and np.isfinite([*mean, *scatter, norms.mean, norms.max]).all()):
+        raise StoreError(f"cannot use the statistics of shard {path}: expected those of {record.rows} rows of "
+                         f"{meta.d_in} dimensions, got others; {MEND_SHARD}")
+    return Statistics(Spread(record.rows, mean, scatter), norms, counts)
+
+
+def stored_statistics(path: Path, meta: StoreMeta) -> Statistics | None:
+    """The statistics of all rows of a store, merged from its shards' in their order.
+
+    Args:
+        path: the store's folder.
+        meta: its `store.json`.
+
+    Returns:
+        None where there is no shard, or an earlier version wrote one without.
+
+    Raises:
+        StoreError: a shard is missing or damaged.
+
+    Cost: opens every shard; reads none of their rows.
+    """
+    if meta.norms is None:
+        return None
+    found = [_read(path / SHARDS / record.file, meta, record) for record in meta.shards]
+    known = [statistics for statistics in found if statistics is not None]
+    return reduce(add, known) if known and len(known) == len(found) else None
+
+
+def spread_of(rows: "Rows") -> Spread:
+    """Mean and scatter of a split's own rows, exact to rounding whatever the store knows.
+
+    Where the split is the whole store but for the held-out rows, it is the store's less theirs.
+
+    Raises:
+        StoreError: a shard is missing or damaged.
+
+    Cost: a pass over the held-out rows where the rows are all others; a pass over the rows themselves where they are
+    fewer (a fraction), where a shard has no statistics, or where next to all of some dimension's scatter is held out.
+    """
+    store, split = rows.store, rows.split
+    whole = stored_statistics(store.path, store.meta) if split.which == "train" and split.fraction == 1 else None
+    if whole is None:
+        return _measured(rows)
+    if rows.rows == store.rows:
+        return whole.spread
+    rest = whole.spread - _measured(store.split("test", seed=split.seed, test_fraction=split.test_fraction))
+    return _measured(rows) if (rest.scatter < LEAST_LEFT * whole.spread.scatter).any() else rest
+
+
+def _measured(rows: "Rows") -> Spread:
+    return Spread.measured(rows.sequential(BATCH_ROWS), rows.d_in)

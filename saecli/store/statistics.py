@@ -1,0 +1,130 @@
+"""Mean, spread and norms of rows: taken in float64 a chunk at a time, and merged without loss.
+
+Legend: R rows, D = d_in.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from .dropped import Norms, row_norms
+
+# Bin 0 is for norms of 0; bin i for those from 2^((i - 1) / 40 - 149) on and below 2^(i / 40 - 149). The least float32
+# above 0 is 2^-149, and no norm of 2^42 dimensions reaches 2^149.
+BINS_PER_DOUBLING, LEAST_EXPONENT = 40, -149
+BINS = 1 + BINS_PER_DOUBLING * 2 * -LEAST_EXPONENT
+# Of a quantile of norms, half a bin: 0.87%.
+QUANTILE_ERROR = 2 ** (0.5 / BINS_PER_DOUBLING) - 1
+QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where rows lie, dimension by dimension.
+
+    Args:
+        rows: how many.
+        mean: (D,) float64.
+        scatter: (D,) float64, `sum_i (x_i - mean)^2`.
+    """
+
+    rows: int
+    mean: np.ndarray
+    scatter: np.ndarray
+
+    @classmethod
+    def none(cls, d_in: int) -> Self:
+        """That of no rows, to add others to."""
+        return cls(0, np.zeros(d_in), np.zeros(d_in))
+
+    @classmethod
+    def of(cls, rows: np.ndarray) -> Self:
+        """That of rows in memory: the mean first, deviations from it after, so that no digits cancel.
+
+        Args:
+            rows: (R, D) float64, R at least 1; overwritten.
+        """
+        mean = np.add.reduce(rows, axis=0) / len(rows)
+        rows -= mean
+        np.multiply(rows, rows, out=rows)
+        return cls(len(rows), mean, np.add.reduce(rows, axis=0))
+
+    @classmethod
+    def measured(cls, batches: Iterable[np.ndarray], d_in: int) -> Self:
+        """That of batches (R, D) of rows, in one pass."""
+        total = cls.none(d_in)
+        for batch in batches:
+            total += cls.of(batch.astype(np.float64))
+        return total
+
+    @property
+    def variance(self) -> np.ndarray:
+        """(D,), mean squared deviation from the mean."""
+        return self.scatter / self.rows
+
+    def __add__(self, other: "Spread") -> Self:
+        """That of both sets of rows together: with d the difference of their means,
+
+            mean = mean_a + d n_b / n      scatter = scatter_a + scatter_b + d^2 n_a n_b / n
+
+        Source: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample
+        variances".
+        """
+        rows, shift = self.rows + other.rows, other.mean - self.mean
+        weight = other.rows / rows
+        return type(self)(rows, self.mean + shift * weight,
+                          self.scatter + other.scatter + shift * shift * (self.rows * weight))
+
+    def __sub__(self, part: "Spread") -> Self:
+        """That of the other rows where `part` is that of some, fewer than all: `+` solved for its left side.
+
+        A scatter much smaller than that of all rows keeps few digits.
+        """
+        rows, shift = self.rows - part.rows, self.mean - part.mean
+        weight = part.rows / rows
+        return type(self)(rows, self.mean + shift * weight,
+                          self.scatter - part.scatter - shift * shift * (self.rows * weight))
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a shard or a store tells of its rows.
+
+    Args:
+        spread: their mean and scatter.
+        norms: mean and maximum of their Euclidean norms.
+        norm_counts: (BINS,) int64, how many norms lie in each bin.
+    """
+
+    spread: Spread
+    norms: Norms
+    norm_counts: np.ndarray
+
+    @classmethod
+    def of(cls, rows: np.ndarray) -> Self:
+        """Those of rows in memory.
+
+        Args:
+            rows: (R, D) float64, finite, R at least 1; overwritten.
+        """
+        norms = row_norms(rows)
+        return cls(Spread.of(rows), Norms.of(norms), np.bincount(_bins(norms), minlength=BINS))
+
+    def __add__(self, other: "Statistics") -> Self:
+        return type(self)(self.spread + other.spread, self.norms + other.norms, self.norm_counts + other.norm_counts)
+
+    def norm_quantile(self, share: float) -> float:
+        """The norm that this share of the rows, in (0, 1], does not exceed, to within `QUANTILE_ERROR` of itself."""
+        wanted = max(1, int(np.ceil(share * self.norms.rows)))
+        index = int(np.searchsorted(np.cumsum(self.norm_counts), wanted))
+        middle = 2.0 ** ((index - 0.5) / BINS_PER_DOUBLING + LEAST_EXPONENT) if index else 0.0
+        return min(middle, self.norms.max)
+
+
+def _bins(norms: np.ndarray) -> np.ndarray:
+    """(R,) the bin of each norm."""
+    with np.errstate(divide="ignore"):
+        above = np.floor(BINS_PER_DOUBLING * (np.log2(norms) - LEAST_EXPONENT))
+    return np.where(norms > 0, above + 1, 0).astype(np.int64)
