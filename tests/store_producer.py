@@ -25,6 +25,9 @@ from saecli.store import StoreWriter
 
 BLOCKS = 60
 D_IN = 24
+MULTIPLE = 1.3
+META = make_meta(D_IN, "bfloat16", shard_rows=90, chunk_rows=16, columns=("document", "position"),
+                 max_norm_multiple=MULTIPLE)
 HERE = Path(__file__).parent
 
 
@@ -41,8 +44,7 @@ def blocks(since: dict | None) -> Iterator[tuple[dict, np.ndarray, dict, dict]]:
 
 def write(path: Path, limit: int | None = None) -> None:
     """Write the store, from its beginning or from where it was interrupted."""
-    meta = make_meta(D_IN, "bfloat16", shard_rows=90, chunk_rows=16, columns=("document", "position"))
-    with StoreWriter.open(path, meta, limit=limit) as writer:
+    with StoreWriter.open(path, META, limit=limit) as writer:
         while not writer.complete:
             for cursor, rows, columns, dropped in blocks(writer.cursor):
                 sys.audit("store_producer.block")

@@ -18,9 +18,11 @@ def memory_folder() -> Iterator[Path]:
 
 
 def make_meta(d_in: int, dtype: str = "float32", *, shard_rows: int = 100, chunk_rows: int = 8,
-              columns: tuple[str, ...] = (), source: dict | None = None) -> StoreMeta:
+              columns: tuple[str, ...] = (), source: dict | None = None,
+              max_norm_multiple: float | None = None) -> StoreMeta:
     """A small store's meta."""
-    return StoreMeta(source or {"dataset": "test"}, "request", dtype, d_in, shard_rows, chunk_rows, columns)
+    return StoreMeta(source or {"dataset": "test"}, "request", dtype, d_in, shard_rows, chunk_rows, columns,
+                     max_norm_multiple)
 
 
 def make_store(path: Path, rows: np.ndarray, dtype: str = "float32", *, block: int = 37,

@@ -39,10 +39,9 @@ def files(store):
 @given(st.dictionaries(st.integers(0, 11), st.sampled_from(sorted(DAMAGE))), st.integers(0, 60),
        st.one_of(st.none(), st.integers(200, 900)))
 def test_mended_equals_never_damaged_and_other_shards_are_untouched(damage, stop, limit):
-    meta = make_meta(store_producer.D_IN, "bfloat16", shard_rows=90, chunk_rows=16, columns=("document", "position"))
     with memory_folder() as folder:
         store_producer.write(folder / "whole", limit)
-        with StoreWriter.open(folder / "s", meta, limit=limit) as writer:  # interrupted after any block
+        with StoreWriter.open(folder / "s", store_producer.META, limit=limit) as writer:  # interrupted after any block
             for cursor, rows, columns, dropped in list(store_producer.blocks(None))[:stop]:
                 if not writer.full:
                     writer.append(rows, columns, cursor, dropped)

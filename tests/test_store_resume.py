@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import store_producer
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from storing import collect, make_meta, make_store, memory_folder
@@ -44,11 +45,23 @@ def assert_prefix(path: Path, whole: dict) -> bool:
 
 def test_uninterrupted_store_holds_the_blocks(uninterrupted):
     blocks = list(store_producer.blocks(None))
-    kept = np.concatenate([rows[np.isfinite(rows).all(axis=1)] for _, rows, _, _ in blocks])
-    assert len(uninterrupted["rows"]) == len(kept) > 1000
+    finite = [rows[np.isfinite(rows).all(axis=1)] for _, rows, _, _ in blocks]
+    # The limit is a multiple of the median norm in the first block that has a finite row.
+    median = np.median(np.linalg.norm(next(rows for rows in finite if len(rows)).astype(float), axis=1))
+    finite = np.concatenate(finite)
+    kept = finite[np.linalg.norm(finite.astype(float), axis=1) <= store_producer.MULTIPLE * median]
+    rows = torch.from_numpy(kept).to(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(uninterrupted["rows"], rows)
+    assert 900 < len(kept) < 0.99 * len(finite)
+    assert uninterrupted["meta"]["median_norm"] == pytest.approx(median)
     assert uninterrupted["meta"]["dropped"] == {
         "special": sum(len(dropped["special"]) for *_, dropped in blocks),
-        "nonfinite": sum(len(rows) for _, rows, _, _ in blocks) - len(kept)}
+        "nonfinite": sum(len(rows) for _, rows, _, _ in blocks) - len(finite), "high_norm": len(finite) - len(kept)}
+    for reason, norms in (("special", np.concatenate([dropped["special"] for *_, dropped in blocks])),
+                          ("high_norm", np.setdiff1d(*(np.linalg.norm(part.astype(float), axis=1)
+                                                       for part in (finite, kept))))):
+        assert uninterrupted["meta"]["dropped_norms"][reason] == pytest.approx(
+            {"rows": len(norms), "mean": norms.mean(), "max": norms.max()})
 
 
 def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce, uninterrupted):
@@ -69,9 +82,11 @@ def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce,
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.one_of(st.none(), st.integers(1, 1200)))
-def test_interrupted_after_any_blocks_and_run_again_equals_never_interrupted(pauses, limit):
-    meta = make_meta(store_producer.D_IN, shard_rows=70, chunk_rows=16, columns=("document", "position"))
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.one_of(st.none(), st.integers(1, 1200)),
+       st.sampled_from([None, 1.1]))
+def test_interrupted_after_any_blocks_and_run_again_equals_never_interrupted(pauses, limit, multiple):
+    meta = make_meta(store_producer.D_IN, shard_rows=70, chunk_rows=16, columns=("document", "position"),
+                     max_norm_multiple=multiple)
     with memory_folder() as folder:
         for name, stops in (("whole", [10**6]), ("parts", [*pauses, 10**6])):
             for stop in stops:

@@ -23,7 +23,7 @@ from ..report import Step, size_words
 from ..store import DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request
 from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, Document, TextSource
 from .options import Device, Given, Json, Session, configured, start
-from .stores import checked_name, filling, finished_store, say_stored, store_folder
+from .stores import MAX_NORM_HELP, checked_name, filling, finished_store, say_stored, store_folder
 
 DEFAULT_DATASET = "Salesforce/wikitext"
 DEFAULT_CONTEXT = 128
@@ -59,6 +59,7 @@ class ExtractConfig(Config):
                                  "other documents' too. Without it, documents are cut into windows and never mixed.")
     positions: str = option("all", "all: a row for each token that is not special; last: one row a document, its first "
                                    "window's last token, as in the paper.", choices=POSITIONS)
+    max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
     dtype: str = option("bfloat16", "Precision of the stored rows.", choices=tuple(DTYPES))
     model_dtype: str = option("auto", "Precision of weights and forward pass; auto: float32 on a CPU, elsewhere the "
                                       "checkpoint's own.", choices=("auto", *MODEL_DTYPES))
@@ -182,6 +183,8 @@ def _wanted(session: Session, config: ExtractConfig, source: ModelSource, text: 
     names = [site.value for site in sites or [Site.resid_post]]
     places = [Place(*pair) for pair in product(dict.fromkeys(layers), dict.fromkeys(names))]
     shared = {field: getattr(config, field) for field in DECIDING} | source.identity() | text.identity()
+    if config.max_norm_multiple is not None:  # otherwise the request is what it was before there was this option
+        shared["max_norm_multiple"] = config.max_norm_multiple
     found = []
     for place in places:
         request = {**shared, **place._asdict()}
@@ -216,7 +219,8 @@ def _extract(session: Session, config: ExtractConfig, model: LanguageModel, text
         for store, width in zip(stores, widths, strict=True):
             meta = StoreMeta(source={**store.request, "prepend_bos": bool(windows.prefix)},
                              request_hash=hash_request(store.request), dtype=config.dtype, d_in=width,
-                             shard_rows=config.shard_rows, columns=COLUMNS)
+                             shard_rows=config.shard_rows, columns=COLUMNS,
+                             max_norm_multiple=config.max_norm_multiple)
             writers.append(open_writers.enter_context(StoreWriter.open(store.folder, meta, limit=config.rows)))
         start = _first_cursor(_targets(writers, places))
         with filling(session, writers, "extracting", max(0, config.rows - start.offered)) as show:

@@ -14,7 +14,7 @@ from ..files import file_sha256
 from ..report import Step
 from ..store import DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request, rows_per_shard
 from .options import Given, Json, configured, start
-from .stores import filling, finished_store, say_stored, store_folder
+from .stores import MAX_NORM_HELP, filling, finished_store, say_stored, store_folder
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class ImportConfig(Config):
     key: str | None = option(None, "Which array of the file; needed where it holds several.")
     labels: str | None = option(None, "A label for each row: a file with one array of whole numbers, or the key of one "
                                       "in the same file.", metavar="FILE|KEY")
+    max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
     dtype: str | None = option(None, "Precision of the stored rows; default: the file's own where it is float16 or "
                                      "bfloat16, else float32.", choices=tuple(DTYPES))
     shard_rows: int | None = option(None, "Rows in a shard file; default: as many as take 256 MiB.", minimum=1,
@@ -55,11 +56,13 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
     dtype = config.dtype or array.dtype
     shard_rows = config.shard_rows or rows_per_shard(array.features, dtype)
     source = {"kind": "array", "file": Path(file).name, "key": config.key, **_identity(file, array)}
+    if config.max_norm_multiple is not None:  # otherwise the request is what it was before there was this option
+        source["max_norm_multiple"] = config.max_norm_multiple
     wanted = hash_request({**source, "dtype": dtype, "shard_rows": shard_rows})
     if (finished := finished_store(session, folder, wanted)) is not None:
         return say_stored(session, [(finished, True)])
     meta = StoreMeta(source, wanted, dtype, array.features, shard_rows,
-                     columns=tuple(_columns(array)))
+                     columns=tuple(_columns(array)), max_norm_multiple=config.max_norm_multiple)
     with (StoreWriter.open(folder, meta) as writer,
           filling(session, [writer], "importing", array.rows) as show):
         while not writer.complete:

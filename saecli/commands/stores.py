@@ -12,6 +12,9 @@ from ..report import Step, number, table
 from ..store import DTYPES, ActivationStore, Norms, StoreWriter, remembers
 from .options import Session
 
+MAX_NORM_HELP = ("Leave out, and count, rows whose norm is above this many times the median norm, which is that of the "
+                 "first block (up to about 10,000 rows, or 16 MiB of an imported file) and noted in the store; "
+                 "dictionary_learning's max_activation_norm_multiple; default: none is.")
 TEXT_REASONS = ("empty_texts", "short_texts")  # reasons in `dropped` that count texts and not rows
 
 

@@ -20,12 +20,14 @@ The format, version 1:
   and `sum_i (x_i - mean)^2`; attributes `norm_mean` and `norm_max` of their Euclidean norms, float64; and a histogram
   of these, `norm_bin`, (K,) int32 ascending, and `norm_count`, (K,) int64 above 0: bin 0 is for norms of 0, bin i for
   those from `2^((i - 1) / 40 - 149)` on and below `2^(i / 40 - 149)`.
-- `norms`, `norm_quantiles` and `dropped_norms` in `store.json` MAY be missing; older versions wrote none of them.
+- `store.json` MAY lack `max_norm_multiple`, `median_norm`, `norms`, `norm_quantiles`, `dropped_norms` and a shard's
+  `frame`: older versions wrote none of them.
 """
 
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,6 +134,8 @@ class StoreMeta:
         shard_rows: rows in every shard but the last.
         chunk_rows: rows in a chunk; 0 for `rows_per_chunk`.
         columns: names out of `COLUMNS` of what is kept beside each row.
+        max_norm_multiple: rows whose norm is above this many times `median_norm` are dropped; None for no limit.
+        median_norm: the median norm of the first block's finite rows; None until the first shard is there.
         created: when the store was begun.
         complete: whether all of its rows are there.
         dropped: rows dropped, by reason.
@@ -149,6 +153,8 @@ class StoreMeta:
     shard_rows: int
     chunk_rows: int = 0
     columns: tuple[str, ...] = ()
+    max_norm_multiple: float | None = None
+    median_norm: float | None = None
     created: str = field(default_factory=now)
     complete: bool = False
     dropped: dict[str, int] = field(default_factory=dict)
@@ -165,6 +171,8 @@ class StoreMeta:
             raise ConfigError(f"cannot store column {unknown[0]!r}; expected some of {', '.join(COLUMNS)}")
         if len(set(self.columns)) < len(self.columns):
             raise ConfigError(f"cannot store a column twice, got {', '.join(self.columns)}")
+        if self.max_norm_multiple is not None and not 1 <= self.max_norm_multiple < math.inf:
+            raise ConfigError(f"max_norm_multiple must be at least 1 and finite, got {self.max_norm_multiple}")
         for name, least in (("d_in", 1), ("shard_rows", 1), ("chunk_rows", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -178,7 +186,7 @@ class StoreMeta:
 
     def request(self) -> dict[str, Any]:
         """Everything by which an interrupted store is recognised as the one asked for."""
-        names = ("dtype", "d_in", "shard_rows", "chunk_rows", "columns", "request_hash")
+        names = ("dtype", "d_in", "shard_rows", "chunk_rows", "columns", "max_norm_multiple", "request_hash")
         return {**self.source, **{name: getattr(self, name) for name in names}}
 
     def to_json(self) -> dict[str, Any]:
@@ -207,6 +215,8 @@ class StoreMeta:
                 raise ValueError(f"expected {full} rows in shard {shard.file}, got {shard.rows}")
         columns = tuple(str(name) for name in _take(document, "columns", list))
         return cls(**plain, columns=columns, dropped=_counts(document), dropped_norms=_dropped_norms(document),
+                   max_norm_multiple=_optional(document, "max_norm_multiple"),
+                   median_norm=_optional(document, "median_norm"),
                    norms=_norms(document, "norms") if document.get("norms") is not None else None,
                    norm_quantiles=_quantiles(document), shards=shards, format_version=version)
 
@@ -218,6 +228,10 @@ def _take(document: Any, name: str, kind: type) -> Any:
     if type(value) is not kind:
         raise ValueError(f"expected field {name!r} to be of type {kind.__name__}, got {value!r:.60}")
     return value
+
+
+def _optional(document: dict[str, Any], name: str) -> float | None:
+    return None if document.get(name) is None else _take(document, name, float)
 
 
 def _counts(document: dict[str, Any]) -> dict[str, int]:

@@ -27,6 +27,7 @@ from .shard_writer import ShardWriter
 from .statistics import QUANTILES, Statistics
 
 NONFINITE = "nonfinite"
+HIGH_NORM = "high_norm"
 SOURCE_CHANGED = "the source has changed, so remove the store and make it again"
 
 
@@ -60,6 +61,7 @@ class StoreWriter:
         self._damaged = sorted(damaged)
         self.altered: list[str] = []
         self._statistics: Statistics | None = None  # of all shards, once one has been added
+        self._median = meta.median_norm
         self._failed = False
         self._begin()
 
@@ -154,7 +156,11 @@ class StoreWriter:
 
     def append(self, activations: np.ndarray, columns: Mapping[str, np.ndarray], cursor: dict[str, Any],
                dropped: Mapping[str, np.ndarray] | None = None) -> None:
-        """Append one block; rows that are not finite in the stored type are dropped and counted.
+        """Append one block; rows that are not finite in the stored type or too large are dropped and counted.
+
+        Too large is a norm above `max_norm_multiple` times the median norm of the first block that has a finite row.
+        That median is noted with the first shard and stands from then on; with producers whose blocks are always the
+        same, a store is then the same however often it was interrupted.
 
         Args:
             activations: (R, D) float, or uint16 bits where the store is bfloat16; R may be 0.
@@ -169,13 +175,13 @@ class StoreWriter:
             ValueError: shapes or types do not fit the store.
         """
         rows, cursor = self._checked(activations, columns), json.loads(json.dumps(cursor))
-        kept = DTYPES[self._meta.dtype].keeps(rows)
         self._ended, self._current = self._ended + self._current, Dropped.of(dropped or {})
-        if not kept.all():
-            bad = rows[~kept]
-            norms = row_norms(bad) if bad.dtype.kind == "f" else np.full(len(bad), np.nan)
-            self._current += Dropped.of({NONFINITE: norms})
-            rows, columns = rows[kept], {name: columns[name][kept] for name in self._meta.columns}
+        rows, columns = self._dropping(NONFINITE, ~DTYPES[self._meta.dtype].keeps(rows), rows, columns)
+        if self._meta.max_norm_multiple is not None and len(rows):
+            norms = self._row_norms(rows)
+            self._median = float(np.median(norms)) if self._median is None else self._median
+            high = norms > self._meta.max_norm_multiple * self._median
+            rows, columns = self._dropping(HIGH_NORM, high, rows, columns)
         begin, end = self._after_stored(len(rows), cursor), len(rows)
         if self._damaged or self._mended:
             end = min(end, begin + (0 if self._mended else self._room - (self._shard.rows if self._shard else 0)))
@@ -252,6 +258,22 @@ class StoreWriter:
         with np.errstate(over="ignore"):  # what overflows is infinite, and dropped
             return activations.astype(np.float32, copy=False)
 
+    def _dropping(self, reason: str, unwanted: np.ndarray, rows: np.ndarray,
+                  columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+        """The rows and columns without some, which are counted."""
+        if not unwanted.any():
+            return rows, columns
+        self._current += Dropped.of({reason: self._row_norms(rows[unwanted])})
+        return rows[~unwanted], {name: columns[name][~unwanted] for name in self._meta.columns}
+
+    def _row_norms(self, rows: np.ndarray) -> np.ndarray:
+        """Norms, (R,), of rows as they came; infinite where one is not finite in the stored type's own bits."""
+        if rows.dtype.kind == "f":
+            return row_norms(rows)
+        decoded = np.empty(rows.shape, np.float32)
+        DTYPES[self._meta.dtype].decode_rows(rows, decoded)
+        return row_norms(decoded)
+
     def _after_stored(self, kept: int, cursor: dict[str, Any]) -> int:
         """How many of the block's kept rows are stored already, as those before an interruption are."""
         if self._resume is None:
@@ -315,7 +337,7 @@ class StoreWriter:
                                    self._last, dict(self._ended.norms), frame),)
         dropped = Dropped(self._meta.dropped, self._meta.dropped_norms) + self._ended
         meta = dataclasses.replace(self._meta, complete=complete, shards=shards, dropped=dict(dropped.counts),
-                                   dropped_norms=dict(dropped.norms), **self._norms())
+                                   dropped_norms=dict(dropped.norms), median_norm=self._median, **self._norms())
         write_meta(self.path, meta)
         self._meta, self._shard, self._ended = meta, None, Dropped()
 
