@@ -15,7 +15,8 @@ The format, version 1:
   chunks one after the other in order; then its `frame` in `store.json` says where they begin, and the XXH3-64 of all
   bytes before and after them. A reader MUST refuse bytes that differ from a checksum, and where there is no `frame`
   a file that differs from its `sha256`.
-- No activation is NaN or infinite.
+- No activation is NaN or infinite. Where there is a `max_norm_multiple`, no row's norm, before it was rounded to the
+  stored type, is above so many times `median_norm`.
 - A shard MAY have a group `statistics`, of its rows as they are stored: `mean` and `scatter`, (d_in,) float64, the mean
   and `sum_i (x_i - mean)^2`; attributes `norm_mean` and `norm_max` of their Euclidean norms, float64; and a histogram
   of these, `norm_bin`, (K,) int32 ascending, and `norm_count`, (K,) int64 above 0: bin 0 is for norms of 0, bin i for
