@@ -54,8 +54,11 @@ def test_import_drops_outliers_and_says_so_everywhere(sae: CommandLine, tmp_path
     assert document["norms"]["max"] == pytest.approx(norms[~high].max())
     (listed,) = sae("list", "--json").json["stores"]
     assert (listed["norms"], listed["dropped_norms"]) == (document["norms"], document["dropped_norms"])
-    assert f"1.3% at {norms[high].mean():.4g}" in sae("list").out
+    median = f"{document['norms']['quantiles']['0.5']:.4g}"
+    shown = sae("list").out
+    assert f"1.3% at {norms[high].mean():.4g}" in shown and median in shown
     done = sae(*words)
+    assert f"median {median}, mean {document['norms']['mean']:.4g}, max {document['norms']['max']:.4g}" in done.out
     assert "stored already" in done.out
     assert "dropped: high_norm" in done.out and f"40 (1.3%), norm mean {norms[high].mean():.4g}" in done.out
     np.testing.assert_array_equal(

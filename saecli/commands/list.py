@@ -24,7 +24,7 @@ STORE_COLUMNS = ("rows", "d_in", "dtype", "norms", "dropped", "shards", "bytes",
 STORE_SPARE = ("shards", "dropped", "norms", "d_in", "dtype", "bytes", "rows")
 RUN_COLUMNS = ("data", "solver", "act", "d_sae", "test_fvu", "l0", "bytes", "state")
 RUN_SPARE = ("bytes", "data", "d_sae", "act", "solver", "l0", "test_fvu")
-HEADS = {"bytes": "size", "norms": "norm"}
+HEADS = {"bytes": "size", "norms": "median norm"}
 UNBOUNDED = 10_000
 
 
@@ -156,7 +156,7 @@ def _cell(entry: dict[str, Any], column: str) -> Any:
     if column == "bytes":
         return size_words(value)
     if column == "norms" and value is not None:
-        return value["mean"]
+        return value["quantiles"].get("0.5")
     if column == "dropped" and value is not None:
         return _dropped(entry["rows"], value, entry["dropped_norms"])
     return value

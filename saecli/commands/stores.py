@@ -151,7 +151,9 @@ def say_stored(session: Session, stores: Sequence[tuple[ActivationStore, bool]])
         document = {"name": store.name, "path": str(store.path), "rows": store.rows, "d_in": store.d_in,
                     "dtype": store.dtype, "shards": len(meta.shards), "cached": cached, **what_was_kept(store)}
         shown = [[key, document[key]] for key in ("path", "rows", "d_in", "dtype", "shards")]
-        shown += [["norm", _sizes(meta.norms)]] if meta.norms else []
+        if meta.norms:
+            median = number(meta.norm_quantiles.get("0.5"))
+            shown.append(["norm", f"median {median}, {_sizes(meta.norms)}"])
         shown += [[f"dropped: {reason}", _dropped(store, reason)] for reason in meta.dropped]
         heading = "stored already, by the same request" if cached else "stored"
         documents.append(document)
