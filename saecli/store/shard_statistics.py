@@ -1,7 +1,5 @@
 """The statistics that each shard holds of its own rows, and what they tell of a store or a split without a pass."""
 
-from functools import reduce
-from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,9 +80,13 @@ def stored_statistics(path: Path, meta: StoreMeta) -> Statistics | None:
     """
     if meta.norms is None:
         return None
-    found = [_read(path / SHARDS / record.file, meta, record) for record in meta.shards]
-    known = [statistics for statistics in found if statistics is not None]
-    return reduce(add, known) if known and len(known) == len(found) else None
+    total = None
+    for record in meta.shards:
+        found = _read(path / SHARDS / record.file, meta, record)
+        if found is None:
+            return None
+        total = found if total is None else total + found
+    return total
 
 
 def spread_of(rows: "Rows") -> Spread:
