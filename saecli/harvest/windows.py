@@ -83,6 +83,7 @@ class Windows:
         self._separator = self.prefix or [token for token in [tokenizer.eos_token_id] if token is not None]
         self._context, self._room = context, context - len(self.prefix)
         self.special = torch.tensor(sorted(tokenizer.all_special_ids))
+        self._special = frozenset(tokenizer.all_special_ids)
         self.left_out: Counter[str] = Counter()
         if self._room < 1:
             raise ConfigError(f"--context must be above {len(self.prefix)}, the number of tokens that the model wants "
@@ -141,7 +142,7 @@ class Windows:
 
     def _window(self, token_ids: list[int], documents: list[int], after: Spot) -> Window:
         ids = np.array(token_ids, np.int64)
-        special = np.isin(ids, self.special.numpy())
+        special = np.fromiter((token in self._special for token in token_ids), bool, len(ids))  # isin is slow on few
         kept = ~special
         if self._last:
             kept = np.zeros_like(special)
