@@ -36,7 +36,7 @@ class Cursor:
 
     def to_json(self) -> dict[str, Any]:
         """The cursor as a store keeps it."""
-        mark = {} if self.spot.mark is None else {"mark": self.spot.mark}
+        mark = {} if self.spot.mark is None else {"_mark": self.spot.mark}
         return {"document": self.spot.document, "token": self.spot.token, "offered": self.offered, **mark}
 
     @classmethod
@@ -44,11 +44,11 @@ class Cursor:
         """The cursor that `to_json` made; the beginning for None."""
         if cursor is None:
             return cls()
-        return cls(Spot(cursor["document"], cursor["token"], cursor.get("mark")), cursor["offered"])
+        return cls(Spot(cursor["document"], cursor["token"], cursor.get("_mark")), cursor["offered"])
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """By which cursors are told apart and ordered: two passes may know different marks of one place."""
+        """By which cursors are ordered, and told apart: two passes may know different marks of one place."""
         return self.offered, self.spot.document, self.spot.token
 
 

@@ -31,7 +31,6 @@ class Target:
     def __init__(self, place: Place, writer: StoreWriter) -> None:
         self.place, self._writer = place, writer
         self.cursor = Cursor.from_json(writer.cursor)
-        self._resumed = writer.cursor
 
     @property
     def rows(self) -> int:
@@ -59,13 +58,11 @@ class Target:
             StoreError: the disk refuses it, the text is not that of an interrupted store, or none of very many rows
                 could be stored.
         """
-        again = self._resumed is not None and block.cursor.place == self.cursor.place
-        cursor, self._resumed = self._resumed if again else block.cursor.to_json(), None
         dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
         if found is not None:
             dropped["special"] = found.special_norms
         rows = np.empty((0, self._writer.meta.d_in), np.float32) if found is None else found.rows
-        self._writer.append(rows, block.columns, cursor, dropped)
+        self._writer.append(rows, block.columns, block.cursor.to_json(), dropped)
         dtype = self._writer.meta.dtype
         if block.offered >= NONFINITE_ROWS and not self.rows:
             remedy = ("the model itself gives them, so check its weights" if dtype == "float32" else

@@ -79,12 +79,18 @@ class Resume:
     """Where a producer goes on after a shard.
 
     Args:
-        cursor: the producer's own note of where the block begins that the shard's last row came from.
+        cursor: the producer's own note of where the block begins that the shard's last row came from; what it names
+            with a leading underscore helps to get there, and may differ from one pass to another.
         skip: how many kept rows of that block are in this shard and those before it.
     """
 
     cursor: dict[str, Any]
     skip: int
+
+    @property
+    def place(self) -> tuple[dict[str, Any], int]:
+        """What two passes agree on."""
+        return {name: value for name, value in self.cursor.items() if not name.startswith("_")}, self.skip
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,7 @@ class StoreWriter:
         """How many of the block's kept rows are stored already, as those before an interruption are."""
         if self._resume is None:
             return 0
-        if cursor != self._resume.cursor or kept < self._resume.skip:
+        if Resume(cursor, self._resume.skip).place != self._resume.place or kept < self._resume.skip:
             raise self._differs(f"{kept} rows at {cursor}")
         skip, self._resume = self._resume.skip, None
         return skip
@@ -303,7 +303,7 @@ class StoreWriter:
         """Put the shard in the place of the damaged one that it stands for."""
         assert self._shard and self._last
         old = self._meta.shards[self._index]
-        if self._last != old.resume:
+        if self._last.place != old.resume.place:
             self._drop_shard()
             raise StoreError(f"cannot mend shard {old.file} of {self.path}: expected its last row to be row "
                              f"{old.resume.skip} of {old.resume.cursor}, got row {self._last.skip} of "
