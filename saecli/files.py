@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+LOCK = ".lock"
 
 def flush_to_disk(path: Path) -> None:
     """Force a file's contents, or a folder's entries, onto the disk."""
@@ -87,16 +88,53 @@ def write_json(path: Path, document: Any) -> None:
         temporary.write_text(to_json(document, indent=2) + "\n", encoding="utf-8")
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder against other processes that lock it; the lock goes when the process does.
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, so that they outlast a power cut; one that is there is left as it is.
 
     Raises:
-        BlockingIOError: another process holds it.
+        OSError: the disk refuses it.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(made):
+        flush_to_disk(folder.parent)
+
+
+def lock_folder(folder: Path) -> int:
+    """Lock a folder, which is made if need be, against other processes that lock it.
+
+    Returns:
+        A descriptor to close when done; the system closes it, and lets go of the lock, if the process dies.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the folder cannot be made.
+    """
+    while True:
+        make_folder(folder)
+        try:
+            # A file of its own: network file systems lock no folders.
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another process may have removed the folder, lock and all, since the file was opened.
+            if os.path.samestat(os.stat(folder / LOCK), os.fstat(descriptor)):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock; see `lock_folder`."""
+    descriptor = lock_folder(folder)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(descriptor)

@@ -56,7 +56,7 @@ class Shelf:
         path = self.path / name / self.marker
         try:
             marker = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise self.error(f"cannot read {path}: {error}; remove the folder to go on without it") from error
         if not isinstance(marker, dict):
             raise self.error(f"cannot read {path}: expected a JSON object, got {type(marker).__name__}; "

@@ -1,13 +1,17 @@
 """A producer of blocks to write to a store, as a process to kill.
 
-Run as a script it reads one JSON object a line, forks a child that writes the store at "path" from where it
-stands, and prints how the child ended. The child kills itself at the "kill_at"-th thing that it does to a file
-(or block that it begins), is killed after "kill_after" seconds, or finds files limited to "file_bytes".
+Run as a script it reads one JSON object a line, forks a child that writes the store at "path" from where it stands,
+or runs `sae` with the arguments "words" after "imports", and prints how the child ended. The child kills itself at the
+"kill_at"-th thing that it does to a file (or block that it begins), is killed after "kill_after" seconds, finds files
+limited to "file_bytes", or notes in the folder "cuts" what power cuts would leave of the folder two above the store.
 """
 
 import contextlib
+import importlib
+import io
 import itertools
 import json
+import math
 import os
 import resource
 import signal
@@ -18,8 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from power_cut import Disk
 from storing import make_meta
 
+from saecli import cli
 from saecli.errors import StoreError
 from saecli.store import StoreWriter
 
@@ -86,25 +92,50 @@ def _child(order: dict) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(hook)
+    if order.get("cuts"):
+        disk = Disk(Path(order["path"]).parents[1], Path(order["cuts"]))
     try:
-        write(Path(order["path"]), order.get("limit"))
+        if order.get("words"):
+            _command(["sae", "--home", str(Path(order["path"]).parents[1]), *order["words"]])
+        else:
+            write(Path(order["path"]), order.get("limit"))
+        if order.get("cuts"):
+            disk.cut(last=True)
     except StoreError as error:
         print(json.dumps({"error": str(error)}), flush=True)
+
+
+def _command(words: list[str]) -> None:
+    sys.argv = words
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            cli.main()
+        except SystemExit as end:
+            if not end.code:
+                return
+    print(json.dumps({"error": said.getvalue()}), flush=True)
 
 
 def main() -> None:
     """Serve orders until the input ends."""
     for line in sys.stdin:
         order = json.loads(line)
+        if order.get("words"):
+            cli.load(order["words"][0])
+            for module in order["imports"]:
+                importlib.import_module(module)  # once, and not by every child
         child = os.fork()
         if not child:
             _child(order)
             os._exit(0)
-        if order.get("kill_after") is not None:
-            time.sleep(order["kill_after"])
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
+        ended, status = 0, 0
+        deadline = time.monotonic() + order.get("kill_after", math.inf)
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.0005)
+            ended, status = os.waitpid(child, os.WNOHANG)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
         print(json.dumps({"exit": os.waitstatus_to_exitcode(status)}), flush=True)
 
 

@@ -123,7 +123,13 @@ def test_a_killed_import_goes_on_and_equals_one_that_was_never_killed(sae, tmp_p
     process = subprocess.Popen(shell("--home", sae.home, *words))
     while process.poll() is None and not (marker.exists() and json.loads(marker.read_text())["shards"]):
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
+    refused = sae(*words)
+    assert refused.status == 1
+    assert "another process is writing it; wait for that one, or choose another --name" in refused.err
+    seen = stored(sae, "a")[0]  # whole shards only
+    assert len(seen) % 3000 == 0 and process.poll() is None
+    np.testing.assert_array_equal(seen, rows[: len(seen)])
+    process.send_signal(signal.SIGKILL)  # with which its lock goes
     assert process.wait() == -signal.SIGKILL
     (listed,) = sae("list", "--json").json["stores"]
     assert listed["state"] == "unfinished"

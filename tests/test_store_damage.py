@@ -90,7 +90,7 @@ def test_another_programs_shard_of_another_layout_is_refused_by_name(tmp_path, c
 
 
 @pytest.mark.parametrize("frame", [True, False])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_one_flipped_bit_anywhere_is_refused_by_name_and_found_by_verify(frame, data):
     with memory_folder() as folder:
@@ -131,7 +131,7 @@ def test_the_checksums_are_those_that_the_format_names(tmp_path):
         assert xxhash.xxh3_64_hexdigest(content[: shard.frame.start] + content[end:]) == shard.frame.xxh3
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_flipped_header_bytes_give_a_sentence_or_the_same_rows(data):
     with memory_folder() as folder:
@@ -180,7 +180,8 @@ def test_a_shard_replaced_while_the_store_is_open_is_read_as_it_is_now(tmp_path,
     ({"format_version": 2}, "expected format version 1 or older, got 2; upgrade saecli"),
     ({"format_version": None}, "expected field 'format_version' to be of type int, got None"),
     ({"d_in": "4"}, "expected field 'd_in' to be of type int, got '4'"),
-    ({"d_in": 0}, "d_in must be at least 1, got 0"),
+    ({"d_in": 0}, "d_in must be from 1 to 1099511627776, got 0"),
+    ({"chunk_rows": 10**30}, "chunk_rows must be from 0 to 1099511627776, got 1000000000000000000000000000000"),
     ({"dtype": "float8"}, "cannot store 'float8'; expected one of float32, float16, bfloat16"),
     ({"columns": ["mood"]}, "cannot store column 'mood'"),
     ({"shards": [{"file": "../../etc"}]}, "expected field 'rows'"),
@@ -195,7 +196,54 @@ def test_a_damaged_or_newer_store_json_is_refused_by_name(tmp_path, change, said
         ActivationStore.open(tmp_path / "s")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00\xff"])
+ODD = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.integers(-3, 300), st.floats(), st.text(),
+                st.sampled_from(["float32", "float16", [], {}, [[]], ["document"], 10**400]))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_fuzzed_store_json_gives_a_sentence_or_the_first_of_the_same_rows(data):
+    with memory_folder() as folder:
+        make_store(folder / "s", ROWS, documents=np.arange(250))
+        marker = folder / "s" / "store.json"
+        document = json.loads(marker.read_text())
+        place, keys = document, []
+        while isinstance(place, dict | list) and place and (not keys or data.draw(st.booleans())):
+            parent, key = place, data.draw(st.sampled_from(sorted(place) if isinstance(place, dict)
+                                                           else range(len(place))))
+            place = parent[key]
+            keys.append(key)
+        if data.draw(st.booleans()):
+            del parent[key]
+        else:
+            parent[key] = data.draw(ODD)
+        marker.write_text(json.dumps(document))
+        try:
+            rows = collect(ActivationStore.open(folder / "s").split("all").sequential(64))
+        except StoreError as error:
+            assert "store.json" in str(error) or ".h5" in str(error) or "holds no rows yet" in str(error)
+        else:
+            np.testing.assert_array_equal(rows, ROWS[: len(rows)])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_flipped_and_cut_bytes_of_store_json_give_a_sentence_or_the_same_rows(data):
+    with memory_folder() as folder:
+        make_store(folder / "s", ROWS)
+        marker = folder / "s" / "store.json"
+        content = bytearray(marker.read_bytes())
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+        marker.write_bytes(content[: data.draw(st.one_of(st.none(), st.integers(0, len(content))))])
+        try:
+            rows = collect(ActivationStore.open(folder / "s").split("all").sequential(64))
+        except StoreError as error:
+            assert "store.json" in str(error) or ".h5" in str(error)
+        else:
+            np.testing.assert_array_equal(rows, ROWS)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00\xff", "[" * 100_000, "9" * 10_000])
 def test_a_store_json_that_is_none_is_refused_by_name(tmp_path, text):
     (tmp_path / "store.json").write_text(text)
     with pytest.raises(StoreError, match=r"cannot read .*store\.json"):

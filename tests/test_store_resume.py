@@ -1,8 +1,10 @@
 """Nothing is lost: killed, interrupted, out of disk, or two at once, a store ends as if nothing had happened."""
 
+import pickle
 import random
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import store_producer
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from power_cut import restore
 from storing import collect, make_meta, make_store, memory_folder
 
 from saecli.errors import StoreError
@@ -43,6 +46,12 @@ def assert_prefix(path: Path, whole: dict) -> bool:
     return there["meta"]["complete"]
 
 
+def assert_same(path: Path, whole: dict) -> None:
+    there = contents(path)
+    assert there["meta"] == whole["meta"]
+    np.testing.assert_array_equal(there["rows"], whole["rows"])
+
+
 def test_uninterrupted_store_holds_the_blocks(uninterrupted):
     blocks = list(store_producer.blocks(None))
     finite = [rows[np.isfinite(rows).all(axis=1)] for _, rows, _, _ in blocks]
@@ -64,10 +73,11 @@ def test_uninterrupted_store_holds_the_blocks(uninterrupted):
             {"rows": len(norms), "mean": norms.mean(), "max": norms.max()})
 
 
-def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce, uninterrupted):
-    rng = random.Random(0)
+@pytest.mark.parametrize("least", [20, pytest.param(300, marks=pytest.mark.slow)])
+def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce, uninterrupted, least):
+    rng = random.Random(least)
     kills = 0
-    while kills < 40:
+    while kills < least:
         with memory_folder() as folder:
             for _ in range(1000):
                 how = {"kill_at": rng.randint(1, 150)} if rng.random() < 0.6 else {"kill_after": rng.uniform(0, 0.05)}
@@ -76,9 +86,67 @@ def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce,
                 kills += status < 0
                 if assert_prefix(folder / "s", uninterrupted):
                     break
-            found = contents(folder / "s")
-            assert found["meta"] == uninterrupted["meta"]
-            np.testing.assert_array_equal(found["rows"], uninterrupted["rows"])
+            assert_same(folder / "s", uninterrupted)
+
+
+@pytest.mark.parametrize(("damaged", "share"), [
+    (False, 0.1), (True, 1), pytest.param(False, 1, marks=pytest.mark.slow)])
+def test_a_power_cut_leaves_a_prefix_that_ends_up_as_if_there_had_been_none(produce, uninterrupted, damaged, share):
+    rng = random.Random(1)
+    with memory_folder() as folder:
+        cuts, path = folder / "cuts", folder / "disk" / "activations" / "s"
+        cuts.mkdir()
+        (folder / "disk").mkdir()
+        if damaged:
+            store_producer.write(path)
+            (path / "shards" / "00002.h5").unlink()
+            (path / "shards" / "00004.h5").write_bytes(b"")
+        assert produce(path, cuts=str(cuts)) == (0, "")
+        states = [pickle.loads(state.read_bytes()) for state in sorted(cuts.iterdir())]
+        assert len(states) > (8 if damaged else 60)
+        for number, state in enumerate(states, 1 - len(states)):
+            if number < -1 and rng.random() > share:
+                continue
+            with memory_folder() as cut:
+                restore(state, cut)
+                where = cut / "activations" / "s"
+                complete = not damaged and assert_prefix(where, uninterrupted)
+                if number < -1 and not complete:  # the last two: what was said to be finished outlasts anything
+                    assert produce(where)[0] == 0
+                assert_same(where, uninterrupted)
+
+
+@pytest.mark.slow
+def test_extract_killed_at_random_points_equals_one_never_stopped(produce, tmp_path):
+    """The command itself, wherever a kill comes."""
+    rng = random.Random(2)
+    text = tmp_path / "text.txt"
+    text.write_text((Path(__file__).parents[1] / "README.md").read_text())
+    words = ["extract", "--model", "tiny-gemma2", "--dataset", str(text), "--rows", "2000", "--shard-rows", "150",
+             "--name"]
+    imports = ["transformers.models.gemma2.modeling_gemma2", "transformers.models.gemma.tokenization_gemma",
+               "transformers.models.auto.modeling_auto"]
+
+    def extract(name: str, **order) -> int:
+        path = tmp_path / "home" / "activations" / name
+        status, error = produce(path, words=[*words, name], imports=imports, **order)
+        assert not error
+        return status
+
+    assert extract("warm") == 0
+    began = time.monotonic()
+    assert extract("whole") == 0
+    seconds = time.monotonic() - began
+    whole = contents(tmp_path / "home" / "activations" / "whole")
+    kills, number = 0, 0
+    while kills < 40:
+        number += 1
+        path = tmp_path / "home" / "activations" / f"killed{number}"
+        for _ in range(100):
+            kills += extract(path.name, kill_after=rng.uniform(0, seconds)) < 0
+            if assert_prefix(path, whole):
+                break
+        assert_same(path, whole)
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,7 +2,8 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ import typer
 
 from ..activations import ACTIVATIONS, activation_from_json
 from ..errors import ConfigError, RunError
-from ..files import locked
+from ..files import locked, make_folder
 from ..home import Home, now
 from ..report import table
 from ..runs import read_run
@@ -44,7 +45,6 @@ def command(ctx: typer.Context, options: Given, solver: Solver = "pam-sgd", act:
     else:
         plan = _planned(session, options, solver, act, data)
         folder = _new_folder(session.home, name, f"{solver}-{act}")
-        folder.mkdir(parents=True)
     with _held(folder):
         result = _trained(session, plan, folder, resume)
     for note in result["notes"]:
@@ -106,15 +106,15 @@ def _planned(session: Session, options: Given, solver: str, act: str, data: str 
 
 
 def _new_folder(home: Home, name: str | None, stem: str) -> Path:
+    """Make the folder of a run; two that begin at once get two."""
     runs = home.runs.path
-    if name is None:
-        number = 1
-        while (runs / f"{stem}-{number}").exists():
-            number += 1
-        return runs / f"{stem}-{number}"
-    if (runs / checked_name(name)).exists():
-        raise RunError(f"there is a run named {name!r} already; give another --name, or go on with it by --resume")
-    return runs / name
+    given = None if name is None else runs / checked_name(name)
+    make_folder(runs)
+    for folder in (runs / f"{stem}-{number}" for number in count(1)) if given is None else [given]:
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise RunError(f"there is a run named {name!r} already; give another --name, or go on with it by --resume")
 
 
 def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Path, Plan]:

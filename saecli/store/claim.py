@@ -1,7 +1,5 @@
 """Claiming a folder for one writer, to begin a store in or to go on with one."""
 
-import fcntl
-import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -9,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StoreError
+from ..files import LOCK, lock_folder
 from ..home import STORE_MARKER
 from .schema import SHARDS, StoreMeta, read_meta, write_meta
-
-LOCK = ".lock"
 
 
 def take_lock(path: Path) -> int:
@@ -25,21 +22,11 @@ def take_lock(path: Path) -> int:
         StoreError: another process holds the lock.
         OSError: the folder cannot be made.
     """
-    while True:
-        path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another writer may have removed its empty store, lock and all, since the file was opened.
-            if os.path.samestat(os.stat(path / LOCK), os.fstat(descriptor)):
-                return descriptor
-        except FileNotFoundError:
-            pass
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise StoreError(f"cannot write to {path}: another process is writing it; "
-                             "wait for that one, or choose another --name") from error
-        os.close(descriptor)
+    try:
+        return lock_folder(path)
+    except BlockingIOError as error:
+        raise StoreError(f"cannot write to {path}: another process is writing it; "
+                         "wait for that one, or choose another --name") from error
 
 
 def forsake(path: Path) -> None:

@@ -55,6 +55,7 @@ COLUMNS: dict[str, np.dtype] = {
     "label": np.dtype("<i8"),
 }
 
+MOST = 1 << 40  # of rows and dimensions: their products stay exact
 CHUNK_BYTES = 1 << 20
 SHARD_BYTES = 256 << 20
 
@@ -181,8 +182,8 @@ class StoreMeta:
         if self.max_norm_multiple is not None and not 1 <= self.max_norm_multiple < math.inf:
             raise ConfigError(f"max_norm_multiple must be at least 1 and finite, got {self.max_norm_multiple}")
         for name, least in (("d_in", 1), ("shard_rows", 1), ("chunk_rows", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            if not least <= getattr(self, name) <= MOST:
+                raise ConfigError(f"{name} must be from {least} to {MOST}, got {getattr(self, name)}")
         if not self.chunk_rows:
             object.__setattr__(self, "chunk_rows", rows_per_chunk(self.d_in, self.dtype))
 
@@ -294,7 +295,7 @@ def read_meta(store: Path) -> StoreMeta:
     except FileNotFoundError as error:
         raise StoreError(f"no activation store at {store}; expected {STORE_MARKER} in it, got none; "
                          "make one with `sae extract` or `sae import`") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"cannot read {path}: {error}; "
                          "restore it, or remove the folder to go on without it") from error
 

@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from ..files import file_sha256, partial_path, settle
+from ..files import file_sha256, make_folder, partial_path, settle
 from .checks import frame_checksum
 from .dtypes import DTYPES
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, Frame, StoreMeta
@@ -53,7 +53,7 @@ class ShardWriter:
         self._checksums: list[int] = []  # of the chunks
         _, self._start = _headers(meta, meta.shard_rows)
         self._end = self._start
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         self._file = os.open(partial_path(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def append(self, rows: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
