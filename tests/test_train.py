@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from saecli.activations import ACTIVATIONS
 from saecli.formats import load_native
-from saecli.store import Spread
+from saecli.store import Spread, is_test
 from saecli.training import read_metrics
 from saecli.training.normalise import NORMALISATIONS, fit_normalisation
 
@@ -137,6 +137,12 @@ def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(sae: Com
     unexplained = (saved(x) - x).square().sum() / (x - x.mean(0)).square().sum()
     assert unexplained.item() == pytest.approx(document["final"]["train_fvu"], abs=0.02)
     assert unexplained < 0.5
+    # Mean and scale are those of the training rows alone, though the store's statistics are of all rows.
+    train = ~is_test(np.arange(2000))
+    kept, x = load_file(Path(document["path"]) / "checkpoint.safetensors"), rows[train].astype(np.float64)
+    deviation = {"none": 1, "scale": np.sqrt(x.var(axis=0).mean()), "standardize": x.std(axis=0)}[kind]
+    np.testing.assert_allclose(kept["normalisation.mean"], x.mean(axis=0) * (kind != "none"), rtol=1e-6)
+    np.testing.assert_allclose(kept["normalisation.scale"], np.broadcast_to(deviation, 8), rtol=1e-6)
 
 
 def test_normalisations_match_numpy():
