@@ -5,6 +5,7 @@ Legend: R rows, D = d_in.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from ..errors import StoreError
 from .checks import changed, demand_room, find_damage, no_show
+from .dtypes import DTYPES
 from .rows import Rows
 from .schema import SHARDS, StoreMeta, read_meta
 from .shard import MappedShards
@@ -65,6 +67,11 @@ class ActivationStore:
     def dtype(self) -> str:
         """How the rows are stored; reading gives float32 in any case."""
         return self.meta.dtype
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the activations as stored."""
+        return self.rows * self.d_in * DTYPES[self.dtype].storage.itemsize
 
     @property
     def complete(self) -> bool:
@@ -145,6 +152,29 @@ class ActivationStore:
         shard, within = divmod(chunk, self._chunks_per_shard)
         start = shard * self.meta.shard_rows + within * self.meta.chunk_rows
         return np.arange(start, start + self.chunk_sizes[chunk])
+
+    def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The chunks that rows are in, from their numbers within the store, and their numbers within those chunks."""
+        shards, within = np.divmod(rows, self.meta.shard_rows)
+        chunks, within = np.divmod(within, self.meta.chunk_rows)
+        return shards * self._chunks_per_shard + chunks, within
+
+    def row_ids(self, rows: np.ndarray) -> np.ndarray:
+        """What some rows are split by, as `chunk_ids`; (R,) from their ascending numbers within the store."""
+        if "document" not in self.meta.columns:
+            return rows
+        shards, within = np.divmod(rows, self.meta.shard_rows)
+        ends = np.flatnonzero(np.diff(shards, append=-1)) + 1
+        return np.concatenate([self._shards.column(int(shards[begin]), "document")[within[begin:end]]
+                               for begin, end in pairwise([0, *ends.tolist()])])
+
+    def in_memory(self) -> bool:
+        """Whether the rows can be read from the system's page cache, all shards at a time."""
+        return self._shards.in_memory()
+
+    def whole_shards(self) -> list[np.ndarray]:
+        """The rows of each shard as stored, where `in_memory`; read-only views."""
+        return [self._shards.whole(shard) for shard in range(len(self.meta.shards))]
 
     def _ids(self) -> Iterator[np.ndarray]:
         return map(self.chunk_ids, range(len(self.chunk_sizes)))

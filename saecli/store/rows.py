@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import ConfigError, StoreError
-from .dtypes import DTYPES
+from .shuffle import Deal
 from .split import Split
 from .stream import Source, in_order, shuffled
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .reader import ActivationStore
 
 WINDOW_BYTES = 256 << 20
+UNIT_BYTES = 64 << 10  # what a disk reads from anywhere at about half its speed, or more where others are near
 
 
 class Rows:
@@ -32,8 +33,7 @@ class Rows:
         self.store = store
         self.split = split
         self._counts = counts
-        stored = DTYPES[store.dtype]
-        self._source = Source(store.d_in, stored, counts, store.chunk, self._kept)
+        self._source = Source(store, counts, self._kept)
 
     @property
     def rows(self) -> int:
@@ -45,18 +45,21 @@ class Rows:
         """Dimensions of a row."""
         return self.store.d_in
 
-    def batches(self, batch_size: int, *, seed: int, epoch: int,
+    def batches(self, batch_size: int, *, seed: int, epoch: int, exact: bool = False,
                 window_bytes: int = WINDOW_BYTES) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches; the next ones are prepared by threads meanwhile.
 
-        Every row comes exactly once. The chunks are taken in a random order, and the rows of as many as fill a
-        window are mixed. The order is a function of the rows, seed, epoch, batch size and window alone.
+        Every row comes exactly once. A batch holds no more pairs of rows of one document than a uniform shuffle's
+        (see `shuffle.py`). The order is a function of the rows, seed, epoch, batch size, window and `exact` alone.
 
         Args:
             batch_size: rows of a batch, at least 1; the last of the epoch may be short.
             seed: at least 0.
             epoch: at least 0.
-            window_bytes: size of the window as float32. Two windows are held, in the stored type.
+            exact: shuffle uniformly. Where the store is larger than memory, each row is then read from disk alone;
+                otherwise runs of 64 KiB are.
+            window_bytes: size of a window as stored. Two are held, or none where the store lies in the system's page
+                cache, from which rows are then gathered; a store smaller than a window is shuffled uniformly.
 
         Yields:
             (B, D) float32, writable. Valid until the next batch is asked for: its memory is used again then.
@@ -65,7 +68,10 @@ class Rows:
             StoreError: a shard is missing or damaged.
         """
         _check_batch_size(batch_size)
-        return shuffled(self._source, batch_size, (seed, epoch), window_bytes)
+        row_bytes = self._source.row_bytes
+        deal = Deal(self.store.rows, self.rows, self._keeps, (seed, epoch), window_bytes // row_bytes,
+                    1 if exact else UNIT_BYTES // row_bytes, batch_size)
+        return shuffled(self._source, deal, batch_size)
 
     def sequential(self, batch_size: int) -> Iterator[np.ndarray]:
         """The rows in stored order; the next batches are prepared by threads meanwhile.
@@ -118,6 +124,10 @@ class Rows:
         if self._counts[chunk] == self.store.chunk_sizes[chunk]:
             return None
         return np.flatnonzero(self.split.keeps(self.store.chunk_ids(chunk)))
+
+    def _keeps(self, rows: np.ndarray) -> np.ndarray | None:
+        """Which of some rows belong to these; None for all. See `Deal`."""
+        return None if self.rows == self.store.rows else self.split.keeps(self.store.row_ids(rows))
 
 
 def _check_batch_size(batch_size: int) -> None:

@@ -27,6 +27,8 @@ from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, Sha
 # What h5py raises, by no rule that could be relied on, for files that are not as they should be.
 HDF5_ERRORS = (OSError, RuntimeError, KeyError, TypeError, ValueError)
 
+SAMPLED = 8  # chunks, of which the first is looked for in the page cache
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -186,6 +188,35 @@ class MappedShards:
                              f"{expected:016x}", f"{got:016x}")
             layout.checked[chunk] = True
         return whole[:rows]
+
+    def whole(self, shard: int) -> np.ndarray:
+        """All rows of a shard whose chunks lie one after the other, as `in_memory` says; otherwise as `chunk`."""
+        layout, mapped = self._open(shard)
+        for chunk in np.flatnonzero(~layout.checked).tolist():
+            self.chunk(shard, chunk)
+        return np.ndarray((layout.rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped, layout.chunks[0])
+
+    def in_memory(self) -> bool:
+        """Whether all shards can stay mapped, and are in the page cache already, as far as a sample of pages tells.
+
+        Raises:
+            StoreError: a shard is missing, damaged or foreign.
+        """
+        return (len(self._meta.shards) <= self.MAPS and hasattr(os, "RWF_NOWAIT")
+                and all(self._in_memory(shard) for shard in range(len(self._meta.shards))))
+
+    def _in_memory(self, shard: int) -> bool:
+        layout, _ = self._open(shard)
+        chunk_bytes = layout.chunk_rows * self._meta.d_in * DTYPES[self._meta.dtype].storage.itemsize
+        if (np.diff(layout.chunks) != chunk_bytes).any():
+            return False
+        with open_shard(self.path(shard)) as file:
+            try:
+                for offset in layout.chunks[::SAMPLED].tolist():
+                    os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
+            except OSError:  # it would have to wait, or the file system cannot tell
+                return False
+        return True
 
     def column(self, shard: int, name: str) -> np.ndarray:
         """A column of a whole shard.

@@ -1,58 +1,69 @@
 """Streams of rows, in stored order or shuffled, read ahead by threads in constant memory.
 
-A stream is a series of blocks, each some whole batches, filled by tasks of a small thread pool: reading,
-gathering and decoding are NumPy calls that let other threads run. A few blocks are under way while one is
+A stream is a series of blocks, each some whole batches, filled by tasks of a small thread pool: reading, gathering
+and decoding are calls of NumPy and PyTorch that let other threads run. A few blocks are under way while one is
 consumed, in buffers that take turns.
 
 Legend: B rows of a batch, R rows, D = d_in.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, pairwise
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .dtypes import PIECE_BYTES, StoredType
+from .dtypes import DTYPES, StoredType
+from .shuffle import Deal
+
+if TYPE_CHECKING:
+    from .reader import ActivationStore
 
 READERS = 2
 BLOCK_BYTES = 4 << 20
 AHEAD_BYTES = 32 << 20
+FILL_BYTES = 4 << 20
+RUN_BYTES = 1 << 20  # about what stays in a core's own cache
 
 
 @dataclass(frozen=True)
 class Source:
-    """Chunks to read rows from.
+    """Rows of a store.
 
     Args:
-        d_in: dimensions of a row.
-        stored: how the rows are stored.
+        store: the store.
         counts: (chunks,) how many rows of each chunk are wanted.
-        chunk: chunk number -> (R, D) its rows as stored.
         kept: chunk number -> indices of the rows that are wanted, ascending; None for all of them.
     """
 
-    d_in: int
-    stored: StoredType
+    store: "ActivationStore"
     counts: np.ndarray
-    chunk: Callable[[int], np.ndarray]
     kept: Callable[[int], np.ndarray | None]
+
+    @property
+    def d_in(self) -> int:
+        """Dimensions of a row."""
+        return self.store.d_in
+
+    @property
+    def stored(self) -> StoredType:
+        """How the rows are stored."""
+        return DTYPES[self.store.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row as stored."""
+        return self.d_in * self.stored.storage.itemsize
 
     def rows(self, chunk: int, begin: int, end: int) -> np.ndarray:
         """Wanted rows of one chunk, counted among the wanted, as stored; a view where all are wanted."""
-        rows, kept = self.chunk(chunk), self.kept(chunk)
+        rows, kept = self.store.chunk(chunk), self.kept(chunk)
         return rows[begin:end] if kept is None else rows[kept[begin:end]]
-
-    def load(self, chunk: int, out: np.ndarray) -> None:
-        """Copy all wanted rows of one chunk, as stored."""
-        rows, kept = self.chunk(chunk), self.kept(chunk)
-        if kept is None:
-            np.copyto(out, rows)
-        else:
-            np.take(rows, kept, axis=0, out=out, mode="clip")
 
 
 def in_order(source: Source, batch_size: int) -> Iterator[np.ndarray]:
@@ -75,7 +86,7 @@ def in_order(source: Source, batch_size: int) -> Iterator[np.ndarray]:
             first, stop = int(ends[chunk] - source.counts[chunk]), min(end, int(ends[chunk]))
             if stop > at:
                 rows = source.rows(chunk, at - first, stop - first)
-                source.stored.decode_rows(rows, out[at - begin : stop - begin])
+                _decode(rows, out[at - begin : stop - begin])
             at, chunk = stop, chunk + 1
         return out[: end - begin]
 
@@ -86,104 +97,129 @@ def in_order(source: Source, batch_size: int) -> Iterator[np.ndarray]:
     return _read_ahead(tasks, buffers.ahead, batch_size)
 
 
-def shuffled(source: Source, batch_size: int, seed: tuple[int, ...], window_bytes: int) -> Iterator[np.ndarray]:
-    """The wanted rows once each, shuffled: random chunks fill a window, whose rows are mixed.
+def shuffled(source: Source, deal: Deal, batch_size: int) -> Iterator[np.ndarray]:
+    """The wanted rows once each, shuffled.
 
-    While one window is handed out, the next is loaded, a little with every block. What does not fill a
-    batch at a window's end is carried into the next.
+    Where the store lies in memory already, in the system's page cache, batches are gathered from there. Else each row
+    is brought to its place in a window, by reading that goes forward through the store, and the window is then handed
+    out while the next one is filled, a little with every block. The rows are the same, in the same order.
 
     Args:
         source: where they come from.
+        deal: which rows each window takes, and their order.
         batch_size: rows of a batch; the last may be short.
-        seed: decides the order.
-        window_bytes: size of a window as float32.
 
     Yields:
         (B, D) float32, valid until the next is asked for.
     """
-    rng = np.random.default_rng(seed)
-    windows = _windows(source.counts, rng, max(batch_size, window_bytes // (4 * source.d_in)))
-    capacity = max(window.rows for window in windows) + (batch_size - 1 if len(windows) > 1 else 0)
-    mixed = [np.empty((capacity, source.d_in), source.stored.storage) for _ in windows[:2]]
     buffers = _Buffers(source, batch_size, int(source.counts.sum()))
+    run = max(1, RUN_BYTES // source.row_bytes)
 
-    def gather(rows: np.ndarray, order: np.ndarray, out: np.ndarray) -> np.ndarray:
-        _gather(source.stored, rows, order, out[: len(order)])
-        return out[: len(order)]
+    def gathering(pool: ThreadPoolExecutor) -> Iterator[Future[np.ndarray]]:
+        for leaving in _leaving(deal, batch_size, run, pool):
+            shards = source.store.whole_shards()
+            for begin in range(0, len(leaving), buffers.rows):
+                chosen = leaving[begin : begin + buffers.rows]
+                yield pool.submit(_gather, source, shards, chosen, batch_size, run, buffers.next())
+
+    def decode(rows: np.ndarray, out: np.ndarray) -> np.ndarray:
+        _decode(rows, out[: len(rows)])
+        return out[: len(rows)]
+
+    def filling(pool: ThreadPoolExecutor) -> Iterator[Future[np.ndarray]]:
+        memory = [np.empty((0, source.d_in), source.stored.storage)] * 2
+        window = memory[0]
+        for turn, leaving in enumerate(chain(_leaving(deal, batch_size, run, pool), [np.empty(0, np.int64)])):
+            if len(leaving) > len(memory[turn % 2]):
+                memory[turn % 2] = np.empty((len(leaving), source.d_in), source.stored.storage)
+            following = memory[turn % 2][: len(leaving)]
+            fills = _fills(source, leaving, following)
+            begins = range(0, len(window), buffers.rows)
+            filled, decoded = [], []
+            for block, begin in enumerate(begins, 1):
+                decoded.append(pool.submit(decode, window[begin : begin + buffers.rows], buffers.next()))
+                filled += [pool.submit(fill) for fill in fills[len(filled) : len(fills) * block // len(begins)]]
+                yield decoded[-1]
+            filled += [pool.submit(fill) for fill in fills[len(filled) :]]
+            for done in (*filled, *decoded):
+                done.result()
+            window = following
 
     def tasks(pool: ThreadPoolExecutor) -> Iterator[Future[np.ndarray]]:
-        loads = [pool.submit(load) for load in windows[0].loads(source, mixed[0])]
-        gathers: list[Future[np.ndarray]] = []
-        carried = 0
-        for number, window in enumerate(windows):
-            # All of this window must be there, and all be taken from the one whose memory comes next.
-            for done in (*loads, *gathers):
-                done.result()
-            rows, order = mixed[number % 2], rng.permutation(carried + window.rows)
-            following = windows[number + 1 : number + 2]
-            carried = len(order) % batch_size if following else 0
-            whole = len(order) - carried
-            pending = [load for after in following
-                       for load in after.loads(source, mixed[(number + 1) % 2], rows, order[whole:])]
-            starts = range(0, whole, buffers.rows)
-            loads, gathers = [], []
-            for block, begin in enumerate(starts, 1):
-                chosen = order[begin : min(begin + buffers.rows, whole)]
-                gathers.append(pool.submit(gather, rows, chosen, buffers.next()))
-                due = len(pending) * block // len(starts)
-                loads += [pool.submit(load) for load in pending[len(loads) : due]]
-                yield gathers[-1]
-            loads += [pool.submit(load) for load in pending[len(loads) :]]
+        return gathering(pool) if source.store.in_memory() else filling(pool)
 
     return _read_ahead(tasks, buffers.ahead, batch_size)
 
 
-@dataclass(frozen=True)
-class _Window:
-    """Chunks whose rows are mixed with each other, and how many of them are wanted of each."""
+def _leaving(deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
+    """The rows of each window in the order in which they leave, (R,) numbers; dealt ahead.
 
-    chunks: np.ndarray
-    counts: np.ndarray
-
-    @property
-    def rows(self) -> int:
-        return int(self.counts.sum())
-
-    def loads(self, source: Source, out: np.ndarray, last: np.ndarray | None = None,
-              carried: np.ndarray | None = None) -> list[Callable[[], object]]:
-        """What has to be done to fill `out`, in any order: rows carried from the last window, then the chunks."""
-        todo: list[Callable[[], object]] = []
-        at = 0
-        if last is not None and carried is not None and len(carried):
-            at = len(carried)
-            todo.append(partial(np.take, last, carried, axis=0, out=out[:at], mode="clip"))
-        for chunk, count in zip(self.chunks.tolist(), self.counts.tolist(), strict=True):
-            todo.append(partial(source.load, chunk, out[at : at + count]))
-            at += count
-        return todo
+    What does not fill a batch at a window's end leaves with the next. Within a batch, where order matters to nobody,
+    each run of so many rows is sorted, so that reading one goes forward.
+    """
+    dealt = deque(pool.submit(deal.window, number) for number in range(min(2, deal.windows)))
+    rest = np.empty(0, np.int64)
+    for number in range(deal.windows):
+        rows = np.concatenate([rest, dealt.popleft().result()])
+        dealt.extend(pool.submit(deal.window, later) for later in range(number + 2, deal.windows)[:1])
+        whole = len(rows) - (len(rows) % batch_size if number + 1 < deal.windows else 0)
+        rows, rest = rows[:whole], rows[whole:]
+        for begin, end in _runs(whole, batch_size, run):
+            rows[begin:end].sort()
+        yield rows
 
 
-def _windows(counts: np.ndarray, rng: np.random.Generator, rows: int) -> list[_Window]:
-    """Deal the chunks, in random order, into as few windows of about equal size as `rows` allows."""
-    order = rng.permutation(np.flatnonzero(counts))
-    ends = np.cumsum(counts[order])
-    number = -(-int(ends[-1]) // rows)
-    window = (ends - counts[order]) * number // ends[-1]
-    cuts = np.flatnonzero(np.diff(window)) + 1
-    return [_Window(chunks, counts[chunks]) for chunks in np.split(order, cuts)]
+def _runs(rows: int, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
+    """Where runs of at most so many rows begin and end, none of which reaches into two batches."""
+    for batch in range(0, rows, batch_size):
+        end = min(batch + batch_size, rows)
+        yield from ((begin, min(begin + run, end)) for begin in range(batch, end, run))
 
 
-def _gather(stored: StoredType, rows: np.ndarray, order: np.ndarray, out: np.ndarray) -> None:
-    """out = rows[order], decoded, in pieces that stay in cache."""
-    if stored.storage == out.dtype:
-        np.take(rows, order, axis=0, out=out, mode="clip")
+def _gather(source: Source, shards: Sequence[np.ndarray], leaving: np.ndarray, batch_size: int, run: int,
+            out: np.ndarray) -> np.ndarray:
+    """Decode rows, (R,) numbers, from shards in memory; all of a run are taken before they are decoded."""
+    shard_rows = source.store.meta.shard_rows
+    scratch = np.empty((min(run, len(leaving)), source.d_in), source.stored.storage)
+    for begin, end in _runs(len(leaving), batch_size, run):
+        rows = leaving[begin:end]
+        first, last = rows[0] // shard_rows, rows[-1] // shard_rows
+        ends = np.searchsorted(rows, np.arange(first + 1, last + 2) * shard_rows).tolist()
+        for shard, (start, stop) in enumerate(pairwise([0, *ends]), int(first)):
+            shards[shard].take(rows[start:stop] - shard * shard_rows, 0, scratch[start:stop], "clip")
+        _decode(scratch[: end - begin], out[begin:end])
+    return out[: len(leaving)]
+
+
+def _fills(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callable[[], None]]:
+    """What has to be done to bring rows, (R,) numbers, into out, (R, D), in any order; each part reads forward."""
+    order = np.argsort(leaving)
+    whole = np.dtype((np.void, source.row_bytes))  # NumPy moves a row faster as one value
+    places = out.view(whole)[:, 0]
+
+    def fill(part: np.ndarray) -> None:
+        chunks, within = source.store.locate(leaving[part])
+        ends = np.flatnonzero(np.diff(chunks, append=-1)) + 1
+        for begin, end in pairwise([0, *ends.tolist()]):
+            rows = source.store.chunk(int(chunks[begin])).take(within[begin:end], axis=0)
+            places[part[begin:end]] = rows.view(whole)[:, 0]
+
+    step = max(1, FILL_BYTES // source.row_bytes)
+    return [partial(fill, order[begin : begin + step]) for begin in range(0, len(order), step)]
+
+
+def _decode(rows: np.ndarray, out: np.ndarray) -> None:
+    """Decode rows as stored, (R, D), into out, float32, both contiguous: in one pass, where NumPy takes several."""
+    import torch  # here, since listing and writing stores takes none
+
+    if rows.dtype == np.float32:
+        np.copyto(out, rows)
         return
-    piece = max(1, PIECE_BYTES // rows[:1].nbytes)
-    scratch = np.empty((min(piece, len(order)), rows.shape[1]), rows.dtype)
-    for start in range(0, len(order), piece):
-        chosen = order[start : start + piece]
-        np.take(rows, chosen, axis=0, out=scratch[: len(chosen)], mode="clip")
-        stored.decode(scratch[: len(chosen)], out[start : start + piece])
+    bits, kind = rows.view(np.int16), torch.float16 if rows.dtype == np.float16 else torch.bfloat16
+    if not bits.flags.writeable:  # PyTorch would warn of it, although it only reads
+        there = bits.__array_interface__
+        bits = np.asarray(SimpleNamespace(__array_interface__={**there, "data": (there["data"][0], False)}))
+    torch.from_numpy(out).copy_(torch.from_numpy(bits).view(kind))
 
 
 class _Buffers:
@@ -213,7 +249,11 @@ class _Buffers:
 def _read_ahead(tasks: Callable[[ThreadPoolExecutor], Iterator[Future[np.ndarray]]], ahead: int,
                 batch_size: int) -> Iterator[np.ndarray]:
     """Hand out blocks batch by batch, with `ahead` of them under way; a task's error is raised here."""
-    pool = ThreadPoolExecutor(READERS, thread_name_prefix="sae-read")
+    import torch
+
+    threads = torch.get_num_threads()
+    # PyTorch would start helpers for each of these threads. What it is told in one holds for all that begin later.
+    pool = ThreadPoolExecutor(READERS, "sae-read", torch.set_num_threads, (1,))
     try:
         series = tasks(pool)
         under_way = deque(islice(series, ahead))
@@ -227,3 +267,4 @@ def _read_ahead(tasks: Callable[[ThreadPoolExecutor], Iterator[Future[np.ndarray
                 yield block[start : start + batch_size]
     finally:
         pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
