@@ -13,6 +13,7 @@ from ..activations import ACTIVATIONS, activation_from_json
 from ..errors import ConfigError, RunError
 from ..files import locked, make_folder
 from ..home import Home, now
+from ..machine import available_memory
 from ..report import table
 from ..runs import read_run
 from ..solvers import SOLVERS
@@ -100,6 +101,7 @@ def _planned(session: Session, options: Given, solver: str, act: str, data: str 
     chosen_solver = options.choose(SOLVERS, "solver", solver)
     activation = options.choose(ACTIVATIONS, "act", act)
     store = open_store(session, data)
+    training.check_shuffle(store.stored_bytes, available_memory())
     rows = training.rows_of(store)
     training = training.resolved(activation, chosen_solver, rows.rows, store.d_in)
     return Plan(store, rows, training, chosen_solver.resolved(training.batches(rows.rows)), activation, now())

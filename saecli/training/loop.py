@@ -110,8 +110,7 @@ class Trainer:
         """
         checkpoint = load_checkpoint(self.folder)
         solver, normalisation, progress = self._begin(checkpoint)
-        training = self.plan.training
-        rows = TrainingRows(self.train_rows, normalisation, training.batch_size, training.seed)
+        rows = self._rows(normalisation)
         log = MetricsLog(self.folder, progress.step)
         try:
             while progress.epoch < self.epochs:
@@ -128,6 +127,11 @@ class Trainer:
         finally:
             log.close()
         return self._result(solver, on_raw_rows(solver.sae(), normalisation), progress)
+
+    def _rows(self, normalisation: Normalisation) -> TrainingRows:
+        training = self.plan.training
+        return TrainingRows(self.train_rows, normalisation, training.batch_size, training.seed,
+                            training.shuffle == "exact")
 
     def _demand_memory(self) -> None:
         solver, d_sae = self.plan.solver, self.plan.training.d_sae
@@ -146,7 +150,7 @@ class Trainer:
             kept = {name: checkpoint[0][f"normalisation.{name}"] for name in ("mean", "scale", "variance")}
             normalisation = Normalisation(**kept)
         normalisation = normalisation.to(self.device)
-        sample = TrainingRows(self.train_rows, normalisation, training.batch_size, training.seed).sample()
+        sample = self._rows(normalisation).sample()
         lr = fitted_learning_rate(sample) if training.lr == "auto" else training.lr
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
                     sample, training.smoothing, training.seed, self.batches)

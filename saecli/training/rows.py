@@ -20,12 +20,13 @@ POWER_ITERATIONS = 30  # for an eigenvalue of which two digits are wanted
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """Normalised rows of a store's split, as solvers take them (see `solvers.Rows`)."""
+    """Normalised rows of a store's split, as solvers take them (see `solvers.Rows`); `exact` as of `Rows.batches`."""
 
     stored: StoredRows
     normalisation: Normalisation
     batch_size: int
     seed: int
+    exact: bool = False
 
     @property
     def rows(self) -> int:
@@ -39,7 +40,8 @@ class TrainingRows:
 
     def shuffled(self, epoch: int) -> Iterator[Tensor]:
         """Every row once, in batches (B, D), in an order that is a pure function of seed and epoch."""
-        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch))
+        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch,
+                                                     exact=self.exact))
 
     def sequential(self) -> Iterator[Tensor]:
         """Every row once, in batches (B, D), in stored order."""
