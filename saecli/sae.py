@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .activations import Activation, Parameters
+from .products import reconstructions
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class SAE:
 
     def decode(self, z: Tensor) -> Tensor:
         """The reconstructions, (B, D), of codes z, (B, F)."""
-        return torch.addmm(self.b_dec, z, self.W_dec)
+        return reconstructions(z, self.W_dec, self.b_dec)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The reconstructions, (B, D), of rows x, (B, D)."""

@@ -22,12 +22,14 @@ class Activation(Config):
     `sparsities` names the penalties that the activation offers, its default first; besides `none`, each is
     a method `penalty_NAME(pre, codes, W_dec, parameters)` that gives the mean over the rows of a batch.
     `opposites` says whether `phi(v) - phi(-v) = v`: two latents of opposite directions are then linear together.
+    `moves_zeros` says whether a gradient reaches anything through codes that are zero.
     """
 
     panel: ClassVar[str] = "Activation"
     name: ClassVar[str]
     sparsities: ClassVar[tuple[str, ...]] = ("none", "l1")
     opposites: ClassVar[bool] = False
+    moves_zeros: ClassVar[bool] = False
 
     def check(self, d_sae: int) -> None:
         """Refuse settings that cannot work with `d_sae` latents.
@@ -116,7 +118,7 @@ class Activation(Config):
     def penalty_l1(self, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """Scale-free L1, `mean over rows of sum_i |z_i| ||W_dec_i||`: shrinking codes against a growing decoder
         gains nothing."""
-        return (codes.abs() @ W_dec.norm(dim=1)).mean()
+        return codes.abs().mean(0) @ W_dec.norm(dim=1)
 
     def penalty(self, sparsity: str, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """The penalty of a batch, a mean over its rows, unweighted.

@@ -84,6 +84,7 @@ class JumpRelu(Thresholded, TargetsRate):
 
     name: ClassVar[str] = "jumprelu"
     sparsities: ClassVar[tuple[str, ...]] = ("l0", "l1", "kl", "none")
+    moves_zeros: ClassVar[bool] = True  # those just below their threshold move it
 
     threshold: float = option(0.1, "Threshold of every latent at the start, in units of the normalised rows.",
                               minimum=0)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config, option
+from ..products import pre_activations, reconstructions
 from ..sae import SAE
 from .optimizers import OPTIMIZERS
 from .smoothing import Smoothing
@@ -114,7 +115,8 @@ class Solver(ABC):
         self.task = replace(task, lr=1.0, penalty_warm_up=0.0) if kind.to_tolerance else task
         self.smoothing = Smoothing(task.smoothing, task.sample)
         self.step = 0
-        trained = {"W_enc": initial.W_enc, "b_enc": initial.b_enc, **initial.parameters, **also}
+        # Products over few latents read the weights of each side by side in memory, encoder and decoder alike.
+        trained = {"W_enc": initial.W_enc.T.contiguous().T, "b_enc": initial.b_enc, **initial.parameters, **also}
         self.trained = {name: tensor.clone().requires_grad_(name not in self.activation.estimates)
                         for name, tensor in trained.items()}
         self._parameter_names = tuple(initial.parameters)
@@ -164,7 +166,7 @@ class Solver(ABC):
             for name, value in self.activation.estimated(evaluations[-1][2], self._parameters()).items():
                 self.trained[name].copy_(value)
         self.step += 1
-        return StepReport(self.step, len(x), before, squared_error, (z != 0).sum(-1, dtype=x.dtype).mean())
+        return StepReport(self.step, len(x), before, squared_error, z.count_nonzero() / len(x))
 
     @torch.no_grad()
     def calibrate(self) -> None:
@@ -178,9 +180,10 @@ class Solver(ABC):
     def _loss(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The loss of a batch x, (B, D), its squared error and its codes, (B, F)."""
         W_dec, b_dec = self.decoder()
-        pre = torch.addmm(self.trained["b_enc"], x, self.trained["W_enc"])  # (B, F)
+        pre = pre_activations(x, self.trained["W_enc"], self.trained["b_enc"])  # (B, F)
         z = self.activation.training_codes(pre, self._parameters())
-        squared_error = (torch.addmm(b_dec, z, W_dec) - x).square().sum(-1).mean()
+        x_hat = torch.addmm(b_dec, z, W_dec) if self.activation.moves_zeros else reconstructions(z, W_dec, b_dec)
+        squared_error = (x_hat - x).square().sum(-1).mean()
         loss = squared_error + self.extra_loss()
         if self.task.sparsity != "none":
             penalty = self.activation.penalty(self.task.sparsity, pre, z, W_dec, self._parameters())

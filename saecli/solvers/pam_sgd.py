@@ -136,7 +136,7 @@ class PamSgdSolver(Solver):
         self.config = config
         residual = config.decoder == "residual"
         self.c = torch.tensor(1.0 if residual else 0.0, dtype=initial.W_dec.dtype)
-        self.Delta = initial.W_dec - self.c * initial.W_enc.T
+        self.Delta = (initial.W_dec - self.c * initial.W_enc.T).contiguous()
         self.b_dec = initial.b_dec.clone()
         self.alpha = torch.tensor(math.nan if config.alpha == "auto" else config.alpha, dtype=torch.float64)
         self.condition = torch.tensor(math.nan, dtype=torch.float64)
@@ -152,7 +152,7 @@ class PamSgdSolver(Solver):
         """W_dec (F, D), differentiable through c W_enc', and b_dec (D,)."""
         if self.config.decoder == "free":
             return self.Delta, self.b_dec
-        return self.c * self.trained["W_enc"].T + self.Delta, self.b_dec
+        return torch.add(self.Delta, self.trained["W_enc"].T, alpha=self.c.item()), self.b_dec
 
     def extra_loss(self) -> Tensor | float:
         """The encoder's proximal terms, divided by N."""

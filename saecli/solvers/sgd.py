@@ -34,7 +34,7 @@ class SgdSolver(Solver):
 
     def __init__(self, initial: SAE, task: Task, config: Sgd) -> None:
         self.tied = config.tied
-        decoder = {"b_dec": initial.b_dec} | ({} if self.tied else {"W_dec": initial.W_dec})
+        decoder = {"b_dec": initial.b_dec} | ({} if self.tied else {"W_dec": initial.W_dec.contiguous()})
         super().__init__(initial, task, decoder, config.optimizer)
 
     def decoder(self) -> tuple[Tensor, Tensor]:

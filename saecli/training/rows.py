@@ -92,7 +92,7 @@ def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) ->
     size = x_hat.square().sum()
     fit = ((batch * x_hat).sum() / size).clamp(min=1e-3) if size > 0 else batch.new_ones(())
     W_enc = W_enc * fit.sqrt()
-    return SAE(W_enc, batch.new_zeros(d_sae), W_enc.T.clone(), batch.new_zeros(d_in), activation, parameters)
+    return SAE(W_enc, batch.new_zeros(d_sae), W_enc.T.contiguous(), batch.new_zeros(d_in), activation, parameters)
 
 
 def fitted_learning_rate(batch: Tensor) -> float:
