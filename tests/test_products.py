@@ -24,12 +24,20 @@ def matrix(density: float) -> Tensor:
 
 
 @pytest.mark.parametrize("density", [0.0, 0.02, 0.08])
-def test_products_with_the_non_zeros_equal_those_with_the_matrix(density):
+@pytest.mark.parametrize("pairs", [1, 40, 1 << 19])
+def test_products_with_the_non_zeros_equal_those_with_the_matrix(density, pairs, monkeypatch):
+    monkeypatch.setattr("saecli.products.PAIRS", pairs)
     dense = matrix(density)
     found = NonZeros.of(dense)
     right, below = normal(F, D, seed=3), normal(B, D, seed=4)
     torch.testing.assert_close(found.times(right), dense @ right)
     torch.testing.assert_close(found.transposed_times(below), dense.T @ below)
+    gram = torch.zeros(F, F, dtype=torch.float64)
+    found.add_gram(gram)
+    torch.testing.assert_close(gram, (dense.T @ dense).tril())
+    torch.testing.assert_close(found.column_sums(), dense.sum(0))
+    sizes = (dense != 0).sum(1)
+    assert found.pairs == (sizes * (sizes + 1)).sum() / 2
 
 
 def test_a_matrix_of_many_non_zeros_is_left_dense():

@@ -61,11 +61,15 @@ def test_moments_do_not_depend_on_the_blocks_that_rows_come_in(block):
 
 
 def test_moments_of_sparse_codes_equal_those_of_dense_ones():
-    z, x, *_ = problem(400, 64, 5)
-    sparse = z * (torch.rand(z.shape, generator=torch.Generator().manual_seed(2)) < 0.02)
-    moments = moments_of(sparse.float(), x.float(), 100)
-    torch.testing.assert_close(moments.zz, sparse.float().double().T @ sparse.float().double(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(moments.zx, sparse.T @ x, rtol=1e-4, atol=1e-3)
+    z, x, direction, W_t, b_t = problem(400, 300, 5)
+    for density in (0.003, 0.06, 0.5):
+        sparse = (z * (torch.rand(z.shape, generator=torch.Generator().manual_seed(2)) < density)).float()
+        moments, exact = moments_of(sparse, x.float(), 100), sparse.double().T @ sparse.double()
+        torch.testing.assert_close(moments.zz.tril(), exact.tril(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(moments.zx, sparse.double().T @ x, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(moments.z_bar, sparse.double().mean(0), rtol=1e-6, atol=1e-7)
+        solve(moments, terms_of((1.0, 0.0, 0.0, 0.0), direction, W_t, b_t))
+        torch.testing.assert_close(moments.zz, exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("held", ["moments", "held rows"])

@@ -4,7 +4,6 @@ Shapes: N rows in all, B in a block, F = d_sae, D = d_in. Sums and factors are f
 package's docstring; `shrink` is s.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +14,10 @@ from scipy.linalg.lapack import dpocon
 from torch import Tensor
 
 from ..errors import TrainingError
+from ..products import NonZeros
 
-SPARSE_DENSITY = 0.03  # share of non-zero codes below which products with them skip the zeros
+GRAM_COLUMNS = 256  # of the Gram matrix at a time, of which what lies above the diagonal is left out
+PAIRS_SHARE = 0.2  # pairs of non-zeros, of the Gram matrix' entries, up to which their products are added one by one
 RESOLUTION = 1e-13  # of a matrix' mean diagonal: a smaller ridge is lost in float64's rounding
 WOODBURY_RESOLUTION = 1e-9  # the same where the solution is a difference divided by the ridge
 DIRECT_SHARE = 0.5  # rows a latent from which on F dimensions cost less than N, of which a solve needs two products
@@ -84,8 +85,9 @@ class System(Protocol):
 class Moments:
     """Normal equations summed over any number of rows.
 
-    Blocks are multiplied in their own precision and summed in float64. Cost of a row: 2 F^2 operations where
-    codes are dense, about 2 F a non-zero where they are sparse. Memory: see `memory_needed`.
+    Blocks are multiplied in their own precision and summed in float64. Cost of a row: `F^2 + 2 D F` operations where
+    codes are dense; `K^2 + 2 D K`, or `2 F K + 2 D K`, where K of them are not zero. Memory: see `memory_needed`.
+    `zz` holds what is summed on and below its diagonal; the rest is filled in by `factor`.
 
     Sums are of z - z_0 and x - x_0, so that offsets do not cancel: the first block's means where they are large
     against its spread, else 0, as of any latent that rarely fires. With d = z_bar - z_0 and S the sum of squares,
@@ -97,6 +99,7 @@ class Moments:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
         self.rows = 0
+        self._has_offsets = False
         self.z_0 = zeros(d_sae)
         self.x_0 = zeros(d_in)
         self.sum_z = zeros(d_sae)
@@ -108,13 +111,25 @@ class Moments:
         """Add a block of rows: codes z, (B, F), and inputs x, (B, D)."""
         if not self.rows:
             self.z_0, self.x_0 = _offset(z).double(), _offset(x).double()
-        z, x = z - self.z_0.to(z.dtype), x - self.x_0.to(x.dtype)
+            self._has_offsets = bool(self.z_0.any() or self.x_0.any())
+        if self._has_offsets:
+            z, x = z - self.z_0.to(z.dtype), x - self.x_0.to(x.dtype)
         self.rows += len(z)
-        self.sum_z += z.sum(0, dtype=torch.float64)
-        self.sum_x += x.sum(0, dtype=torch.float64)
-        left = _transposed(z)
-        self.zz += left @ z
-        self.zx += left @ x
+        self.sum_x += x.sum(0)
+        non_zeros = NonZeros.of(z)
+        if non_zeros is None:
+            self.sum_z += z.sum(0)
+            for begin in range(0, len(self.zz), GRAM_COLUMNS):
+                end = begin + GRAM_COLUMNS
+                self.zz[begin:end, :end] += z[:, begin:end].T @ z[:, :end]
+            self.zx += z.T @ x
+            return
+        self.sum_z += non_zeros.column_sums()
+        if non_zeros.pairs <= PAIRS_SHARE * self.zz.numel():
+            non_zeros.add_gram(self.zz)
+        else:
+            self.zz += non_zeros.transposed_times(z)
+        self.zx += non_zeros.transposed_times(x)
 
     @property
     def z_bar(self) -> Tensor:
@@ -138,6 +153,7 @@ class Moments:
 
     def factor(self, ridge: float, shrink: float, decay: Tensor) -> Factor:
         """Factorise `A + diag(decay) + ridge I` by Cholesky; costs F^3 / 3 operations."""
+        _mirror(self.zz)
         apart = self.sum_z / self.rows
         matrix = torch.addr(self.zz, apart, apart, alpha=-self.rows)
         if shrink < 1:
@@ -272,6 +288,15 @@ def _cholesky(matrix: Tensor, ridge: float, resolution: float) -> tuple[Tensor, 
                         f"lose it; normalise the rows, e.g. with --normalize scale")
 
 
+def _mirror(matrix: Tensor) -> None:
+    """Fill in what lies above the diagonal of a symmetric matrix, a few columns at a time."""
+    for begin in range(0, len(matrix), GRAM_COLUMNS):
+        end = begin + GRAM_COLUMNS
+        corner = matrix[begin:end, begin:end]
+        corner.copy_(corner.tril() + corner.tril(-1).T)
+        matrix[:begin, begin:end] = matrix[begin:end, :begin].T
+
+
 def _condition(lower: Tensor, norm: Tensor) -> float:
     """Estimate of the 1-norm condition number of L L', whose 1-norm is at hand; on the host."""
     reciprocal, _ = dpocon(lower.cpu().numpy().T, norm.item(), uplo="U")
@@ -287,12 +312,3 @@ def _offset(block: Tensor) -> Tensor:
 def _squared_norms(lower: Tensor, right: Tensor) -> Tensor:
     """`g' (L L')^-1 g` of each column g of the right side: half the work of solving for it."""
     return torch.linalg.solve_triangular(lower, right, upper=False).square().sum(0)
-
-
-def _transposed(z: Tensor) -> Tensor:
-    """z', as compressed rows where few codes are non-zero: products then skip the zeros."""
-    if z.count_nonzero() > SPARSE_DENSITY * z.numel():
-        return z.T
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        return z.T.contiguous().to_sparse_csr()
