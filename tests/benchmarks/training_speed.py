@@ -1,0 +1,139 @@
+"""Rows per second of encoder steps, against full training steps of SAELens and the machine's matrix product.
+
+    PYTHONPATH=. python tests/benchmarks/training_speed.py [--threads 2] [--saelens-python PYTHON]
+
+Without --saelens-python, an environment with sae-lens is made in a folder that is removed at the end; the install at
+hand stays as it is. The two take turns, round after round, and the least time of a step counts. "of peak" is the share
+of the measured float32 matrix product that the dense arithmetic of a step comes to: 10 d_in d_sae operations a row, 8
+where the decoder gets no gradient; above 1 where zeros are skipped. Beside it, in milliseconds a step: the optimiser's
+pass over its tensors, and the activation's over a batch of pre-activations.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from saecli.activations import Activation, Relu, TopK
+from saecli.solvers import SolverConfig, Task
+from saecli.solvers.optimizers import Adam
+from saecli.solvers.pam_sgd import PamSgd
+from saecli.solvers.sgd import Sgd
+from saecli.training.rows import initial_sae
+
+SAELENS = "sae-lens==6.54.12"
+CASES: dict[str, tuple[Activation, SolverConfig, str, int]] = {
+    "relu, sgd": (Relu(), Sgd(), "relu", 10),
+    "relu, pam-sgd": (Relu(), PamSgd(), "relu", 10),
+    "relu, pam-sgd, free": (Relu(), PamSgd(decoder="free"), "relu", 8),
+    "topk 32, sgd": (TopK(k=32), Sgd(), "topk-32", 10),
+    "topk 32, pam-sgd": (TopK(k=32), PamSgd(), "topk-32", 10),
+    "topk 320, sgd": (TopK(k=320), Sgd(), "topk-320", 10),
+    "topk 320, pam-sgd": (TopK(k=320), PamSgd(), "topk-320", 10),
+}
+
+
+def least(action: Callable[[], object], times: int) -> float:
+    """The least seconds of several runs of an action, after one other."""
+    taken = []
+    for _ in range(times + 1):
+        started = time.perf_counter()
+        action()
+        taken.append(time.perf_counter() - started)
+    return min(taken[1:])
+
+
+def ours(case: str, chosen: argparse.Namespace) -> dict[str, float]:
+    """The least seconds of an encoder step, and of what its optimiser and its activation take of it."""
+    activation, config, _, _ = CASES[case]
+    rows = torch.randn(chosen.batch, chosen.d_in, generator=torch.Generator().manual_seed(0))
+    sparsity = activation.default_sparsity
+    task = Task(10**6, 10**6, 1e-3, sparsity, activation.default_weight(sparsity, chosen.d_in))
+    solver = config.resolved(None).build(initial_sae(activation, chosen.d_sae, rows, seed=0), task)
+    step = least(lambda: solver.descend(rows), chosen.steps)
+    tensors = {name: tensor.detach().clone().requires_grad_() for name, tensor in solver.optimizer.tensors.items()}
+    optimizer = Adam(tensors)
+    constant = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
+    whole = least(lambda: optimizer.descend(
+        lambda: sum((tensor * constant[name]).sum() for name, tensor in tensors.items()), 1e-3), chosen.steps)
+    gradient = least(lambda: sum((tensor * constant[name]).sum() for name, tensor in tensors.items()).backward(),
+                     chosen.steps)
+    pre = rows @ solver.trained["W_enc"].detach()
+    return {"step": step, "optimizer": max(whole - gradient, 0.0),
+            "activation": least(lambda: activation.training_codes(pre, {}), chosen.steps)}
+
+
+def product_rate(chosen: argparse.Namespace) -> float:
+    """Operations a second of the product `x @ W_enc`."""
+    x, W = torch.randn(chosen.batch, chosen.d_in), torch.randn(chosen.d_in, chosen.d_sae)
+    return 2 * chosen.batch * chosen.d_in * chosen.d_sae / least(lambda: x @ W, 2 * chosen.steps)
+
+
+def saelens(python: Path, chosen: argparse.Namespace) -> dict[str, float]:
+    """The least seconds of SAELens' steps, by case."""
+    words = (chosen.d_in, chosen.d_sae, chosen.batch, chosen.steps, chosen.threads,
+             *dict.fromkeys(theirs for *_, theirs, _ in CASES.values()))
+    done = subprocess.run([python, Path(__file__).with_name("saelens_steps.py"), *map(str, words)], text=True,
+                          stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def environment(folder: Path) -> Path:
+    """The Python of a new environment with sae-lens, whose torch is the one at hand."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    version = torch.__version__.partition("+")[0]
+    subprocess.run([python, "-m", "pip", "install", "-q", f"torch=={version}", SAELENS], check=True, stdout=sys.stderr)
+    return python
+
+
+def benchmark(chosen: argparse.Namespace, python: Path) -> None:
+    """Print the table."""
+    torch.set_num_threads(chosen.threads)
+    rates, theirs, found = [], {}, {}
+    for _ in range(chosen.rounds):
+        rates.append(product_rate(chosen))
+        for case, seconds in saelens(python, chosen).items():
+            theirs[case] = min(seconds, theirs.get(case, seconds))
+        for case in CASES:
+            new = ours(case, chosen)
+            found[case] = {name: min(value, found.get(case, new)[name]) for name, value in new.items()}
+    print(f"matrix product: {max(rates) / 1e9:.0f} GFLOP/s; d_in {chosen.d_in}, d_sae {chosen.d_sae}, batch "
+          f"{chosen.batch}, {chosen.threads} threads; {SAELENS}, torch {torch.__version__}\n")
+    print("| step | SAELens, rows/s | saecli, rows/s | ratio | of peak | optimiser, ms | activation, ms |")
+    print("|---|---|---|---|---|---|---|")
+    for case, parts in found.items():
+        *_, name, factor = CASES[case]
+        share = factor * chosen.d_in * chosen.d_sae * chosen.batch / parts["step"] / max(rates)
+        print(f"| {case} | {chosen.batch / theirs[name]:,.0f} | {chosen.batch / parts['step']:,.0f} | "
+              f"{theirs[name] / parts['step']:.2f} | {share:.2f} | {1e3 * parts['optimizer']:.0f} | "
+              f"{1e3 * parts['activation']:.0f} |")
+
+
+def main() -> None:
+    """Make the environment where none is given, and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--d-in", type=int, default=2304)
+    parser.add_argument("--d-sae", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=4, help="of which the least counts")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--saelens-python", type=Path, help="Python of an environment that has sae-lens")
+    chosen = parser.parse_args()
+    if chosen.saelens_python:
+        benchmark(chosen, chosen.saelens_python)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        benchmark(chosen, environment(Path(folder) / "saelens"))
+
+
+if __name__ == "__main__":
+    main()
