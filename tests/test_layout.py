@@ -11,8 +11,8 @@ PACKAGE = ROOT / "saecli"
 
 FLOORS = [
     {"errors", "files", "hub", "machine", "assets"},
-    {"config", "devices", "home", "report"},
-    {"activations", "arrays", "language_model", "products", "ridge", "store", "texts"},
+    {"config", "devices", "home", "products", "report"},
+    {"activations", "arrays", "language_model", "ridge", "store", "texts"},
     {"harvest", "sae"},
     {"formats", "geometry", "metrics"},
     {"plots", "runs", "solvers", "splice"},

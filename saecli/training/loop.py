@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,8 @@ from .normalise import Normalisation, fit_normalisation
 from .rows import STREAMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae, raw_batches
 
 ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
+Measures = dict[str, Any]  # as of `metrics.reconstruction`
+
 LOG_EVERY = 20  # steps between lines in metrics.jsonl, and between looks at whether the loss is a number
 
 
@@ -112,6 +113,7 @@ class Trainer:
         solver, normalisation, progress = self._begin(checkpoint)
         rows = self._rows(normalisation)
         log = MetricsLog(self.folder, progress.step)
+        test = None
         try:
             while progress.epoch < self.epochs:
                 began = time.monotonic()
@@ -120,13 +122,15 @@ class Trainer:
                 progress.seconds += time.monotonic() - began
                 sae = on_raw_rows(solver.sae(), normalisation)
                 demand_finite(sae, solver.step)
-                test = reconstruction(sae, self._raw(self.test_rows, sae))
+                test = self._measured(self.test_rows, sae)
                 log.write({"step": solver.step, "epoch": progress.epoch, "test_fvu": test["fvu"],
                            "test_l0": test["l0"], **solver.record()})
                 self._save(solver, sae, normalisation, progress)
         finally:
             log.close()
-        return self._result(solver, on_raw_rows(solver.sae(), normalisation), progress)
+        sae = on_raw_rows(solver.sae(), normalisation)
+        return self._result(solver, progress, self._measured(self.train_rows, sae),
+                            test or self._measured(self.test_rows, sae))
 
     def _rows(self, normalisation: Normalisation) -> TrainingRows:
         training = self.plan.training
@@ -186,8 +190,8 @@ class Trainer:
         look()
         return seen
 
-    def _raw(self, stored: StoredRows, sae: SAE) -> Iterator[torch.Tensor]:
-        return (batch.to(sae.W_enc) for batch in raw_batches(stored))
+    def _measured(self, stored: StoredRows, sae: SAE) -> Measures:
+        return reconstruction(sae, (batch.to(sae.W_enc) for batch in raw_batches(stored)))
 
     def _save(self, solver: Solver, sae: SAE, normalisation: Normalisation, progress: Progress) -> None:
         source = self.plan.store.meta.source
@@ -196,8 +200,7 @@ class Trainer:
         kept = {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
         save_checkpoint(self.folder, solver.state() | kept, vars(progress))
 
-    def _result(self, solver: Solver, sae: SAE, progress: Progress) -> dict[str, Any]:
-        train, test = (reconstruction(sae, self._raw(stored, sae)) for stored in (self.train_rows, self.test_rows))
+    def _result(self, solver: Solver, progress: Progress, train: Measures, test: Measures) -> dict[str, Any]:
         rate = {} if solver.optimizer.to_tolerance else {"lr": solver.task.lr}
         return {
             "rows_train": self.train_rows.rows, "rows_test": self.test_rows.rows, "epochs": progress.epoch,
