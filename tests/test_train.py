@@ -51,7 +51,7 @@ def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(sae: Com
     assert measured["rows"] == document["rows_test"]
     folder = Path(document["path"])
     assert {path.name for path in folder.iterdir()} == {"run.json", "metrics.jsonl", "checkpoint.safetensors",
-                                                        "sae.safetensors", "loss.png"}
+                                                        "sae.safetensors", "loss.png", ".lock"}
     assert [line["epoch"] for line in read_metrics(folder) if "epoch" in line] == [1, 2, 3]
 
 
