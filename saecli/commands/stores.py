@@ -138,7 +138,7 @@ def _dropped(store: ActivationStore, reason: str) -> str:
     """How many rows were dropped for a reason, what share of all, and how large they were; or how many texts."""
     count, norms = store.meta.dropped[reason], store.meta.dropped_norms.get(reason)
     if reason in TEXT_REASONS:
-        return f"{count:,} texts"
+        return f"{count:,} {'text' if count == 1 else 'texts'}"
     sizes = f", norm {_sizes(norms)}" if norms else ""
     return f"{count:,} ({100 * count / (store.rows + rows_dropped(store.meta.dropped)):.2g}%){sizes}"
 
