@@ -84,8 +84,16 @@ def test_a_source_that_breaks_is_opened_again_where_it_broke(error):
     assert notes[4].endswith("1 more time at most")
 
 
+def raised_from(cause: Exception) -> Exception:
+    """A file that was not found, as the network failed."""
+    error = FileNotFoundError("no data file")
+    error.__context__ = cause
+    return error
+
+
 @pytest.mark.parametrize(("error", "tries"), [
-    (ConnectionResetError("gone"), 3), (PermissionError("not yours"), 1), (ValueError("no such column"), 1)])
+    (ConnectionResetError("gone"), 3), (raised_from(TimeoutError("slow")), 3), (FileNotFoundError("no data file"), 1),
+    (PermissionError("not yours"), 1), (ValueError("no such column"), 1)])
 def test_tries_are_bounded_and_only_for_errors_that_may_pass(error, tries):
     source, got = Failing(error, *[5] * 99), []
     with pytest.raises(type(error), match=str(error)):

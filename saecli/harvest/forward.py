@@ -13,7 +13,8 @@ from .blocks import LOOK_AHEAD, Batch, Block
 
 CPU_TOKENS = 1 << 11  # tokens in a forward pass where memory decides nothing: more no longer made it faster
 SHARE = 8  # windows of a batch are at most an eighth shorter than its longest: less padding costs more passes
-PROBED = (1, 3)  # windows in the two passes by whose memory that of any other is told
+# Windows in the passes whose memory tells that of others; in the first, libraries claim some for themselves.
+PROBED = (1, 1, 3)
 USED = 0.7  # share of the free memory that a batch may take
 
 
@@ -124,10 +125,10 @@ def batch_tokens(model: LanguageModel, batch_size: int | str, context: int, plac
     if model.device.type != "cuda":
         return CPU_TOKENS
     try:
-        few, more = (_peak_bytes(model, windows, context, places) for windows in PROBED)
+        _, few, more = (_peak_bytes(model, windows, context, places) for windows in PROBED)
     except torch.OutOfMemoryError:
         return context
-    window = max(1, (more - few) // (PROBED[1] - PROBED[0]))
+    window = max(1, (more - few) // (PROBED[-1] - PROBED[0]))
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(model.device)
     return tokens_that_fit(free, window, context)

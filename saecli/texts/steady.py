@@ -27,15 +27,24 @@ class Document(NamedTuple):
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether another try may not meet an error of the network's: a lost connection, a timeout, a busy hub."""
+    """Whether another try may not meet an error, as it is, or came of, a lost connection, a timeout or a busy hub."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
+    link: BaseException | None = error
+    while link is not None and not HF_HUB_OFFLINE:
+        if _is_passing(link):
+            return True
+        # What could not be fetched for a moment, `datasets` says could not be found.
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def _is_passing(error: BaseException) -> bool:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(status, int):
         return status in PASSING_STATUSES or status >= 500
     library = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
-    of_network = isinstance(error, ConnectionError | TimeoutError) or not library.isdisjoint(NETWORK_LIBRARIES)
-    return of_network and not HF_HUB_OFFLINE
+    return isinstance(error, ConnectionError | TimeoutError) or not library.isdisjoint(NETWORK_LIBRARIES)
 
 
 class Patience:

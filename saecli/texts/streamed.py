@@ -54,6 +54,8 @@ class Streamed:
         import datasets
 
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs of a damaged file, it raises as well
+        # Its own tries are silent, twenty of up to a minute each; `steadily` says what it waits for.
+        datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
         data = datasets.load_dataset(**self.request, streaming=True)
         number = 0
         if mark is not None:
