@@ -130,6 +130,15 @@ def test_rows_from_memory_and_from_disk_come_in_the_same_order(tmp_path):
     np.testing.assert_array_equal(epoch(store), from_memory)
 
 
+def test_batches_larger_than_a_block_hold_every_row_once(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((7000, 512)).astype(np.float16).astype(np.float32)
+    rows[:, 0], rows[:, 1] = np.divmod(np.arange(7000), 100)
+    split = make_store(tmp_path / "s", rows, "float16", block=1000, shard_rows=2500, chunk_rows=100).split("all")
+    np.testing.assert_array_equal(collect(split.sequential(3000)), rows)
+    shuffled = collect(split.batches(3000, seed=0, epoch=0, window_bytes=1024 * 4000))
+    np.testing.assert_array_equal(shuffled[np.lexsort((shuffled[:, 1], shuffled[:, 0]))], rows)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**32))
 def test_permutation_beyond_a_table_is_one(count, seed):

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 READERS = 2
 BLOCK_BYTES = 4 << 20
 AHEAD_BYTES = 32 << 20
-FILL_BYTES = 4 << 20
+LOAD_BYTES = 4 << 20
 RUN_BYTES = 1 << 20  # about what stays in a core's own cache
+
+Block = tuple[list[Future[None]], np.ndarray]  # what fills it, and its rows, (R, D)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def in_order(source: Source, batch_size: int) -> Iterator[np.ndarray]:
     total = int(ends[-1])
     buffers = _Buffers(source, batch_size, total)
 
-    def fill(begin: int, end: int, out: np.ndarray) -> np.ndarray:
+    def fill(begin: int, end: int, out: np.ndarray) -> None:
         at, chunk = begin, int(np.searchsorted(ends, begin, side="right"))
         while at < end:
             first, stop = int(ends[chunk] - source.counts[chunk]), min(end, int(ends[chunk]))
@@ -88,13 +90,12 @@ def in_order(source: Source, batch_size: int) -> Iterator[np.ndarray]:
                 rows = source.rows(chunk, at - first, stop - first)
                 _decode(rows, out[at - begin : stop - begin])
             at, chunk = stop, chunk + 1
-        return out[: end - begin]
 
-    def tasks(pool: ThreadPoolExecutor) -> Iterator[Future[np.ndarray]]:
+    def blocks(pool: ThreadPoolExecutor) -> Iterator[Block]:
         for begin in range(0, total, buffers.rows):
-            yield pool.submit(fill, begin, min(begin + buffers.rows, total), buffers.next())
+            yield buffers.fill(pool, fill, begin, min(begin + buffers.rows, total))
 
-    return _read_ahead(tasks, buffers.ahead, batch_size)
+    return _read_ahead(blocks, buffers.ahead, batch_size)
 
 
 def shuffled(source: Source, deal: Deal, batch_size: int) -> Iterator[np.ndarray]:
@@ -112,43 +113,40 @@ def shuffled(source: Source, deal: Deal, batch_size: int) -> Iterator[np.ndarray
     Yields:
         (B, D) float32, valid until the next is asked for.
     """
-    buffers = _Buffers(source, batch_size, int(source.counts.sum()))
     run = max(1, RUN_BYTES // source.row_bytes)
+    buffers = _Buffers(source, batch_size, int(source.counts.sum()), run)
 
-    def gathering(pool: ThreadPoolExecutor) -> Iterator[Future[np.ndarray]]:
+    def gathered(pool: ThreadPoolExecutor) -> Iterator[Block]:
         for leaving in _leaving(deal, batch_size, run, pool):
-            shards = source.store.whole_shards()
+            gather = partial(_gather, source, source.store.whole_shards(), leaving, batch_size, run)
             for begin in range(0, len(leaving), buffers.rows):
-                chosen = leaving[begin : begin + buffers.rows]
-                yield pool.submit(_gather, source, shards, chosen, batch_size, run, buffers.next())
+                yield buffers.fill(pool, gather, begin, min(begin + buffers.rows, len(leaving)))
 
-    def decode(rows: np.ndarray, out: np.ndarray) -> np.ndarray:
-        _decode(rows, out[: len(rows)])
-        return out[: len(rows)]
-
-    def filling(pool: ThreadPoolExecutor) -> Iterator[Future[np.ndarray]]:
+    def from_windows(pool: ThreadPoolExecutor) -> Iterator[Block]:
         memory = [np.empty((0, source.d_in), source.stored.storage)] * 2
         window = memory[0]
         for turn, leaving in enumerate(chain(_leaving(deal, batch_size, run, pool), [np.empty(0, np.int64)])):
             if len(leaving) > len(memory[turn % 2]):
                 memory[turn % 2] = np.empty((len(leaving), source.d_in), source.stored.storage)
             following = memory[turn % 2][: len(leaving)]
-            fills = _fills(source, leaving, following)
+            loads = _loads(source, leaving, following)
+            decode = partial(_decode_part, window)
             begins = range(0, len(window), buffers.rows)
-            filled, decoded = [], []
-            for block, begin in enumerate(begins, 1):
-                decoded.append(pool.submit(decode, window[begin : begin + buffers.rows], buffers.next()))
-                filled += [pool.submit(fill) for fill in fills[len(filled) : len(fills) * block // len(begins)]]
-                yield decoded[-1]
-            filled += [pool.submit(fill) for fill in fills[len(filled) :]]
-            for done in (*filled, *decoded):
+            loaded, decoded = [], []
+            for number, begin in enumerate(begins, 1):
+                block = buffers.fill(pool, decode, begin, min(begin + buffers.rows, len(window)))
+                decoded += block[0]
+                loaded += [pool.submit(load) for load in loads[len(loaded) : len(loads) * number // len(begins)]]
+                yield block
+            loaded += [pool.submit(load) for load in loads[len(loaded) :]]
+            for done in (*loaded, *decoded):
                 done.result()
             window = following
 
-    def tasks(pool: ThreadPoolExecutor) -> Iterator[Future[np.ndarray]]:
-        return gathering(pool) if source.store.in_memory() else filling(pool)
+    def blocks(pool: ThreadPoolExecutor) -> Iterator[Block]:
+        return gathered(pool) if source.store.in_memory() else from_windows(pool)
 
-    return _read_ahead(tasks, buffers.ahead, batch_size)
+    return _read_ahead(blocks, buffers.ahead, batch_size)
 
 
 def _leaving(deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
@@ -176,36 +174,39 @@ def _runs(rows: int, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
         yield from ((begin, min(begin + run, end)) for begin in range(batch, end, run))
 
 
-def _gather(source: Source, shards: Sequence[np.ndarray], leaving: np.ndarray, batch_size: int, run: int,
-            out: np.ndarray) -> np.ndarray:
-    """Decode rows, (R,) numbers, from shards in memory; all of a run are taken before they are decoded."""
+def _gather(source: Source, shards: Sequence[np.ndarray], leaving: np.ndarray, batch_size: int, run: int, begin: int,
+            end: int, out: np.ndarray) -> None:
+    """Decode rows `begin` to `end` of those that leave a window, from shards in memory, run by run."""
     shard_rows = source.store.meta.shard_rows
-    scratch = np.empty((min(run, len(leaving)), source.d_in), source.stored.storage)
-    for begin, end in _runs(len(leaving), batch_size, run):
-        rows = leaving[begin:end]
-        first, last = rows[0] // shard_rows, rows[-1] // shard_rows
+    scratch = np.empty((min(run, end - begin), source.d_in), source.stored.storage)
+    for start, stop in _runs(end - begin, batch_size, run):
+        rows = leaving[begin + start : begin + stop]
+        first, last = int(rows[0] // shard_rows), int(rows[-1] // shard_rows)
         ends = np.searchsorted(rows, np.arange(first + 1, last + 2) * shard_rows).tolist()
-        for shard, (start, stop) in enumerate(pairwise([0, *ends]), int(first)):
-            shards[shard].take(rows[start:stop] - shard * shard_rows, 0, scratch[start:stop], "clip")
-        _decode(scratch[: end - begin], out[begin:end])
-    return out[: len(leaving)]
+        for shard, (low, high) in enumerate(pairwise([0, *ends]), first):
+            shards[shard].take(rows[low:high] - shard * shard_rows, 0, scratch[low:high], "clip")
+        _decode(scratch[: stop - start], out[start:stop])
 
 
-def _fills(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callable[[], None]]:
+def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callable[[], None]]:
     """What has to be done to bring rows, (R,) numbers, into out, (R, D), in any order; each part reads forward."""
     order = np.argsort(leaving)
     whole = np.dtype((np.void, source.row_bytes))  # NumPy moves a row faster as one value
     places = out.view(whole)[:, 0]
 
-    def fill(part: np.ndarray) -> None:
+    def load(part: np.ndarray) -> None:
         chunks, within = source.store.locate(leaving[part])
         ends = np.flatnonzero(np.diff(chunks, append=-1)) + 1
         for begin, end in pairwise([0, *ends.tolist()]):
             rows = source.store.chunk(int(chunks[begin])).take(within[begin:end], axis=0)
             places[part[begin:end]] = rows.view(whole)[:, 0]
 
-    step = max(1, FILL_BYTES // source.row_bytes)
-    return [partial(fill, order[begin : begin + step]) for begin in range(0, len(order), step)]
+    step = max(1, LOAD_BYTES // source.row_bytes)
+    return [partial(load, order[begin : begin + step]) for begin in range(0, len(order), step)]
+
+
+def _decode_part(window: np.ndarray, begin: int, end: int, out: np.ndarray) -> None:
+    _decode(window[begin:end], out)
 
 
 def _decode(rows: np.ndarray, out: np.ndarray) -> None:
@@ -229,24 +230,29 @@ class _Buffers:
         source: whose rows they take.
         batch_size: a block is a multiple of it.
         total: rows in the whole stream.
+        run: where a block of one large batch is filled in parts, they are multiples of it.
     """
 
-    def __init__(self, source: Source, batch_size: int, total: int) -> None:
+    def __init__(self, source: Source, batch_size: int, total: int, run: int = 1) -> None:
         batch_bytes = 4 * source.d_in * batch_size
         self.rows = batch_size * max(1, BLOCK_BYTES // batch_bytes)
         self.ahead = max(1, min(READERS + 2, AHEAD_BYTES // (self.rows * 4 * source.d_in)))
+        self._part = self.rows if batch_bytes <= BLOCK_BYTES else run * -(-self.rows // (READERS * run))
         shape = (min(self.rows, total), source.d_in)
         # One more than are under way: the one that the consumer holds.
         self._blocks = [np.empty(shape, np.float32) for _ in range(self.ahead + 1)]
         self._turn = 0
 
-    def next(self) -> np.ndarray:
-        """The next block, handed out again after `ahead` others."""
+    def fill(self, pool: ThreadPoolExecutor, fill: Callable[[int, int, np.ndarray], None], begin: int,
+             end: int) -> Block:
+        """Have `fill` put rows `begin` to `end` into the next block, which comes again after `ahead` others."""
         self._turn += 1
-        return self._blocks[self._turn % len(self._blocks)]
+        out = self._blocks[self._turn % len(self._blocks)][: end - begin]
+        return [pool.submit(fill, part, min(part + self._part, end), out[part - begin : part - begin + self._part])
+                for part in range(begin, end, self._part)], out
 
 
-def _read_ahead(tasks: Callable[[ThreadPoolExecutor], Iterator[Future[np.ndarray]]], ahead: int,
+def _read_ahead(blocks: Callable[[ThreadPoolExecutor], Iterator[Block]], ahead: int,
                 batch_size: int) -> Iterator[np.ndarray]:
     """Hand out blocks batch by batch, with `ahead` of them under way; a task's error is raised here."""
     import torch
@@ -255,14 +261,16 @@ def _read_ahead(tasks: Callable[[ThreadPoolExecutor], Iterator[Future[np.ndarray
     # PyTorch would start helpers for each of these threads. What it is told in one holds for all that begin later.
     pool = ThreadPoolExecutor(READERS, "sae-read", torch.set_num_threads, (1,))
     try:
-        series = tasks(pool)
+        series = blocks(pool)
         under_way = deque(islice(series, ahead))
         while True:
             # Only now is the block before this one free: its last batch was valid until this was asked for.
             under_way.extend(islice(series, 1))
             if not under_way:
                 return
-            block = under_way.popleft().result()
+            parts, block = under_way.popleft()
+            for part in parts:
+                part.result()
             for start in range(0, len(block), batch_size):
                 yield block[start : start + batch_size]
     finally:
