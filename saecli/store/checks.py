@@ -71,9 +71,12 @@ def find_damage(store: Path, meta: StoreMeta, shards: Iterable[int],
             done += count
             show(done)
 
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+    pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="sae-check")
+    try:
         sentences = pool.map(partial(_problem, store, meta, read), shards)
         damaged = {index: sentence for index, sentence in zip(shards, sentences, strict=True) if sentence}
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupt waits for the shards that are being read, not for all
     if set(changed(store, meta)) <= set(shards):
         suspect(store / STORE_MARKER)  # younger than every whole shard, and older than the damaged ones
     for index in damaged:

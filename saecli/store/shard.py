@@ -174,6 +174,8 @@ class MappedShards:
 
         Raises:
             StoreError: the shard is missing, damaged or foreign.
+
+        Cost: the first time, a pass of XXH3-64 over the chunk: 20 to 30 GB/s, or 0.03 of a processor second a GiB.
         """
         layout, mapped = self._open(shard)
         whole = np.ndarray((layout.chunk_rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped,

@@ -89,7 +89,7 @@ class StoreWriter:
             A context manager that holds the store's lock until it exits.
 
         Raises:
-            StoreError: another process is writing it, it is complete and whole, or it holds something else.
+            StoreError: another process is writing it, or it holds something else.
         """
         try:
             lock = take_lock(path)
@@ -98,9 +98,6 @@ class StoreWriter:
         try:
             there = begin(path, meta)
             damaged = find_damage(path, there, changed(path, there), show)
-            if there.complete and not damaged:
-                raise StoreError(f"{path} is complete, with {there.rows} rows; expected one to go on with; "
-                                 "choose another --name, or remove that store")
             return cls(path, there, lock, limit, damaged)
         except OSError as error:
             if not (path / STORE_MARKER).exists():
@@ -174,6 +171,9 @@ class StoreWriter:
                 producer does not go on where the interrupted store ends.
             ValueError: shapes or types do not fit the store.
         """
+        if self.complete and not self._mended:
+            raise StoreError(f"{self.path} is complete, with {self.rows} rows; expected one to go on with; "
+                             "choose another --name, or remove that store")
         rows, cursor = self._checked(activations, columns), json.loads(json.dumps(cursor))
         self._ended, self._current = self._ended + self._current, Dropped.of(dropped or {})
         rows, columns = self._dropping(NONFINITE, ~DTYPES[self._meta.dtype].keeps(rows), rows, columns)
