@@ -98,7 +98,7 @@ def test_the_fitted_learning_rate_is_that_of_its_formula():
     x *= math.sqrt(100 / x.square().sum(1).mean())
     square = x.square().sum(1)
     largest = torch.linalg.eigvalsh(x.T @ (square[:, None] * x) / square.sum())[-1].item()
-    assert fitted_learning_rate(x) == pytest.approx(1.35 / (100 * largest) ** (2 / 3), rel=0.02)
+    assert fitted_learning_rate(x) == pytest.approx(0.105 / (100 * largest) ** (1 / 3), rel=0.02)
 
 
 def test_the_fitted_learning_rate_knows_neither_scale_nor_directions_and_falls_where_norms_differ():

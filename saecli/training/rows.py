@@ -14,7 +14,7 @@ from .normalise import Normalisation
 
 STREAMED_ROWS = 2048  # rows at a time where their order does not matter
 SAMPLED_ROWS = 2048  # by which the learning rate and the initial scale are fitted, and rows smoothed
-RATE_FACTOR, RATE_POWER, HIGHEST_RATE = 1.35, 2 / 3, 0.015
+RATE_FACTOR, RATE_POWER, HIGHEST_RATE = 0.105, 1 / 3, 0.015
 POWER_ITERATIONS = 30  # for an eigenvalue of which two digits are wanted
 
 
@@ -98,12 +98,12 @@ def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) ->
 def fitted_learning_rate(batch: Tensor) -> float:
     """The learning rate that suits rows of this size and spread.
 
-    `lr = 1.35 / (D lambda)^(2/3)`, at most 0.015, with lambda the largest eigenvalue of
+    `lr = 0.105 / (D lambda)^(1/3)`, at most 0.015, with lambda the largest eigenvalue of
     `sum ||x||^2 x x' / sum ||x||^2` for rows of mean squared norm D. A step of Adam moves each of the D weights of a
     latent by up to lr, and so the pre-activations of rows along the leading direction by up to `lr sqrt(D lambda)`;
     the fourth moment in place of the second lets rows of large norm, which dominate the gradient, count for more. The
-    power and the factor are fitted to the best rates measured: about 1.5e-2 on digits (D lambda 640), 8e-3 on
-    activations of tiny-gemma2 (2,200), 1e-3 on image patches (46,000).
+    power and the factor are fitted to the best rates measured: about 1.2e-2 on digits (D lambda 640), 8e-3 on
+    activations of tiny-gemma2 (2,200), 4e-3 on image patches (46,000).
 
     Args:
         batch: normalised rows, (B, D).
