@@ -105,13 +105,13 @@ def test_the_home_comes_from_the_option_else_the_environment_else_the_folder(sae
     environment.pop("SAE_HOME")
 
     def home_named(*words: str, **extra: str) -> str:
-        done = subprocess.run([sys.executable, "-m", "saecli", *words, "train"], capture_output=True, text=True,
+        done = subprocess.run([sys.executable, "-m", "saecli", *words, "list"], capture_output=True, text=True,
                               env={**environment, "PYTHONPATH": str(Path(__file__).parents[1]), **extra}, check=False)
-        return done.stderr.split("activation store in ")[1].split(" yet")[0]
+        return (done.stdout + done.stderr).split(" holds nothing yet")[0]
 
-    assert home_named() == "sae-data/activations"
-    assert home_named(SAE_HOME="b") == "b/activations"
-    assert home_named("--home", "a", SAE_HOME="b") == "a/activations"
+    assert home_named() == "sae-data"
+    assert home_named(SAE_HOME="b") == "b"
+    assert home_named("--home", "a", SAE_HOME="b") == "a"
 
 
 def test_a_full_disk_is_told_in_a_sentence():

@@ -142,10 +142,12 @@ def test_extract_killed_at_random_points_equals_one_never_stopped(produce, tmp_p
     while kills < 25:
         number += 1
         path = tmp_path / "home" / "activations" / f"killed{number}"
-        for _ in range(100):
+        for _ in range(10):
             kills += extract(path.name, kill_after=rng.uniform(0, seconds)) < 0
             if assert_prefix(path, whole):
                 break
+        else:  # where other programs slow it, every kill may come before the end
+            assert extract(path.name) == 0
         assert_same(path, whole)
 
 
