@@ -99,6 +99,7 @@ def test_the_same_request_is_a_cache_hit_and_another_makes_another_store(sae: Co
     assert "made from something else; give another --name" in refused.err
 
 
+@pytest.mark.slow
 def test_a_killed_extraction_equals_one_never_stopped(sae: CommandLine, tmp_path: Path):
     words = ["extract", "--model", "tiny-gemma2", "--rows", "3000", "--shard-rows", "300", "--batch-size", "4"]
     assert sae(*words, "--name", "whole").status == 0
