@@ -215,7 +215,7 @@ def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine,
 
 def test_rows_that_are_all_the_same_are_refused(sae: CommandLine):
     make_store(sae.home, "rows", np.ones((300, 8), dtype=np.float32))
-    assert "training rows are the same" in sae("train", *QUICK).err
+    assert "there is nothing to learn: expected training rows that differ, got" in sae("train", *QUICK).err
 
 
 def test_a_name_that_is_taken_is_refused_and_a_default_name_counts_on(sae: CommandLine):

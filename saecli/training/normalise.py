@@ -58,8 +58,8 @@ def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype) -> Normalis
     """
     mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
     if variance.sum() == 0:
-        raise ConfigError(f"all {spread.rows} training rows are the same; expected rows that differ, give another "
-                          f"--data")
+        raise ConfigError(f"there is nothing to learn: expected training rows that differ, got {spread.rows}, "
+                          "all the same; give another --data, or a larger --fraction")
     if kind == "none":
         mean, scale = torch.zeros_like(mean), torch.ones_like(mean)
     elif kind == "scale":
