@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ConfigError, StoreError
 from ..home import STORE_MARKER, Home
 from ..report import Step, number, table
-from ..store import DTYPES, ActivationStore, Norms, StoreWriter, remembers
+from ..store import ActivationStore, Norms, StoreWriter, remembers
 from .options import Session
 
 MAX_NORM_HELP = ("Leave out, and count, rows whose norm is above this many times the median norm, which is that of the "
@@ -80,8 +80,8 @@ def _check_changed(session: Session, store: ActivationStore) -> list[str]:
     if not shards:
         return []
     rows = sum(store.meta.shards[index].rows for index in shards)
-    size = rows * store.d_in * DTYPES[store.dtype].storage.itemsize
-    with session.report.progress(f"checking {store.name}, which has changed", size, "bytes") as show:
+    with session.report.progress(f"checking {store.name}, which has changed", rows * store.meta.row_bytes,
+                                 "bytes") as show:
         return store.verify(shards, show)
 
 

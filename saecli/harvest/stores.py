@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import StoreError
 from ..language_model import Place
-from ..store import DTYPES, StoreWriter
+from ..store import StoreWriter
 from .ahead import Ahead
 from .blocks import Block, Cursor
 from .forward import Forward, Found
@@ -40,7 +40,7 @@ class Target:
     @property
     def bytes(self) -> int:
         """Bytes of these rows."""
-        return self.rows * self._writer.meta.d_in * DTYPES[self._writer.meta.dtype].storage.itemsize
+        return self.rows * self._writer.meta.row_bytes
 
     @property
     def full(self) -> bool:

@@ -21,7 +21,6 @@ from xxhash import xxh3_64
 
 from ..errors import StoreError
 from ..home import STORE_MARKER
-from .dtypes import DTYPES
 from .schema import SHARDS, ShardRecord, StoreMeta
 
 MEND_SHARD = "run the command that made the store again, which writes that shard anew"
@@ -131,7 +130,7 @@ def demand_room(path: Path, meta: StoreMeta, record: ShardRecord, start: int = 0
     """
     chunk_rows = min(meta.chunk_rows, record.rows)
     rows = -(-record.rows // chunk_rows) * chunk_rows
-    end = start + rows * meta.d_in * DTYPES[meta.dtype].storage.itemsize
+    end = start + rows * meta.row_bytes
     size = _found(path).st_size
     if size < end:
         raise StoreError(f"shard {path} is truncated: expected {end} bytes or more, got {size}; {MEND_SHARD}")

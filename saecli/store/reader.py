@@ -13,7 +13,6 @@ import numpy as np
 
 from ..errors import StoreError
 from .checks import changed, demand_room, find_damage, no_show
-from .dtypes import DTYPES
 from .rows import Rows
 from .schema import SHARDS, StoreMeta, read_meta
 from .shard import MappedShards
@@ -71,7 +70,7 @@ class ActivationStore:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the activations as stored."""
-        return self.rows * self.d_in * DTYPES[self.dtype].storage.itemsize
+        return self.rows * self.meta.row_bytes
 
     @property
     def complete(self) -> bool:

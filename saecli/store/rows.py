@@ -68,7 +68,7 @@ class Rows:
             StoreError: a shard is missing or damaged.
         """
         _check_batch_size(batch_size)
-        row_bytes = self._source.row_bytes
+        row_bytes = self.store.meta.row_bytes
         deal = Deal(self.store.rows, self.rows, self._keeps, (seed, epoch), window_bytes // row_bytes,
                     1 if exact else UNIT_BYTES // row_bytes, batch_size)
         return shuffled(self._source, deal, batch_size)

@@ -192,6 +192,11 @@ class StoreMeta:
         """Rows in the finished shards."""
         return sum(shard.rows for shard in self.shards)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's activations as stored."""
+        return self.d_in * DTYPES[self.dtype].storage.itemsize
+
     def request(self) -> dict[str, Any]:
         """Everything by which an interrupted store is recognised as the one asked for."""
         names = ("dtype", "d_in", "shard_rows", "chunk_rows", "columns", "max_norm_multiple", "request_hash")

@@ -112,7 +112,7 @@ def _checked_layout(file: h5py.File, meta: StoreMeta, record: ShardRecord, found
             if dataset.id.get_type().equal(stored.hdf5) else str(dataset.dtype))
     _expect("chunks of shape", (chunk_rows, meta.d_in), dataset.chunks)
     _expect("filters", 0, layout.get_nfilters())
-    count, chunk_bytes = -(-rows // chunk_rows), chunk_rows * meta.d_in * stored.storage.itemsize
+    count, chunk_bytes = -(-rows // chunk_rows), chunk_rows * meta.row_bytes
     chunks = np.full(count, -1, np.int64)
 
     def note(info: h5py.h5d.StoreInfo) -> None:
@@ -209,8 +209,7 @@ class MappedShards:
 
     def _in_memory(self, shard: int) -> bool:
         layout, _ = self._open(shard)
-        chunk_bytes = layout.chunk_rows * self._meta.d_in * DTYPES[self._meta.dtype].storage.itemsize
-        if (np.diff(layout.chunks) != chunk_bytes).any():
+        if (np.diff(layout.chunks) != layout.chunk_rows * self._meta.row_bytes).any():
             return False
         with open_shard(self.path(shard)) as file:
             try:

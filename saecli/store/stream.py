@@ -57,11 +57,6 @@ class Source:
         """How the rows are stored."""
         return DTYPES[self.store.dtype]
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row as stored."""
-        return self.d_in * self.stored.storage.itemsize
-
     def rows(self, chunk: int, begin: int, end: int) -> np.ndarray:
         """Wanted rows of one chunk, counted among the wanted, as stored; a view where all are wanted."""
         rows, kept = self.store.chunk(chunk), self.kept(chunk)
@@ -113,7 +108,7 @@ def shuffled(source: Source, deal: Deal, batch_size: int) -> Iterator[np.ndarray
     Yields:
         (B, D) float32, valid until the next is asked for.
     """
-    run = max(1, RUN_BYTES // source.row_bytes)
+    run = max(1, RUN_BYTES // source.store.meta.row_bytes)
     buffers = _Buffers(source, batch_size, int(source.counts.sum()), run)
 
     def gathered(pool: ThreadPoolExecutor) -> Iterator[Block]:
@@ -191,7 +186,7 @@ def _gather(source: Source, shards: Sequence[np.ndarray], leaving: np.ndarray, b
 def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callable[[], None]]:
     """What has to be done to bring rows, (R,) numbers, into out, (R, D), in any order; each part reads forward."""
     order = np.argsort(leaving)
-    whole = np.dtype((np.void, source.row_bytes))  # NumPy moves a row faster as one value
+    whole = np.dtype((np.void, source.store.meta.row_bytes))  # NumPy moves a row faster as one value
     places = out.view(whole)[:, 0]
 
     def load(part: np.ndarray) -> None:
@@ -201,7 +196,7 @@ def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callabl
             rows = source.store.chunk(int(chunks[begin])).take(within[begin:end], axis=0)
             places[part[begin:end]] = rows.view(whole)[:, 0]
 
-    step = max(1, LOAD_BYTES // source.row_bytes)
+    step = max(1, LOAD_BYTES // source.store.meta.row_bytes)
     return [partial(load, order[begin : begin + step]) for begin in range(0, len(order), step)]
 
 
