@@ -54,7 +54,6 @@ class NonZeros:
         return embedding_bag(self.rows[order], right, _starts(columns, self.shape[1]), mode="sum",
                              per_sample_weights=self.values[order])
 
-
     def column_sums(self) -> Tensor:
         """The sum of each column, (F,), float64."""
         return torch.bincount(self.columns, weights=self.values, minlength=self.shape[1]).double()
@@ -62,8 +61,7 @@ class NonZeros:
     @property
     def pairs(self) -> int:
         """How many pairs of entries share a row, an entry and itself counted, in one order."""
-        sizes = torch.bincount(self.rows)
-        return int((sizes * (sizes + 1)).sum()) // 2
+        return int(_with_those_before(self._sizes).sum())
 
     def add_gram(self, gram: Tensor) -> None:
         """Add the matrix, transposed, times itself to the lower triangle of `gram`, (F, F), pair by pair of entries in
@@ -72,8 +70,8 @@ class NonZeros:
         Pairs are multiplied in their own precision and added in that of `gram`. Cost: some 25 ns a pair, since each
         goes to another place in memory; `PAIRS` of them are held at a time, or those of a row.
         """
-        sizes = torch.bincount(self.rows, minlength=self.shape[0])  # (B,)
-        ends, pairs = sizes.cumsum(0), (sizes * (sizes + 1) // 2).cumsum(0)
+        sizes = self._sizes
+        ends, pairs = sizes.cumsum(0), _with_those_before(sizes).cumsum(0)
         begun = 0
         while begun < len(sizes):
             seen = int(pairs[begun - 1]) if begun else 0
@@ -87,6 +85,16 @@ class NonZeros:
             places = columns[left] * self.shape[1] + columns[right]
             gram.view(-1).scatter_add_(0, places, (values[left] * values[right]).to(gram.dtype))
             begun = stop
+
+    @property
+    def _sizes(self) -> Tensor:
+        """How many entries each row has, (B,)."""
+        return torch.bincount(self.rows, minlength=self.shape[0])
+
+
+def _with_those_before(sizes: Tensor) -> Tensor:
+    """Pairs of each of so many entries with itself or one before."""
+    return sizes * (sizes + 1) // 2
 
 
 def _starts(bags: Tensor, count: int) -> Tensor:
