@@ -12,6 +12,7 @@ from typing import Any
 
 LOCK = ".lock"
 
+
 def flush_to_disk(path: Path) -> None:
     """Force a file's contents, or a folder's entries, onto the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -124,7 +124,7 @@ class Block:
 
 
 def in_blocks(documents_from: Callable[[Spot], Iterable[Document]], windows: Windows, rows: int,
-           cursor: Cursor) -> Iterator[Block]:
+              cursor: Cursor) -> Iterator[Block]:
     """The blocks of a text from a cursor on; without end but that of the text.
 
     Args:

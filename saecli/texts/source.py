@@ -138,5 +138,3 @@ def _local_file(dataset: str) -> Path:
             "convert it or name another"
         )
     return path
-
-
