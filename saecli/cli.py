@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from . import __version__
 from .errors import SaeError
 from .home import Home
+from .root_help import show_root_help
 
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
@@ -47,6 +48,10 @@ class LazyGroup(TyperGroup):
         """Find the command to run, and load it."""
         name, listed, rest = super().resolve_command(ctx, args)
         return name, listed and load(name), rest
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the page of `sae --help`."""
+        show_root_help(self, ctx)
 
 
 app = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich",

@@ -51,8 +51,10 @@ def test_every_command_prints_json_on_demand_and_every_option_says_what_it_does(
     assert all(parameter.help and parameter.help.endswith((".", ")")) for parameter in parameters)
 
 
-@pytest.mark.parametrize(("words", "absent"), [(["--help"], ("torch", "transformers", "h5py", "numpy")),
-                                               (["list"], ("torch", "transformers"))])
+@pytest.mark.parametrize(("words", "absent"), [
+    (["--help"], ("torch", "transformers", "h5py", "numpy", "rich.console")),
+    (["list"], ("torch", "transformers")),
+])
 def test_quick_commands_import_nothing_slow(tmp_path: Path, words: list[str], absent: tuple):
     script = ("import sys; from saecli.cli import main\n"
               f"sys.argv = ['sae', '--home', {str(tmp_path)!r}, *{words!r}]\n"
@@ -60,6 +62,25 @@ def test_quick_commands_import_nothing_slow(tmp_path: Path, words: list[str], ab
               f"sys.exit(', '.join(name for name in {absent!r} if name in sys.modules) or 0)")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("width", [20, 50, 80, 133])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_page_of_sae_holds_every_command_and_option_in_frames_as_wide_as_the_terminal(width: int, encoding: str):
+    environment = {**os.environ, "COLUMNS": str(width), "PYTHONIOENCODING": encoding}
+    for words in (["--help"], ["-h"], []):
+        done = subprocess.run([sys.executable, "-m", "saecli", *words], capture_output=True, encoding=encoding,
+                              env=environment, check=False)
+        assert (done.returncode, done.stderr) == (0 if words else 2, "")
+        frames = [line for line in done.stdout.splitlines() if line[:1] in tuple("╭│╰+|")]
+        assert {len(line) for line in frames} == {max(50, width)}
+        assert all(len(line) <= max(50, width) for line in done.stdout.splitlines())
+        for name, summary in COMMANDS.items():
+            first = next(number for number, line in enumerate(frames) if line[1:].startswith(f" {name} "))
+            cells = " ".join(line[12:-1].strip() for line in frames[first : first + 4])
+            assert cells.startswith(summary)
+        assert all(f" {option} " in done.stdout for option in ("--home", "--version", "--help", "--install-completion"))
+        assert done.stdout.startswith("\n Usage: sae [OPTIONS] COMMAND")
 
 
 def test_python_m_saecli_is_sae():

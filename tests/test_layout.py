@@ -17,11 +17,12 @@ FLOORS = [
     {"formats", "geometry", "metrics"},
     {"plots", "runs", "solvers", "splice"},
     {"training"},
-    {"commands"},
+    {"commands", "root_help"},
     {"cli"},
     {"__init__", "__main__"},
 ]
-ALONE = {"transformers": "language_model", "matplotlib": "plots", "datasets": "texts", "typer": ("commands", "cli")}
+ALONE = {"transformers": "language_model", "matplotlib": "plots", "datasets": "texts",
+         "typer": ("commands", "cli", "root_help")}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
