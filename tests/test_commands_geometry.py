@@ -61,8 +61,13 @@ def test_document_equals_brute_force(sae: CommandLine, activation: Relu) -> None
     assert near["mean"] == pytest.approx(np.mean(counts))
 
     if isinstance(activation, TopK | AbsTopK):
-        assert found["power_diagram"] == {"agreement": 1.0, "ties": 0, "rows": len(rows),
-                                          "sites": F * (1 + isinstance(activation, AbsTopK)), "order": 3}
+        own = {"agreement": 1.0, "ties": 0, "rows": len(rows), "cells": found["cells_visited"]}
+        signed = isinstance(activation, AbsTopK)
+        if signed:
+            own["cells"] = found["power_diagram"]["own_sites"]["cells"]  # those of one latent's two signs are two
+            assert own["cells"] >= found["cells_visited"]
+        assert found["power_diagram"] == {"agreement": 1.0, "ties": 0, "rows": len(rows), "sites": F * (1 + signed),
+                                          "order": 3, "own_sites": own}
     else:
         assert found["power_diagram"] is None
     references = found["references"]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from saecli.activations import AbsTopK, JumpRelu, Relu, TopK
 from saecli.errors import ConfigError
-from saecli.geometry.power_diagram import PowerDiagram, agreement, kth_order_diagram
+from saecli.geometry.agreement import agreement, cell_agreement
+from saecli.geometry.power_diagram import PowerDiagram, kth_order_diagram
 
 
 def powers(diagram: PowerDiagram, rows: torch.Tensor) -> np.ndarray:
@@ -29,6 +30,26 @@ def test_every_row_without_a_tie_lies_in_the_cell_of_its_nearest_sites(case: Cas
 
 
 @settings(max_examples=40, deadline=None)
+@given(cases(kinds=("topk", "abs-topk")))
+def test_every_row_without_a_tie_is_nearer_to_its_own_cells_site_than_to_any_other_visited(case: Case) -> None:
+    found, cells = cell_agreement(case.sae, case.rows)
+    assert (found.rows, found.matching) == (len(case.rows), len(case.rows) - found.ties)
+    assert 1 <= cells <= len(case.rows)
+
+
+def test_all_visited_cells_are_compared_and_equal_cells_are_ties() -> None:
+    rng = np.random.default_rng(0)
+    W, b = encoder(rng, 3, 12, "plain")
+    rows = torch.from_numpy(rng.normal(size=(300, 3)))
+    sae = sae_of(W, b, TopK(3), rng)
+    found, cells = cell_agreement(sae, rows)
+    assert (found.share, found.ties) == (1.0, 0)
+    assert cells == len((sae.encode(rows) != 0).unique(dim=0)) > 20
+    found, cells = cell_agreement(sae_of(np.zeros((3, 12)), np.zeros(12), TopK(3), rng), rows)
+    assert (found.ties, cells) == (0, 1)
+
+
+@settings(max_examples=40, deadline=None)
 @given(cases(kinds=("topk",), shapes=("plain", "shifted", "uneven")))
 def test_nearest_sites_are_the_smallest_powers_and_the_largest_pre_activations(case: Case) -> None:
     diagram, k = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc), case.sae.activation.k
@@ -43,7 +64,7 @@ def test_nearest_sites_are_the_smallest_powers_and_the_largest_pre_activations(c
 def test_supports_are_cells_of_the_ordinary_diagram_of_kth_order_sites(case: Case) -> None:
     k = case.sae.activation.k
     supports = torch.tensor(list(itertools.combinations(range(case.sae.d_sae), k)))
-    nu, beta = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc).site_of(supports)
+    nu, beta = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc).sites_of(supports)
     chosen = supports[powers(PowerDiagram(nu, beta), case.rows).argmin(1)]
     kept = case.sae.pre_activations(case.rows).topk(k).indices.sort(-1).values
     assert torch.equal(chosen, kept)
@@ -54,7 +75,7 @@ def test_supports_are_cells_of_the_ordinary_diagram_of_kth_order_sites(case: Cas
 def test_kth_order_power_is_the_mean_power_of_the_support(case: Case) -> None:
     diagram = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc)
     support = torch.arange(case.sae.d_sae)[: case.sae.activation.k]
-    nu, beta = diagram.site_of(support)
+    nu, beta = diagram.sites_of(support)
     mean = powers(diagram, case.rows)[:, support.numpy()].mean(1).astype(float)
     np.testing.assert_allclose(powers(PowerDiagram(nu[None], beta[None]), case.rows)[:, 0].astype(float), mean,
                                rtol=1e-9, atol=1e-9 * float(diagram.weights.abs().max()))
@@ -91,7 +112,7 @@ def test_abs_topk_is_no_diagram_of_its_encoder_but_one_of_twice_the_sites() -> N
     assert torch.equal((double % 12).sort(-1).values, kept)
     assert torch.equal(double >= 12, sae.pre_activations(rows).gather(1, double % 12) < 0)
     found = agreement(sae, [rows])
-    assert (found.share, found.ties, found.sites, found.order) == (1.0, 0, 24, 3)
+    assert (found.share, found.ties) == (1.0, 0)
 
 
 def test_large_rows_do_not_pass_rounding_off_as_disagreement() -> None:
@@ -114,7 +135,9 @@ def test_equal_latents_at_the_boundary_are_ties_and_counted_apart(kind: type) ->
 @pytest.mark.parametrize("activation", [Relu(), JumpRelu()])
 def test_thresholded_activations_have_no_power_diagram(activation: Relu) -> None:
     rng = np.random.default_rng(0)
-    assert agreement(sae_of(*encoder(rng, 2, 3, "plain"), activation, rng), []) is None
+    sae = sae_of(*encoder(rng, 2, 3, "plain"), activation, rng)
+    assert agreement(sae, []) is None
+    assert cell_agreement(sae, torch.zeros(1, 2)) is None
 
 
 def test_shapes_that_do_not_belong_together_are_refused() -> None:

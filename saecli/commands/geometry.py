@@ -134,10 +134,13 @@ def _shown(document: dict[str, Any]) -> list[list[Any]]:
     """The lines that people see: what, how much, and of what."""
     occupancy, margin, near = document["occupancy"], document["margin"], document["complexity"]
     diagram, compared = document["power_diagram"], document["references"]
+    own = diagram and diagram["own_sites"]
     agreement = [] if diagram is None else [
         ["rows in their nearest power cell", diagram["agreement"],
          f"of {diagram['rows'] - diagram['ties']:,} rows, {diagram['ties']:,} ties left out; order {diagram['order']}, "
-         f"{diagram['sites']:,} sites"]]
+         f"{diagram['sites']:,} sites"],
+        ["rows nearest to their own cell's site", own["agreement"],
+         f"of {own['rows'] - own['ties']:,} rows, {own['ties']:,} ties left out; {own['cells']:,} cells compared"]]
     return [
         ["rows", document["rows"], f"{number(document['l0'])} latents kept in a row"],
         ["cells visited", document["cells_visited"], f"of 10^{document['cells_possible_log10']:.1f} possible"],

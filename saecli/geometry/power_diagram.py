@@ -8,7 +8,6 @@ the K-th order power diagram of its columns. Source: the paper's theorem on TopK
 diagrams. Everything here is float64. Shapes: B rows, D = d_in, F = d_sae, n sites.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,8 +17,6 @@ from torch import Tensor
 from ..activations import AbsTopK, Largest, TopK
 from ..errors import ConfigError
 from ..sae import SAE
-
-EPSILON = torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True)
@@ -97,8 +94,8 @@ class PowerDiagram:
         """
         return self.power(x).topk(k, dim=-1, largest=False).indices
 
-    def site_of(self, support: Tensor) -> tuple[Tensor, Tensor]:
-        """The centroid and weight of a cell of the K-th order diagram, as a cell of an ordinary one.
+    def sites_of(self, support: Tensor) -> tuple[Tensor, Tensor]:
+        """The centroids and weights of cells of the K-th order diagram, as cells of an ordinary one.
 
             nu_S = (1/K) sum_{i in S} mu_i        beta_S = ||nu_S||^2 - (1/K) sum_{i in S} (||mu_i||^2 - alpha_i)
 
@@ -168,69 +165,3 @@ def kth_order_diagram(sae: SAE) -> KthOrderDiagram | None:
     else:
         return None
     return KthOrderDiagram(diagram, sae.activation, sae.d_sae)
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How the nearest power cells of rows compare with their supports.
-
-    Args:
-        rows: rows compared, ties among them.
-        ties: rows whose order at the cell's boundary float64 cannot decide.
-        matching: rows, ties left out, whose two supports are the same set.
-        sites: sites of the diagram.
-        order: K.
-    """
-
-    rows: int
-    ties: int
-    matching: int
-    sites: int
-    order: int
-
-    @property
-    def share(self) -> float | None:
-        """Matching rows over rows that are no ties, in [0, 1]; None where all are ties."""
-        return self.matching / (self.rows - self.ties) if self.rows > self.ties else None
-
-
-def agreement(sae: SAE, batches: Iterable[Tensor]) -> Agreement | None:
-    """Compare each row's support with its K nearest power cells, both in float64.
-
-    A row is a tie where a latent inside and one outside its support differ by less than the rounding errors of
-    the two computations together, `(D + 8) eps ((||x|| + ||mu_i||)^2 + |alpha_i|)` for each.
-
-    Args:
-        sae: the autoencoder.
-        batches: rows, each batch (B, D).
-
-    Returns:
-        The comparison, whose share the theorem says is 1; None for an activation without a power diagram.
-
-    Cost: that of `PowerDiagram.power` over all rows.
-    """
-    order = kth_order_diagram(sae)
-    if order is None:
-        return None
-    sae = sae.to(torch.float64)
-    rows = ties = matching = 0
-    for x in batches:
-        decided, same = _compare(sae, order, x.double())
-        rows, ties, matching = rows + len(x), ties + int((~decided).sum()), matching + int((decided & same).sum())
-    return Agreement(rows, ties, matching, len(order.diagram.weights), order.k)
-
-
-def _compare(sae: SAE, order: KthOrderDiagram, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each row's support is decided beyond rounding, and whether the two supports are equal, (B,) each."""
-    pre = sae.pre_activations(x)
-    support = order.support(pre)  # (B, K)
-    nearest = order.diagram.nearest(x, order.k) % order.d_sae  # (B, K)
-    same = (support.sort(-1).values == nearest.sort(-1).values).all(-1)
-
-    values = order.values(pre)  # (B, n)
-    reach = x.norm(dim=1, keepdim=True) + order.diagram.centroids.norm(dim=1)
-    slack = (sae.d_in + 8) * EPSILON * (reach.square() + order.diagram.weights.abs())
-    inside = torch.zeros_like(values, dtype=torch.bool).scatter_(1, order.sites(support, pre), True)
-    lowest = (values - slack).masked_fill(~inside, torch.inf).amin(1)
-    highest = (values + slack).masked_fill(inside, -torch.inf).amax(1)
-    return lowest > highest, same

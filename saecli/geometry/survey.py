@@ -13,15 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..sae import SAE
+from .agreement import agreement, cell_agreement
 from .cells import Cells
 from .census import Census, Reservoir, describe
-from .power_diagram import agreement
+from .power_diagram import kth_order_diagram
 
 MARGINS = 200_000  # margins kept for quantiles
 SAMPLE_ROWS = 50_000  # rows kept for the references
 SAMPLE_BYTES = 2**28  # their size in float32 at most, 256 MiB
 COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
 AGREEMENT_WORK = 2 * 10**10  # rows n D of true distances at most, some ten seconds on two cores
+CELL_ROWS = 2000  # rows compared with the own sites, nu_S and beta_S, of the cells that they visit
 BATCH_CODES = 2**22  # float64 codes at a time, 32 MiB
 
 
@@ -86,14 +88,20 @@ class Survey:
         return {"radius": radius, "radius_fraction": fraction, "boundary": self.cells.boundary, "rows": len(some),
                 **describe(counts.double().numpy())}
 
+    @torch.no_grad()
     def agreement_measures(self, sae: SAE) -> dict[str, Any] | None:
         """How far nearest power cells and supports agree on the sample, on as many rows as `AGREEMENT_WORK` allows;
         None for an activation without a power diagram."""
         affordable = max(16, AGREEMENT_WORK // (2 * sae.d_sae * sae.d_in))
         some = torch.from_numpy(spread_out(self.sample.rows, affordable))
-        found = agreement(sae, some.split(64))
-        return found and {"agreement": found.share, "ties": found.ties, "rows": found.rows,
-                          "sites": found.sites, "order": found.order}
+        of_sites, of_cells = agreement(sae, some.split(64)), cell_agreement(sae, some[:CELL_ROWS])
+        order = kth_order_diagram(sae)
+        if of_sites is None or of_cells is None or order is None:
+            return None
+        own, cells = of_cells
+        return {"agreement": of_sites.share, "ties": of_sites.ties, "rows": of_sites.rows,
+                "sites": len(order.diagram.weights), "order": order.k,
+                "own_sites": {"agreement": own.share, "ties": own.ties, "rows": own.rows, "cells": cells}}
 
 
 def gather(cells: Cells, batches: Iterable[Tensor]) -> Survey:
