@@ -10,6 +10,7 @@ from .errors import ConfigError, RunError, SaeError, StoreError
 
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
+UNREADABLE = "restore it, or remove the folder to go on without it"  # what to do about a marker that cannot be read
 
 
 def now() -> str:
@@ -57,10 +58,10 @@ class Shelf:
         try:
             marker = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise self.error(f"cannot read {path}: {error}; remove the folder to go on without it") from error
+            raise self.error(f"cannot read {path}: {error}; {UNREADABLE}") from error
         if not isinstance(marker, dict):
             raise self.error(f"cannot read {path}: expected a JSON object, got {type(marker).__name__}; "
-                             "remove the folder to go on without it")
+                             f"{UNREADABLE}")
         return marker
 
     def _marker_or_nothing(self, name: str) -> dict:

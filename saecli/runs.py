@@ -11,7 +11,7 @@ from typing import Any
 
 from . import formats
 from .errors import RunError
-from .home import Home
+from .home import UNREADABLE, Home
 
 FORMAT_VERSION = 1
 
@@ -88,11 +88,11 @@ def read_run(path: Path) -> dict[str, Any]:
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RunError(f"cannot read {path}: {error}; remove the folder to go on without it") from error
+        raise RunError(f"cannot read {path}: {error}; {UNREADABLE}") from error
     if (not isinstance(run, dict) or not {"format_version", "complete", "data", "training"} <= run.keys()
             or not {"split_seed", "fraction"} <= {*run["training"]}):
         raise RunError(f"cannot read {path}: expected what `sae train` writes, format_version, complete, data and "
-                       f"training, got something else; remove the folder to go on without it")
+                       f"training, got something else; {UNREADABLE}")
     if run["format_version"] > FORMAT_VERSION:
         raise RunError(f"{path} has format version {run['format_version']}, this tool reads up to {FORMAT_VERSION}; "
                        f"upgrade it with `pip install --upgrade saecli`")

@@ -202,6 +202,18 @@ def test_entries_that_cannot_be_read_are_listed_as_such(sae):
     assert sae("list", "--check").status == 1
 
 
+def test_check_and_training_name_a_store_json_that_does_not_fit_its_whole_shards(sae):
+    sae("import", "digits", "--shard-rows", "600")
+    marker = sae.home / "activations" / "digits" / "store.json"
+    marker.write_text(marker.read_text().replace('"dtype": "float32"', '"dtype": "float16"'))
+    for refused in (sae("list", "--check"), sae("train", "--epochs", "1", "--d-sae", "8")):
+        assert refused.status == 1
+        assert f"sae: {marker} does not fit shard" in refused.err
+        assert "expected type little-endian float32, got little-endian float16; restore it, or remove" in refused.err
+        assert refused.err.endswith("go on without it\n")
+    assert not list((sae.home / "runs").iterdir())
+
+
 @pytest.mark.parametrize("as_json", [True, False])
 def test_check_names_every_damaged_shard_and_unreadable_store(sae, as_json):
     sae("import", "digits", "--shard-rows", "600")
@@ -232,7 +244,8 @@ def test_a_damaged_entry_blocks_only_the_commands_that_name_it(sae, damaged):
     refused = sae(*words, "--data", "worn")
     assert refused.status == 1
     assert f"cannot read {folder / 'store.json'}" in refused.err
-    assert "remove the folder to go on without it" in refused.err
+    assert "; restore it, or remove the folder to go on without it\n" in refused.err
+    assert "; restore it, or remove the folder to go on without it\n" in sae("list").out
 
 
 def test_three_rows_can_be_trained_on(sae, tmp_path):

@@ -34,7 +34,7 @@ def test_a_damaged_marker_is_passed_over_unless_it_is_asked_for(tmp_path, damage
     shelf = shelf_of(tmp_path, worn=damaged, good={"created": "2026-01-01", "complete": False})
     assert shelf.names() == ["good", "worn"]
     assert shelf.find(None).name == shelf.find("good").name == "good"
-    with pytest.raises(RunError, match=r"cannot read .*worn.run\.json: .*; remove the folder to go on without it"):
+    with pytest.raises(RunError, match=r"cannot read .*worn.run\.json: .*; restore it, or remove the folder"):
         shelf.find("worn")
 
 

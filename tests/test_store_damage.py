@@ -69,15 +69,15 @@ def test_a_damaged_shard_is_refused_by_name(tmp_path, ours, damage, said):
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"name": "acts"}, "activations"),
-    ({"data": ROWS[:101]}, r"expected shape \(100, 4\), got \(101, 4\)"),
-    ({"data": np.ones((100, 5), np.float32), "chunks": (8, 5)}, r"expected shape \(100, 4\), got \(100, 5\)"),
-    ({"data": ROWS[:100].astype(float)}, "expected type little-endian float32, got float64"),
-    ({"data": ROWS[:100].astype(">f4")}, "expected type little-endian float32, got >f4"),
-    ({"chunks": (10, 4)}, r"expected chunks of shape \(8, 4\), got \(10, 4\)"),
-    ({"chunks": None}, r"expected chunks of shape \(8, 4\), got None"),
-    ({"data": np.zeros((100, 4), np.float32), "fletcher32": True}, "expected filters 0, got 1"),
-    ({"data": np.zeros((100, 4), np.float32), "compression": "gzip"}, "expected filters 0, got 1|truncated"),
-    ({"data": None, "shape": (100, 4), "dtype": "<f4"}, "expected chunks 13, got 0|truncated"),
+    ({"data": ROWS[:101]}, r"expected shape \(101, 4\), got \(100, 4\)"),
+    ({"data": np.ones((100, 5), np.float32), "chunks": (8, 5)}, r"expected shape \(100, 5\), got \(100, 4\)"),
+    ({"data": ROWS[:100].astype(float)}, "expected type float64, got little-endian float32"),
+    ({"data": ROWS[:100].astype(">f4")}, "expected type >f4, got little-endian float32"),
+    ({"chunks": (10, 4)}, r"expected chunks of shape \(10, 4\), got \(8, 4\)"),
+    ({"chunks": None}, r"expected chunks of shape None, got \(8, 4\)"),
+    ({"data": np.zeros((100, 4), np.float32), "fletcher32": True}, "expected filters 1, got 0"),
+    ({"data": np.zeros((100, 4), np.float32), "compression": "gzip"}, "expected filters 1, got 0|truncated"),
+    ({"data": None, "shape": (100, 4), "dtype": "<f4"}, "expected chunks 0, got 13|truncated"),
 ])
 def test_another_programs_shard_of_another_layout_is_refused_by_name(tmp_path, changes, said):
     make_store(tmp_path / "s", ROWS)
@@ -87,6 +87,34 @@ def test_another_programs_shard_of_another_layout_is_refused_by_name(tmp_path, c
     rewritten(path, **changes)
     with pytest.raises(StoreError, match=rf"(?s)00001\.h5.*({said})|({said}).*00001\.h5"):
         collect(ActivationStore.open(tmp_path / "s").split("all").sequential(64))
+
+
+@pytest.mark.parametrize(("index", "change", "said"), [
+    (0, {"dtype": "float32"}, "expected type little-endian bfloat16, got little-endian float32"),
+    (0, {"dtype": "float16"}, "expected type little-endian bfloat16, got little-endian float16"),
+    (0, {"d_in": 3}, "expected shape (100, 4), got (100, 3)"),
+    (0, {"d_in": 2**40}, "expected shape (100, 4), got (100, 1099511627776)"),
+    (0, {"chunk_rows": 10}, "expected chunks of shape (8, 4), got (10, 4)"),
+    (0, {"columns": ["label"]}, "expected columns ['document'], got ['label']"),
+    (0, {"columns": []}, "expected columns ['document'], got []"),
+    (2, {"rows": 49}, "expected shape (50, 4), got (49, 4)"),
+    (2, {"rows": 51}, "expected shape (50, 4), got (51, 4)"),
+    (0, {"frame": {"start": 64, "xxh3": "0" * 16}}, "expected its frame, got another"),
+])
+def test_a_store_json_that_does_not_fit_its_whole_shards_is_named_and_no_shard_is_blamed(tmp_path, index, change, said):
+    store = make_store(tmp_path / "s", ROWS, "bfloat16", documents=np.arange(250))
+    assert store.misfits() == []
+    marker = tmp_path / "s" / "store.json"
+    document = json.loads(marker.read_text())
+    (document["shards"][index] if {"rows", "frame"} & change.keys() else document).update(change)
+    marker.write_text(json.dumps(document))
+    store = ActivationStore.open(tmp_path / "s")
+    sentence = (f"{marker} does not fit shard {tmp_path / 's' / 'shards' / f'{index:05d}.h5'}, which is as it was "
+                f"written: {said}; restore it, or remove the folder to go on without it")
+    with pytest.raises(StoreError) as error:
+        collect(store.split("all").sequential(64))
+    assert [str(error.value)] == store.misfits() == [sentence]
+    assert store.verify() == store.changed() == []
 
 
 @pytest.mark.parametrize("frame", [True, False])

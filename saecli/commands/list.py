@@ -90,14 +90,15 @@ def _size(folder: Path) -> int:
 
 
 def _check(session: Session, stores: list[dict[str, Any]]) -> list[str]:
-    """What is wrong with the shards of the stores that can be read, a sentence for each."""
+    """What is wrong with the shards of the stores that can be read, or with what `store.json` says of them."""
     total, done = sum(store["bytes"] for store in stores), 0
     problems: list[str] = []
     with session.report.progress("checking", total, "bytes") as show:
         for store in stores:
             if "problem" not in store:
                 step = partial(_shifted, show, done, store["name"])
-                problems += ActivationStore.open(Path(store["path"])).verify(show=step)
+                opened = ActivationStore.open(Path(store["path"]))
+                problems += opened.verify(show=step) or opened.misfits()
             done += store["bytes"]
             show(done, store["name"])
     return problems

@@ -21,7 +21,7 @@ from xxhash import xxh3_64
 
 from ..errors import StoreError
 from ..home import STORE_MARKER
-from .schema import SHARDS, ShardRecord, StoreMeta
+from .schema import SHARDS, StoreMeta
 
 MEND_SHARD = "run the command that made the store again, which writes that shard anew"
 PIECE_BYTES = 4 << 20
@@ -101,40 +101,21 @@ def open_shard(path: Path) -> io.FileIO:
         StoreError: there is none, or it is no file.
         OSError: the system refuses it.
     """
-    if not stat.S_ISREG(_found(path).st_mode):  # opening a pipe would wait for ever
+    if not stat.S_ISREG(found_file(path).st_mode):  # opening a pipe would wait for ever
         raise StoreError(f"cannot read shard {path}: expected a file, got something else; {MEND_SHARD}")
     return path.open("rb", buffering=0)
 
 
-def _found(path: Path) -> os.stat_result:
+def found_file(path: Path) -> os.stat_result:
+    """The system's `stat` of a shard.
+
+    Raises:
+        StoreError: there is none.
+    """
     try:
         return path.stat()
     except FileNotFoundError as error:
         raise StoreError(f"shard {path} is missing; {MEND_SHARD}") from error
-
-
-def demand_room(path: Path, meta: StoreMeta, record: ShardRecord, start: int = 0) -> int:
-    """Refuse a shard that is too short for its rows, without reading it.
-
-    Args:
-        path: the shard.
-        meta: the store's.
-        record: what the store says of it.
-        start: byte offset of its activations.
-
-    Returns:
-        The byte offset at which its activations end.
-
-    Raises:
-        StoreError: it is missing or truncated.
-    """
-    chunk_rows = min(meta.chunk_rows, record.rows)
-    rows = -(-record.rows // chunk_rows) * chunk_rows
-    end = start + rows * meta.row_bytes
-    size = _found(path).st_size
-    if size < end:
-        raise StoreError(f"shard {path} is truncated: expected {end} bytes or more, got {size}; {MEND_SHARD}")
-    return end
 
 
 def damage(path: Path, what: str, expected: str, got: str) -> StoreError:

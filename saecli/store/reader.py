@@ -12,10 +12,10 @@ from typing import Self
 import numpy as np
 
 from ..errors import StoreError
-from .checks import changed, demand_room, find_damage, no_show
+from .checks import changed, find_damage, no_show
 from .rows import Rows
 from .schema import SHARDS, StoreMeta, read_meta
-from .shard import MappedShards
+from .shard import MappedShards, demand_room, read_layout
 from .split import TEST_FRACTION, Split, Which
 
 
@@ -133,6 +133,18 @@ class ActivationStore:
         """
         chosen = range(len(self.meta.shards)) if shards is None else shards
         return list(find_damage(self.path, self.meta, chosen, show).values())
+
+    def misfits(self) -> list[str]:
+        """What `store.json` says of shards that they do not hold, a sentence for the first of them.
+
+        Cost: opens every shard, and reads none of their activations.
+        """
+        try:
+            for shard in self.meta.shards:
+                read_layout(self.path / SHARDS / shard.file, self.meta, shard)
+        except StoreError as error:
+            return [str(error)]
+        return []
 
     def chunk(self, chunk: int) -> np.ndarray:
         """The rows of one chunk, by its number within the store, as they are stored; a read-only view."""

@@ -10,7 +10,8 @@ The format, version 1:
 - Its dataset `activations` has shape (rows, d_in); it MUST be chunked in whole rows, `chunk_rows` of them (a
   shard of fewer rows has one chunk, of exactly its rows), without filters, every chunk present. Its type is
   float32, float16, or for bfloat16 a custom float of 8 exponent and 7 mantissa bits, all little-endian.
-- The datasets of `columns`, each (rows,), are contiguous integers of the types in `COLUMNS`.
+- The datasets of `columns`, each (rows,), are contiguous integers of the types in `COLUMNS`; a shard has none of those
+  columns that `store.json` does not list.
 - A shard SHOULD have a dataset `chunk_xxh3`, (chunks,) contiguous uint64, the XXH3-64 of each chunk's bytes, with its
   chunks one after the other in order; then its `frame` in `store.json` says where they begin, and the XXH3-64 of all
   bytes before and after them. A reader MUST refuse bytes that differ from a checksum, and where there is no `frame`
@@ -38,7 +39,7 @@ import numpy as np
 
 from ..errors import ConfigError, StoreError
 from ..files import write_json
-from ..home import STORE_MARKER, now
+from ..home import STORE_MARKER, UNREADABLE, now
 from .dropped import Norms
 from .dtypes import DTYPES
 
@@ -301,8 +302,7 @@ def read_meta(store: Path) -> StoreMeta:
         raise StoreError(f"no activation store at {store}; expected {STORE_MARKER} in it, got none; "
                          "make one with `sae extract` or `sae import`") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise StoreError(f"cannot read {path}: {error}; "
-                         "restore it, or remove the folder to go on without it") from error
+        raise StoreError(f"cannot read {path}: {error}; {UNREADABLE}") from error
 
 
 def write_meta(store: Path, meta: StoreMeta) -> None:

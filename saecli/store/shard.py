@@ -20,7 +20,8 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from ..errors import StoreError
-from .checks import MEND_SHARD, damage, demand_room, frame_checksum, open_shard
+from ..home import STORE_MARKER, UNREADABLE
+from .checks import MEND_SHARD, damage, found_file, frame_checksum, open_shard
 from .dtypes import DTYPES
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, ShardRecord, StoreMeta
 
@@ -64,21 +65,69 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
         record: what the store says of it.
 
     Raises:
-        StoreError: it is missing, damaged but for its activations, truncated, or of another shape, type or layout.
+        StoreError: it is missing, damaged but for its activations, or truncated; or `store.json` says another shape,
+            type or layout than it has.
 
     Cost: reads all but the activations; the whole file where there is no frame.
     """
+    found = _check(path, meta, record)
+    return _read(path, meta, record, found)
+
+
+def _read(path: Path, meta: StoreMeta, record: ShardRecord, found: tuple[int, int, int]) -> Layout:
+    """The layout of a shard whose checksum is right, so that where they differ `store.json` is at fault."""
     try:
-        found = _check(path, meta, record)
         with h5py.File(path, "r", locking=False) as file:
             return _checked_layout(file, meta, record, found)
-    except StoreError:
-        raise
     except HDF5_ERRORS as error:
         # HDF5 tells of addresses and times where the system has a plain reason, as that this is a directory.
         number = getattr(error, "errno", None)
-        reason = os.strerror(number) if number else " ".join(str(error).split())
-        raise StoreError(f"cannot read shard {path}: {reason}; {MEND_SHARD}") from error
+        if number:
+            raise StoreError(f"cannot read shard {path}: {os.strerror(number)}; {MEND_SHARD}") from error
+        raise StoreError(f"{path.parents[1] / STORE_MARKER} does not fit shard {path}, which is as it was written: "
+                         f"{' '.join(str(error).split())}; {UNREADABLE}") from error
+
+
+def demand_room(path: Path, meta: StoreMeta, record: ShardRecord, start: int = 0) -> int:
+    """Refuse a shard that is too short for its rows, without reading it if it is not.
+
+    Args:
+        path: the shard.
+        meta: the store's.
+        record: what the store says of it.
+        start: byte offset of its activations.
+
+    Returns:
+        The byte offset at which its activations end.
+
+    Raises:
+        StoreError: it is missing or truncated, or `store.json` is wrong about it.
+    """
+    chunk_rows = min(meta.chunk_rows, record.rows)
+    rows = -(-record.rows // chunk_rows) * chunk_rows
+    end = start + rows * meta.row_bytes
+    size = found_file(path).st_size
+    if size < end:
+        _demand_fit(path, meta, record)
+        raise StoreError(f"shard {path} is truncated: expected {end} bytes or more, got {size}; {MEND_SHARD}")
+    return end
+
+
+def _demand_fit(path: Path, meta: StoreMeta, record: ShardRecord) -> None:
+    """Refuse a `store.json` that is wrong about a shard which seems damaged, but is as it was written.
+
+    Raises:
+        StoreError: it is; says in what.
+
+    Cost: one read of the shard.
+    """
+    with open_shard(path) as file:
+        found = _identity(file.fileno())
+        if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+            return
+    _read(path, meta, record, found)
+    raise StoreError(f"{path.parents[1] / STORE_MARKER} does not fit shard {path}, which is as it was written: "
+                     f"expected its frame, got another; {UNREADABLE}")
 
 
 def _identity(path: Path | int) -> tuple[int, int, int]:
@@ -99,17 +148,19 @@ def _check(path: Path, meta: StoreMeta, record: ShardRecord) -> tuple[int, int, 
             digest, expected = frame_checksum(file, start, end), record.frame.xxh3
             what = "the XXH3-64 of its headers and columns to be"
     if digest != expected:
+        _demand_fit(path, meta, record)
         raise damage(path, what, expected, digest)
     return found
 
 
 def _checked_layout(file: h5py.File, meta: StoreMeta, record: ShardRecord, found: tuple[int, int, int]) -> Layout:
-    dataset, stored, rows = file[ACTIVATIONS], DTYPES[meta.dtype], record.rows
+    dataset, rows = file[ACTIVATIONS], record.rows
     chunk_rows = min(meta.chunk_rows, rows)
-    layout = dataset.id.get_create_plist()
+    layout, kind = dataset.id.get_create_plist(), dataset.id.get_type()
     _expect("shape", (rows, meta.d_in), dataset.shape)
-    _expect("type", f"little-endian {meta.dtype}", f"little-endian {meta.dtype}"
-            if dataset.id.get_type().equal(stored.hdf5) else str(dataset.dtype))
+    _expect("type", f"little-endian {meta.dtype}", next(
+        (f"little-endian {name}" for name, stored in DTYPES.items() if kind.equal(stored.hdf5)), str(dataset.dtype)))
+    _expect("columns", sorted(meta.columns), sorted(COLUMNS.keys() & file.keys()))
     _expect("chunks of shape", (chunk_rows, meta.d_in), dataset.chunks)
     _expect("filters", 0, layout.get_nfilters())
     count, chunk_bytes = -(-rows // chunk_rows), chunk_rows * meta.row_bytes
@@ -140,9 +191,10 @@ def _checked_layout(file: h5py.File, meta: StoreMeta, record: ShardRecord, found
     return Layout(rows, chunk_rows, chunks, columns, checksums, max(ends), checked, found)
 
 
-def _expect(what: str, expected: object, got: object) -> None:
-    if expected != got:
-        raise ValueError(f"expected {what} {expected}, got {got}")
+def _expect(what: str, said: object, held: object) -> None:
+    """Compare what `store.json` says with what the shard holds, which its checksum vouches for."""
+    if said != held:
+        raise ValueError(f"expected {what} {held}, got {said}")
 
 
 class MappedShards:
