@@ -13,8 +13,8 @@ from saecli.metrics import reconstruction
 from saecli.sae import SAE
 from saecli.store import is_test
 
-KEYS = ["run", "data", "split", "act", "rows", "l0", "cells_visited", "cells_possible_log10", "occupancy",
-        "power_diagram", "margin", "complexity", "references"]
+KEYS = ["run", "data", "split", "act", "rows", "l0", "cells_visited", "cells_possible_log10", "cells_share_log10",
+        "occupancy", "rank", "degenerate", "power_diagram", "margin", "complexity", "references"]
 NEAR = ["radius", "radius_fraction", "boundary", "rows"]
 SPREAD = ["mean", "min", "p5", "p25", "median", "p75", "p95", "max"]
 
@@ -46,6 +46,12 @@ def test_document_equals_brute_force(sae: CommandLine, activation: Relu) -> None
     assert [found[key] for key in KEYS[:5]] == ["one", "rows", "test", activation.name, len(rows)]
     supports = exact.encode(rows) != 0
     assert found["cells_visited"] == len(supports.unique(dim=0))
+    assert found["cells_share_log10"] == pytest.approx(
+        np.log10(found["cells_visited"]) - found["cells_possible_log10"])
+    assert found["degenerate"] == {"zero_encoder": 0, "equal_encoder": 0, "zero_decoder": 0, "equal_decoder": 0}
+    assert list(found["rank"]) == ["cells", "full", *SPREAD]
+    assert found["rank"]["cells"] <= found["cells_visited"]
+    assert found["rank"]["full"] == 1
     assert found["l0"] == pytest.approx(supports.sum(1).double().mean())
     nearest = np.array([min(walls(exact, row), key=lambda wall: wall[0])[0] for row in rows.numpy()])
     assert list(found["margin"]) == [*SPREAD, "relative"]
@@ -75,6 +81,23 @@ def test_document_equals_brute_force(sae: CommandLine, activation: Relu) -> None
     assert references["local_pca_rank"] == min(D, round(found["l0"]))
     assert references["rows_fitted"] == 3000 - len(rows)
     assert 0 <= references["local_pca_fvu"] < references["kmeans_fvu"] < 1
+
+
+def test_twins_and_latents_without_weights_are_told(sae: CommandLine) -> None:
+    tensors = random_sae(TopK(3)).tensors()
+    tensors["W_enc"][:, :2], tensors["W_dec"][3] = tensors["W_enc"][:, 5:6].clone(), 0
+    tensors["b_enc"][:2] = tensors["b_enc"][5].clone()
+    make_run(sae.home, "twins", SAE(**tensors, activation=TopK(3)))
+    assert sae("geometry", "--json").json["degenerate"] == {
+        "zero_encoder": 0, "equal_encoder": 3, "zero_decoder": 1, "equal_decoder": 0}
+    out = sae("geometry").out
+    assert "latents equal to another" in out
+    assert "1 with a decoder of zeros" in out
+    tensors["b_enc"][7] = torch.nan
+    make_run(sae.home, "broken", SAE(**tensors, activation=TopK(3)), created="2027-01-01")
+    refused = sae("geometry")
+    assert refused.status == 1
+    assert "the SAE's b_enc holds 1 values that are no finite numbers" in refused.err
 
 
 def test_only_the_rows_that_the_run_was_trained_on_fit_the_references(sae: CommandLine) -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from saecli.activations import AbsTopK, Activation, Relu, ReluTopK, SoftTopK, Swish, TopK
 from saecli.errors import ConfigError
-from saecli.geometry import cells as cells_module
-from saecli.geometry.cells import Cells, cells_of
+from saecli.geometry import largest_cells
+from saecli.geometry.cells import Cells
+from saecli.geometry.partition import cells_of
 
 
 def supports_at(cells: Cells, rows: torch.Tensor) -> torch.Tensor:
@@ -29,12 +30,12 @@ def test_supports_are_the_latents_whose_codes_are_not_zero(case: Case) -> None:
 @settings(max_examples=80, deadline=None)
 @given(case=cases())
 def test_margins_equal_the_nearest_of_all_walls(case: Case, width: int) -> None:
-    before, cells_module.SEARCH_WIDTH = cells_module.SEARCH_WIDTH, width
+    before, largest_cells.SEARCH_WIDTH = largest_cells.SEARCH_WIDTH, width
     try:
         cells = cells_of(case.sae)
         margins = cells.margins(cells.pre_activations(case.rows)).numpy()
     finally:
-        cells_module.SEARCH_WIDTH = before
+        largest_cells.SEARCH_WIDTH = before
     expected = [min((distance for distance, _ in walls(case.sae, row)), default=np.inf) for row in case.rows.numpy()]
     scale = max(1.0, float(case.sae.W_enc.abs().max()))
     np.testing.assert_allclose(margins, expected, rtol=1e-9, atol=1e-9 * scale)

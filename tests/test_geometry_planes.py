@@ -10,7 +10,7 @@ from sklearn.decomposition import PCA
 
 from saecli.activations import AbsTopK, Activation, JumpRelu, Relu, TopK
 from saecli.errors import ConfigError
-from saecli.geometry.cells import cells_of
+from saecli.geometry.partition import cells_of
 from saecli.geometry.planes import Plane, cell_map, colouring, pixels_for, window_of
 from saecli.plots.geometry import cell_image
 

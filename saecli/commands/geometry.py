@@ -1,5 +1,6 @@
 """`sae geometry`."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..geometry.cells import cells_of
+from ..geometry.degenerate import Degenerate
+from ..geometry.partition import cells_of
 from ..geometry.piecewise_affine import references
 from ..geometry.planes import Plane, cell_map, pixels_for, window_of
 from ..geometry.survey import Survey, batch_size, gather, sample_capacity
@@ -54,10 +56,10 @@ def command(ctx: typer.Context, run: Run = None, data: Data = None, split: Split
     corners = _corners(slice_)
     one = measured(session, run, data, split, "cpu")
     marked = _rows_at(one.rows, corners)
-    cells = cells_of(one.sae)
+    cells, degenerate = cells_of(one.sae), Degenerate.of(one.sae)
     with torch.no_grad():
         survey = gather(cells, _batches(session, one, rows))
-        document = _measure(session, one, survey, radius)
+        document = _measure(session, one, survey, degenerate, radius)
         if plot is not None:
             _draw(plot, one, survey, document, corners, marked)
             session.report.note(f"drew {plot}")
@@ -117,16 +119,19 @@ def _training_sample(one: Measured) -> NDArray[np.float32]:
     return np.concatenate([batch.copy() for batch in _first(rows, sample_capacity(rows.d_in), 1024)])
 
 
-def _measure(session: Session, one: Measured, survey: Survey, radius: float) -> dict[str, Any]:
+def _measure(session: Session, one: Measured, survey: Survey, degenerate: Degenerate, radius: float) -> dict[str, Any]:
     """The command's document."""
     census = survey.census
     with session.report.progress("comparing with power diagram, k-means and local PCA", None, "steps"):
         diagram = survey.agreement_measures(one.sae)
         complexity = survey.complexity_measures(radius)
         compared = references(one.sae, _training_sample(one), survey.sample.rows, round(census.l0))
+    possible = survey.cells.possible_log10
     return {**one.heading, "act": one.sae.activation.name, "rows": census.rows, "l0": census.l0,
-            "cells_visited": census.visited, "cells_possible_log10": survey.cells.possible_log10,
-            "occupancy": census.occupancy(), "power_diagram": diagram, "margin": survey.margin_measures(),
+            "cells_visited": census.visited, "cells_possible_log10": possible,
+            "cells_share_log10": math.log10(census.visited) - possible, "occupancy": census.occupancy(),
+            "rank": survey.rank_measures(), "degenerate": asdict(degenerate),
+            "power_diagram": diagram, "margin": survey.margin_measures(),
             "complexity": complexity, "references": asdict(compared)}
 
 
@@ -134,6 +139,7 @@ def _shown(document: dict[str, Any]) -> list[list[Any]]:
     """The lines that people see: what, how much, and of what."""
     occupancy, margin, near = document["occupancy"], document["margin"], document["complexity"]
     diagram, compared = document["power_diagram"], document["references"]
+    bad, rank = document["degenerate"], document["rank"]
     own = diagram and diagram["own_sites"]
     agreement = [] if diagram is None else [
         ["rows in their nearest power cell", diagram["agreement"],
@@ -146,6 +152,12 @@ def _shown(document: dict[str, Any]) -> list[list[Any]]:
         ["cells visited", document["cells_visited"], f"of 10^{document['cells_possible_log10']:.1f} possible"],
         ["cells with one row", occupancy["singletons"], f"fullest cell {occupancy['max']:,} rows"],
         ["effective number of cells", occupancy["effective"], f"entropy {number(occupancy['entropy'])} nats"],
+        ["rank of the map on a cell, median", rank["median"],
+         f"{100 * rank['full']:.3g}% of {rank['cells']:,} cells as high as their latents allow"],
+        *([["latents without a direction", bad["zero_encoder"], f"{bad['zero_decoder']:,} with a decoder of zeros"]]
+          if bad["zero_encoder"] or bad["zero_decoder"] else []),
+        *([["latents equal to another", bad["equal_encoder"], f"{bad['equal_decoder']:,} with another's decoder"]]
+          if bad["equal_encoder"] or bad["equal_decoder"] else []),
         *agreement,
         ["margin, median", margin["median"], f"middle nine tenths {number(margin['p5'])} to {number(margin['p95'])}"],
         ["margin over row norm, median", margin["relative"]["median"],

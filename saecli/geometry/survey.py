@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..sae import SAE
+from .affine_maps import ranks
 from .agreement import agreement, cell_agreement
 from .cells import Cells
 from .census import Census, Reservoir, describe
@@ -24,6 +25,7 @@ SAMPLE_BYTES = 2**28  # their size in float32 at most, 256 MiB
 COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
 AGREEMENT_WORK = 2 * 10**10  # rows n D of true distances at most, some ten seconds on two cores
 CELL_ROWS = 2000  # rows compared with the own sites, nu_S and beta_S, of the cells that they visit
+RANK_ROWS = 200  # rows whose cells' maps have their rank found
 BATCH_CODES = 2**22  # float64 codes at a time, 32 MiB
 
 
@@ -87,6 +89,16 @@ class Survey:
         counts = self.cells.crossings(self.cells.pre_activations(some), radius)
         return {"radius": radius, "radius_fraction": fraction, "boundary": self.cells.boundary, "rows": len(some),
                 **describe(counts.double().numpy())}
+
+    @torch.no_grad()
+    def rank_measures(self) -> dict[str, Any]:
+        """The rank of the SAE's affine map on the cells of at most 200 rows of the sample, each cell once: its
+        distribution, and the share of cells where it is as large as S and D allow."""
+        some = torch.from_numpy(spread_out(self.sample.rows, RANK_ROWS))
+        supports = torch.unique(self.cells.supports(self.cells.pre_activations(some)), dim=0)
+        found = np.array(ranks(self.cells.sae, supports))  # (C, 2)
+        full = found[:, 1] == np.minimum(found[:, 0], self.cells.sae.d_in)
+        return {"cells": len(found), "full": float(full.mean()), **describe(found[:, 1].astype(float))}
 
     @torch.no_grad()
     def agreement_measures(self, sae: SAE) -> dict[str, Any] | None:

@@ -1,0 +1,31 @@
+"""Which cells an SAE has, by its activation."""
+
+import torch
+
+from ..activations import ACTIVATIONS, Largest, ReluTopK, Thresholded, TopK
+from ..errors import ConfigError
+from ..sae import SAE
+from .cells import Cells, ThresholdedCells
+from .largest_cells import LargestCells, ReluTopKCells
+from .power_diagram import KthOrderDiagram, PowerDiagram, kth_order_diagram
+
+
+def cells_of(sae: SAE) -> Cells:
+    """The partition that an SAE makes of its input space.
+
+    Raises:
+        ConfigError: the SAE's activation is not piecewise affine, or no one has said what its cells are.
+    """
+    sae = sae.to(torch.float64)
+    if isinstance(sae.activation, Thresholded):
+        return ThresholdedCells(sae, sae.activation.thresholds(sae.parameters, sae.d_sae).double())
+    if isinstance(sae.activation, ReluTopK):
+        order = KthOrderDiagram(PowerDiagram.from_encoder(sae.W_enc, sae.b_enc), TopK(sae.activation.k), sae.d_sae)
+        relu = ThresholdedCells(sae, torch.zeros(sae.d_sae, dtype=torch.float64))
+        return ReluTopKCells(sae, LargestCells(sae, order), relu)
+    order = kth_order_diagram(sae)
+    if order is not None:
+        return LargestCells(sae, order)
+    known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, Thresholded | Largest)]
+    raise ConfigError(f"the activation {sae.activation.name} has no cells that this tool knows; expected one of "
+                      f"{', '.join(known)}; train such an SAE to see its geometry")
