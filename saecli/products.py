@@ -6,6 +6,7 @@ what is not zero would make the host wait for it. Shapes: B rows, n non-zeros, D
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -50,9 +51,14 @@ class NonZeros:
 
     def transposed_times(self, right: Tensor) -> Tensor:
         """The matrix, transposed, times `right`, (B, D): (F, D)."""
+        rows, values, starts = self._by_column
+        return embedding_bag(rows, right, starts, mode="sum", per_sample_weights=values)
+
+    @cached_property
+    def _by_column(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows and values, each (n,), column after column, and where each column begins, (F,)."""
         columns, order = self.columns.sort(stable=True)
-        return embedding_bag(self.rows[order], right, _starts(columns, self.shape[1]), mode="sum",
-                             per_sample_weights=self.values[order])
+        return self.rows[order], self.values[order], _starts(columns, self.shape[1])
 
     def column_sums(self) -> Tensor:
         """The sum of each column, (F,), float64."""
@@ -65,13 +71,14 @@ class NonZeros:
 
     def add_gram(self, gram: Tensor) -> None:
         """Add the matrix, transposed, times itself to the lower triangle of `gram`, (F, F), pair by pair of entries in
-        one row.
+        one row. It may be the left part of a wider array.
 
         Pairs are multiplied in their own precision and added in that of `gram`. Cost: some 25 ns a pair, since each
         goes to another place in memory; `PAIRS` of them are held at a time, or those of a row.
         """
         sizes = self._sizes
         ends, pairs = sizes.cumsum(0), _with_those_before(sizes).cumsum(0)
+        flat = gram.as_strided((len(gram) * gram.stride(0),), (1,))
         begun = 0
         while begun < len(sizes):
             seen = int(pairs[begun - 1]) if begun else 0
@@ -82,8 +89,8 @@ class NonZeros:
             partners = torch.arange(1, len(columns) + 1) - firsts  # those up to itself, whose columns are no larger
             left = torch.arange(len(columns)).repeat_interleave(partners)
             right = torch.arange(len(left)) - (partners.cumsum(0) - partners - firsts)[left]
-            places = columns[left] * self.shape[1] + columns[right]
-            gram.view(-1).scatter_add_(0, places, (values[left] * values[right]).to(gram.dtype))
+            places = columns[left] * gram.stride(0) + columns[right]
+            flat.scatter_add_(0, places, (values[left] * values[right]).to(gram.dtype))
             begun = stop
 
     @property

@@ -18,9 +18,11 @@ error, by which `choice.py` chooses alpha.
 """
 
 from .choice import choose_alpha
+from .held import HeldRows, memory_needed
+from .moments import Moments
 from .press import effective_dof, press
 from .solve import Decoder, Terms, solve
-from .systems import HeldRows, Moments, System, memory_needed
+from .systems import System
 
 __all__ = ["Decoder", "HeldRows", "Moments", "System", "Terms", "choose_alpha", "effective_dof",
            "memory_needed", "press", "solve"]

@@ -1,0 +1,112 @@
+"""Normal equations as sums over rows, one pass over any number of them.
+
+Shapes: N rows in all, B in a block, F = d_sae, D = d_in. Symbols as in the package's docstring; `shrink` is s.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..products import NonZeros
+from .cholesky import Cholesky, Update
+from .systems import Factor
+
+COLUMNS = 256  # of the Gram matrix at a time, of which what lies above the diagonal is left out
+SPARSE_COLUMNS = 1024  # the same where codes are sparse, and a product is not faster the wider it is
+PAIRS_SHARE = 0.2  # pairs of non-zeros, of the Gram matrix' entries, up to which their products are added one by one
+RESOLUTION = 1e-13  # of a matrix' mean diagonal: a smaller ridge is lost in float64's rounding
+OFFSET = 100  # times a code's or an input's variance that its squared mean must exceed for sums to be taken from it
+
+
+class Moments:
+    """Normal equations summed over any number of rows.
+
+    Blocks are multiplied in their own precision and summed in float64. Cost of a row: `F^2 + 2 D F` operations where
+    codes are dense; `K^2 + 2 D K`, or `2 F K + 2 D K`, where K of them are not zero. Memory: see `memory_needed`.
+    The Gram matrix is summed on and below its diagonal, in the array that its factor shares.
+
+    Sums are of z - z_0 and x - x_0, so that offsets do not cancel: the first block's means where they are large
+    against its spread, else 0, as of any latent that rarely fires. With d = z_bar - z_0 and S the sum of squares,
+    `A = S - N d d' + (1 - s) N z_bar z_bar'`.
+    """
+
+    def __init__(self, d_in: int, d_sae: int, device: torch.device | str = "cpu") -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        self.rows = 0
+        self._has_offsets = False
+        self.z_0 = zeros(d_sae)
+        self.x_0 = zeros(d_in)
+        self.sum_z = zeros(d_sae)
+        self.sum_x = zeros(d_in)
+        self.gram = Cholesky(d_sae, device)
+        self.zx = zeros(d_sae, d_in)
+
+    def add(self, z: Tensor, x: Tensor) -> None:
+        """Add a block of rows: codes z, (B, F), and inputs x, (B, D)."""
+        if not self.rows:
+            self.z_0, self.x_0 = _offset(z).double(), _offset(x).double()
+            self._has_offsets = bool(self.z_0.any() or self.x_0.any())
+        if self._has_offsets:
+            z, x = z - self.z_0.to(z.dtype), x - self.x_0.to(x.dtype)
+        self.rows += len(z)
+        self.sum_x += x.sum(0)
+        zz, non_zeros = self.gram.matrix, NonZeros.of(z)
+        if non_zeros is None:
+            self.sum_z += z.sum(0)
+            for begin in range(0, len(zz), COLUMNS):
+                end = begin + COLUMNS
+                zz[begin:end, :end] += z[:, begin:end].T @ z[:, :end]
+            self.zx += z.T @ x
+            return
+        self.sum_z += non_zeros.column_sums()
+        if non_zeros.pairs <= PAIRS_SHARE * zz.numel():
+            non_zeros.add_gram(zz)
+        else:
+            for begin in range(0, len(zz), SPARSE_COLUMNS):
+                end = begin + SPARSE_COLUMNS
+                zz[begin:, begin:end] += non_zeros.transposed_times(z[:, begin:end].contiguous())[begin:]
+        self.zx += non_zeros.transposed_times(x)
+
+    @property
+    def z_bar(self) -> Tensor:
+        """Mean code, (F,)."""
+        return self.z_0 + self.sum_z / self.rows
+
+    @property
+    def x_bar(self) -> Tensor:
+        """Mean input, (D,)."""
+        return self.x_0 + self.sum_x / self.rows
+
+    def cross(self, centre: Tensor) -> Tensor:
+        """`sum z (x - centre)'`, (F, D)."""
+        about_means = torch.addr(self.zx, self.sum_z / self.rows, self.sum_x, alpha=-1)
+        return about_means.addr_(self.z_bar, self.x_bar - centre, alpha=self.rows)
+
+    def scale(self, shrink: float) -> float:
+        """Mean of A's diagonal, at least 0."""
+        about_mean = self.gram.matrix.diagonal() - self.sum_z.square() / self.rows
+        return max((about_mean + (1 - shrink) * self.rows * self.z_bar.square()).mean().item(), 0.0)
+
+    def factor(self, ridge: float, shrink: float, decay: Tensor) -> Factor:
+        """Factorise `A + diag(decay) + ridge I` by Cholesky; costs F^3 / 3 operations."""
+        updates = [(-float(self.rows), self.sum_z / self.rows)]
+        if shrink < 1:
+            updates.append(((1 - shrink) * self.rows, self.z_bar))
+        return direct(self.gram, ridge, decay, self.cross, updates)
+
+
+def direct(matrix: Cholesky, ridge: float, decay: Tensor, cross: Callable[[Tensor], Tensor],
+           updates: Sequence[Update] = ()) -> Factor:
+    """Factorise `A + diag(decay) + ridge I` in F dimensions, where A is a matrix and its updates."""
+    held, raised = matrix.factorise(ridge, decay, updates, RESOLUTION)
+    return Factor(matrix.solve, lambda centre: matrix.solve(cross(centre)), lambda psi: matrix.squared_norms(psi.T),
+                  held, raised, matrix.condition)
+
+
+def _offset(block: Tensor) -> Tensor:
+    """Each column's mean where its square is more than `OFFSET` variances, else 0."""
+    variance, mean = torch.var_mean(block, 0, correction=0)
+    return torch.where(mean.square() > OFFSET * variance, mean, 0.0)
