@@ -1,5 +1,7 @@
 """What may be wrong with an encoder: latents that are no direction, or another latent's twin.
 
+Weights that are no finite numbers are refused where an SAE is read, in `formats`.
+
 Shapes: D = d_in, F = d_sae.
 """
 
@@ -11,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..activations import Thresholded
-from ..errors import ConfigError
 from ..sae import SAE
 
 
@@ -36,15 +37,8 @@ class Degenerate:
     def of(cls, sae: SAE) -> "Degenerate":
         """Count them.
 
-        Raises:
-            ConfigError: a weight is no finite number.
-
         Cost: O(D F).
         """
-        for name, tensor in sae.tensors().items():
-            if bad := int((~tensor.isfinite()).sum()):
-                raise ConfigError(f"the SAE's {name} holds {bad:,} values that are no finite numbers; expected none; "
-                                  f"train it again")
         encoder = torch.cat([sae.W_enc, sae.b_enc[None]])
         if isinstance(sae.activation, Thresholded):
             encoder = torch.cat([encoder, sae.activation.thresholds(sae.parameters, sae.d_sae).to(encoder)[None]])
