@@ -48,6 +48,15 @@ class Shelf:
                  for path in self.path.glob(f"*/{self.marker}")}
         return dict(sorted(found.items(), key=lambda entry: (_created(entry[1]), entry[0]), reverse=True))
 
+    def unmarked(self) -> dict[str, str]:
+        """The folders that hold something but no marker, by name, each with a sentence on what to do about it.
+
+        What a starting command holds, its hidden lock, is nothing.
+        """
+        folders = (path for path in self.path.glob("[!.]*") if path.is_dir() and not (path / self.marker).exists())
+        return {path.name: f"{path} is no {self.noun}: expected {self.marker} in it, got none; {UNREADABLE}"
+                for path in sorted(folders) if any(path.glob("[!.]*"))}
+
     def read_marker(self, name: str) -> dict:
         """The marker of an entry.
 

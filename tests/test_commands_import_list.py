@@ -202,6 +202,30 @@ def test_entries_that_cannot_be_read_are_listed_as_such(sae):
     assert sae("list", "--check").status == 1
 
 
+def test_folders_without_a_marker_are_listed_with_what_to_do_and_empty_or_starting_ones_are_not(sae):
+    sae("import", "digits")
+    make_run(sae.home, "run", random_sae(), data="digits")
+    lost = [sae.home / "activations" / "digits" / "store.json", sae.home / "runs" / "run" / "run.json"]
+    assert sae("list", "--check").status == 0
+    for marker in lost:
+        marker.unlink()
+        (marker.parents[1] / "empty").mkdir()
+        (marker.parents[1] / "starting").mkdir()
+        (marker.parents[1] / "starting" / ".lock").touch()
+        (marker.parents[1] / "notes.txt").touch()
+    document = sae("list", "--json").json
+    found = (*document["stores"], *document["runs"])
+    assert [(entry["name"], entry["state"]) for entry in found] == [("digits", "unreadable"), ("run", "unreadable")]
+    assert all(entry["bytes"] > 1000 for entry in found)
+    shown = sae("list").out
+    for marker, noun in zip(lost, ("activation store", "run"), strict=True):
+        assert (f"{marker.parent} is no {noun}: expected {marker.name} in it, got none; restore it, or remove the "
+                "folder to go on without it") in shown
+    checked = sae("list", "--check")
+    assert checked.status == 1
+    assert "digits is no activation store" in checked.err
+
+
 def test_check_and_training_name_a_store_json_that_does_not_fit_its_whole_shards(sae):
     sae("import", "digits", "--shard-rows", "600")
     marker = sae.home / "activations" / "digits" / "store.json"

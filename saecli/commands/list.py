@@ -51,8 +51,9 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
 
 
 def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What stands on a shelf, newest first; an entry that cannot be read says why."""
-    found = []
+    """What stands on a shelf, newest first; an entry that cannot be read, or has no marker, says why."""
+    found = [{"name": name, "path": str(shelf.path / name), "state": "unreadable", "created": "", "problem": sentence,
+              "bytes": _size(shelf.path / name)} for name, sentence in shelf.unmarked().items()]
     for marker in shelf.path.glob(f"*/{shelf.marker}"):
         entry: dict[str, Any] = {"name": marker.parent.name, "path": str(marker.parent)}
         try:
