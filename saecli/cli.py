@@ -47,7 +47,11 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command to run, and load it."""
         name, listed, rest = super().resolve_command(ctx, args)
-        return name, listed and load(name), rest
+        try:
+            return name, listed and load(name), rest
+        except KeyboardInterrupt:
+            typer.echo("stopped before it began; nothing was changed", err=True)
+            raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the page of `sae --help`."""

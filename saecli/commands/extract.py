@@ -23,7 +23,15 @@ from ..report import Step, size_words
 from ..store import DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request
 from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, Document, TextSource
 from .options import Device, Given, Json, Session, configured, start
-from .stores import MAX_NORM_HELP, checked_name, filling, finished_store, say_stored, store_folder
+from .stores import (
+    MAX_NORM_HELP,
+    checked_name,
+    filling,
+    finished_store,
+    say_stored,
+    store_folder,
+    told_when_stopped,
+)
 
 DEFAULT_DATASET = "Salesforce/wikitext"
 DEFAULT_CONTEXT = 128
@@ -136,22 +144,21 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
     Example: sae extract --model google/gemma-2-2b --layer 12
     """
     session = start(ctx, json)
-    config = options.config(ExtractConfig)
-    text = _text_source(config, options)
-    where = device_named(device)
-    source = find_model(config.model)
-    context = min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT) if config.context is None else config.context
-    config = replace(config, context=context, model_dtype=source.dtype_on(where, config.model_dtype))
-    source.check_context(context)
-    text = text.pinned(session.report.note)
-    stores = _wanted(session, config, source, text, layer, site, name)
-    before = {store.place for store in stores if store.is_finished(session)}
-    if missing := [store for store in stores if store.place not in before]:
-        try:
+    with told_when_stopped(session) as folders:
+        config = options.config(ExtractConfig)
+        text = _text_source(config, options)
+        where = device_named(device)
+        source = find_model(config.model)
+        allowed = min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT)
+        context = allowed if config.context is None else config.context
+        config = replace(config, context=context, model_dtype=source.dtype_on(where, config.model_dtype))
+        source.check_context(context)
+        text = text.pinned(session.report.note)
+        stores = _wanted(session, config, source, text, layer, site, name)
+        folders += [store.folder for store in stores]
+        before = {store.place for store in stores if store.is_finished(session)}
+        if missing := [store for store in stores if store.place not in before]:
             _extract(session, config, LanguageModel(source, where, dtype=config.model_dtype), text, missing)
-        except KeyboardInterrupt:
-            session.report.note("stopped; the same command goes on after the last whole shard")
-            raise
     say_stored(session, [(ActivationStore.open(store.folder), store.place in before) for store in stores])
 
 

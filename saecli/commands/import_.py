@@ -14,7 +14,7 @@ from ..files import file_sha256
 from ..report import Step
 from ..store import DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request, rows_per_shard
 from .options import Given, Json, configured, start
-from .stores import MAX_NORM_HELP, filling, finished_store, say_stored, store_folder
+from .stores import MAX_NORM_HELP, filling, finished_store, say_stored, store_folder, told_when_stopped
 
 
 @dataclass(frozen=True)
@@ -50,24 +50,26 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
     Example: sae import train-images-idx3-ubyte.gz --labels train-labels-idx1-ubyte.gz --name mnist
     """
     session = start(ctx, json)
-    config = options.config(ImportConfig)
-    array = open_array(file, config.key, config.labels)
-    folder = store_folder(session.home, array.name if name is None else name)
-    dtype = config.dtype or array.dtype
-    shard_rows = config.shard_rows or rows_per_shard(array.features, dtype)
-    source = {"kind": "array", "file": Path(file).name, "key": config.key, **_identity(file, array)}
-    if config.max_norm_multiple is not None:  # otherwise the request is what it was before there was this option
-        source["max_norm_multiple"] = config.max_norm_multiple
-    wanted = hash_request({**source, "dtype": dtype, "shard_rows": shard_rows})
-    if (finished := finished_store(session, folder, wanted)) is not None:
-        return say_stored(session, [(finished, True)])
-    meta = StoreMeta(source, wanted, dtype, array.features, shard_rows,
-                     columns=tuple(_columns(array)), max_norm_multiple=config.max_norm_multiple)
-    with (StoreWriter.open(folder, meta) as writer,
-          filling(session, [writer], "importing", array.rows) as show):
-        while not writer.complete:
-            _fill(writer, array, show)
-            writer.finish()
+    with told_when_stopped(session) as folders:
+        config = options.config(ImportConfig)
+        array = open_array(file, config.key, config.labels)
+        folder = store_folder(session.home, array.name if name is None else name)
+        folders.append(folder)
+        dtype = config.dtype or array.dtype
+        shard_rows = config.shard_rows or rows_per_shard(array.features, dtype)
+        source = {"kind": "array", "file": Path(file).name, "key": config.key, **_identity(file, array)}
+        if config.max_norm_multiple is not None:  # otherwise the request is what it was before there was this option
+            source["max_norm_multiple"] = config.max_norm_multiple
+        wanted = hash_request({**source, "dtype": dtype, "shard_rows": shard_rows})
+        if (finished := finished_store(session, folder, wanted)) is not None:
+            return say_stored(session, [(finished, True)])
+        meta = StoreMeta(source, wanted, dtype, array.features, shard_rows,
+                         columns=tuple(_columns(array)), max_norm_multiple=config.max_norm_multiple)
+        with (StoreWriter.open(folder, meta) as writer,
+              filling(session, [writer], "importing", array.rows) as show):
+            while not writer.complete:
+                _fill(writer, array, show)
+                writer.finish()
     return say_stored(session, [(ActivationStore.open(folder), False)])
 
 

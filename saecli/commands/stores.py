@@ -85,6 +85,27 @@ def _check_changed(session: Session, store: ActivationStore) -> list[str]:
         return store.verify(shards, show)
 
 
+@contextmanager
+def told_when_stopped(session: Session) -> Iterator[list[Path]]:
+    """Say, where Ctrl-C ends a command that fills stores, what of them is kept.
+
+    Yields:
+        A list, empty, for the stores' folders as soon as they are known.
+    """
+    folders: list[Path] = []
+    try:
+        yield folders
+    except KeyboardInterrupt:
+        if any((folder / STORE_MARKER).exists() and ActivationStore.open(folder).rows for folder in folders):
+            session.report.note("stopped; the same command goes on after the last whole shard")
+        elif folders:
+            session.report.note("stopped before the first shard was whole; nothing was saved, and the same command "
+                                "begins again")
+        else:
+            session.report.note("stopped before it began; nothing was changed")
+        raise
+
+
 def first_of(problems: list[str]) -> str:
     """One sentence for all of several problems."""
     return f"found {len(problems)} problems, the first: {problems[0]}" if len(problems) > 1 else problems[0]

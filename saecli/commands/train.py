@@ -41,11 +41,15 @@ def command(ctx: typer.Context, options: Given, solver: Solver = "pam-sgd", act:
     Example: sae train --solver pam-sgd --act topk --k 32
     """
     session = start(ctx, json)
-    if resume:
-        folder, plan = _resumed(session, ctx, name)
-    else:
-        plan = _planned(session, options, solver, act, data)
-        folder = _new_folder(session.home, name, f"{solver}-{act}")
+    try:
+        if resume:
+            folder, plan = _resumed(session, ctx, name)
+        else:
+            plan = _planned(session, options, solver, act, data)
+            folder = _new_folder(session.home, name, f"{solver}-{act}")
+    except KeyboardInterrupt:
+        session.report.note("stopped before training began; nothing was changed")
+        raise
     with _held(folder):
         result = _trained(session, plan, folder, resume)
     for note in result["notes"]:

@@ -95,6 +95,7 @@ class StoreWriter:
             lock = take_lock(path)
         except OSError as error:
             raise _refused(path, 0, error) from error
+        new = not (path / STORE_MARKER).exists()
         try:
             there = begin(path, meta)
             damaged = find_damage(path, there, changed(path, there), show)
@@ -105,6 +106,8 @@ class StoreWriter:
             os.close(lock)
             raise _refused(path, 0, error) from error
         except BaseException:
+            if new:  # an interrupt leaves no store without a shard
+                remove_empty(path)
             os.close(lock)
             raise
 
