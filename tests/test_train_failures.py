@@ -158,3 +158,27 @@ def test_a_run_cut_short_before_its_last_file_is_completed_by_resume(sae: Comman
     assert again["final"] == whole["final"]
     assert (folder / "loss.png").exists()
     assert json.loads((folder / "run.json").read_text())["complete"]
+
+
+@pytest.mark.parametrize("normalize", ["scale", "standardize"])
+def test_rows_all_but_zero_get_a_sentence_that_says_so_and_nearly_so_small_ones_train(sae: CommandLine, normalize: str):
+    rows = some_rows(1000) - np.float32(1.5)
+    for name, factor in (("subnormal", 1e-40), ("small", 1e-34), ("plain", 1)):
+        make_store(sae.home, name, (rows * np.float64(factor)).astype(np.float32))
+    words = ["train", *QUICK, "--normalize", normalize, "--data"]
+    refused = sae(*words, "subnormal")
+    assert refused.status == 1
+    assert ("the training rows are all but the same: expected a spread of 1e-35 or more, which weights in float32 can "
+            "make up for, got 1e-40; multiply them") in refused.err
+    small, plain = (sae(*words, name, "--json").json["final"]["test_fvu"] for name in ("small", "plain"))
+    assert small == pytest.approx(plain, rel=1e-3)
+
+
+def test_a_dimension_all_but_zero_is_only_centred(sae: CommandLine):
+    rows = some_rows(1000) - np.float32(1.5)
+    rows[:, :3] *= np.float32(1e-40)
+    make_store(sae.home, "rows", rows)
+    make_store(sae.home, "without", np.where(np.arange(rows.shape[1]) < 3, np.float32(0), rows))
+    found, expected = (sae("train", *QUICK, "--normalize", "standardize", "--data", name, "--json").json["final"]
+                       for name in ("rows", "without"))
+    assert found["test_fvu"] == pytest.approx(expected["test_fvu"], rel=1e-3)

@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..store import Spread
 
 NORMALISATIONS = ("scale", "standardize", "none")
+LEAST_SCALE = 1e-35  # weights for raw rows are divided by the scale, and float32 ends at 3.4e38
 
 
 @dataclass(frozen=True)
@@ -51,19 +52,24 @@ def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype) -> Normalis
         dtype: what the result is rounded to.
 
     Returns:
-        The normalisation; a dimension that does not vary is only centred.
+        The normalisation; a dimension that does not vary, or by less than `LEAST_SCALE`, is only centred.
 
     Raises:
-        ConfigError: the rows do not vary at all, so that there is nothing to learn.
+        ConfigError: the rows do not vary at all, so that there is nothing to learn, or by less than that.
     """
     mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
     if variance.sum() == 0:
         raise ConfigError(f"there is nothing to learn: expected training rows that differ, got {spread.rows}, "
                           "all the same; give another --data, or a larger --fraction")
+    overall = variance.mean().sqrt()
+    if overall < LEAST_SCALE:
+        raise ConfigError(f"the training rows are all but the same: expected a spread of {LEAST_SCALE:g} or more, "
+                          f"which weights in float32 can make up for, got {overall:.2g}; multiply them, and import "
+                          "them again")
     if kind == "none":
         mean, scale = torch.zeros_like(mean), torch.ones_like(mean)
     elif kind == "scale":
-        scale = variance.mean().sqrt().expand_as(mean)
+        scale = overall.expand_as(mean)
     else:
-        scale = torch.where(variance > 0, variance.sqrt(), 1.0)
+        scale = torch.where(variance.sqrt() > LEAST_SCALE, variance.sqrt(), 1.0)
     return Normalisation(mean.to(dtype), scale.to(dtype), (variance / scale.square()).sum().to(dtype))
