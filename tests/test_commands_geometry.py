@@ -14,7 +14,8 @@ from saecli.sae import SAE
 from saecli.store import is_test
 
 KEYS = ["run", "data", "split", "act", "rows", "l0", "cells_visited", "cells_possible_log10", "cells_share_log10",
-        "occupancy", "rank", "degenerate", "power_diagram", "margin", "complexity", "references"]
+        "occupancy", "rank", "degenerate", "power_diagram", "margin", "complexity", "other_split",
+        "references"]
 NEAR = ["radius", "radius_fraction", "boundary", "rows"]
 SPREAD = ["mean", "min", "p5", "p25", "median", "p75", "p95", "max"]
 
@@ -22,16 +23,18 @@ SPREAD = ["mean", "min", "p5", "p25", "median", "p75", "p95", "max"]
 @pytest.fixture
 def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
     command = CommandLine(tmp_path / "home", monkeypatch, capsys)
-    rows = some_rows()
-    rows[5] = 0
-    make_store(command.home, "rows", rows)
+    make_store(command.home, "rows", all_rows())
     return command
 
 
-def held_out() -> np.ndarray:
+def all_rows() -> np.ndarray:
     rows = some_rows()
     rows[5] = 0
-    return rows[is_test(np.arange(len(rows)))]
+    return rows
+
+
+def held_out() -> np.ndarray:
+    return all_rows()[is_test(np.arange(3000))]
 
 
 @pytest.mark.parametrize("activation", [Relu(), JumpRelu(), BatchTopK(3), TopK(3), ReluTopK(9),
@@ -81,6 +84,16 @@ def test_document_equals_brute_force(sae: CommandLine, activation: Relu) -> None
     assert references["local_pca_rank"] == min(D, round(found["l0"]))
     assert references["rows_fitted"] == 3000 - len(rows)
     assert 0 <= references["local_pca_fvu"] < references["kmeans_fvu"] < 1
+    assert references["held_out"] is True
+    other = found["other_split"]
+    assert list(other) == ["split", "rows", "margin", "complexity"]
+    assert (other["split"], other["rows"]) == ("train", 3000 - len(rows))
+    trained_on = torch.from_numpy(all_rows()[~is_test(np.arange(3000))]).double()
+    nearest = [min(walls(exact, row), key=lambda wall: wall[0])[0] for row in trained_on[:20].numpy()]
+    assert other["margin"]["min"] <= min(nearest)
+    some = trained_on[np.linspace(0, len(trained_on) - 1, 1000).astype(int)]
+    counts = [sum(distance < near["radius"] for distance, _ in walls(exact, row)) for row in some[::10].numpy()]
+    assert other["complexity"]["mean"] == pytest.approx(np.mean(counts), rel=0.5, abs=0.1)
 
 
 def test_twins_and_latents_without_weights_are_told(sae: CommandLine) -> None:
@@ -104,7 +117,40 @@ def test_only_the_rows_that_the_run_was_trained_on_fit_the_references(sae: Comma
     make_run(sae.home, "half", random_sae(TopK(3)), fraction=0.5)
     found = sae("geometry", "half", "--split", "train", "--json").json
     assert found["rows"] == found["references"]["rows_fitted"] < 1500
-    assert sae("geometry", "half", "--split", "all", "--json").json["rows"] == 3000
+    assert (found["other_split"]["split"], found["other_split"]["rows"]) == ("test", len(held_out()))
+    assert found["references"]["held_out"] is False
+    everything = sae("geometry", "half", "--split", "all", "--json").json
+    assert (everything["rows"], everything["other_split"]) == (3000, None)
+    few = sae("geometry", "half", "--fit-rows", "100", "--json").json["references"]
+    assert (few["rows_fitted"], few["kmeans_cells"]) == (100, 20)
+
+
+def test_several_runs_make_one_table_and_one_picture_and_are_measured_as_each_alone(
+        sae: CommandLine, tmp_path: Path) -> None:
+    make_run(sae.home, "early", random_sae(TopK(3)))
+    make_run(sae.home, "late", random_sae(TopK(3), seed=1))
+    make_run(sae.home, "other", random_sae(Relu(), seed=2))
+    done = sae("geometry", "early", "late", "other", "--json", "--plot", tmp_path / "x.pdf")
+    assert [one["run"] for one in done.json["runs"]] == ["early", "late", "other"]
+    assert (tmp_path / "x.pdf").stat().st_size > 5000
+    for one in done.json["runs"]:
+        assert one == sae("geometry", one["run"], "--json").json
+    out = sae("geometry", "early", "late").out
+    assert out.index("early") < out.index("late")
+    refused = sae("geometry", "early", "late", "--slice", "0,1,2", "--plot", tmp_path / "y.png")
+    assert "--slice is for the picture of one SAE, got 2 runs" in refused.err
+
+
+def test_lambda_sets_what_a_dimension_costs(sae: CommandLine) -> None:
+    make_run(sae.home, "one", random_sae(TopK(3)))
+    auto, free, dear = (sae("geometry", "--json", "--lambda", words).json["references"]
+                        for words in ("auto", "0", "1e9"))
+    assert auto["variable_rank_mean"] == pytest.approx(3, abs=0.1)
+    assert free["variable_rank_fvu"] < auto["variable_rank_fvu"] < dear["variable_rank_fvu"]
+    assert (dear["variable_rank_lambda"], dear["variable_rank_mean"]) == (1e9, 0)
+    assert auto["own_cells"]["cells"] > 0
+    assert "less that; over" in sae("geometry").out
+    assert "no cell of the SAE holds 4 training rows a dimension" in sae("geometry", "--fit-rows", "12").out
 
 
 def test_more_rows_than_the_limit_are_sampled_and_the_same_again(sae: CommandLine) -> None:
@@ -158,6 +204,8 @@ def test_small_spaces_are_drawn_whole(sae: CommandLine, tmp_path: Path, d_in: in
     (["--slice", "0,1,9999", "--plot", "x.png"], "--slice names row 9999, but the split has"),
     (["--slice", "1,1,2", "--plot", "x.png"], "the rows of --slice span no plane"),
     (["--plot", "x.gif"], "cannot draw x.gif: expected an ending out of .png, .pdf, .svg, got .gif"),
+    (["--lambda", "-1"], "--lambda must be auto or a number that is at least 0, got '-1'"),
+    (["--lambda", "nan"], "--lambda must be auto or a number that is at least 0, got 'nan'"),
     (["--radius", "0"], "--radius must be above 0, got 0"),
     (["no-such-run"], "found no run and no folder named 'no-such-run'")])
 def test_bad_input_gets_one_sentence(sae: CommandLine, words: list[str], sentence: str, tmp_path: Path,

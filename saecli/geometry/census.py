@@ -134,3 +134,8 @@ def describe(values: NDArray) -> dict[str, float]:
     # The nearest rank, since interpolating between infinities gives no number.
     at = {name: float(order[round(q * (len(order) - 1))]) for name, q in QUANTILES.items()}
     return {"mean": float(values.mean()), "min": float(order[0]), **at, "max": float(order[-1])}
+
+
+def spread_out(rows: NDArray, count: int) -> NDArray:
+    """At most so many of the rows, evenly spaced."""
+    return rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)] if len(rows) else rows

@@ -62,6 +62,13 @@ class Cell:
         """Inequalities, q; some of them may be implied by the others."""
         return len(self.switches) + len(self.inside) * len(self.outside)
 
+    @property
+    def key(self) -> bytes:
+        """What tells this cell from the others of its partition."""
+        switches = self.switches[self.above].numpy().tobytes()
+        # A cell without pairs and one without switches above zero must not look alike.
+        return bytes([len(self.inside) > 0]) + self.inside.sort().values.numpy().tobytes() + b"/" + switches
+
     def inequalities(self) -> tuple[Tensor, Tensor]:
         """H and c of `H x > c`, one inequality a row.
 

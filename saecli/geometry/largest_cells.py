@@ -49,6 +49,11 @@ class LargestCells(Cells):
         """r_i, (n,)."""
         return (self.order.diagram.centroids - self.order.diagram.centroids.mean(0)).norm(dim=1)
 
+    @cached_property
+    def _encoder(self) -> tuple[Tensor, Tensor]:
+        """Affine functions of the sites, (D, n) and (n,)."""
+        return self.order.diagram.to_encoder()
+
     def supports(self, pre: Tensor) -> Tensor:
         """The K latents that rank highest, (B, F)."""
         return torch.zeros_like(pre, dtype=torch.bool).scatter_(1, self.order.support(pre), True)
@@ -58,7 +63,7 @@ class LargestCells(Cells):
         for abs-topk those rows of S whose kept pre-activations have the signs of this row's."""
         pre = self.pre_activations(row[None])
         support = self.order.support(pre)
-        W, b = self.order.diagram.to_encoder()
+        W, b = self._encoder
         others = torch.ones(self.sae.d_sae, dtype=torch.bool).scatter_(0, support[0], False)
         outside = others.repeat(len(b) // len(others)).nonzero()[:, 0]
         return Cell.swapping(W, b, self.order.sites(support, pre)[0], outside)

@@ -5,7 +5,7 @@ On a plane `o + u B`, with B orthonormal, an encoder is an encoder of two dimens
     (o + u B) W_enc + b_enc = u (B W_enc) + (o W_enc + b_enc)
 
 so that the cells that the plane meets are exactly the cells of that small SAE. Source: the paper on power
-diagrams as sections of diagrams in more dimensions. Shapes: D = d_in, F = d_sae, P pixels a side, C cells.
+diagrams as sections of diagrams in more dimensions. Shapes: D = d_in, F = d_sae.
 """
 
 from dataclasses import dataclass, replace
@@ -18,14 +18,10 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..sae import SAE
-from .cells import Cells
-from .census import support_keys
 from .piecewise_affine import principal_directions
 
 PRINCIPAL_ROWS = 2048  # rows that the principal components are taken of, evenly spaced
-LATENT_PIXELS = 6 * 10**8  # F P^2 of one picture at most, some ten seconds on two cores
-BLOCK = 2**22  # pre-activations at a time, 32 MiB
-PIXELS = (240, 640)  # P at least and at most
+Window = tuple[float, float, float, float]  # left, right, bottom and top
 
 
 @dataclass(frozen=True)
@@ -85,30 +81,7 @@ class Plane:
                        W_dec=sae.W_dec @ self.basis.T, b_dec=(sae.b_dec - self.origin) @ self.basis.T)
 
 
-@dataclass(frozen=True)
-class CellMap:
-    """The cells in a window of a plane, pixel by pixel.
-
-    Args:
-        labels: the cell of each pixel's centre, numbered from 0, (P, P), the lowest row of pixels first.
-        window: left, right, bottom and top of the window, in the plane's coordinates.
-    """
-
-    labels: NDArray[np.int64]
-    window: tuple[float, float, float, float]
-
-    @property
-    def cells(self) -> int:
-        """Cells in view."""
-        return int(self.labels.max()) + 1
-
-
-def pixels_for(d_sae: int) -> int:
-    """Pixels a side that a map of so many latents can afford."""
-    return int(np.clip((LATENT_PIXELS / d_sae) ** 0.5, *PIXELS))
-
-
-def window_of(points: Tensor, held: Tensor) -> tuple[float, float, float, float]:
+def window_of(points: Tensor, held: Tensor) -> Window:
     """A square around points on a plane: left, right, bottom and top.
 
     Both axes have one scale, since distances on the plane are distances between rows.
@@ -122,53 +95,3 @@ def window_of(points: Tensor, held: Tensor) -> tuple[float, float, float, float]
     half = float((high - low).max()) * 0.6 or 1.0
     x, y = ((low + high) / 2).tolist()
     return x - half, x + half, y - half, y + half
-
-
-def cell_map(cells: Cells, window: tuple[float, float, float, float], pixels: int) -> CellMap:
-    """Find the cell of each pixel.
-
-    Args:
-        cells: the partition of the plane, `cells_of(plane.section(sae))`.
-        window: left, right, bottom and top.
-        pixels: P.
-
-    Cost: O(F P^2).
-    """
-    left, right, bottom, top = window
-    steps = (torch.arange(pixels, dtype=torch.float64) + 0.5) / pixels
-    x, y = left + steps * (right - left), bottom + steps * (top - bottom)
-    grid = torch.cartesian_prod(y, x).flip(1)  # (P P, 2), x fastest
-    numbers: dict[bytes, int] = {}
-    labels: list[int] = []
-    for points in grid.split(max(1, BLOCK // cells.sae.d_sae)):
-        supports = cells.supports(cells.pre_activations(points))
-        labels += [numbers.setdefault(key, len(numbers)) for key in support_keys(supports)]
-    return CellMap(np.array(labels).reshape(pixels, pixels), window)
-
-
-def colouring(labels: NDArray[np.int64], colours: int) -> NDArray[np.int64]:
-    """Give each cell one of a few colours so that neighbours differ where it can be done.
-
-    Greedy, cells of many neighbours first; a cell whose neighbours use every colour takes the rarest among them.
-
-    Args:
-        labels: the cell of each pixel, (P, P).
-        colours: how many there are.
-
-    Returns:
-        A colour for each cell, (C,).
-    """
-    pairs = np.concatenate([np.stack([a.ravel(), b.ravel()], 1)
-                            for a, b in ((labels[1:], labels[:-1]), (labels[:, 1:], labels[:, :-1]))])
-    pairs = np.unique(np.sort(pairs[pairs[:, 0] != pairs[:, 1]], axis=1), axis=0)
-    neighbours: list[list[int]] = [[] for _ in range(int(labels.max()) + 1)]
-    for a, b in pairs.tolist():
-        neighbours[a].append(b)
-        neighbours[b].append(a)
-    chosen = np.full(len(neighbours), -1)
-    for cell in sorted(range(len(neighbours)), key=lambda cell: -len(neighbours[cell])):
-        around = chosen[neighbours[cell]]
-        used = np.bincount(around[around >= 0], minlength=colours)
-        # Ties go round the colours, or most cells would get the first.
-        chosen[cell] = min(range(colours), key=lambda c: (used[c], (c - cell) % colours))
-    return chosen

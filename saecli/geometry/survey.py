@@ -9,39 +9,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..sae import SAE
 from .affine_maps import ranks
 from .agreement import agreement, cell_agreement
 from .cells import Cells
-from .census import Census, Reservoir, describe
+from .census import Census, Reservoir, describe, spread_out
+from .margins import margins_of
 from .power_diagram import kth_order_diagram
 
 MARGINS = 200_000  # margins kept for quantiles
 SAMPLE_ROWS = 50_000  # rows kept for the references
 SAMPLE_BYTES = 2**28  # their size in float32 at most, 256 MiB
-COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
 AGREEMENT_WORK = 2 * 10**10  # rows n D of true distances at most, some ten seconds on two cores
 CELL_ROWS = 2000  # rows compared with the own sites, nu_S and beta_S, of the cells that they visit
 RANK_ROWS = 200  # rows whose cells' maps have their rank found
-BATCH_CODES = 2**22  # float64 codes at a time, 32 MiB
 
 
-def batch_size(d_sae: int) -> int:
-    """Rows that a pass takes at a time."""
-    return max(16, min(1024, BATCH_CODES // d_sae))
-
-
-def sample_capacity(d_in: int) -> int:
-    """Rows that a sample holds: 50,000, fewer where they would fill more than 256 MiB."""
-    return max(1, min(SAMPLE_ROWS, SAMPLE_BYTES // (4 * d_in)))
-
-
-def spread_out(rows: NDArray, count: int) -> NDArray:
-    """At most so many of the rows, evenly spaced."""
-    return rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)] if len(rows) else rows
+def sample_capacity(d_in: int, rows: int = SAMPLE_ROWS) -> int:
+    """Rows that a sample holds: so many, fewer where they would fill more than 256 MiB."""
+    return max(1, min(rows, SAMPLE_BYTES // (4 * d_in)))
 
 
 @dataclass
@@ -65,30 +53,8 @@ class Survey:
         """Count some rows, (B, D)."""
         pre = self.cells.pre_activations(x)
         self.census.add(self.cells.supports(pre))
-        margins = self.cells.margins(pre)
-        # A row at the origin is infinitely far from its boundary in units of its own norm.
-        relative = margins / x.double().norm(dim=1)
-        self.margins.add(torch.stack([margins, relative.nan_to_num(0.0, torch.inf)], 1).numpy())
+        self.margins.add(margins_of(self.cells, x, pre))
         self.sample.add(x.float().numpy())
-
-    def margin_measures(self) -> dict[str, Any]:
-        """The distribution of margins in units of the rows, and as `relative` in units of each row's norm."""
-        margin, relative = self.margins.rows.T
-        return {**describe(margin), "relative": describe(relative)}
-
-    @torch.no_grad()
-    def complexity_measures(self, fraction: float) -> dict[str, Any]:
-        """The distribution of the local complexity over at most 1000 rows of the sample.
-
-        Args:
-            fraction: the radius, as a share of the median distance of the sampled rows to their mean.
-        """
-        rows = self.sample.rows
-        radius = fraction * float(np.median(np.linalg.norm(rows - rows.mean(0, dtype=np.float64), axis=1)))
-        some = torch.from_numpy(spread_out(rows, COMPLEXITY_ROWS))
-        counts = self.cells.crossings(self.cells.pre_activations(some), radius)
-        return {"radius": radius, "radius_fraction": fraction, "boundary": self.cells.boundary, "rows": len(some),
-                **describe(counts.double().numpy())}
 
     @torch.no_grad()
     def rank_measures(self) -> dict[str, Any]:

@@ -1,20 +1,19 @@
-"""The picture of an SAE's geometry: its cells on a plane, margins, occupancy, and the references."""
+"""The picture of an SAE's geometry: cells on a plane, margins, local complexity, growth, and the bridge."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 
-from ..geometry.planes import CellMap, colouring
+from ..geometry.plane_cells import PlaneCells
+from .cells import arrows, fill_by_occupancy, fill_by_size, scatter
 from .style import COLOURS, GREY, figure, log_scale, say_empty, short
 
-TINTS = np.array([to_rgb(colour) for colour in COLOURS[:6]]) * 0.45 + 0.55  # pale enough for rows to stand out
 ROUNDING = 1e-12  # an FVU below is zero
-POINTS = 1000  # rows projected on the plane at most
+BRIDGE_COLOURS = (COLOURS[1], COLOURS[0], COLOURS[2])
 
 
 @dataclass(frozen=True)
@@ -23,27 +22,37 @@ class GeometryPicture:
 
     Args:
         title: what stands above.
-        caption: what the plane is, after the number of cells: "on the plane through rows 1, 2, 3".
-        map: the cells on the plane.
-        points: rows projected on it, (M, 2).
+        caption: what the plane is: "the plane through rows 1, 2, 3".
+        cells: the cells on the plane.
+        occupancy: rows that fall in each of them, (C,).
+        points: rows projected on the plane, (M, 2).
         marks: the rows that the plane goes through, by number, their coordinates (2,).
-        margins: distances of rows to their cells' boundaries, (B,), in units of the rows.
+        margins: distances of rows to their cells' boundaries, (B,), in units of the rows, by the rows' split.
+        complexity: boundaries near rows, (B,), by the rows' split.
+        near: what these are, and how near: "swaps within 0.3".
+        growth: (rows, cells visited by them), the last of all rows.
         sizes: rows in each visited cell, the fullest first, (C,).
-        references: FVU by name.
+        rows: rows of the bridge on the plane, (M, 2).
+        bridge: by the reference's name, where it puts these rows, (M, 2), and its FVU.
     """
 
     title: str
     caption: str
-    map: CellMap
+    cells: PlaneCells
+    occupancy: NDArray[np.int64]
     points: NDArray
     marks: Mapping[int, NDArray]
-    margins: NDArray
+    margins: Mapping[str, NDArray]
+    complexity: Mapping[str, NDArray]
+    near: str
+    growth: Sequence[tuple[int, int]]
     sizes: NDArray
-    references: Mapping[str, float]
+    rows: NDArray
+    bridge: Mapping[str, tuple[NDArray, float]]
 
 
 def geometry(path: Path, picture: GeometryPicture) -> None:
-    """Draw the geometry of an SAE in four panels.
+    """Draw the geometry of an SAE in nine panels.
 
     Args:
         path: PNG, PDF or SVG by its ending.
@@ -52,84 +61,97 @@ def geometry(path: Path, picture: GeometryPicture) -> None:
     Raises:
         ConfigError: the ending is another.
     """
-    with figure(path, 10.5, 6.4) as drawn:
-        panels = drawn.subplot_mosaic([["cells", "margins"], ["cells", "sizes"], ["cells", "references"]],
-                                      width_ratios=[1.75, 1])
-        drawn.suptitle(short(picture.title), fontsize=11)
-        _draw_cells(panels["cells"], picture)
-        _draw_margins(panels["margins"], picture.margins)
-        _draw_sizes(panels["sizes"], picture.sizes)
-        _draw_references(panels["references"], picture.references)
-
-
-def cell_image(labels: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Cells as an image: neighbours in different pale colours, a dark line between them.
-
-    Args:
-        labels: the cell of each pixel, (P, P).
-
-    Returns:
-        Red, green and blue in [0, 1], (P, P, 3).
-    """
-    image = TINTS[colouring(labels, len(TINTS))][labels]
-    edge = np.zeros(labels.shape, bool)
-    edge[1:] |= labels[1:] != labels[:-1]
-    edge[:, 1:] |= labels[:, 1:] != labels[:, :-1]
-    # Where cells are a few pixels wide, full lines would leave nothing but lines.
-    image[edge] *= max(0.3, 1 - max(0.0, 0.75 - 2.5 * edge.mean())) if edge.mean() < 0.3 else 1.0
-    return image
+    with figure(path, 12, 12.4) as drawn:
+        above, middle, below = drawn.subfigures(3, 1, height_ratios=[2, 1.05, 1.35])
+        drawn.suptitle(short(picture.title), fontsize=12)
+        size, occupancy = above.subplots(1, 2)
+        _draw_plane(size, occupancy, picture)
+        margins, complexity, growth, sizes = middle.subplots(1, 4)
+        _draw_margins(margins, picture.margins)
+        _draw_complexity(complexity, picture.complexity, picture.near)
+        _draw_growth(growth, picture.growth)
+        _draw_sizes(sizes, picture.sizes)
+        _draw_bridge(list(below.subplots(1, 3, sharex=True, sharey=True)), picture)
 
 
 def _cells(count: int) -> str:
     return f"{count:,} {'cell' if count == 1 else 'cells'}"
 
 
-def _draw_cells(axes: Axes, picture: GeometryPicture) -> None:
-    axes.grid(False)
-    axes.imshow(cell_image(picture.map.labels), extent=picture.map.window, origin="lower", interpolation="nearest")
-    left, right, bottom, top = picture.map.window
-    points = picture.points[::max(1, len(picture.points) // POINTS)]
-    axes.scatter(*points.T, s=7, c="#222222", linewidths=0.3, edgecolors="white", zorder=2)
-    for number, (x, y) in picture.marks.items():
-        axes.scatter(x, y, s=60, c=COLOURS[1], edgecolors="white", linewidths=1, zorder=3)
-        axes.annotate(str(number), (x, y), xytext=(6, 6), textcoords="offset points", weight="bold", zorder=4)
-    axes.set(xlim=(left, right), ylim=(bottom, top), xlabel="first axis, in units of the rows",
-             ylabel="second axis, in units of the rows",
-             title=f"{_cells(picture.map.cells)} {picture.caption}")
+def _draw_plane(size: Axes, occupancy: Axes, picture: GeometryPicture) -> None:
+    fill_by_size(size, picture.cells)
+    scatter(size, picture.points, picture.marks)
+    kept = picture.cells.kept
+    same = f"{kept[0]:,} latents kept in each" if kept.min() == kept.max() else "by the latents kept"
+    size.set_title(f"{_cells(picture.cells.count)} on {picture.caption}, {same}")
+    fill_by_occupancy(occupancy, picture.cells, picture.occupancy)
+    occupancy.set_title("by the rows that fall in them")
+    for axes in (size, occupancy):
+        axes.set_xlabel("first axis, in units of the rows")
+    size.set_ylabel("second axis, in units of the rows")
 
 
-def _draw_margins(axes: Axes, margins: NDArray) -> None:
-    drawn = margins[np.isfinite(margins) & (margins > 0)]
-    axes.set(xlabel="distance to the cell's boundary", ylabel="rows")
-    if not len(drawn):
-        say_empty(axes, "no row has a boundary near")
+def _legend(axes: Axes, shown: int) -> None:
+    if shown > 1:
+        axes.legend(loc="best", fontsize=8)
+
+
+def _draw_margins(axes: Axes, margins: Mapping[str, NDArray]) -> None:
+    drawn = {name: some[np.isfinite(some) & (some > 0)] for name, some in margins.items()}
+    drawn = {name: some for name, some in drawn.items() if len(some)}
+    axes.set(xlabel="margin: distance to the cell's boundary", ylabel="share of rows")
+    if not drawn:
+        say_empty(axes, "no row has\na boundary near")
         return
-    low, high = np.log10(drawn.min()), np.log10(drawn.max())
-    axes.hist(drawn, bins=np.logspace(low - 0.05, high + 0.05, 41), color=COLOURS[0])
+    every = np.concatenate(list(drawn.values()))
+    bins = np.logspace(np.log10(every.min()) - 0.05, np.log10(every.max()) + 0.05, 41)
+    for index, (name, some) in enumerate(drawn.items()):
+        style = ({"color": COLOURS[0], "alpha": 0.75} if not index
+                 else {"histtype": "step", "color": COLOURS[1], "linewidth": 1.3})
+        axes.hist(some, bins, weights=np.full(len(some), 1 / len(some)), label=f"{name} rows", **style)
     log_scale(axes, "x")
-    axes.axvline(np.median(drawn), color=COLOURS[1], linewidth=1.2)
-    axes.text(np.median(drawn), 1.0, "median", transform=axes.get_xaxis_transform(), color=COLOURS[1], fontsize=8,
-              ha="center", va="bottom")
+    _legend(axes, len(drawn))
+    axes.set_title(f"median {np.median(next(iter(drawn.values()))):.3g}")
+
+
+def _draw_complexity(axes: Axes, complexity: Mapping[str, NDArray], near: str) -> None:
+    most = max((int(some.max(initial=0)) for some in complexity.values()), default=0)
+    step = max(1, -(-(most + 1) // 30))
+    bins = np.arange(0, most + step + 1, step) - 0.5
+    for index, (name, some) in enumerate(complexity.items()):
+        style = ({"color": COLOURS[0], "alpha": 0.75} if not index
+                 else {"histtype": "step", "color": COLOURS[1], "linewidth": 1.3})
+        axes.hist(some, bins, weights=np.full(len(some), 1 / max(1, len(some))), label=f"{name} rows", **style)
+    axes.set(xlabel=f"local complexity: {near}", ylabel="share of rows",
+             title=f"median {np.median(next(iter(complexity.values()))):.3g}")
+    _legend(axes, len(complexity))
+
+
+def _draw_growth(axes: Axes, growth: Sequence[tuple[int, int]]) -> None:
+    rows, cells = np.array(growth).T
+    axes.plot(rows, rows, color=GREY, linewidth=1, linestyle="--")
+    axes.plot(rows, cells, color=COLOURS[0], marker="o")
+    axes.annotate("a cell a row", (rows[len(rows) // 2], rows[len(rows) // 2]), xytext=(-4, 4), color=GREY, fontsize=8,
+                  textcoords="offset points", ha="right")
+    axes.set(xlabel="rows", ylabel="cells visited", title=f"{cells[-1]:,} by {rows[-1]:,} rows")
+    log_scale(axes, "x")
+    log_scale(axes, "y")
 
 
 def _draw_sizes(axes: Axes, sizes: NDArray) -> None:
     ranks = np.arange(1, len(sizes) + 1)
     steps = np.unique(np.r_[0, np.flatnonzero(np.diff(sizes)), np.flatnonzero(np.diff(sizes)) + 1, len(sizes) - 1])
     axes.plot(ranks[steps], sizes[steps], color=COLOURS[0], marker="o", markersize=2.5)
-    axes.set(xlabel="cell, the fullest first", ylabel="rows in it",
-             title=f"{_cells(len(sizes))} visited, {(sizes == 1).sum():,} by one row")
+    axes.set(xlabel="cell, the fullest first", ylabel="rows in it", title=f"{(sizes == 1).sum():,} visited by one row")
     log_scale(axes, "x")
     axes.set_ylim(0.8, max(10, sizes.max() * 1.5))
     log_scale(axes, "y")
 
 
-def _draw_references(axes: Axes, references: Mapping[str, float]) -> None:
-    names = list(references)
-    values = np.array([references[name] for name in names])
-    shown = np.nan_to_num(values, nan=0.0, posinf=0.0)
-    axes.barh(names, shown, color=[COLOURS[5], COLOURS[0], COLOURS[2]][:len(names)], height=0.6)
-    for place, (value, length) in enumerate(zip(values, shown, strict=True)):
-        axes.text(length, place, f" {value if abs(value) > ROUNDING else 0:.3g}", va="center", color=GREY, fontsize=9)
-    axes.invert_yaxis()
-    axes.grid(False, axis="y")
-    axes.set(xlabel="fraction of variance unexplained (FVU)", xlim=(0, max(shown.max(initial=0) * 1.2, 1e-6)))
+def _draw_bridge(panels: Sequence[Axes], picture: GeometryPicture) -> None:
+    left, right, bottom, top = picture.cells.window
+    for axes, colour, (name, (ends, fvu)) in zip(panels, BRIDGE_COLOURS, picture.bridge.items(), strict=True):
+        arrows(axes, picture.rows, ends, colour)
+        axes.set(title=f"{name}: FVU {fvu if abs(fvu) > ROUNDING else 0:.3g}", aspect="equal", xlim=(left, right),
+                 ylim=(bottom, top), xlabel="first axis")
+    panels[0].set_ylabel("rows (grey) and\nreconstructions, second axis")

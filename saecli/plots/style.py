@@ -73,10 +73,10 @@ def line_style(index: int) -> dict[str, str]:
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index // len(COLOURS) % len(DASHES)]}
 
 
-def short(name: str) -> str:
+def short(name: str, width: int = NAME_WIDTH) -> str:
     """A name no longer than legends have room for, its middle left out."""
-    half = NAME_WIDTH // 2 - 1
-    return name if len(name) <= NAME_WIDTH else f"{name[:half]}…{name[-half:]}"
+    half = width // 2 - 1
+    return name if len(name) <= width else f"{name[:half]}…{name[-half:]}"
 
 
 def log_scale(axes: Axes, which: str) -> None:

@@ -1,0 +1,107 @@
+"""What `sae geometry` finds out about one SAE."""
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..geometry.bridge import Bridge
+from ..geometry.census import describe
+from ..geometry.degenerate import Degenerate
+from ..geometry.margins import local_complexity, margin_measures, margins_and_complexity, radius_of
+from ..geometry.partition import cells_of
+from ..geometry.survey import Survey, gather
+from .geometry_rows import held_out_sample, surveyed, training_sample
+from .options import Session
+from .subjects import Measured
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user set.
+
+    Args:
+        rows: rows to measure at most.
+        fit_rows: training rows to fit the references on at most.
+        radius: of the local complexity, as a share of the rows' median distance to their mean.
+        penalty: lambda of local PCA's variable rank; None for that of the SAE's own mean rank.
+    """
+
+    rows: int
+    fit_rows: int
+    radius: float
+    penalty: float | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found out about one SAE.
+
+    Args:
+        one: the SAE and its rows.
+        survey: what a pass over the rows gathered.
+        bridge: the references.
+        margins: of the rows measured and of those of the other split, by split.
+        complexity: likewise.
+        document: the command's JSON document.
+    """
+
+    one: Measured
+    survey: Survey
+    bridge: Bridge
+    margins: dict[str, NDArray]
+    complexity: dict[str, NDArray]
+    document: dict[str, Any]
+
+
+class Bridges:
+    """Fits references once for runs that share them: same training rows, as many latents, one rank."""
+
+    def __init__(self) -> None:
+        self._fitted: dict[tuple, Bridge] = {}
+
+    def of(self, one: Measured, train: NDArray[np.float32], rank: int) -> Bridge:
+        """The references of an SAE, fitted on training rows, (N, D)."""
+        key = (one.rows.store.name, one.subject.split_seed, one.subject.fraction, len(train), one.sae.d_sae,
+               min(rank, one.sae.d_in))
+        if key not in self._fitted:
+            self._fitted[key] = Bridge.fit(one.sae, train, rank)
+        return replace(self._fitted[key], sae=one.sae)
+
+
+@torch.no_grad()
+def find_out(session: Session, one: Measured, wanted: Wanted, bridges: Bridges) -> Found:
+    """Measure one SAE.
+
+    Raises:
+        ConfigError: its activation has no cells.
+    """
+    cells, degenerate = cells_of(one.sae), Degenerate.of(one.sae)
+    survey = gather(cells, surveyed(session, one, wanted.rows))
+    census, sample = survey.census, survey.sample.rows
+    with session.report.progress(f"{one.subject.name}: power diagram, k-means and local PCA", None, "steps"):
+        train = training_sample(one, wanted.fit_rows)
+        radius = radius_of(sample, wanted.radius)
+        margins, complexity = {one.split: survey.margins.rows}, {one.split: local_complexity(cells, sample, radius)}
+        other = {"test": ("train", train), "train": ("test", held_out_sample(one))}.get(one.split, ("", None))
+        if other[1] is not None:
+            margins[other[0]], complexity[other[0]] = margins_and_complexity(cells, other[1], radius)
+        bridge = bridges.of(one, train, round(census.l0))
+        references = bridge.measure(sample, cells, wanted.penalty)
+        diagram, rank = survey.agreement_measures(one.sae), survey.rank_measures()
+    possible = cells.possible_log10
+    elsewhere = {"split": other[0], "rows": len(margins[other[0]]), "margin": margin_measures(margins[other[0]]),
+                 "complexity": describe(complexity[other[0]].astype(float))} if other[0] in margins else None
+    document = {
+        **one.heading, "act": one.sae.activation.name, "rows": census.rows, "l0": census.l0,
+        "cells_visited": census.visited, "cells_possible_log10": possible,
+        "cells_share_log10": math.log10(census.visited) - possible, "occupancy": census.occupancy(), "rank": rank,
+        "degenerate": asdict(degenerate), "power_diagram": diagram,
+        "margin": margin_measures(survey.margins.rows),
+        "complexity": {"radius": radius, "radius_fraction": wanted.radius, "boundary": cells.boundary,
+                       "rows": len(complexity[one.split]), **describe(complexity[one.split].astype(float))},
+        "other_split": elsewhere, "references": {**asdict(references), "held_out": one.split == "test"}}
+    return Found(one, survey, bridge, margins, complexity, document)

@@ -1,0 +1,52 @@
+"""The picture of one SAE's geometry, from what was found out about it. Shapes: M rows."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..geometry.census import spread_out
+from ..geometry.partition import cells_of
+from ..geometry.plane_cells import plane_cells
+from ..geometry.planes import Plane, window_of
+from ..report import number
+from .geometry_measures import Found
+
+ARROWS = 200  # rows whose reconstructions are drawn
+
+
+@torch.no_grad()
+def draw_one(path: Path, found: Found, through: Plane | None, marked: Mapping[int, Tensor]) -> None:
+    """Draw what was found out.
+
+    Args:
+        path: where to.
+        found: what was found out.
+        through: the plane that is shown; None for the principal one.
+        marked: the rows that it goes through, by number, (D,) each.
+    """
+    from ..plots import GeometryPicture, geometry  # matplotlib takes a second to import
+
+    one, document, sample = found.one, found.document, found.survey.sample.rows
+    plane = through or Plane.principal(sample)
+    points = plane.coordinates(torch.from_numpy(sample))
+    places = plane.coordinates(torch.stack(list(marked.values()))) if marked else points[:0]
+    caption = (f"the plane through rows {', '.join(map(str, marked))}" if marked
+               else "the plane of principal components 1 and 2" if one.sae.d_in > 2 else "the space of the rows")
+    section = cells_of(plane.section(one.sae))
+    cells = plane_cells(section, window_of(points, places))
+    rows, near = spread_out(sample, ARROWS), document["complexity"]
+    compared = document["references"]
+    fvus = {"k-means": compared["kmeans_fvu"], "SAE": compared["sae_fvu"], "local PCA": compared["local_pca_fvu"]}
+    ends = found.bridge.reconstructions(rows)
+    geometry(path, GeometryPicture(
+        title=f"{document['run']} on {document['data']}", caption=caption, cells=cells,
+        occupancy=cells.occupancy(section, points), points=points.numpy(),
+        marks=dict(zip(marked, places.numpy(), strict=True)),
+        margins={split: some[:, 0] for split, some in found.margins.items()}, complexity=found.complexity,
+        near=f"{near['boundary']} within {number(near['radius'])}", growth=found.survey.census.growth,
+        sizes=found.survey.census.sizes(), rows=plane.coordinates(torch.from_numpy(rows)).numpy(),
+        bridge={name: (plane.coordinates(torch.from_numpy(np.asarray(ends[name]))).numpy(), fvu)
+                for name, fvu in fvus.items()}))

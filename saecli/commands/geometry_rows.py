@@ -1,0 +1,84 @@
+"""Which rows `sae geometry` looks at. Shapes: N training rows, D = d_in."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..geometry.margins import ELSEWHERE_ROWS, batch_size
+from ..geometry.survey import sample_capacity
+from ..store import Rows
+from .options import Session
+from .subjects import Measured
+
+SAMPLE_SEED = 0
+
+
+def corners_of(text: str) -> tuple[int, ...]:
+    """The row numbers of `--slice`; none for `pca`.
+
+    Raises:
+        ConfigError: it is neither pca nor three numbers.
+    """
+    if text == "pca":
+        return ()
+    words = text.split(",")
+    if len(words) != 3 or not all(word.strip().isdecimal() for word in words):
+        raise ConfigError(f"--slice must be pca or three row numbers like 0,5,9, got {text!r}")
+    return tuple(int(word) for word in words)
+
+
+def rows_at(rows: Rows, numbers: tuple[int, ...]) -> Tensor:
+    """The rows of those numbers in stored order, (len(numbers), D).
+
+    Raises:
+        ConfigError: there are not so many rows.
+    """
+    if numbers and max(numbers) >= rows.rows:
+        raise ConfigError(f"--slice names row {max(numbers)}, but the split has {rows.rows:,} rows, counted from 0; "
+                          f"choose lower numbers")
+    found: dict[int, Tensor] = {}
+    start_of = 0
+    for batch in rows.sequential(1024) if numbers else ():
+        found |= {n: torch.from_numpy(batch[n - start_of].copy()) for n in numbers
+                  if start_of <= n < start_of + len(batch)}
+        start_of += len(batch)
+        if len(found) == len(set(numbers)):
+            break
+    return torch.stack([found[n] for n in numbers]) if numbers else torch.empty(0, rows.d_in)
+
+
+def first(rows: Rows, most: int, size: int) -> Iterator[NDArray[np.float32]]:
+    """All rows in batches of `size`, or where there are more than `most`, so many in random order."""
+    most = min(most, rows.rows)
+    batches = rows.sequential(size) if rows.rows == most else rows.batches(size, seed=SAMPLE_SEED, epoch=0)
+    left = most
+    for batch in islice(batches, -(-most // size)):
+        yield batch[:left]
+        left -= len(batch)
+
+
+def surveyed(session: Session, one: Measured, most: int) -> Iterator[Tensor]:
+    """The rows to measure, progress shown."""
+    done = 0
+    with session.report.progress(f"measuring {one.subject.name}", min(most, one.rows.rows), "rows") as show:
+        for batch in first(one.rows, most, batch_size(one.sae.d_sae)):
+            yield torch.from_numpy(batch)
+            done += len(batch)
+            show(done)
+
+
+def training_sample(one: Measured, most: int) -> NDArray[np.float32]:
+    """Rows that the references are fitted on, (N, D): those that the run was trained on, or a sample of them."""
+    rows = one.rows.store.split("train", fraction=one.subject.fraction, seed=one.subject.split_seed)
+    return np.concatenate([batch.copy() for batch in first(rows, sample_capacity(rows.d_in, most), 1024)])
+
+
+def held_out_sample(one: Measured) -> NDArray[np.float32] | None:
+    """Rows that the run was not trained on, at most as many as margins are measured of; None where there are none."""
+    rows = one.rows.store.split("test", seed=one.subject.split_seed)
+    return np.concatenate([batch.copy() for batch in first(rows, ELSEWHERE_ROWS, 1024)]) if rows.rows else None

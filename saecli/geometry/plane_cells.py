@@ -1,0 +1,200 @@
+"""The cells in a window of a plane: each as an exact polygon where they can be counted, else pixel by pixel.
+
+A convex cell is found by cutting the window with the inequality that some corner of what is left violates most, until
+none does; its neighbours lie just behind the middles of its sides. Shapes: F = d_sae, P pixels a side, C cells.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .cells import Cells
+from .census import support_keys
+from .colouring import touching
+from .half_spaces import Cell
+from .planes import Window
+
+COARSE = 96  # pixels a side of the map that tells whether there are too many cells for polygons
+POLYGONS = 4000  # cells drawn as polygons at most; each takes some milliseconds
+LATENT_PIXELS = 6 * 10**8  # F P^2 of one picture at most, some ten seconds on two cores
+BLOCK = 2**22  # pre-activations at a time, 32 MiB
+PIXELS = (240, 640)  # P at least and at most
+OUTSIDE = 1e-9  # share of the window's side by which a corner may lie outside of its cell
+BEHIND = 1e-6  # share of the window's side at which the cell behind a side is looked for
+MISSING = 1e-3  # share of the window that polygons may leave uncovered
+
+Polygon = NDArray[np.float64]  # corners in order, (any, 2)
+
+
+@dataclass(frozen=True)
+class PlaneCells:
+    """The cells in a window of a plane.
+
+    Args:
+        window: left, right, bottom and top of the window, in the plane's coordinates.
+        keys: the support of each cell, as `support_keys` has it, C of them; pieces of abs-topk that differ in signs
+            share one.
+        kept: latents that each keeps, (C,).
+        neighbours: the cells that each touches.
+        polygons: corners of each cell within the window; None where they are too many.
+        labels: the cell of each pixel's centre, (P, P), the lowest row of pixels first; None where there are polygons.
+    """
+
+    window: Window
+    keys: Sequence[bytes]
+    kept: NDArray[np.int64]
+    neighbours: Sequence[Sequence[int]]
+    polygons: Sequence[Polygon] | None
+    labels: NDArray[np.int64] | None
+
+    @property
+    def count(self) -> int:
+        """Supports in view."""
+        return len(set(self.keys))
+
+    def occupancy(self, cells: Cells, points: Tensor) -> NDArray[np.int64]:
+        """How many of some points of the plane, (M, 2), keep the latents of each cell, (C,).
+
+        Args:
+            cells: the partition of the plane.
+            points: in the plane's coordinates; those outside of the window count too.
+        """
+        counts = dict.fromkeys(self.keys, 0)
+        for some in points.split(max(1, BLOCK // cells.sae.d_sae)):
+            for key in support_keys(cells.supports(cells.pre_activations(some))):
+                if key in counts:
+                    counts[key] += 1
+        return np.array([counts[key] for key in self.keys])
+
+
+@torch.no_grad()
+def plane_cells(cells: Cells, window: Window) -> PlaneCells:
+    """Find the cells in a window of a plane.
+
+    Args:
+        cells: the partition of the plane, `cells_of(plane.section(sae))`.
+        window: left, right, bottom and top.
+
+    Returns:
+        Polygons where they are few enough, and rounding leaves no hole of a thousandth; else a map of pixels.
+
+    Cost: O(F) a cell and corner, or O(F P^2).
+    """
+    if pixel_cells(cells, window, COARSE).count <= POLYGONS:
+        exact = polygon_cells(cells, window)
+        if exact is not None:
+            return exact
+    return pixel_cells(cells, window, pixels_for(cells.sae.d_sae))
+
+
+def pixels_for(d_sae: int) -> int:
+    """Pixels a side that a map of so many latents can afford."""
+    return int(np.clip((LATENT_PIXELS / d_sae) ** 0.5, *PIXELS))
+
+
+def pixel_cells(cells: Cells, window: Window, pixels: int) -> PlaneCells:
+    """Find the cell of each pixel; arguments as of `plane_cells`, and P.
+
+    Cost: O(F P^2).
+    """
+    left, right, bottom, top = window
+    steps = (torch.arange(pixels, dtype=torch.float64) + 0.5) / pixels
+    x, y = left + steps * (right - left), bottom + steps * (top - bottom)
+    grid = torch.cartesian_prod(y, x).flip(1)  # (P P, 2), x fastest
+    numbers: dict[bytes, int] = {}
+    kept: list[int] = []
+    labels: list[int] = []
+    for points in grid.split(max(1, BLOCK // cells.sae.d_sae)):
+        supports = cells.supports(cells.pre_activations(points))
+        for key, size in zip(support_keys(supports), supports.sum(1).tolist(), strict=True):
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                kept.append(size)
+            labels.append(numbers[key])
+    image = np.array(labels).reshape(pixels, pixels)
+    return PlaneCells(window, list(numbers), np.array(kept), touching(image), None, image)
+
+
+def polygon_cells(cells: Cells, window: Window, most: int = POLYGONS) -> PlaneCells | None:
+    """Find each cell as a polygon, from one to its neighbours; arguments as of `plane_cells`.
+
+    Returns:
+        None where there are more than `most`, or where they leave more than a thousandth of the window uncovered, as
+        slivers may that are thinner than rounding.
+    """
+    left, right, bottom, top = window
+    frame = np.array([[left, bottom], [right, bottom], [right, top], [left, top]])
+    side = right - left
+    numbers: dict[bytes, int] = {}
+    keys, kept, polygons, neighbours, waiting = [], [], [], [], [(frame.mean(0), -1)]
+    while waiting:
+        point, origin = waiting.pop()
+        cell = cells.cell(torch.from_numpy(point))
+        number = numbers.get(cell.key)
+        if number is None:
+            polygon = _polygon(cell, frame, side)
+            if len(polygon) < 3:
+                continue  # thinner than rounding
+            number = numbers[cell.key] = len(polygons)
+            if number == most:
+                return None
+            supports = cells.supports(cells.pre_activations(torch.from_numpy(polygon.mean(0))[None]))
+            keys += support_keys(supports)
+            kept.append(int(supports.sum()))
+            polygons.append(polygon)
+            neighbours.append(set())
+            waiting += [(behind, number) for behind in _behind(polygon, side)
+                        if left < behind[0] < right and bottom < behind[1] < top]
+        if origin >= 0 and origin != number:
+            neighbours[number].add(origin)
+            neighbours[origin].add(number)
+    if sum(map(_area, polygons)) < (1 - MISSING) * side * (top - bottom):
+        return None
+    return PlaneCells(window, keys, np.array(kept), [sorted(some) for some in neighbours], polygons, None)
+
+
+def _polygon(cell: Cell, frame: Polygon, side: float) -> Polygon:
+    """What of the window lies in the cell."""
+    polygon = frame
+    while len(polygon) >= 3:
+        slack, h, c = (some.numpy() for some in cell.tightest(torch.from_numpy(polygon)))
+        norms = np.linalg.norm(h, axis=1)
+        beyond = np.where(norms > 0, -slack / np.where(norms > 0, norms, 1), -np.inf)
+        worst = int(beyond.argmax())
+        if beyond[worst] <= OUTSIDE * side:
+            break
+        polygon = _cut(polygon, h[worst] / norms[worst], c[worst] / norms[worst])
+    return polygon
+
+
+def _cut(polygon: Polygon, h: NDArray, c: float) -> Polygon:
+    """The part of a convex polygon where `h . x >= c`, by Sutherland and Hodgman's rule."""
+    heights = polygon @ h - c
+    corners = []
+    for place, height in enumerate(heights):
+        before = heights[place - 1]
+        if (height >= 0) != (before >= 0):
+            share = before / (before - height)
+            corners.append(polygon[place - 1] + share * (polygon[place] - polygon[place - 1]))
+        if height >= 0:
+            corners.append(polygon[place])
+    return np.array(corners).reshape(-1, 2)
+
+
+def _behind(polygon: Polygon, side: float) -> list[NDArray]:
+    """A point just outside of each side of a convex polygon, whose corners go counter-clockwise."""
+    along = np.roll(polygon, -1, axis=0) - polygon
+    lengths = np.linalg.norm(along, axis=1)
+    middles = polygon + along / 2
+    outward = np.stack([along[:, 1], -along[:, 0]], 1)
+    return [middle + BEHIND * side * out / length
+            for middle, out, length in zip(middles, outward, lengths, strict=True) if length > OUTSIDE * side]
+
+
+def _area(polygon: Polygon) -> float:
+    x, y = polygon.T
+    return float(x @ np.roll(y, -1) - y @ np.roll(x, -1)) / 2
