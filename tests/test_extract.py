@@ -123,6 +123,36 @@ def test_a_killed_extraction_equals_one_never_stopped(sae: CommandLine, tmp_path
     assert [shard.sha256 for shard in metas[0].shards] == [shard.sha256 for shard in metas[1].shards]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [(), ("--packed",)])
+def test_a_killed_extraction_gone_on_with_in_other_batches_loses_and_doubles_no_token(sae: CommandLine, extra: tuple):
+    words = ["extract", "--model", "tiny-gemma2", "--rows", "24000", "--shard-rows", "300", *extra, "--name"]
+    assert sae(*words, "whole").status == 0
+    folder = sae.home / "activations" / "killed"
+    stood = []
+    for shards, windows in ((2, "1"), (36, "7"), (70, "300")):
+        command = [sys.executable, "-m", "saecli", "--home", str(sae.home), *words, "killed", "--batch-size", windows]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while len(list(folder.glob("shards/[0-9]*.h5"))) < shards:
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        stood.append(ActivationStore.open(folder).rows)
+    assert 0 < stood[0] < stood[1] < stood[2] < 24_000
+    plain = [word for word in words if word != "--packed"]
+    refused = sae(*(plain if extra else ["extract", "--packed", *plain[1:]]), "killed")
+    assert "made from something else; give another --name" in refused.err
+    done = sae(*words, "killed", "--batch-size", "32", "--json")
+    assert f"going on after {stood[2]:,} rows" in done.err
+    (rows, columns), (expected, expected_columns) = stored(sae.home, "killed"), stored(sae.home, "whole")
+    assert all(np.array_equal(columns[name], expected_columns[name]) for name in columns)
+    np.testing.assert_allclose(rows, expected, rtol=0.02, atol=0.05)  # bfloat16 has 8 bits, and norms are about 30
+    metas = [ActivationStore.open(sae.home / "activations" / name).meta for name in ("killed", "whole")]
+    assert metas[0].complete
+    assert metas[0].dropped == metas[1].dropped
+
+
 @pytest.mark.parametrize(("words", "sentence"), [
     (("--layer", "7"), "has layers 0 to 2, got --layer 7"),
     (("--context", "65"), "takes windows of at most 64 tokens, got --context 65; lower it"),

@@ -197,9 +197,10 @@ def test_automatic_batches_are_powers_of_two_that_fit(model):
     assert batch_tokens(model, 3, CONTEXT, PLACES) == 3 * CONTEXT
 
 
-def fill_stores(home: Path, model: LanguageModel, places: list[Place], stop_at: int | None = None) -> None:
-    """What `sae extract` does; interrupted once so many rows were computed."""
-    windows, texts = Windows(model.tokenizer, CONTEXT), some_texts(100, seed=3)
+def fill_stores(home: Path, model: LanguageModel, places: list[Place], stop_at: int | None = None, *,
+                packed: bool = False, batch: int = 64) -> None:
+    """What `sae extract` does, in batches of so many tokens; interrupted once so many rows were computed."""
+    windows, texts = Windows(model.tokenizer, CONTEXT, packed=packed), some_texts(100, seed=3)
     metas = {place: StoreMeta({"place": str(place)}, "x", "bfloat16", 16, 90, columns=COLUMNS) for place in places}
     done = 0
 
@@ -213,7 +214,8 @@ def fill_stores(home: Path, model: LanguageModel, places: list[Place], stop_at: 
     try:
         targets = [Target(place, writer) for place, writer in zip(places, writers, strict=True)]
         start = min((target.cursor for target in targets), key=lambda cursor: cursor.place)
-        fill(targets, in_blocks(opened(texts), windows, ROWS, start), Forward(model, "bfloat16", 64, print), ROWS, show)
+        forward = Forward(model, "bfloat16", batch, print)
+        fill(targets, in_blocks(opened(texts), windows, ROWS, start), forward, ROWS, show)
         for writer in writers:
             writer.finish()
     finally:
@@ -245,3 +247,23 @@ def test_stores_filled_together_are_byte_for_byte_those_filled_alone(model, tmp_
         assert alone[:2] == (True, ROWS)
         assert contents(tmp_path / "together", place) == alone
         assert contents(tmp_path / "interrupted", place) == alone
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_store_gone_on_with_in_other_batches_holds_every_token_once(model, tmp_path: Path, small_blocks, packed):
+    place = PLACES[0]
+    fill_stores(tmp_path / "whole", model, [place], packed=packed)
+    stood = []
+    for batch, stop_at in ((CONTEXT, 300), (200, 500)):
+        with pytest.raises(KeyboardInterrupt):
+            fill_stores(tmp_path / "stopped", model, [place], stop_at, packed=packed, batch=batch)
+        stood.append(contents(tmp_path / "stopped", place)[1])
+    assert 0 < stood[0] < stood[1] < ROWS
+    fill_stores(tmp_path / "stopped", model, [place], packed=packed, batch=100)
+    assert contents(tmp_path / "stopped", place)[:3] == contents(tmp_path / "whole", place)[:3]
+    found, expected = (ActivationStore.open(tmp_path / name / f"{place.layer}-{place.site}").split("all")
+                       for name in ("stopped", "whole"))
+    for name in COLUMNS:
+        np.testing.assert_array_equal(*(np.concatenate(list(rows.column(name, 64))) for rows in (found, expected)))
+    rows, whole = (np.concatenate([batch.copy() for batch in rows.sequential(64)]) for rows in (found, expected))
+    np.testing.assert_allclose(rows, whole, rtol=0.02, atol=0.02)
