@@ -125,23 +125,28 @@ class LargestCells(Cells):
     def _site_distances(self, i: Tensor, j: Tensor) -> Tensor:
         """`||mu_i - mu_j||` from true differences, of index arrays of one shape, (B, P)."""
         mu = self.order.diagram.centroids
-        step = max(1, BLOCK // (len(i) * mu.shape[1]))
-        return torch.cat([(mu[a] - mu[b]).norm(dim=-1) for a, b in zip(i.split(step, 1), j.split(step, 1),
-                                                                       strict=True)], 1)
+        step = max(1, BLOCK // mu.shape[1])
+        flat = [(mu[a] - mu[b]).norm(dim=-1) for a, b in zip(i.flatten().split(step), j.flatten().split(step),
+                                                             strict=True)]
+        return torch.cat(flat).view_as(i) if flat else torch.zeros(i.shape, dtype=mu.dtype)
 
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
         """How many swaps have `v_i - v_j < radius ||mu_i - mu_j||`, (B,).
 
-        Cost: O(K D) a row and site that the bound does not rule out, which a wide radius makes all of them.
+        Cost: O(n) a row, O(K) for each entrant that the bound does not rule out and O(D) for each such swap, which a
+        wide radius makes all of them.
         """
         values, inside, bound = self._sides(pre)
-        mu = self.order.diagram.centroids
-        counts = []
-        for v, i, low in zip(values, inside, bound, strict=True):
-            j = (low < radius).nonzero()[:, 0]
-            distances = torch.cdist(mu[i], mu[j], compute_mode="use_mm_for_euclid_dist")  # (K, |j|)
-            counts.append((v[i][:, None] - v[j] < radius * distances).sum())
-        return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.long)
+        counts = torch.zeros(len(pre), dtype=torch.long)
+        entrants = (bound < radius).nonzero()  # rows and sites
+        for some in entrants.split(max(1, BLOCK // self.order.k)):
+            row, j = some.T
+            i = inside[row]  # (M, K)
+            gaps = values[row[:, None], i] - values[row, j][:, None]
+            m, which = (gaps < radius * (self._reach[i] + self._reach[j][:, None])).nonzero().T
+            distances = self._site_distances(i[m, which][:, None], j[m][:, None])[:, 0]
+            counts += torch.bincount(row[m[gaps[m, which] < radius * distances]], minlength=len(pre))
+        return counts
 
 
 @dataclass(frozen=True)

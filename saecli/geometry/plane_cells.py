@@ -163,17 +163,20 @@ def _polygon(cell: Cell, frame: Polygon, side: float) -> Polygon:
     while len(polygon) >= 3:
         slack, h, c = (some.numpy() for some in cell.tightest(torch.from_numpy(polygon)))
         norms = np.linalg.norm(h, axis=1)
-        beyond = np.where(norms > 0, -slack / np.where(norms > 0, norms, 1), -np.inf)
-        worst = int(beyond.argmax())
-        if beyond[worst] <= OUTSIDE * side:
+        violated = (norms > 0) & (slack < -OUTSIDE * side * norms)
+        if not violated.any():
             break
-        polygon = _cut(polygon, h[worst] / norms[worst], c[worst] / norms[worst])
+        # Each corner's own cut at once: asking for the tightest is what takes the time.
+        for cut in np.unique(np.column_stack([h, c])[violated] / norms[violated][:, None], axis=0):
+            polygon = _cut(polygon, cut[:2], cut[2])
     return polygon
 
 
 def _cut(polygon: Polygon, h: NDArray, c: float) -> Polygon:
     """The part of a convex polygon where `h . x >= c`, by Sutherland and Hodgman's rule."""
     heights = polygon @ h - c
+    if (heights >= 0).all():
+        return polygon
     corners = []
     for place, height in enumerate(heights):
         before = heights[place - 1]

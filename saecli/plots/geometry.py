@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from ..geometry.plane_cells import PlaneCells
@@ -99,7 +100,7 @@ def _legend(axes: Axes, shown: int) -> None:
 def _draw_margins(axes: Axes, margins: Mapping[str, NDArray]) -> None:
     drawn = {name: some[np.isfinite(some) & (some > 0)] for name, some in margins.items()}
     drawn = {name: some for name, some in drawn.items() if len(some)}
-    axes.set(xlabel="margin: distance to the cell's boundary", ylabel="share of rows")
+    axes.set(xlabel="distance to the boundary", ylabel="share of rows", title="margin")
     if not drawn:
         say_empty(axes, "no row has\na boundary near")
         return
@@ -111,7 +112,7 @@ def _draw_margins(axes: Axes, margins: Mapping[str, NDArray]) -> None:
         axes.hist(some, bins, weights=np.full(len(some), 1 / len(some)), label=f"{name} rows", **style)
     log_scale(axes, "x")
     _legend(axes, len(drawn))
-    axes.set_title(f"median {np.median(next(iter(drawn.values()))):.3g}")
+    axes.set_title(f"margin, median {np.median(next(iter(drawn.values()))):.3g}")
 
 
 def _draw_complexity(axes: Axes, complexity: Mapping[str, NDArray], near: str) -> None:
@@ -122,8 +123,9 @@ def _draw_complexity(axes: Axes, complexity: Mapping[str, NDArray], near: str) -
         style = ({"color": COLOURS[0], "alpha": 0.75} if not index
                  else {"histtype": "step", "color": COLOURS[1], "linewidth": 1.3})
         axes.hist(some, bins, weights=np.full(len(some), 1 / max(1, len(some))), label=f"{name} rows", **style)
-    axes.set(xlabel=f"local complexity: {near}", ylabel="share of rows",
-             title=f"median {np.median(next(iter(complexity.values()))):.3g}")
+    axes.set(xlabel=near, ylabel="share of rows",
+             title=f"local complexity, median {np.median(next(iter(complexity.values()))):.3g}")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     _legend(axes, len(complexity))
 
 
@@ -133,7 +135,7 @@ def _draw_growth(axes: Axes, growth: Sequence[tuple[int, int]]) -> None:
     axes.plot(rows, cells, color=COLOURS[0], marker="o")
     axes.annotate("a cell a row", (rows[len(rows) // 2], rows[len(rows) // 2]), xytext=(-4, 4), color=GREY, fontsize=8,
                   textcoords="offset points", ha="right")
-    axes.set(xlabel="rows", ylabel="cells visited", title=f"{cells[-1]:,} by {rows[-1]:,} rows")
+    axes.set(xlabel="rows", ylabel="cells visited", title=f"{cells[-1]:,} cells, {rows[-1]:,} rows")
     log_scale(axes, "x")
     log_scale(axes, "y")
 
@@ -142,7 +144,7 @@ def _draw_sizes(axes: Axes, sizes: NDArray) -> None:
     ranks = np.arange(1, len(sizes) + 1)
     steps = np.unique(np.r_[0, np.flatnonzero(np.diff(sizes)), np.flatnonzero(np.diff(sizes)) + 1, len(sizes) - 1])
     axes.plot(ranks[steps], sizes[steps], color=COLOURS[0], marker="o", markersize=2.5)
-    axes.set(xlabel="cell, the fullest first", ylabel="rows in it", title=f"{(sizes == 1).sum():,} visited by one row")
+    axes.set(xlabel="cell, the fullest first", ylabel="rows in it", title=f"{(sizes == 1).sum():,} cells with one row")
     log_scale(axes, "x")
     axes.set_ylim(0.8, max(10, sizes.max() * 1.5))
     log_scale(axes, "y")
