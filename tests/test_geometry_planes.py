@@ -77,6 +77,16 @@ def test_pixels_lie_in_the_polygon_of_the_latents_that_they_keep_and_in_no_other
     assert len(set(zip(patterns.tolist(), found, strict=True))) == len(set(patterns.tolist())) == len(set(found))
 
 
+@pytest.mark.parametrize("activation", [Relu(), TopK(3), AbsTopK(2)])
+def test_cells_that_all_meet_in_the_middle_of_the_window_are_found(activation: Activation) -> None:
+    rng = np.random.default_rng(0)
+    W, b = encoder(rng, 2, 30, "plain")
+    section = cells_of(sae_of(W, 0 * b, activation, rng))
+    drawn = polygon_cells(section, (-1.0, 1.0, -1.0, 1.0))
+    pixels = pixel_cells(section, (-1.0, 1.0, -1.0, 1.0), 200)
+    assert set(pixels.keys) <= set(drawn.keys)
+
+
 @pytest.mark.parametrize("activation", [Relu(), TopK(3), TopK(1)])
 def test_polygons_touch_along_their_sides(activation: Activation) -> None:
     rng = np.random.default_rng(0)

@@ -66,7 +66,8 @@ class LargestCells(Cells):
         W, b = self._encoder
         others = torch.ones(self.sae.d_sae, dtype=torch.bool).scatter_(0, support[0], False)
         outside = others.repeat(len(b) // len(others)).nonzero()[:, 0]
-        return Cell.swapping(W, b, self.order.sites(support, pre)[0], outside)
+        # With nothing outside, signs part no cells either: the cell is the whole space.
+        return Cell.swapping(W, b, (self.order.sites(support, pre) if len(outside) else support)[0], outside)
 
     def _sides(self, pre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Site values (B, n), the sites kept (B, K), and for each site the bound on its nearest swap (B, n)."""

@@ -29,3 +29,17 @@ def cells_of(sae: SAE) -> Cells:
     known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, Thresholded | Largest)]
     raise ConfigError(f"the activation {sae.activation.name} has no cells that this tool knows; expected one of "
                       f"{', '.join(known)}; train such an SAE to see its geometry")
+
+
+def cells_of_diagram(diagram: PowerDiagram, k: int = 1) -> LargestCells:
+    """The cells of a power diagram of the K-th order, those of the TopK encoder that `to_encoder` gives.
+
+    Args:
+        diagram: its n sites, in D dimensions.
+        k: K, from 1 to n.
+
+    Source: the paper's theorem on TopK SAEs and K-th order power diagrams.
+    """
+    W_enc, b_enc = diagram.to_encoder()
+    sae = SAE(W_enc, b_enc, W_enc.T, torch.zeros(len(W_enc), dtype=torch.float64), TopK(k))
+    return LargestCells(sae, KthOrderDiagram(diagram, TopK(k), sae.d_sae))

@@ -25,6 +25,8 @@ BLOCK = 2**22  # pre-activations at a time, 32 MiB
 PIXELS = (240, 640)  # P at least and at most
 OUTSIDE = 1e-9  # share of the window's side by which a corner may lie outside of its cell
 BEHIND = 1e-6  # share of the window's side at which the cell behind a side is looked for
+THIN = 1e-14  # share of the window that a polygon has at least
+SEEDS = 12  # points a side of the window from which cells are looked for
 MISSING = 1e-3  # share of the window that polygons may leave uncovered
 
 Polygon = NDArray[np.float64]  # corners in order, (any, 2)
@@ -130,15 +132,18 @@ def polygon_cells(cells: Cells, window: Window, most: int = POLYGONS) -> PlaneCe
     frame = np.array([[left, bottom], [right, bottom], [right, top], [left, top]])
     side = right - left
     numbers: dict[bytes, int] = {}
-    keys, kept, polygons, neighbours, waiting = [], [], [], [], [(frame.mean(0), -1)]
+    keys, kept, polygons, neighbours = [], [], [], []
+    steps = (np.arange(SEEDS) + 0.5) / SEEDS * side
+    # From many points, since one may lie where cells are thinner than rounding, as the origin without biases does.
+    waiting = [(np.array([left + x, bottom + y]), -1) for x in steps for y in steps]
     while waiting:
         point, origin = waiting.pop()
         cell = cells.cell(torch.from_numpy(point))
         number = numbers.get(cell.key)
         if number is None:
             polygon = _polygon(cell, frame, side)
-            if len(polygon) < 3:
-                continue  # thinner than rounding
+            if len(polygon) < 3 or _area(polygon) < THIN * side**2:
+                continue
             number = numbers[cell.key] = len(polygons)
             if number == most:
                 return None

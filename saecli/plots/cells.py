@@ -44,6 +44,8 @@ def fill(axes: Axes, cells: PlaneCells, colours: NDArray[np.float64]) -> None:
     else:
         axes.imshow(cell_image(cells, colours), extent=cells.window, origin="lower", interpolation="nearest")
     axes.set(xlim=(left, right), ylim=(bottom, top), aspect="equal")
+    for side in axes.spines.values():  # a window has four sides
+        side.set(visible=True, linewidth=0.8, color=LINE)
 
 
 def cell_image(cells: PlaneCells, colours: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,0 +1,103 @@
+"""The bridge: an SAE between k-means and local PCA, on 100 points of the plane in three clusters.
+
+    python examples/geometry/bridge.py [--out bridge.png] [--steps 5000]
+
+Top-1 and Top-3 SAEs of 80 latents, trained by Adam at 8e-3 on all points at every step. k-means gets as many cells as
+the SAE's points visit, so that it is not worse for want of cells; local PCA works on the SAE's own cells with the SAE's
+own rank, so that it is not better for other cells, and its gain is the price of shared dictionary vectors. After the
+paper's experiment on the bridge between k-means and PCA. In two dimensions the rank of Top-3 is 2, and local PCA exact.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saecli.activations import TopK
+from saecli.geometry.bridge import fvu, spread
+from saecli.geometry.census import support_keys
+from saecli.geometry.kmeans import kmeans
+from saecli.geometry.partition import cells_of, cells_of_diagram
+from saecli.geometry.piecewise_affine import LocalPCA
+from saecli.geometry.plane_cells import PlaneCells, polygon_cells
+from saecli.geometry.power_diagram import PowerDiagram
+from saecli.plots.cells import arrows, fill, tints
+from saecli.plots.style import COLOURS, figure
+from saecli.sae import SAE
+
+LATENTS, RATE = 80, 8e-3
+WINDOW = (-2.1, 2.1, -2.1, 2.1)
+
+
+def points(generator: torch.Generator) -> Tensor:
+    """A line of 40 points, a square of 30 and a diagonal of 30, (100, 2)."""
+    def noise(count: int) -> Tensor:
+        return torch.randn(count, 2, generator=generator)
+
+    line = torch.stack([torch.linspace(-1.5, 0, 40), torch.full((40,), -0.8)], 1) + 0.1 * noise(40)
+    square = 0.8 * torch.rand(30, 2, generator=generator) + torch.tensor([-0.4, 0.4])
+    along = torch.linspace(0, 1, 30)
+    return torch.cat([line, square, torch.stack([along + 0.8, along - 0.5], 1) + 0.15 * noise(30)])
+
+
+def trained(x: Tensor, k: int, steps: int, generator: torch.Generator) -> SAE:
+    """A Top-K SAE of 80 latents, trained on all points, (N, 2), at every step."""
+    W_enc = torch.randn(2, LATENTS, generator=generator)
+    start = [W_enc, torch.zeros(LATENTS), (W_enc / W_enc.norm(dim=0)).T, x.mean(0)]
+    weights = [tensor.clone().requires_grad_() for tensor in start]
+    optimizer = torch.optim.Adam(weights, lr=RATE)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (SAE(*weights, activation=TopK(k))(x) - x).square().sum(1).mean().backward()
+        optimizer.step()
+    return SAE(*(tensor.detach() for tensor in weights), activation=TopK(k)).to(torch.float64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("bridge.png"), help="PNG, PDF or SVG")
+    parser.add_argument("--steps", type=int, default=5000)
+    given = parser.parse_args()
+    torch.set_num_threads(1)  # on 100 points a second thread costs more than it brings
+    generator = torch.Generator().manual_seed(0)
+    x = points(generator)
+    rows = x.double().numpy()
+    with figure(given.out, 11.4, 8) as drawn:
+        for panels, k in zip(drawn.subplots(2, 3), (1, 3), strict=True):
+            started = time.perf_counter()
+            sae = trained(x, k, given.steps, generator)
+            seconds = time.perf_counter() - started
+            cells = cells_of(sae)
+            keys = support_keys(cells.supports(cells.pre_activations(x)))
+            own = np.unique(np.array(keys), return_inverse=True)[1]
+            count = int(own.max()) + 1
+            means = kmeans(rows, count, 0)
+            nearest = means.predict(rows)
+            constant = LocalPCA(rows, nearest, means.cluster_centers_)
+            best = LocalPCA(rows, own, np.zeros((count, 2)))
+            regions: list[tuple[str, PlaneCells, np.ndarray]] = [
+                (f"k-means, {count} cells",
+                 polygon_cells(cells_of_diagram(PowerDiagram(torch.from_numpy(means.cluster_centers_),
+                                                             torch.zeros(count))), WINDOW),
+                 constant.reconstruct(rows, nearest, np.zeros(count, int))),
+                (f"Top-{k} SAE, {count} cells visited", polygon_cells(cells, WINDOW),
+                 sae(x.double()).numpy()),
+                (f"local PCA of rank {min(k, 2)} on these cells", polygon_cells(cells, WINDOW),
+                 best.reconstruct(rows, own, np.full(count, min(k, 2))))]
+            found = []
+            for axes, colour, (name, areas, ends) in zip(panels, (COLOURS[1], COLOURS[0], COLOURS[2]), regions,
+                                                         strict=True):
+                found.append(fvu(np.square(ends - rows).sum(), spread(rows)))
+                fill(axes, areas, 0.6 + 0.4 * tints(areas))  # paler still: the arrows matter here
+                arrows(axes, rows, ends, colour)
+                axes.set(title=f"{name}: FVU {found[-1] if found[-1] > 1e-12 else 0:.4f}", xticks=[], yticks=[])
+            print(f"Top-{k}: k-means {found[0]:.4f}, SAE {found[1]:.4f}, local PCA {found[2]:.4f}; {count} cells; "
+                  f"trained in {seconds:.1f} s")
+    print(f"drew {given.out}")
+
+
+if __name__ == "__main__":
+    main()
