@@ -9,7 +9,7 @@ from ridge_problems import moments_of, problem, systems_of, terms_of
 from sklearn.datasets import load_digits
 
 from saecli.ridge import HeldRows, Moments, Terms, choose_alpha, press, solve
-from saecli.ridge.choice import LEAST, MOST, Rows, model, sample_rows
+from saecli.ridge.choice import LEAST, MIXED, MOST, Equations, Rows, model, sample_rows
 from saecli.ridge.press import slack_of
 from saecli.ridge.solve import factor
 
@@ -72,8 +72,9 @@ def test_chosen_alpha_is_within_a_hundredth_of_the_best_of_the_full_path(data, d
         return press(system, replace(terms, alpha=alpha), z, x)
 
     path = [score(scale * 10**decades) for decades in PATH]
-    first = choose_alpha(system, terms, z, x, None)
-    for chosen in (first, *(choose_alpha(system, terms, z, x, last) for last in (first / 1.5, first, 1.5 * first))):
+    first = choose_alpha(system, terms, z, x, None).alpha
+    starts = (first / 1.5, first, 1.5 * first)
+    for chosen in (first, *(choose_alpha(system, terms, z, x, start).alpha for start in starts)):
         assert score(chosen) <= 1.01 * min(path)
         assert 1e-7 * scale < chosen < 1e3 * scale or np.argmin(path) in (0, len(path) - 1)
 
@@ -84,7 +85,7 @@ def test_a_search_finds_its_way_to_the_ends_of_the_range(last):
     noise = torch.randn(400, 3, generator=torch.Generator().manual_seed(0)).double()
     for x, least, most in ((z @ W_t[:, :3], 0.0, 2e-7), (noise, 100.0, 1e3)):  # noise leaves PRESS flat above 100
         system = moments_of(z, x, 400)
-        chosen = choose_alpha(system, terms_of(NOTHING, None, W_t[:, :3], b_t), z, x, last) / system.scale(1.0)
+        chosen = choose_alpha(system, terms_of(NOTHING, None, W_t[:, :3], b_t), z, x, last).alpha / system.scale(1.0)
         assert least <= chosen <= most * 1.01
 
 
@@ -93,7 +94,7 @@ def test_all_terms_take_part_in_the_choice():
     terms = terms_of((0.0, 3.0, 5.0, 2.0), direction, W_t, b_t, decayed=True)
     for system in systems_of(z, x).values():
         scores = [press(system, replace(terms, alpha=system.scale(1.0) * 10**decades), z, x) for decades in PATH]
-        chosen = choose_alpha(system, terms, z, x, None)
+        chosen = choose_alpha(system, terms, z, x, None).alpha
         assert press(system, replace(terms, alpha=chosen), z, x) <= 1.01 * min(scores)
 
 
@@ -104,7 +105,8 @@ def test_the_model_has_the_value_and_the_slope_of_press(rows, weights, directed)
     z, x, direction, W_t, b_t = problem(rows, 60, 4, spread=0.3)
     system = HeldRows(z, x) if rows < 60 else moments_of(z, x, 100)
     terms = replace(terms_of(weights, direction if directed else None, W_t, b_t, decayed=True), alpha=20.0)
-    found = model(system, terms, Rows(z, x, torch.arange(rows), torch.ones(rows).double()), 0.0)
+    sampled = Rows(z, x, torch.arange(rows), torch.ones(rows).double())
+    found = model(Equations.of(system, terms), sampled, factor(system, terms), 0.0)
     near = torch.tensor([20.0, 19.998, 20.002]).double()
     value, below, above = found.press(near) / rows
     assert value.item() == pytest.approx(press(system, terms, z, x), rel=1e-6)
@@ -112,15 +114,18 @@ def test_the_model_has_the_value_and_the_slope_of_press(rows, weights, directed)
     assert (above - below).item() == pytest.approx(slope, rel=1e-3)
 
 
-def test_a_good_start_takes_one_factorisation(monkeypatch):
+def test_a_good_start_takes_one_factorisation_which_gives_the_decoder_too(monkeypatch):
     z, x, direction = DATA["norms a hundredfold"]()
     system, terms = system_and_terms(z, x, direction)
-    chosen = choose_alpha(system, terms, z, x, None)
+    chosen = choose_alpha(system, terms, z, x, None).alpha
     taken = []
     original = Moments.factor
     monkeypatch.setattr(Moments, "factor", lambda *args: taken.append(1) or original(*args))
-    choose_alpha(system, terms, z, x, 1.1 * chosen)
+    choice = choose_alpha(system, terms, z, x, 1.1 * chosen)
     assert len(taken) == 1
+    looked_at = replace(terms, alpha=1.1 * chosen)
+    torch.testing.assert_close(solve(system, terms, choice.factored).W, solve(system, looked_at).W)
+    assert press(system, looked_at, z, x) <= 1.01 * press(system, replace(terms, alpha=choice.alpha), z, x)
 
 
 def cross_validated(system: Moments, terms: Terms, z: torch.Tensor, x: torch.Tensor) -> float:
@@ -134,6 +139,15 @@ def cross_validated(system: Moments, terms: Terms, z: torch.Tensor, x: torch.Ten
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_alpha_is_as_good_where_the_multiple_of_the_direction_is_taken_from_mixed_columns(seed):
+    z, x, direction = encoded(inputs(500, 3 * MIXED, seed, 0.3), 250, 10, seed)
+    system, terms = system_and_terms(z, x, direction)
+    scores = [press(system, replace(terms, alpha=system.scale(1.0) * 10**decades), z, x) for decades in PATH[::2]]
+    chosen = choose_alpha(system, terms, z, x, None).alpha
+    assert press(system, replace(terms, alpha=chosen), z, x) <= 1.01 * min(scores)
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_fresh_rows_are_reconstructed_better_than_with_generalised_cross_validation(seed):
     z, x, direction = (part.double() for part in encoded(inputs(5000, 16, seed, 0.6), 128, 16, seed))
     z, x, fresh_z, fresh_x = z[:400], x[:400], z[400:], x[400:]
@@ -143,7 +157,7 @@ def test_fresh_rows_are_reconstructed_better_than_with_generalised_cross_validat
         decoder = solve(system, replace(terms, alpha=alpha))
         return (fresh_z @ decoder.W + decoder.b - fresh_x).square().sum(1).mean().item()
 
-    assert error(choose_alpha(system, terms, z, x, None)) < 0.9 * error(cross_validated(system, terms, z, x))
+    assert error(choose_alpha(system, terms, z, x, None).alpha) < 0.9 * error(cross_validated(system, terms, z, x))
 
 
 def test_sampled_rows_stand_for_all_and_hold_the_largest():

@@ -17,12 +17,12 @@ columns, T = 0 and no decay. Here T may be a multiple of a given direction, T = 
 error, by which `choice.py` chooses alpha.
 """
 
-from .choice import choose_alpha
+from .choice import Choice, choose_alpha
 from .held import HeldRows, memory_needed
 from .moments import Moments
 from .press import effective_dof, press
 from .solve import Decoder, Terms, solve
 from .systems import System
 
-__all__ = ["Decoder", "HeldRows", "Moments", "System", "Terms", "choose_alpha", "effective_dof",
+__all__ = ["Choice", "Decoder", "HeldRows", "Moments", "System", "Terms", "choose_alpha", "effective_dof",
            "memory_needed", "press", "solve"]

@@ -16,14 +16,15 @@ modelled has its minimum at d = 0, so has PRESS.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .press import LEAST_SLACK
-from .solve import Terms, factor, shrinkage, solve_parts
-from .systems import System
+from .solve import Terms, best_multiple, centre_of, factor, shrinkage
+from .systems import Factor, System
 
 LEAST, MOST = -7, 3  # powers of ten of A's mean diagonal between which alpha is sought
 SPACING = 2  # decades between the alphas that a first search looks at
@@ -34,6 +35,7 @@ GAIN = 1e-3  # share of PRESS for which another factorisation is not worth it
 WARM_GAIN = 1e-2  # the same at the last choice, where the next outer iteration goes on with the search
 LOOKS = 12  # factorisations after which a search ends with the best of them
 LEAST_ROWS, SHARE, MOST_ROWS = 128, 8, 256  # rows that are looked at: one in 8, between these numbers
+MIXED = 64  # sums of columns that c is taken from
 UNIFORM = 0.5  # share of them drawn evenly, the others by squared norm
 
 
@@ -96,7 +98,21 @@ class Model:
         return float(points[best]), float(values[best])
 
 
-def choose_alpha(system: System, terms: Terms, z: Tensor, x: Tensor, last: float | None) -> float:
+@dataclass(frozen=True)
+class Choice:
+    """What a search ended with.
+
+    Args:
+        alpha: the alpha of least PRESS.
+        factored: for an alpha so near that PRESS is a hundredth above at most, still valid; None where the search's
+            last step led it away from there.
+    """
+
+    alpha: float
+    factored: Factor | None
+
+
+def choose_alpha(system: System, terms: Terms, z: Tensor, x: Tensor, last: float | None) -> Choice:
     """The alpha with the least PRESS over a sample of rows.
 
     Args:
@@ -108,63 +124,116 @@ def choose_alpha(system: System, terms: Terms, z: Tensor, x: Tensor, last: float
             all decades.
 
     Returns:
-        The alpha chosen, between 1e-7 and 1e3 of A's mean diagonal: below, the ridge is lost in rounding; above,
-        it leaves nothing of W - T.
+        The alpha, between 1e-7 and 1e3 of A's mean diagonal: below, the ridge is lost in rounding; above, it leaves
+        nothing of W - T. With it, mostly, a factorisation.
 
-    Cost: a solve and the leverages of m rows, m <= 256, 2 m F^2 operations, for every alpha looked at: one or two
+    Cost: a factorisation, and 2 F^2 operations for each of some 650 columns, for every alpha looked at: one or two
     alphas from a good start, about seven from none.
     """
     scale = max(system.scale(shrinkage(system, terms)), np.finfo(float).tiny)
     index, weight = sample_rows(x, system.x_bar, min(max(LEAST_ROWS, system.rows // SHARE), MOST_ROWS))
     rows = Rows(z[index].double(), x[index].double(), index if len(z) == system.rows else None, weight)
 
+    equations, latest = Equations.of(system, terms), None
+
     def look(decades: float) -> Model:
-        return model(system, replace(terms, alpha=scale * 10**decades), rows, decades)
+        nonlocal latest
+        latest = factor(system, replace(terms, alpha=scale * 10**decades))
+        return model(equations, rows, latest, decades)
 
     if last is not None:
         start = float(np.clip(np.log10(max(last, np.finfo(float).tiny)) - np.log10(scale), LEAST, MOST))
-        return scale * 10 ** _descend(look, look(start), WARM_GAIN)
-    coarse = [look(float(decades)) for decades in range(LEAST, MOST + 1, SPACING)]
-    return scale * 10 ** _descend(look, min(coarse, key=lambda one: one.minimum(REACH)[1]), GAIN)
+        here, best = _descend(look, look(start), WARM_GAIN)
+    else:
+        coarse = [look(float(decades)) for decades in range(LEAST, MOST + 1, SPACING)]
+        here, best = _descend(look, min(coarse, key=lambda one: one.minimum(REACH)[1]), GAIN)
+    return Choice(scale * 10**best, latest if latest.alpha == here.alpha else None)
 
 
-def _descend(look: Callable[[float], Model], here: Model, gain: float) -> float:
-    """The minimum, in decades, that the models lead to from the first of them, unless that has less than `gain` left
-    to win."""
+def _descend(look: Callable[[float], Model], here: Model, gain: float) -> tuple[Model, float]:
+    """The best model that is come to from the first of them, and the minimum, in decades, that it leads to; it goes on
+    while there is more than `gain` left to win."""
     reach = REACH
     for _ in range(LOOKS):
         target, expected = here.minimum(reach)
         away = abs(target - here.decades)
         falling = away > 0.99 * reach  # to the last: PRESS may be flat here and have its minimum far off
         if expected > (1 - gain) * here.value and not falling:
-            return here.minimum(CLOSE)[0]
+            return here, here.minimum(CLOSE)[0]
         there, gain = look(target), GAIN
         if there.value < here.value:
             here, reach = there, 2 * reach if falling else REACH
         else:
             reach = away / 2
-    return here.decades
+    return here, here.decades
 
 
-def model(system: System, terms: Terms, rows: Rows, decades: float) -> Model:
-    """The model of PRESS around the terms' alpha, which is `decades` powers of ten of A's mean diagonal."""
-    factored = factor(system, terms)
-    W, b, c, slope = solve_parts(system, terms, factored)
+@dataclass(frozen=True)
+class Equations:
+    """What the right side of the normal equations is, whatever alpha.
+
+    Args:
+        system: the equations' left side.
+        terms: the other terms.
+        centre: what inputs are counted from, (D,).
+        right: `C + mu W_t`, (F, D).
+        direction: T0, (F, D); None where there is none.
+        mixed: T0 and `right` with few columns that stand for all, each (F, p); none where there is no T0.
+    """
+
+    system: System
+    terms: Terms
+    centre: Tensor
+    right: Tensor
+    direction: Tensor | None
+    mixed: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, system: System, terms: Terms) -> Self:
+        """Those of a system."""
+        centre = centre_of(system, terms)
+        right = system.cross(centre).add_(terms.W_t.double(), alpha=terms.mu)
+        if terms.direction is None:
+            return cls(system, terms, centre, right, None)
+        direction = terms.direction.double()
+        signs = _mixing(right.shape[1]).to(right)
+        return cls(system, terms, centre, right, direction, (direction @ signs, right @ signs))
+
+
+def _mixing(d_in: int) -> Tensor:
+    """What takes D columns to `MIXED` sums of all of them with random signs, the same on every call."""
+    if d_in <= MIXED:
+        return torch.eye(d_in)
+    return 2.0 * torch.randint(2, (d_in, MIXED), generator=torch.Generator().manual_seed(0)) - 1
+
+
+def model(equations: Equations, rows: Rows, factored: Factor, decades: float) -> Model:
+    """The model of PRESS around the alpha of a factorisation, which is `decades` powers of ten of A's mean diagonal.
+
+    No decoder is solved for: with `W = M (right + c alpha T0)` all that is wanted of W are its products with u and psi,
+    which `psi' M = u'` gives. c is that of the mixed columns, of whose choice it hardly depends.
+    """
+    system, terms, alpha, T0 = equations.system, equations.terms, factored.alpha, equations.direction
     psi = rows.z - shrinkage(system, terms) * system.z_bar
     if factored.own_solve is not None and rows.index is not None:
         u, slack = factored.own_solve(rows.index)
     else:
         u = factored.solve(psi.T)
         slack = 1 - (psi * u.T).sum(1)
-    residual = rows.x - rows.z @ W - b
-    if terms.direction is not None:
-        W -= (c + slope * factored.alpha) * terms.direction.double()
-    falling = u.T @ W
+    v = factored.solve(u)
+    fitted, falling = u.T @ equations.right, v.T @ equations.right  # psi' W and its derivative, but for its sign
+    if T0 is not None:
+        along, untargeted = factored.solve(torch.cat(equations.mixed, 1)).chunk(2, 1)
+        c, slope = best_multiple(equations.mixed[0], untargeted, along, alpha)
+        towards = u.T @ T0
+        fitted += c * alpha * towards
+        falling += c * alpha * (v.T @ T0) - (c + slope * alpha) * towards
+    residual = rows.x - equations.centre - fitted
     leverage = (psi * u.T).sum(1)
     pole = torch.where(leverage > 0, u.square().sum(0) / leverage, 0.0)
     squares = torch.stack([residual.square().sum(1), (residual * falling).sum(1), falling.square().sum(1)])
     slack = slack - 1 / (system.rows + terms.beta + terms.nu)
-    return Model(decades, factored.alpha, slack, leverage, pole, rows.weight * squares)
+    return Model(decades, alpha, slack, leverage, pole, rows.weight * squares)
 
 
 def sample_rows(x: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:

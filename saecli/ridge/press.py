@@ -31,7 +31,7 @@ def press(system: System, terms: Terms, z: Tensor, x: Tensor) -> float:
     Cost: a factorisation, a solve, and n F^2 operations for the leverages.
     """
     factored = factor(system, terms)
-    W, b, *_ = solve_parts(system, terms, factored)
+    W, b, _ = solve_parts(system, terms, factored)
     slack = slack_of(system, terms, factored, z).clamp(min=LEAST_SLACK)
     residual = x.double() - z.double() @ W - b
     return (residual.square().sum(1) / slack.square()).mean().item()

@@ -56,15 +56,22 @@ class Decoder:
     condition: float
 
 
-def solve(system: System, terms: Terms) -> Decoder:
+def solve(system: System, terms: Terms, factored: Factor | None = None) -> Decoder:
     """The decoder that minimises the package's objective, jointly with c where there is a direction.
+
+    Args:
+        system: the normal equations.
+        terms: the other terms.
+        factored: what `factor` gave for nearly this alpha, and is still valid; the decoder is then for its alpha.
 
     Cost: one factorisation (see `System.factor`), and 2 F^2 D operations for each of W and T0.
 
     Raises:
         TrainingError: the codes are not finite, or so far from 0 that their spread is lost in rounding.
     """
-    return solve_factored(system, terms, factor(system, terms))
+    factored = factored or factor(system, terms)
+    W, b, c = solve_parts(system, terms, factored)
+    return Decoder(W, b, c, factored.ridge, factored.raised, factored.condition())
 
 
 def factor(system: System, terms: Terms) -> Factor:
@@ -84,34 +91,33 @@ def shrinkage(system: System, terms: Terms) -> float:
     return system.rows / (system.rows + terms.beta + terms.nu)
 
 
-def solve_factored(system: System, terms: Terms, factor: Factor) -> Decoder:
-    """`solve` with the factorisation already at hand."""
-    W, b, c, _ = solve_parts(system, terms, factor)
-    return Decoder(W, b, c, factor.ridge, factor.raised, factor.condition())
+def centre_of(system: System, terms: Terms) -> Tensor:
+    """`s x_bar + t b_t`, (D,), which is the bias where no code tells anything."""
+    share = terms.nu / (system.rows + terms.beta + terms.nu)
+    return shrinkage(system, terms) * system.x_bar + share * terms.b_t.double()
 
 
-def solve_parts(system: System, terms: Terms, factor: Factor) -> tuple[Tensor, Tensor, float, float]:
-    """W (F, D), b (D,), c, and the derivative of c in alpha, with the factorisation already at hand."""
-    s = shrinkage(system, terms)
-    centre = s * system.x_bar + terms.nu / (system.rows + terms.beta + terms.nu) * terms.b_t.double()
-    W, c, slope = factor.solve_cross(centre), 0.0, 0.0
+def solve_parts(system: System, terms: Terms, factored: Factor) -> tuple[Tensor, Tensor, float]:
+    """W (F, D), b (D,) and c, with the factorisation already at hand."""
+    centre = centre_of(system, terms)
+    W, c = factored.solve_cross(centre), 0.0
     if terms.mu:
-        W += factor.solve(terms.mu * terms.W_t.double())
+        W += factored.solve(terms.mu * terms.W_t.double())
     if terms.direction is not None:
         T0 = terms.direction.double()
-        along = factor.solve(T0)
-        c, slope = _best_multiple(T0, W, along, factor.alpha)
-        W += c * factor.alpha * along
-    return W, centre - s * (system.z_bar @ W), c, slope
+        along = factored.solve(T0)
+        c, _ = best_multiple(T0, W, along, factored.alpha)
+        W.add_(along, alpha=c * factored.alpha)
+    return W, centre - shrinkage(system, terms) * (system.z_bar @ W), c
 
 
-def _best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> tuple[float, float]:
+def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> tuple[float, float]:
     """The c that minimises the objective jointly with W, and its derivative in alpha.
 
     At W(c) = M (C + mu W_t) + c alpha M T0, with M the inverse, the objective's derivative in c is
     `-2 alpha <T0, W(c) - c T0>`. It vanishes at `<T0, M (C + mu W_t)> / <T0, T0 - alpha M T0>`, which for mu = 0
     and no decay is `<T0, M C> / <T0, M A T0>`. Where no code varies every c is as good; 1 keeps the encoder's
-    gradient.
+    gradient. Columns may be left out of all three, or mixed alike: then it is the c that is best for those.
     """
     curvature = (T0 * (T0 - alpha * along)).sum().item()
     if curvature <= FLAT * T0.square().sum().item():

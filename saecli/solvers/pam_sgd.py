@@ -219,17 +219,19 @@ class PamSgdSolver(Solver):
         terms = Terms(0.0, self.config.beta, self.weight("mu_dec"), self.weight("nu_dec"),
                       self.trained["W_enc"].T if residual else None, W_dec, b_dec,
                       self._decay(W_dec, gathered.norm_weights) * (not last))
-        choosing = is_choosing_step(int(self.outer))
+        choosing, near = is_choosing_step(int(self.outer)), None
         if self.config.alpha == "auto":
             pulled = bool(gathered.norm_weights.any()) and self.task.sparsity_weight > 0
             new_problem = bool(self.alpha.isnan()) or (last and pulled)
             settled = last and self.smoothing.moves
             if new_problem or ((choosing or last) and not settled):
                 before = None if new_problem else self.alpha.item()
-                self.alpha.fill_(choose_alpha(gathered.system, terms, gathered.z, gathered.x, before))
+                choice = choose_alpha(gathered.system, terms, gathered.z, gathered.x, before)
+                self.alpha.fill_(choice.alpha)
+                near = choice.factored
         self.outer += 1
         terms = replace(terms, alpha=self.alpha.item())
-        solved = solve(gathered.system, terms)
+        solved = solve(gathered.system, terms, None if last else near)
         if last:
             self.dof.fill_(effective_dof(gathered.system, terms, gathered.z))
         self.c.fill_(solved.c)

@@ -94,12 +94,12 @@ def line(size: Size, path: bool) -> str:
     def fresh() -> System:
         return HeldRows(z, x) if isinstance(system, HeldRows) else system
 
-    first = choose_alpha(system, terms, some_z, some_x, None)
-    warm = choose_alpha(system, terms, some_z, some_x, 1.1 * first)
+    first = choose_alpha(system, terms, some_z, some_x, None).alpha
+    warm = choose_alpha(system, terms, some_z, some_x, 1.1 * first).alpha
     moments = seconds(lambda _: gather(z, x), lambda: system, times)
 
     def choice(last: float | None) -> Callable[[System], float]:
-        return lambda held: choose_alpha(held, terms, some_z, some_x, last)
+        return lambda held: choose_alpha(held, terms, some_z, some_x, last).alpha
 
     def added(last: float | None) -> float:
         if not isinstance(system, HeldRows):
