@@ -5,8 +5,10 @@ row of a training step, 2 D F remain, which are the pre-activations. On an accel
 what is not zero would make the host wait for it. Shapes: B rows, n non-zeros, D = d_in, F = d_sae.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -43,6 +45,14 @@ class NonZeros:
         places = flat.detach().nonzero()[:, 0]
         rows = places.div(matrix.shape[1], rounding_mode="floor")
         return cls(rows, places - rows * matrix.shape[1], flat.gather(0, places), tuple(matrix.shape))
+
+    @classmethod
+    def joined(cls, blocks: Sequence[Self]) -> Self:
+        """Those of matrices of one width, one below the other."""
+        *above, height = accumulate((block.shape[0] for block in blocks), initial=0)
+        rows = torch.cat([block.rows + begin for block, begin in zip(blocks, above, strict=True)])
+        return cls(rows, torch.cat([block.columns for block in blocks]), torch.cat([block.values for block in blocks]),
+                   (height, blocks[0].shape[1]))
 
     def times(self, right: Tensor) -> Tensor:
         """The matrix times `right`, (F, D): (B, D), differentiable in both."""

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from saecli.activations import Activation, SoftTopK, Swish
 from saecli.solvers import Task
-from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver
+from saecli.solvers.alternation import PamSgdSolver
+from saecli.solvers.pam_sgd import PamSgd
 from saecli.training.rows import initial_sae
 
 ALPHA, BETA, MU, NU = 2.0, 1.0, 10.0, 10.0

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from saecli.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from saecli.solvers import WIDEST
-from saecli.solvers.pam_sgd import MOST_INNER_STEPS, PamSgd, PamSgdSolver
+from saecli.solvers.alternation import PamSgdSolver
+from saecli.solvers.pam_sgd import MOST_INNER_STEPS, PamSgd
 from saecli.solvers.revival import directions_of_worst
 from saecli.solvers.sgd import Sgd
 from saecli.solvers.smoothing import Smoothing, default_width

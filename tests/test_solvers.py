@@ -12,7 +12,8 @@ from saecli.activations import ACTIVATIONS, Activation, BatchTopK, JumpRelu, Rel
 from saecli.metrics import reconstruction
 from saecli.sae import SAE
 from saecli.solvers import SOLVERS, Solver, SolverConfig, Task
-from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver
+from saecli.solvers.alternation import PamSgdSolver
+from saecli.solvers.pam_sgd import PamSgd
 from saecli.solvers.sgd import Sgd
 from saecli.training.rows import initial_sae
 

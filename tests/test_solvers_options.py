@@ -12,8 +12,9 @@ from test_solvers import F, RowsInMemory, sparse_mixture, started, trained
 from saecli.activations import JumpRelu, Relu, SoftTopK, TopK
 from saecli.errors import ConfigError
 from saecli.solvers import SolverConfig, Task
+from saecli.solvers.alternation import PamSgdSolver, outer_iterations
 from saecli.solvers.optimizers import OPTIMIZERS
-from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver, outer_iterations
+from saecli.solvers.pam_sgd import PamSgd
 from saecli.solvers.schedules import weight_at
 from saecli.solvers.sgd import Sgd
 from saecli.training import Trainer, TrainingConfig
@@ -260,3 +261,17 @@ def test_a_checkpoint_that_lacks_newer_state_is_gone_on_from():
     state = {name: tensor for name, tensor in first.state().items() if not name.endswith((".dof", ".revived"))}
     second.restore(state)
     assert torch.equal(second.sae().W_dec, first.sae().W_dec)
+
+
+@pytest.mark.parametrize("decoder", ["residual", "free"])
+@pytest.mark.parametrize("activation", [Relu(), TopK(k=3)], ids=lambda activation: activation.name)
+@pytest.mark.parametrize("rows", [20, 300])
+def test_without_room_for_the_gram_matrix_an_iteration_trains_to_the_same_error(decoder, activation, rows):
+    data, errors = sparse_mixture(rows), []
+    for memory, solve in ((math.inf, "auto"), (math.inf, "iterative"), (0.0, "auto"), (0.0, "direct")):
+        task = Task(rows, 30, 1e-2, "none", 0.0, batches=math.ceil(rows / 32), memory=memory)
+        solver = PamSgd(decoder=decoder, solve=solve).resolved(None).build(initial_sae(activation, F, data.x, 1), task)
+        sae = trained(solver, data, math.ceil(30 / task.batches))
+        errors.append((sae(data.x) - data.x).square().mean().item())
+        assert ("residual" in solver.record()) == ((memory, solve) not in ((math.inf, "auto"), (0.0, "direct")))
+    assert errors == pytest.approx([errors[0]] * 4, rel=0.02, abs=1e-4 * data.x.var().item())

@@ -13,16 +13,18 @@ Over (W, b), for codes z and inputs x of N rows, minimise
 Source: the paper's theorem on the optimal decoding, which states it with a stacked pseudo-inverse of N + 2
 columns, T = 0 and no decay. Here T may be a multiple of a given direction, T = c T0, with c optimal jointly with W.
 
-`systems.py` gathers the normal equations in one pass, `solve.py` solves them, `press.py` has their leave-one-out
-error, by which `choice.py` chooses alpha.
+The normal equations are gathered in one pass, as `systems.py` says: summed (`moments.py`), as rows where those are few
+(`held.py`), or without a Gram matrix where that does not fit in memory (`iterative.py`). `solve.py` solves them,
+`press.py` has their leave-one-out error, by which `choice.py` chooses alpha.
 """
 
 from .choice import Choice, choose_alpha
 from .held import HeldRows, memory_needed
+from .iterative import CodeProducts, iterative_memory
 from .moments import Moments
 from .press import effective_dof, press
 from .solve import Decoder, Terms, solve
 from .systems import System
 
-__all__ = ["Choice", "Decoder", "HeldRows", "Moments", "System", "Terms", "choose_alpha", "effective_dof",
-           "memory_needed", "press", "solve"]
+__all__ = ["Choice", "CodeProducts", "Decoder", "HeldRows", "Moments", "System", "Terms", "choose_alpha",
+           "effective_dof", "iterative_memory", "memory_needed", "press", "solve"]

@@ -18,6 +18,7 @@ from scipy.sparse.linalg import LinearOperator, onenormest
 from torch import Tensor
 
 from ..errors import TrainingError
+from .systems import NOT_FINITE
 
 PANEL = 512  # rows
 RAISES = 15  # how often a ridge that fails is raised tenfold before giving up
@@ -74,8 +75,7 @@ class Cholesky:
             if self._factorised(diagonal + ridge, updates):
                 return ridge, attempt > 0
             if not np.isfinite(self._norm):
-                raise TrainingError("the decoder step cannot be solved: the codes, or their products, are not finite; "
-                                    "lower --lr")
+                raise TrainingError(NOT_FINITE)
             ridge *= 10
         raise TrainingError(f"the decoder step cannot be solved: its matrix is not positive definite with a ridge of "
                             f"{ridge / 10:.3g}, since the codes' offset is so large against their spread that float32 "

@@ -109,7 +109,7 @@ def memory_needed(rows: int, d_in: int, d_sae: int) -> int:
     `Moments` holds the Gram matrix, whose factor shares its array, `HeldRows` codes, their centred copies and products,
     and such a matrix of N x N or F x F; all in float64. Both hold some F x D ones.
     """
-    cross = 8 * 8 * d_in * d_sae
+    cross = 6 * 8 * d_in * d_sae
     if rows < d_sae:
         side = d_sae if rows > DIRECT_SHARE * d_sae else rows
         return 8 * (rows * (5 * d_sae + d_in) + side * (side + 1)) + cross

@@ -45,7 +45,8 @@ class Decoder:
         c: the multiple of the direction, T = c T0; 0 where there is no direction.
         ridge: alpha + mu that the factorisation held for.
         raised: whether that is more than was asked for, which did not factorise.
-        condition: estimate of the 1-norm condition number of what was solved.
+        condition: estimate of the condition number of what was solved; see `Factor`.
+        residual: of the worst column, over its right side; None where it was not solved by iteration.
     """
 
     W: Tensor
@@ -54,6 +55,7 @@ class Decoder:
     ridge: float
     raised: bool
     condition: float
+    residual: float | None
 
 
 def solve(system: System, terms: Terms, factored: Factor | None = None) -> Decoder:
@@ -71,7 +73,8 @@ def solve(system: System, terms: Terms, factored: Factor | None = None) -> Decod
     """
     factored = factored or factor(system, terms)
     W, b, c = solve_parts(system, terms, factored)
-    return Decoder(W, b, c, factored.ridge, factored.raised, factored.condition())
+    residual = factored.residual and factored.residual()
+    return Decoder(W, b, c, factored.ridge, factored.raised, factored.condition(), residual)
 
 
 def factor(system: System, terms: Terms) -> Factor:

@@ -10,6 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+NOT_FINITE = "the decoder step cannot be solved: the codes, or their products, are not finite; lower --lr"
+
 
 @dataclass(frozen=True)
 class Factor:
@@ -23,13 +25,16 @@ class Factor:
         quadratic: maps rows psi, (n, F), to `psi_i' (A + diag(decay) + ridge I)^-1 psi_i`, (n,).
         ridge: the ridge it holds for.
         raised: whether that is more than was asked for, or than float64 resolves, since less did not factorise.
-        condition: estimates the 1-norm condition number of the matrix.
+        condition: estimates the condition number: of the matrix, in the 1-norm; where it is never formed, of what
+            is left of it by its diagonal.
         alpha: the part of the ridge that is not mu, filled in by `solve.factor`: a difference would lose it to a
             large mu.
         own_slack: gives `1 - psi_i' (A + diag(decay) + ridge I)^-1 psi_i` of all the system's own rows, (N,), where
             that is to be had without the difference, which a small ridge cancels.
         own_solve: the same of the rows of an index, (m,), and `(A + diag(decay) + ridge I)^-1 psi_i`, (F, m), first;
             at hand where `own_slack` is.
+        residual: gives the largest residual of what has been solved, over its right side; None where solutions are
+            exact to float64's rounding.
     """
 
     solve: Callable[[Tensor], Tensor]
@@ -41,6 +46,7 @@ class Factor:
     alpha: float = 0.0
     own_slack: Callable[[], Tensor] | None = None
     own_solve: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    residual: Callable[[], float] | None = None
 
 
 class System(Protocol):

@@ -56,6 +56,7 @@ class Task:
         seed: of what a solver draws.
         batches: how many an epoch has.
         penalty_warm_up: share of all steps over which the sparsity penalty rises.
+        memory: bytes that the solver may take.
     """
 
     rows: int
@@ -68,6 +69,7 @@ class Task:
     seed: int = 0
     batches: int = 1
     penalty_warm_up: float = PENALTY_WARM_UP
+    memory: float = math.inf
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, from 0: a short linear rise, a plateau, and a linear fall to zero."""

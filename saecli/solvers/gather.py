@@ -4,12 +4,13 @@ Shapes: B rows in a block, n sampled, D = d_in, F = d_sae.
 """
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..ridge import HeldRows, Moments, System
+from ..ridge import CodeProducts, HeldRows, Moments, System
 from ..sae import SAE
 from .base import Rows
 from .smoothing import Smoothing
@@ -36,7 +37,21 @@ class Gathered:
     fired: Tensor
 
 
-def gather(rows: Rows, sae: SAE, sparsity: str, smoothing: Smoothing | None, draws: torch.Generator) -> Gathered:
+@dataclass(frozen=True)
+class Iteration:
+    """How a decoder step is solved by iteration.
+
+    Args:
+        start: a decoder near the one sought, (F, D).
+        budget: bytes that codes may take.
+    """
+
+    start: Tensor
+    budget: float
+
+
+def gather(rows: Rows, sae: SAE, sparsity: str, smoothing: Smoothing | None, draws: Callable[[], torch.Generator],
+           iteration: Iteration | None) -> Gathered:
     """Encode every row once and sum what the decoder step needs.
 
     Args:
@@ -44,26 +59,38 @@ def gather(rows: Rows, sae: SAE, sparsity: str, smoothing: Smoothing | None, dra
         sae: its encoder gives the codes, its decoder the norms that a penalty weighs.
         sparsity: the penalty, or `none`.
         smoothing: of the rows; None to take them as they are.
-        draws: random numbers for it.
+        draws: gives the random numbers for it, from their first.
+        iteration: where the normal equations are to be solved by iteration.
     """
+    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        drawn = draws()
+        for stored in rows.sequential():
+            x = stored if smoothing is None else smoothing(stored, drawn)
+            yield sae.encode(x), x
+
+    def codes() -> Iterator[Tensor]:
+        return (z for z, _ in blocks())
+
     stride = math.ceil(rows.rows / SAMPLED_ROWS)
-    hold = rows.rows < sae.d_sae
-    moments = None if hold else Moments(sae.d_in, sae.d_sae, device=sae.W_enc.device)
-    norm_weights = torch.zeros(sae.d_sae, dtype=torch.float64, device=sae.W_enc.device)
-    fired = torch.zeros(sae.d_sae, dtype=torch.bool, device=sae.W_enc.device)
+    device = sae.W_enc.device
+    system: Moments | CodeProducts | None = None
+    if iteration is not None:
+        system = CodeProducts(sae.d_in, sae.d_sae, codes, iteration.budget, iteration.start, device)
+    elif rows.rows >= sae.d_sae:
+        system = Moments(sae.d_in, sae.d_sae, device)
+    norm_weights = torch.zeros(sae.d_sae, dtype=torch.float64, device=device)
+    fired = torch.zeros(sae.d_sae, dtype=torch.bool, device=device)
     kept_z, kept_x, seen = [], [], 0
-    for stored in rows.sequential():
-        x = stored if smoothing is None else smoothing(stored, draws)
-        z = sae.encode(x)
+    for z, x in blocks():
         first = -seen % stride
-        kept_z.append(z if hold else z[first::stride].clone())
-        kept_x.append(x if hold else x[first::stride].clone())
-        if moments is not None:
-            moments.add(z, x)
+        kept_z.append(z if system is None else z[first::stride].clone())
+        kept_x.append(x if system is None else x[first::stride].clone())
+        if system is not None:
+            system.add(z, x)
         norm_weights += sae.activation.norm_weights(sparsity, z, sae.W_dec)
         fired |= (z != 0).any(0)
         seen += len(x)
     z, x = torch.cat(kept_z), torch.cat(kept_x)
-    if moments is not None:
-        return Gathered(moments, z, x, norm_weights, fired)
+    if system is not None:
+        return Gathered(system, z, x, norm_weights, fired)
     return Gathered(HeldRows(z, x), z[::stride], x[::stride], norm_weights, fired)

@@ -14,36 +14,23 @@ weights, as alpha falls to the free decoder.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-import torch
-from torch import Tensor
-
 from ..config import option
 from ..errors import ConfigError
-from ..ridge import Decoder, Terms, choose_alpha, effective_dof, memory_needed, solve
+from ..ridge import iterative_memory, memory_needed
 from ..sae import SAE
-from .base import DEFAULT_STEPS, Rows, Solver, SolverConfig, StepReport, Task
-from .gather import SAMPLED_ROWS, Gathered, gather
+from .alternation import REVIVAL_ROWS, WINDOW, PamSgdSolver
+from .base import DEFAULT_STEPS, SolverConfig, Task
+from .gather import SAMPLED_ROWS
 from .optimizers import OPTIMIZERS
-from .revival import directions_of_worst
-from .schedules import check_schedule, weight_at
+from .schedules import check_schedule
 from .smoothing import default_width
 
 MOST_INNER_STEPS = 10
-WINDOW = 16  # batches among which inner steps mix rows
-REVIVAL = 0.9  # share of all steps during which dead latents are revived; the rest is for them to settle
-REVIVAL_ROWS = 2  # rows a latent, from which on they are: with fewer, latents stay idle because rows are few
-CHOICE_GROWTH = 1.25  # ratio of the outer iterations at which alpha is chosen anew, once there are several
-OWN_STATE = ("c", "Delta", "b_dec", "alpha", "condition", "dof", "raised", "outer", "revived")
-DECODER_STEP, REVIVING, MIXING = 1, 2, 3  # kinds of draws besides those of encoder steps
-THRESHOLD_SHARE = 0.8  # of the rows, above which degrees of freedom are said to be too many
-THRESHOLD_RATIO = 2  # of rows and latents, either way, within which
-SILENT = 1e-7  # mean size of a latent's contribution, of that of a row, below which a penalty has ended it
-LEAST_SIZE = 1e-2  # of the encoder's norm at the start, below which neither it nor the decoder counts as of a size
-LEAST_NORM = 1e-3  # of the mean decoder norm, or of the least it counts for: below, a penalty is taken as quadratic
+CODES_SHARE = 0.8  # of the memory that is left, for codes that an iteration keeps
 
 
 def proximal(difference: str) -> Any:
@@ -58,7 +45,7 @@ class PamSgd(SolverConfig):
     """Options of PAM-SGD; penalties are in the units of a sum of squared errors over all training rows."""
 
     name: ClassVar[str] = "pam-sgd"
-    memory_advice: ClassVar[str] = "use a smaller --d-sae, or --solver sgd, which has no d_sae x d_sae matrix"
+    memory_advice: ClassVar[str] = "use a smaller --d-sae, or --solver sgd, which solves for no decoder"
 
     decoder: str = option("residual", "The decoder step's unknown: residual, W_dec = c W_enc' + Delta with alpha on "
                                       "Delta; or free, W_dec itself, as in the paper.", choices=("residual", "free"))
@@ -77,6 +64,9 @@ class PamSgd(SolverConfig):
     decoder_every: int | str = option("epoch", "Solve for the decoder after each epoch, or also after every so many "
                                                "batches; each solve is a pass over all training rows.",
                                       choices=("epoch",), minimum=1)
+    solve: str = option("auto", "How the decoder step is solved: direct, by factorising a d_sae x d_sae matrix; "
+                                "iterative, without that matrix, to a residual of 1e-4; auto: direct where that fits "
+                                "in memory.", choices=("auto", "direct", "iterative"))
     revive: bool = option(True, "Re-aim latents that fire on no training row at the rows reconstructed worst; "
                                 f"only where there are at least {REVIVAL_ROWS} rows a latent.")
 
@@ -119,258 +109,21 @@ class PamSgd(SolverConfig):
         return PamSgdSolver(initial, task, self)
 
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
-        """The decoder step's, that of choosing alpha on some rows, that of the encoder's weights and optimiser, and the
-        window in which inner steps mix rows."""
+        """The decoder step's, that of the sample on which alpha is chosen, that of the encoder's weights and optimiser,
+        and the window in which inner steps mix rows."""
         sample = min(rows, SAMPLED_ROWS)
-        choosing = 7 * 4 * sample * d_sae + 4 * 8 * sample * d_in
+        choosing = 4 * 4 * sample * (d_sae + d_in)
         weights = 4 * (4 + OPTIMIZERS[self.optimizer].vectors) * d_in * d_sae
         window = 0 if self.inner_steps == 1 else 3 * 4 * min(rows, WINDOW * batch_size) * d_in  # apart, joined, mixed
-        return memory_needed(rows, d_in, d_sae) + choosing + weights + window
+        ways = {"direct": memory_needed(rows, d_in, d_sae), "iterative": iterative_memory(d_in, d_sae, streams=True)}
+        return ways.get(self.solve, min(ways.values())) + choosing + weights + window
 
-
-class PamSgdSolver(Solver):
-    """The alternation; its own state is the decoder (c, Delta, b_dec), alpha, and the encoder it started from."""
-
-    def __init__(self, initial: SAE, task: Task, config: PamSgd) -> None:
-        super().__init__(initial, task, {}, config.optimizer)
-        self.config = config
-        residual = config.decoder == "residual"
-        self.c = torch.tensor(1.0 if residual else 0.0, dtype=initial.W_dec.dtype)
-        self.Delta = (initial.W_dec - self.c * initial.W_enc.T).contiguous()
-        self.b_dec = initial.b_dec.clone()
-        self.alpha = torch.tensor(math.nan if config.alpha == "auto" else config.alpha, dtype=torch.float64)
-        self.condition = torch.tensor(math.nan, dtype=torch.float64)
-        self.dof = torch.tensor(math.nan, dtype=torch.float64)
-        self.raised = torch.tensor(0.0, dtype=torch.float64)
-        self.outer = torch.tensor(0)
-        self.revived = torch.tensor(0)
-        self._outers = outer_iterations(task, config)
-        self._size = initial.W_enc.norm().item()
-        self._hold_encoder()
-
-    def decoder(self) -> tuple[Tensor, Tensor]:
-        """W_dec (F, D), differentiable through c W_enc', and b_dec (D,)."""
-        if self.config.decoder == "free":
-            return self.Delta, self.b_dec
-        return torch.add(self.Delta, self.trained["W_enc"].T, alpha=self.c.item()), self.b_dec
-
-    def extra_loss(self) -> Tensor | float:
-        """The encoder's proximal terms, divided by N."""
-        terms = ((self.weight("mu_enc"), "W_enc"), (self.weight("nu_enc"), "b_enc"))
-        return sum((weight / self.task.rows * (self.trained[name] - self._held[name]).square().sum()
-                    for weight, name in terms if weight), start=0.0)
-
-    def weight(self, name: str) -> float:
-        """A proximal weight at the outer iteration under way, by its option's field."""
-        return weight_at(getattr(self.config, name), int(self.outer), self._outers)
-
-    def epoch(self, rows: Rows, epoch: int) -> Iterator[StepReport]:
-        """Encoder steps on every batch, and the decoder step as often as asked, at the end in any case."""
-        every = math.inf if self.config.decoder_every == "epoch" else self.config.decoder_every
-        inner = self.config.inner_steps
-        window: list[Tensor] = []
-        for index, x in enumerate(rows.shuffled(epoch), 1):
-            if self.step >= self.task.steps:
-                break
-            if index > 1 and (index - 1) % every == 0:
-                self.solve_decoder(rows, last=False)
-            window.append(x)
-            if len(window) == (1 if inner == 1 else WINDOW) or index % every == 0:
-                yield from self._inner_steps(window)
-                window = []
-        yield from self._inner_steps(window)
-        self.solve_decoder(rows, last=self.step >= self.task.steps)
-
-    def _inner_steps(self, window: list[Tensor]) -> Iterator[StepReport]:
-        """`inner_steps` rounds over the batches of a window, their rows mixed anew in each: that many steps in a row on
-        one batch would fit the encoder to that batch, and with a decoder that is held fixed they drift."""
-        if not window:
-            return
-        inner, mixed, rows = self.config.inner_steps, window, torch.cat(window)
-        for _ in range(inner):
-            if inner > 1:
-                order = torch.randperm(len(rows), generator=self.draws(self.step, MIXING)).to(rows.device)
-                mixed = rows[order].split(len(window[0]))
-            for x in mixed:
-                if self.step >= self.task.steps:
-                    return
-                yield self.descend(x)
-
-    @torch.no_grad()
-    def solve_decoder(self, rows: Rows, last: bool) -> Decoder:
-        """The decoder step, over one pass of all rows; the proximal terms then refer to what it leaves.
-
-        Args:
-            rows: the training rows.
-            last: whether training ends with it. Before, the step minimises what the encoder steps minimise: over
-                smoothed rows, with the sparsity penalty, which grows with the decoder's norms, pulling on them. The
-                last step does without either: codes that a penalty has shrunk then reconstruct the rows as they
-                are as well as they can. Without a penalty it keeps the alpha that smoothed rows chose, since rows that
-                an encoder has fitted exactly would choose too small a one; a penalty keeps them from being that, and
-                without it the problem is another one, so that alpha is then sought anew.
-        """
-        W_dec, b_dec = self.decoder()
-        residual = self.config.decoder == "residual"
-        if last:
-            self.calibrate()
-        gathered = self._gather(rows, last)
-        if self._silence(gathered, W_dec) and last:
-            gathered = self._gather(rows, last)
-        terms = Terms(0.0, self.config.beta, self.weight("mu_dec"), self.weight("nu_dec"),
-                      self.trained["W_enc"].T if residual else None, W_dec, b_dec,
-                      self._decay(W_dec, gathered.norm_weights) * (not last))
-        choosing, near = is_choosing_step(int(self.outer)), None
-        if self.config.alpha == "auto":
-            pulled = bool(gathered.norm_weights.any()) and self.task.sparsity_weight > 0
-            new_problem = bool(self.alpha.isnan()) or (last and pulled)
-            settled = last and self.smoothing.moves
-            if new_problem or ((choosing or last) and not settled):
-                before = None if new_problem else self.alpha.item()
-                choice = choose_alpha(gathered.system, terms, gathered.z, gathered.x, before)
-                self.alpha.fill_(choice.alpha)
-                near = choice.factored
-        self.outer += 1
-        terms = replace(terms, alpha=self.alpha.item())
-        solved = solve(gathered.system, terms, None if last else near)
-        if last:
-            self.dof.fill_(effective_dof(gathered.system, terms, gathered.z))
-        self.c.fill_(solved.c)
-        self.Delta.copy_(solved.W - solved.c * self.trained["W_enc"].T.double() if residual else solved.W)
-        self.b_dec.copy_(solved.b)
-        self.condition.fill_(solved.condition)
-        if solved.raised:
-            self.raised.fill_(max(self.raised.item(), solved.ridge))
-        enough = rows.rows >= REVIVAL_ROWS * len(W_dec)
-        if self.config.revive and enough and self.step < REVIVAL * self.task.steps:
-            self._revive(gathered)
-        self._balance()
-        self._hold_encoder()
-        return solved
-
-    def _decay(self, W_dec: Tensor, norm_weights: Tensor) -> Tensor:
-        """The quadratic in each `||W_i||` that touches the penalty from above at the decoder as it is, (F,).
-
-        `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so that a step which lowers the right side lowers the left:
-        encoder and decoder step then descend on one objective. A decoder step blind to the penalty would undo what
-        the encoder step gained, and the two together drive the codes to nothing.
-        """
-        norms = W_dec.double().norm(dim=1)
-        weight = self.task.penalty_weight(self.step - 1)
-        mean = max(norms.mean().item(), LEAST_SIZE * self._size / math.sqrt(len(norms)))
-        return weight * norm_weights / (2 * norms.clamp(min=LEAST_NORM * mean))
-
-    def _gather(self, rows: Rows, last: bool) -> Gathered:
-        """The decoder step's pass over the rows, smoothed but for the last."""
-        return gather(rows, self.sae(), self.task.sparsity, None if last else self.smoothing,
-                      self.draws(int(self.outer), DECODER_STEP))
-
-    def _silence(self, gathered: Gathered, W_dec: Tensor) -> bool:
-        """Turn off latents whose contribution a penalty has driven to nothing, and say whether there are any: left to
-        themselves they shrink until nothing can be computed with them, and the last decoder step, which does without
-        the penalty, would bring them back."""
-        contribution = gathered.norm_weights * W_dec.double().norm(dim=1) / self.task.rows  # (F,)
-        gone = (gathered.norm_weights > 0) & (contribution < SILENT * math.sqrt(W_dec.shape[1]))
-        self.trained["W_enc"][:, gone] = 0
-        self.trained["b_enc"][gone] = 0
-        return bool(gone.any())
-
-    def _revive(self, gathered: Gathered) -> None:
-        """Re-aim the encoder of latents that never fired at rows reconstructed badly; their decoder is right at the
-        next decoder step, and until then is that of a tied latent, or for a free decoder zero."""
-        dead = (~gathered.fired).nonzero()[:, 0]
-        if not 0 < len(dead) < len(gathered.fired):
-            return
-        W_dec, b_dec = self.decoder()
-        found = directions_of_worst(gathered.x - gathered.z @ W_dec - b_dec, len(dead),
-                                    self.draws(int(self.outer), REVIVING))
-        W_enc = self.trained["W_enc"]
-        W_enc[:, dead] = W_enc[:, gathered.fired].norm(dim=0).mean() * found.T
-        self.Delta[dead] = 0
-        for name in ("b_enc", *self._parameter_names):
-            latents = self.trained[name]
-            if latents.shape == gathered.fired.shape:
-                latents[dead] = 0 if name == "b_enc" else latents[gathered.fired].mean()
-        self.optimizer.forget(~gathered.fired)
-        self.revived += len(dead)
-
-    def _balance(self) -> None:
-        """Scale codes up and decoder down, or the reverse, so that encoder and decoder are of one size.
-
-        The SAE stays the same. Without it a penalty shrinks the codes a little in each encoder step, the decoder
-        step makes up for it, and after some hundred iterations Adam's steps are large against the encoder. An alpha
-        that the user fixed decides between the sizes itself, and so does an activation whose codes are of one scale.
-        Under a penalty that is too strong for any code this stops at `LEAST_SIZE`, so that biases can end the codes.
-        """
-        if self.config.alpha != "auto":
-            return
-        W_enc = self.trained["W_enc"]
-        square = self.c.item() if self.config.decoder == "residual" else (self.Delta.norm() / W_enc.norm()).item()
-        if not 0 < square < math.inf or not W_enc.any():
-            return
-        factor = max(math.sqrt(square), LEAST_SIZE * self._size / W_enc.norm().item())
-        rescaled = self.activation.rescaled(self._parameters(), factor)
-        if rescaled is None:
-            return
-        for name, tensor in self.trained.items():
-            tensor.copy_(rescaled[name] if name in rescaled else tensor * factor)
-        self.optimizer.rescale(factor)
-        self.c /= factor**2
-        self.Delta /= factor
-        self.alpha *= factor**2
-
-    def _hold_encoder(self) -> None:
-        self._held = {name: self.trained[name].detach().clone() for name in ("W_enc", "b_enc")}
-
-    def record(self) -> dict[str, float]:
-        """The decoder step's alpha, beside a sum over the normalised rows, its condition estimate, how often a latent
-        was revived, and at the end the effective degrees of freedom."""
-        known = {} if self.dof.isnan() else {"dof": self.dof.item()}
-        return {"alpha": self.alpha.item(), "condition": self.condition.item(),
-                "revived": int(self.revived)} | known
-
-    def notes(self) -> list[str]:
-        """What the last decoder step came to, and what was wrong with it where something was."""
-        rows, latents, dof, alpha = self.task.rows, len(self.Delta), self.dof.item(), self.alpha.item()
-        chosen = self.config.alpha == "auto"
-        notes = [f"decoder: alpha {alpha:.3g} {'chosen by leave-one-out' if chosen else 'as given'} leaves {dof:,.0f} "
-                 f"effective degrees of freedom of {rows:,} rows ({rows / latents:.2g} rows a latent); "
-                 f"condition {self.condition.item():.0e}"]
-        if not chosen and dof > THRESHOLD_SHARE * rows and 1 / THRESHOLD_RATIO <= rows / latents <= THRESHOLD_RATIO:
-            notes.append(f"--alpha {alpha:.3g} lets the decoder fit nearly every one of {rows:,} rows by itself with "
-                         f"{latents:,} latents, which is where the error on other rows peaks; use --alpha auto, or a "
-                         "larger --alpha")
-        if self.raised:
-            advice = ("the codes are degenerate: see `sae sparsity`, and try a lower --lr" if chosen
-                      else "give a larger --alpha, or leave the choice to --alpha auto")
-            notes.append(f"a decoder step could not be solved with the ridge asked for, and took "
-                         f"{self.raised.item():.3g} instead; {advice}")
-        return notes
-
-    def state(self) -> dict[str, Tensor]:
-        """Everything that training goes on from, by name."""
-        own = {name: getattr(self, name) for name in OWN_STATE}
-        return super().state() | {f"decoder.{name}": tensor for name, tensor in own.items()}
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state` returned; it was taken after a decoder step."""
-        super().restore(state)
-        for name in OWN_STATE:
-            own = getattr(self, name)
-            own.copy_(state.get(f"decoder.{name}", own))  # a checkpoint of an earlier version lacks some
-        self._hold_encoder()
-
-
-def is_choosing_step(outer: int) -> bool:
-    """Whether alpha is chosen anew at an outer iteration, counted from 0: at the first few, then ever more rarely,
-    since it moves ever more slowly and choosing costs about a solve."""
-    choice = 0
-    while choice < outer:
-        choice = max(choice + 1, math.floor(CHOICE_GROWTH * choice))
-    return choice == outer
-
-
-def outer_iterations(task: Task, config: PamSgd) -> int:
-    """How many decoder steps training comes to, the last one of each epoch included."""
-    every = task.batches if config.decoder_every == "epoch" else config.decoder_every
-    epochs, rest = divmod(math.ceil(task.steps / config.inner_steps), task.batches)
-    return epochs * math.ceil(task.batches / every) + math.ceil(rest / every)
+    def budget(self, task: Task, d_in: int, d_sae: int) -> float | None:
+        """Bytes that codes may take where the decoder step is solved by iteration; None where it is solved directly."""
+        sizes = task.rows, math.ceil(task.rows / task.batches), d_in, d_sae
+        if self.solve == "direct" or (
+                self.solve == "auto" and replace(self, solve="direct").memory(*sizes) <= task.memory):
+            return None
+        least = replace(self, solve="iterative").memory(*sizes)
+        saved = iterative_memory(d_in, d_sae, streams=True) - iterative_memory(d_in, d_sae, streams=False)
+        return CODES_SHARE * max(task.memory - least + saved, 0)

@@ -90,7 +90,7 @@ class Trainer:
         self.train_rows = plan.train_rows
         self.test_rows = plan.store.split("test", seed=training.split_seed)
         self.device = device_named(training.device)
-        self._demand_memory()
+        self.memory = self._demand_memory()
         self.batches = training.epoch_batches(self.train_rows.rows)
         per_epoch = self.batches * plan.solver.steps_per_batch
         self.steps = training.steps or training.epochs * per_epoch
@@ -137,7 +137,8 @@ class Trainer:
         return TrainingRows(self.train_rows, normalisation, training.batch_size, training.seed,
                             training.shuffle == "exact")
 
-    def _demand_memory(self) -> None:
+    def _demand_memory(self) -> int:
+        """The bytes that are free for the solver."""
         solver, d_sae = self.plan.solver, self.plan.training.d_sae
         batch = 3 * 4 * max(self.plan.training.batch_size, STREAMED_ROWS) * d_sae  # codes, their gradients, a copy
         needed = solver.memory(self.train_rows.rows, self.plan.training.batch_size, self.plan.store.d_in, d_sae) + batch
@@ -145,6 +146,7 @@ class Trainer:
         if needed > free:
             raise ConfigError(f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, "
                               f"{free / 2**30:.1f} GiB are free; {solver.memory_advice}")
+        return free - batch
 
     def _begin(self, checkpoint: tuple[dict, dict] | None) -> tuple[Solver, Normalisation, Progress]:
         training = self.plan.training
@@ -157,7 +159,7 @@ class Trainer:
         sample = self._rows(normalisation).sample()
         lr = fitted_learning_rate(sample) if training.lr == "auto" else training.lr
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
-                    sample, training.smoothing, training.seed, self.batches)
+                    sample, training.smoothing, training.seed, self.batches, memory=self.memory)
         solver = self.plan.solver.build(initial_sae(self.plan.activation, training.d_sae, sample, training.seed), task)
         if checkpoint is None:
             return solver, normalisation, Progress()
