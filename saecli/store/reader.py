@@ -150,6 +150,10 @@ class ActivationStore:
         """The rows of one chunk, by its number within the store, as they are stored; a read-only view."""
         return self._shards.chunk(*divmod(chunk, self._chunks_per_shard))
 
+    def expect(self, chunk: int) -> None:
+        """Have the system fetch a chunk from disk meanwhile, if it is to be read for the first time."""
+        self._shards.expect(*divmod(chunk, self._chunks_per_shard))
+
     def chunk_column(self, chunk: int, name: str) -> np.ndarray:
         """The part of a column that belongs to one chunk; a read-only view."""
         shard, within = divmod(chunk, self._chunks_per_shard)

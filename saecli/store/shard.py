@@ -243,6 +243,14 @@ class MappedShards:
             layout.checked[chunk] = True
         return whole[:rows]
 
+    def expect(self, shard: int, chunk: int) -> None:
+        """Have the system fetch a chunk from disk meanwhile, where it has yet to be checked and so is read whole."""
+        layout, mapped = self._open(shard)
+        if not layout.checked[chunk]:
+            end = int(layout.chunks[chunk]) + layout.chunk_rows * self._meta.row_bytes
+            start = int(layout.chunks[chunk]) // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_WILLNEED, start, end - start)
+
     def whole(self, shard: int) -> np.ndarray:
         """All rows of a shard whose chunks lie one after the other, as `in_memory` says; otherwise as `chunk`."""
         layout, mapped = self._open(shard)

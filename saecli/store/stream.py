@@ -192,6 +192,8 @@ def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callabl
     def load(part: np.ndarray) -> None:
         chunks, within = source.store.locate(leaving[part])
         ends = np.flatnonzero(np.diff(chunks, append=-1)) + 1
+        for end in ends.tolist():  # all at once, where each alone would be waited for
+            source.store.expect(int(chunks[end - 1]))
         for begin, end in pairwise([0, *ends.tolist()]):
             rows = source.store.chunk(int(chunks[begin])).take(within[begin:end], axis=0)
             places[part[begin:end]] = rows.view(whole)[:, 0]

@@ -1,10 +1,12 @@
 """How much of training is spent waiting for rows.
 
     PYTHONPATH=. python tests/benchmarks/store_waiting.py [--gib 1] [--d-in 2304] [--d-sae 4096] [--batch-size 2048]
+                                                          [--epochs 1] [--cold]
 
 Writes a bfloat16 store of random rows, trains on it with each solver, and times each `next()` of the store's streams,
 shuffled and sequential, from the trainer's side; `first` is the share of the first `next()` of each. From the page
-cache, and from disk: the store dropped from it before training. PyTorch takes all cores. PAM-SGD makes one encoder step
+cache, and from disk: the store dropped from it before training, and with `--cold` before each stream, as every epoch
+finds a store that is larger than memory. PyTorch takes all cores. PAM-SGD makes one encoder step
 a batch, and a decoder step after the epoch.
 """
 
@@ -28,12 +30,20 @@ from saecli.training import Plan, Trainer, TrainingConfig
 class Waiting(Rows):
     """Rows whose streams note how long each `next()` took.
 
+    Args:
+        rows: which rows.
+        cold: drop the store from the page cache before each stream.
+
     Attributes:
         seconds: how long they took together.
         first: how long the first of each stream took together, which are among those.
     """
 
     seconds = first = 0.0
+
+    def __init__(self, rows: Rows, cold: bool) -> None:
+        super().__init__(rows.store, rows.split, rows._counts)
+        self._cold = cold
 
     def batches(self, *arguments: int, **named: int) -> Iterator[np.ndarray]:
         """See `Rows.batches`."""
@@ -45,6 +55,9 @@ class Waiting(Rows):
 
     def _noted(self, batches: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         batch, begun = None, False
+        if self._cold:
+            self.store._shards._maps.clear()  # what is mapped cannot be dropped
+            drop((self.store.path / "shards").iterdir())
         while True:
             started = time.perf_counter()
             batch = next(batches, None)
@@ -57,14 +70,13 @@ class Waiting(Rows):
             yield batch
 
 
-def train(path: Path, solver: str, settings: dict[str, int]) -> None:
+def train(path: Path, solver: str, settings: dict[str, int], cold: bool) -> None:
     """Train once, and print what share of the time was spent waiting."""
     store = ActivationStore.open(path)
-    training = TrainingConfig(epochs=1, **settings)
+    training = TrainingConfig(**settings)
     activation = ACTIVATIONS["topk"](k=32)
     chosen = SOLVERS[solver](**({"inner_steps": 1} if solver == "pam-sgd" else {}))
-    split = training.rows_of(store)
-    rows = Waiting(store, split.split, split._counts)
+    rows = Waiting(training.rows_of(store), cold)
     training = training.resolved(activation, chosen, rows.rows, store.d_in)
     plan = Plan(store, rows, training, chosen.resolved(training.batches(rows.rows)), activation, now())
     with tempfile.TemporaryDirectory() as folder:
@@ -83,20 +95,22 @@ def main() -> None:
     parser.add_argument("--d-in", type=int, default=2304)
     parser.add_argument("--d-sae", type=int, default=4096)
     parser.add_argument("--batch-size", type=int, default=2048)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--cold", action="store_true")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
-    settings = {"d_sae": arguments.d_sae, "batch_size": arguments.batch_size}
+    settings = {"d_sae": arguments.d_sae, "batch_size": arguments.batch_size, "epochs": arguments.epochs}
     print(f"PyTorch on {torch.get_num_threads()} threads")
     print(f"{'from':10} {'solver':9} {'rows':>9} {'seconds':>9} {'waiting':>9} {'share':>8} {'first':>8}")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         path = Path(folder) / "store"
         write(path, "bfloat16", arguments.d_in, int(arguments.gib * 2**30))
-        for place in ("page cache", "disk"):
+        for place in ("page cache", "disk", *["disk, cold"] * arguments.cold):
             for solver in ("sgd", "pam-sgd"):
-                if place == "disk":
+                if place != "page cache":
                     drop((path / "shards").iterdir())
-                print(f"{place:10}", end=" ")
-                train(path, solver, settings)
+                print(f"{place:10}", end=" ", flush=True)
+                train(path, solver, settings, place == "disk, cold")
 
 
 if __name__ == "__main__":
