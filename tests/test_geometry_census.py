@@ -5,10 +5,14 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from encoders import encoder, sae_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saecli.geometry.census import Census, Reservoir, describe
+from saecli.activations import TopK
+from saecli.geometry.census import Census, Reservoir, describe, support_keys
+from saecli.geometry.partition import cells_of
+from saecli.geometry.survey import Survey
 
 
 @settings(max_examples=50, deadline=None)
@@ -17,7 +21,7 @@ def test_streamed_counts_equal_a_set_over_all_rows(seed: int, rows: int, F: int,
     supports = np.random.default_rng(seed).random((rows, F)) < 0.15
     census = Census()
     for part in torch.from_numpy(supports).split(batch):
-        census.add(part)
+        census.add(support_keys(part), int(part.sum()))
     keys = [tuple(row) for row in supports]
     counts = np.array(sorted(Counter(keys).values(), reverse=True))
     assert (census.rows, census.visited) == (rows, len(set(keys)))
@@ -62,3 +66,16 @@ def test_distributions_are_described_by_ranks_that_infinities_do_not_spoil() -> 
     assert describe(values) == {"mean": 50, **ranks}
     assert describe(np.array([1.0, np.inf]))["max"] == np.inf
     assert describe(np.full(3, np.inf))["median"] == np.inf
+
+
+def test_the_keys_of_the_sample_are_those_of_its_rows() -> None:
+    rng = np.random.default_rng(0)
+    sae = sae_of(*encoder(rng, 4, 200, "plain"), TopK(3), rng)
+    cells, rows = cells_of(sae), torch.from_numpy(rng.normal(size=(3000, 4))).float()
+    survey = Survey(cells, Reservoir(700), Reservoir(700))
+    for x in rows.split(128):
+        survey.add(x)
+    kept = torch.from_numpy(survey.sample.rows)
+    keys = survey.sample_keys.rows.tolist()
+    assert keys == support_keys(cells.supports(cells.pre_activations(kept)))
+    assert any(key.endswith(b"\0") for key in keys)  # which fixed-width strings would lose

@@ -14,8 +14,9 @@ from sklearn.decomposition import PCA
 
 from saecli.activations import Relu, TopK
 from saecli.geometry import kmeans as kmeans_module
-from saecli.geometry.bridge import Bridge, own_cells
+from saecli.geometry.bridge import Bridge, Visited, own_cells
 from saecli.geometry.kmeans import kmeans
+from saecli.geometry.margins import visits
 from saecli.geometry.partition import cells_of
 from saecli.geometry.piecewise_affine import LocalPCA, principal_components
 from saecli.metrics import reconstruction
@@ -36,6 +37,11 @@ def clusters(seed: int, rows: int = 400) -> np.ndarray:
 def a_sae(F: int = 30, k: int = 3) -> SAE:
     rng = np.random.default_rng(0)
     return sae_of(*encoder(rng, D, F, "plain"), TopK(k), rng)
+
+
+def visited(sae: SAE, train: np.ndarray, rows: np.ndarray) -> Visited:
+    cells = cells_of(sae)
+    return Visited(cells, visits(cells, train)[0], visits(cells, rows)[0])
 
 
 def scatter(rows: np.ndarray) -> float:
@@ -135,7 +141,7 @@ def test_principal_components_are_those_of_sklearn(seed: int, rows: int) -> None
 def test_the_fvus_are_their_definitions() -> None:
     train, rows = clusters(0), clusters(1, 150)
     sae = a_sae()
-    found = Bridge.fit(sae, train, rank=3).measure(rows, cells_of(sae))
+    found = Bridge.fit(sae, train, rank=3).measure(rows, visited(sae, train, rows))
     assert (found.kmeans_cells, found.local_pca_cells, found.local_pca_rank) == (30, 30, 3)
     assert (found.rows_fitted, found.rows_measured) == (400, 150)
 
@@ -153,7 +159,7 @@ def test_arrows_lead_to_the_reconstructions_that_were_measured() -> None:
     train, rows = clusters(0), clusters(1, 150)
     sae = a_sae()
     bridge = Bridge.fit(sae, train, rank=2)
-    found, arrows = bridge.measure(rows, cells_of(sae)), bridge.reconstructions(rows)
+    found, arrows = bridge.measure(rows, visited(sae, train, rows)), bridge.reconstructions(rows)
     for name, fvu in (("k-means", found.kmeans_fvu), ("SAE", found.sae_fvu), ("local PCA", found.local_pca_fvu)):
         assert np.square(arrows[name] - rows).sum() / scatter(rows) == pytest.approx(fvu, rel=1e-6)
 
@@ -161,8 +167,8 @@ def test_arrows_lead_to_the_reconstructions_that_were_measured() -> None:
 def test_a_free_rank_takes_everything_and_a_dear_one_nothing() -> None:
     train, rows = clusters(0), clusters(1, 150)
     sae = a_sae()
-    bridge, cells = Bridge.fit(sae, train, rank=1), cells_of(sae)
-    free, dear = (bridge.measure(rows, cells, penalty) for penalty in (0.0, 1e9))
+    bridge, own = Bridge.fit(sae, train, rank=1), visited(sae, train, rows)
+    free, dear = (bridge.measure(rows, own, penalty) for penalty in (0.0, 1e9))
     assert free.variable_rank_mean > 4
     assert (dear.variable_rank_mean, dear.variable_rank_lambda) == (0, 1e9)
     assert free.variable_rank_fvu < free.local_pca_fvu < dear.variable_rank_fvu
@@ -183,7 +189,7 @@ def test_price_of_shared_vectors_equals_brute_force_over_the_saes_own_cells(sae:
             used.append(measured)
             count += 1
     residual = np.square(sae(torch.from_numpy(rows).double()).numpy() - rows).sum(1)
-    result = own_cells(cells_of(sae), train, rows, residual)
+    result = own_cells(visited(sae, train, rows), train, rows, residual)
     assert result.cells == count > 3
     assert result.rank == sae.activation.k
     total = scatter(np.concatenate(used))
@@ -195,13 +201,14 @@ def test_price_of_shared_vectors_equals_brute_force_over_the_saes_own_cells(sae:
 
 def test_cells_with_too_few_rows_give_no_price() -> None:
     sae = a_sae(500, 20)
-    found = Bridge.fit(sae, clusters(0), rank=5).measure(clusters(1), cells_of(sae))
+    found = Bridge.fit(sae, clusters(0), rank=5).measure(clusters(1), visited(sae, clusters(0), clusters(1)))
     assert (found.kmeans_cells, found.local_pca_cells) == (100, 20)
     assert (found.own_cells.cells, found.own_cells.price, found.own_cells.sae_fvu) == (0, None, None)
 
 
 def test_a_rank_that_spans_the_space_leaves_nothing_unexplained() -> None:
-    found = Bridge.fit(a_sae(), clusters(0), rank=100).measure(clusters(1), cells_of(a_sae()))
+    own = visited(a_sae(), clusters(0), clusters(1))
+    found = Bridge.fit(a_sae(), clusters(0), rank=100).measure(clusters(1), own)
     assert found.local_pca_rank == D
     assert found.local_pca_fvu < 1e-12
 
@@ -227,7 +234,7 @@ def test_equal_rows_give_no_finite_number_and_no_warning(rows: int, activation: 
     same = np.ones((rows, D), np.float32)
     rng = np.random.default_rng(0)
     sae = sae_of(*encoder(rng, D, 30, "plain"), activation, rng)
-    found = Bridge.fit(sae, same, rank=3).measure(same, cells_of(sae))
+    found = Bridge.fit(sae, same, rank=3).measure(same, visited(sae, same, same))
     assert np.isnan([found.kmeans_fvu, found.local_pca_fvu, found.variable_rank_fvu]).all()
     assert found.sae_fvu == np.inf  # as `sae eval` has it
     assert found.kmeans_cells == max(1, rows // 4)

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..geometry.bridge import Bridge
+from ..geometry.bridge import Bridge, Visited
 from ..geometry.census import describe
 from ..geometry.degenerate import Degenerate
-from ..geometry.margins import local_complexity, margin_measures, margins_and_complexity, radius_of
+from ..geometry.margins import local_complexity, margin_measures, radius_of, visits
 from ..geometry.partition import cells_of
 from ..geometry.survey import Survey, gather
 from .geometry_rows import held_out_sample, surveyed, training_sample
@@ -86,15 +86,23 @@ def find_out(session: Session, one: Measured, wanted: Wanted, bridges: Bridges) 
         train = training_sample(one, wanted.fit_rows)
         radius = radius_of(sample, wanted.radius)
         margins, complexity = {one.split: survey.margins.rows}, {one.split: local_complexity(cells, sample, radius)}
-        other = {"test": ("train", train), "train": ("test", held_out_sample(one))}.get(one.split, ("", None))
-        if other[1] is not None:
-            margins[other[0]], complexity[other[0]] = margins_and_complexity(cells, other[1], radius)
+        train_keys, train_margins = visits(cells, train)
+        held_out = held_out_sample(one) if one.split == "train" else None
+        if one.split == "test":
+            other, margins["train"] = "train", train_margins
+            complexity["train"] = local_complexity(cells, train, radius)
+        elif held_out is not None:
+            other, margins["test"] = "test", visits(cells, held_out)[1]
+            complexity["test"] = local_complexity(cells, held_out, radius)
+        else:
+            other = None
         bridge = bridges.of(one, train, round(census.l0))
-        references = bridge.measure(sample, cells, wanted.penalty)
+        visited = Visited(cells, train_keys, survey.sample_keys.rows.tolist())
+        references = bridge.measure(sample, visited, wanted.penalty)
         diagram, rank = survey.agreement_measures(one.sae), survey.rank_measures()
     possible = cells.possible_log10
-    elsewhere = {"split": other[0], "rows": len(margins[other[0]]), "margin": margin_measures(margins[other[0]]),
-                 "complexity": describe(complexity[other[0]].astype(float))} if other[0] in margins else None
+    elsewhere = other and {"split": other, "rows": len(margins[other]), "margin": margin_measures(margins[other]),
+                           "complexity": describe(complexity[other].astype(float))}
     document = {
         **one.heading, "act": one.sae.activation.name, "rows": census.rows, "l0": census.l0,
         "cells_visited": census.visited, "cells_possible_log10": possible,

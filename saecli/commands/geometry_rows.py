@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..geometry.margins import ELSEWHERE_ROWS, batch_size
+from ..geometry.margins import HELD_OUT_ROWS, batch_size
 from ..geometry.survey import sample_capacity
 from ..store import Rows
 from .options import Session
@@ -81,4 +81,4 @@ def training_sample(one: Measured, most: int) -> NDArray[np.float32]:
 def held_out_sample(one: Measured) -> NDArray[np.float32] | None:
     """Rows that the run was not trained on, at most as many as margins are measured of; None where there are none."""
     rows = one.rows.store.split("test", seed=one.subject.split_seed)
-    return np.concatenate([batch.copy() for batch in first(rows, ELSEWHERE_ROWS, 1024)]) if rows.rows else None
+    return np.concatenate([batch.copy() for batch in first(rows, HELD_OUT_ROWS, 1024)]) if rows.rows else None

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from ..sae import SAE
 from .affine_maps import rank as map_rank
 from .cells import Cells
-from .census import support_keys
 from .kmeans import Labels, Partition, Rows, kmeans
 from .piecewise_affine import LocalPCA, Spectrum
 
@@ -144,12 +143,12 @@ class Bridge:
             for rows in (KMEANS_ROWS, LOCAL_PCA_ROWS * max(1, rank)))
         return cls(sae, means, kmeans_pca, pieces, local_pca, rank)
 
-    def measure(self, rows: Rows, cells: Cells, penalty: float | None = None) -> References:
+    def measure(self, rows: Rows, visited: "Visited", penalty: float | None = None) -> References:
         """Measure the SAE and all references on the same rows.
 
         Args:
             rows: rows measured, (M, D), M > 0; other rows than those fitted on, or small cells flatter local PCA.
-            cells: the SAE's partition.
+            visited: the SAE's own cells that the training rows and these lie in.
             penalty: lambda of the variable rank, at least 0, in squared units of the rows; None for that at which
                 the mean rank is the fixed one.
 
@@ -166,7 +165,7 @@ class Bridge:
         return References(
             fvu(means, total), fvu(float(residual.sum()), total), fvu(spectrum.residual(fixed), total),
             fvu(spectrum.residual(varied), total), len(self.kmeans.centres), len(self.local_pca.centres), self.rank,
-            penalty, spectrum.mean_rank(varied), own_cells(cells, train, rows, residual),
+            penalty, spectrum.mean_rank(varied), own_cells(visited, train, rows, residual),
             rows_fitted=len(train), rows_measured=len(rows))
 
     def reconstructions(self, rows: Rows) -> dict[str, Rows]:
@@ -182,21 +181,36 @@ def _pieces(train: Rows, count: int, seed: int) -> tuple[Partition, LocalPCA]:
     return partition, LocalPCA(train, partition.predict(train), partition.cluster_centers_)
 
 
-def own_cells(cells: Cells, train: Rows, rows: Rows, residual: NDArray[np.float64]) -> OwnCells:
-    """Compare the SAE with local PCA on the cells that both visit often enough.
+@dataclass(frozen=True)
+class Visited:
+    """Which of an SAE's own cells rows lie in.
 
     Args:
         cells: the SAE's partition.
+        train: keys of the training rows' cells, N of them.
+        rows: keys of the cells of the rows measured, M of them.
+    """
+
+    cells: Cells
+    train: list[bytes]
+    rows: list[bytes]
+
+
+def own_cells(visited: Visited, train: Rows, rows: Rows, residual: NDArray[np.float64]) -> OwnCells:
+    """Compare the SAE with local PCA on the cells that both training rows and rows measured visit often enough.
+
+    Args:
+        visited: in which cells the rows lie.
         train: training rows, (N, D).
         rows: rows measured, (M, D).
         residual: the SAE's squared error on each of these, (M,).
 
-    Cost: one pass of pre-activations over all rows, one rank and one SVD for each cell of enough rows.
+    Cost: one rank and one SVD for each cell of enough rows.
     """
-    train_keys, keys = _keys(cells, train), _keys(cells, rows)
-    measured, first = set(keys), {key: at for at, key in reversed([*enumerate(train_keys)])}
+    cells, measured = visited.cells, set(visited.rows)
+    first = {key: at for at, key in reversed([*enumerate(visited.train)])}
     ranks: dict[bytes, int] = {}
-    for key, count in Counter(train_keys).items():
+    for key, count in Counter(visited.train).items():
         if count >= LOCAL_PCA_ROWS and key in measured:
             some = torch.from_numpy(train[first[key]])[None]
             support = cells.supports(cells.pre_activations(some))[0]
@@ -206,7 +220,7 @@ def own_cells(cells: Cells, train: Rows, rows: Rows, residual: NDArray[np.float6
     if not ranks:
         return OwnCells(0, None, 0, 0, None, None, None)
     number = {key: at for at, key in enumerate(ranks)}
-    (train_in, train_labels), (rows_in, labels) = (_labelled(some, number) for some in (train_keys, keys))
+    (train_in, train_labels), (rows_in, labels) = (_labelled(some, number) for some in (visited.train, visited.rows))
     fitted = LocalPCA(train[train_in], train_labels, np.zeros((len(ranks), train.shape[1])))
     spectrum: Spectrum = fitted.spectrum(rows[rows_in], labels)
     own = np.array(list(ranks.values()))
@@ -214,14 +228,6 @@ def own_cells(cells: Cells, train: Rows, rows: Rows, residual: NDArray[np.float6
     sae_fvu, pca_fvu = fvu(float(residual[rows_in].sum()), total), fvu(spectrum.residual(own), total)
     return OwnCells(len(ranks), float(own[labels].mean()), len(train_in), len(rows_in), sae_fvu, pca_fvu,
                     sae_fvu - pca_fvu)
-
-
-def _keys(cells: Cells, rows: Rows) -> list[bytes]:
-    """The key of each row's cell."""
-    keys: list[bytes] = []
-    for x in torch.from_numpy(rows).split(max(16, CODES // cells.sae.d_sae)):
-        keys += support_keys(cells.supports(cells.pre_activations(x)))
-    return keys
 
 
 def _labelled(keys: list[bytes], number: dict[bytes, int]) -> tuple[NDArray[np.int64], Labels]:

@@ -16,12 +16,14 @@ Shapes: B rows, D = d_in, F = d_sae, K = k, n sites.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..sae import SAE
 from .half_spaces import Cell
+from .screening import Switches
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Cells(ABC):
     @abstractmethod
     def cell(self, row: Tensor) -> Cell:
         """The cell of one row, (D,), as its inequalities `H x > c`."""
+
+    def look(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Supports, (B, F), and margins, (B,), of rows, (B, D), as `supports` and `margins` have them."""
+        pre = self.pre_activations(x)
+        return self.supports(pre), self.margins(pre)
 
     @abstractmethod
     def margins(self, pre: Tensor) -> Tensor:
@@ -100,11 +107,23 @@ class ThresholdedCells(Cells):
         """A latent's own hyperplane."""
         return "hyperplanes"
 
+    @cached_property
+    def _switches(self) -> Switches:
+        return Switches(self.sae.W_enc, self.sae.b_enc - self.thresholds)
+
+    @cached_property
+    def _norms(self) -> Tensor:
+        """||w_i||, (F,)."""
+        return self.sae.W_enc.norm(dim=0)
+
+    def look(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Supports, (B, F), and margins, (B,), of rows, (B, D), screened in float32."""
+        return self._switches.look(x)
+
     def distances(self, pre: Tensor) -> Tensor:
         """`|v_i - t_i| / ||w_i||`, (B, F)."""
-        norms = self.sae.W_enc.norm(dim=0)
         # A latent with no weights switches nowhere.
-        return ((pre - self.thresholds).abs() / norms).masked_fill(norms == 0, torch.inf)
+        return ((pre - self.thresholds).abs() / self._norms).masked_fill(self._norms == 0, torch.inf)
 
     def supports(self, pre: Tensor) -> Tensor:
         """Where pre-activations exceed their thresholds, (B, F)."""
@@ -113,7 +132,7 @@ class ThresholdedCells(Cells):
     def cell(self, row: Tensor) -> Cell:
         """The half-spaces `s_i (w_i . x + b_i - t_i) > 0`, s_i = 1 for i in S and else -1."""
         above = self.supports(self.pre_activations(row[None]))[0]
-        latents = self.sae.W_enc.norm(dim=0).nonzero()[:, 0]
+        latents = self._norms.nonzero()[:, 0]
         return Cell.switching(self.sae.W_enc, self.sae.b_enc - self.thresholds, latents, above[latents])
 
     def margins(self, pre: Tensor) -> Tensor:

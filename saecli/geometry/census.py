@@ -46,10 +46,14 @@ class Census:
     _marks: Iterator[int] = field(default_factory=_milestones)
     _next: int = 0
 
-    def add(self, supports: Tensor) -> None:
-        """Count the cells of some rows, (B, F), bool."""
-        keys = support_keys(supports)
-        self.active += int(supports.sum())
+    def add(self, keys: list[bytes], active: int) -> None:
+        """Count the cells of some rows.
+
+        Args:
+            keys: of the rows' cells, as `support_keys` has them.
+            active: latents that the rows keep, together.
+        """
+        self.active += active
         while keys:
             if self._next <= self.rows:
                 self._next = next(self._marks)

@@ -14,6 +14,7 @@ from torch import Tensor
 from .cells import Cells, ThresholdedCells
 from .half_spaces import Cell
 from .power_diagram import KthOrderDiagram
+from .screening import Swaps
 
 SEARCH_WIDTH = 4  # candidates of the first round of the search for the nearest swap, enough for most rows
 BLOCK = 2**23  # float64 numbers that one step of a search may hold, 64 MiB
@@ -53,6 +54,21 @@ class LargestCells(Cells):
     def _encoder(self) -> tuple[Tensor, Tensor]:
         """Affine functions of the sites, (D, n) and (n,)."""
         return self.order.diagram.to_encoder()
+
+    @cached_property
+    def _swaps(self) -> Swaps:
+        diagram = self.order.diagram
+        return Swaps(diagram.centroids, self.sae.b_enc, self._reach, self.order.k)
+
+    def look(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Supports, (B, F), and margins, (B,), of rows, (B, D), screened in float32 where each latent is one site."""
+        if len(self.order.diagram.weights) > self.sae.d_sae:
+            return super().look(x)
+        kept, margins, proved = self._swaps.look(x)
+        supports = torch.zeros(len(x), self.sae.d_sae, dtype=torch.bool).scatter_(1, kept, True)
+        if not proved.all():
+            supports[~proved], margins[~proved] = super().look(x[~proved])
+        return supports, margins
 
     def supports(self, pre: Tensor) -> Tensor:
         """The K latents that rank highest, (B, F)."""

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .cells import Cells
-from .census import describe, spread_out
+from .census import describe, spread_out, support_keys
 
 COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
-ELSEWHERE_ROWS = 10_000  # rows of the other split whose margins are measured
-BATCH_CODES = 2**22  # float64 codes at a time, 32 MiB
+HELD_OUT_ROWS = 10_000  # held-out rows whose margins are set against those of training rows
+BATCH_CODES = 2**23  # codes at a time, 64 MiB in float64
 
 
 def batch_size(d_sae: int) -> int:
@@ -28,9 +28,8 @@ def batch_size(d_sae: int) -> int:
     return max(16, min(1024, BATCH_CODES // d_sae))
 
 
-def margins_of(cells: Cells, x: Tensor, pre: Tensor) -> NDArray[np.float64]:
-    """(margin, margin / ||x||) of rows, (B, D), given their pre-activations, (B, F): (B, 2)."""
-    margins = cells.margins(pre)
+def with_relative(margins: Tensor, x: Tensor) -> NDArray[np.float64]:
+    """(margin, margin / ||x||) of rows, (B, D), given their margins, (B,): (B, 2)."""
     # A row at the origin is infinitely far from its boundary in units of its own norm.
     relative = margins / x.double().norm(dim=1)
     return torch.stack([margins, relative.nan_to_num(0.0, torch.inf)], 1).numpy()
@@ -56,9 +55,12 @@ def local_complexity(cells: Cells, rows: NDArray, radius: float) -> NDArray[np.i
 
 
 @torch.no_grad()
-def margins_and_complexity(cells: Cells, rows: NDArray, radius: float) -> tuple[NDArray, NDArray]:
-    """(margin, margin / ||x||), (B, 2), of at most 10,000 of some rows, and the local complexity of at most 1000."""
-    some = torch.from_numpy(spread_out(rows, ELSEWHERE_ROWS))
-    margins = np.concatenate([margins_of(cells, x, cells.pre_activations(x))
-                              for x in some.split(batch_size(cells.sae.d_sae))])
-    return margins, local_complexity(cells, rows, radius)
+def visits(cells: Cells, rows: NDArray) -> tuple[list[bytes], NDArray[np.float64]]:
+    """The key of each row's cell, and (margin, margin / ||x||), (B, 2), of rows in memory, (B, D)."""
+    keys: list[bytes] = []
+    margins = []
+    for x in torch.from_numpy(rows).split(batch_size(cells.sae.d_sae)):
+        supports, distances = cells.look(x)
+        keys += support_keys(supports)
+        margins.append(with_relative(distances, x))
+    return keys, np.concatenate(margins)

@@ -1,5 +1,7 @@
 """Which cells an SAE has, by its activation."""
 
+from dataclasses import replace
+
 import torch
 
 from ..activations import ACTIVATIONS, Largest, ReluTopK, Thresholded, TopK
@@ -17,6 +19,8 @@ def cells_of(sae: SAE) -> Cells:
         ConfigError: the SAE's activation is not piecewise affine, or no one has said what its cells are.
     """
     sae = sae.to(torch.float64)
+    # A latent's weights in one piece: they are gathered by the latent, ten times faster so.
+    sae = replace(sae, W_enc=sae.W_enc.T.contiguous().T)
     if isinstance(sae.activation, Thresholded):
         return ThresholdedCells(sae, sae.activation.thresholds(sae.parameters, sae.d_sae).double())
     if isinstance(sae.activation, ReluTopK):

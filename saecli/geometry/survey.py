@@ -15,8 +15,8 @@ from ..sae import SAE
 from .affine_maps import ranks
 from .agreement import agreement, cell_agreement
 from .cells import Cells
-from .census import Census, Reservoir, describe, spread_out
-from .margins import margins_of
+from .census import KEY_BYTES, Census, Reservoir, describe, spread_out, support_keys
+from .margins import with_relative
 from .power_diagram import kth_order_diagram
 
 MARGINS = 200_000  # margins kept for quantiles
@@ -41,20 +41,25 @@ class Survey:
         census: the cells visited.
         margins: a sample of (margin, margin / ||x||), (B, 2).
         sample: a sample of the rows, (B, D), float32.
+        sample_keys: the keys of their cells, (B,).
     """
 
     cells: Cells
     sample: Reservoir
+    sample_keys: Reservoir
     census: Census = field(default_factory=Census)
     margins: Reservoir = field(default_factory=lambda: Reservoir(MARGINS))
 
     @torch.no_grad()
     def add(self, x: Tensor) -> None:
         """Count some rows, (B, D)."""
-        pre = self.cells.pre_activations(x)
-        self.census.add(self.cells.supports(pre))
-        self.margins.add(margins_of(self.cells, x, pre))
+        supports, margins = self.cells.look(x)
+        keys = support_keys(supports)
+        self.census.add(keys, np.count_nonzero(supports.numpy()))
+        self.margins.add(with_relative(margins, x))
+        # Two reservoirs of one seed and size keep the same rows.
         self.sample.add(x.float().numpy())
+        self.sample_keys.add(np.frombuffer(b"".join(keys), f"V{KEY_BYTES}"))
 
     @torch.no_grad()
     def rank_measures(self) -> dict[str, Any]:
@@ -84,7 +89,8 @@ class Survey:
 
 def gather(cells: Cells, batches: Iterable[Tensor]) -> Survey:
     """Survey all rows of some batches, each (B, D)."""
-    survey = Survey(cells, Reservoir(sample_capacity(cells.sae.d_in)))
+    capacity = sample_capacity(cells.sae.d_in)
+    survey = Survey(cells, Reservoir(capacity), Reservoir(capacity))
     for x in batches:
         survey.add(x)
     return survey
