@@ -192,7 +192,7 @@ def test_price_of_shared_vectors_equals_brute_force_over_the_saes_own_cells(sae:
     result = own_cells(visited(sae, train, rows), train, rows, residual)
     assert result.cells == count > 3
     assert result.rank == sae.activation.k
-    total = scatter(np.concatenate(used))
+    total = ((np.concatenate(used) - rows.mean(0, dtype=np.float64)) ** 2).sum()
     assert result.sae_fvu == pytest.approx(sae_error / total, rel=1e-6)
     assert result.local_pca_fvu == pytest.approx(pca_error / total, rel=1e-6)
     assert result.price == pytest.approx((sae_error - pca_error) / total, rel=1e-6)

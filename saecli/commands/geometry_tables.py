@@ -87,10 +87,15 @@ def one_table(document: dict[str, Any]) -> RenderableType:
     return table(title, ["measure", "value", "detail"], lines)
 
 
+def _price(own: dict[str, Any]) -> str:
+    """The price of shared vectors, and the rows that it rests on."""
+    return f"{number(own['price'])} ({own['rows_measured']:,} rows)" if own["cells"] else "-"
+
+
 def several_table(documents: Sequence[dict[str, Any]]) -> RenderableType:
     """The table of several SAEs, one a line in the order given."""
     lines = [[one["run"], one["rows"], one["l0"], one["cells_visited"], one["margin"]["median"],
               one["complexity"]["median"], one["references"]["kmeans_fvu"], one["references"]["sae_fvu"],
-              one["references"]["local_pca_fvu"], one["references"]["own_cells"]["price"]] for one in documents]
+              one["references"]["local_pca_fvu"], _price(one["references"]["own_cells"])] for one in documents]
     return table(None, ["run", "rows", "l0", "cells visited", "margin, median", "complexity, median", "k-means FVU",
                         "SAE FVU", "local PCA FVU", "price"], lines)

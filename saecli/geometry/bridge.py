@@ -46,7 +46,8 @@ class OwnCells:
         rank: rank of the SAE's map, mean over the rows measured.
         rows_fitted: training rows in these cells.
         rows_measured: rows measured in these cells.
-        sae_fvu: the SAE's FVU on them; None where there are none.
+        sae_fvu: the SAE's FVU on them, its spread theirs about the mean of all rows measured; None where there are
+            none.
         local_pca_fvu: that of local PCA.
         price: the first less the second: what shared dictionary vectors cost.
     """
@@ -224,7 +225,8 @@ def own_cells(visited: Visited, train: Rows, rows: Rows, residual: NDArray[np.fl
     fitted = LocalPCA(train[train_in], train_labels, np.zeros((len(ranks), train.shape[1])))
     spectrum: Spectrum = fitted.spectrum(rows[rows_in], labels)
     own = np.array(list(ranks.values()))
-    total = spread(rows[rows_in])
+    # About the mean of all rows measured, as the FVU of all is: a cell or two may hold next to no spread.
+    total = float(np.square(rows[rows_in] - rows.mean(0, dtype=np.float64)).sum())
     sae_fvu, pca_fvu = fvu(float(residual[rows_in].sum()), total), fvu(spectrum.residual(own), total)
     return OwnCells(len(ranks), float(own[labels].mean()), len(train_in), len(rows_in), sae_fvu, pca_fvu,
                     sae_fvu - pca_fvu)

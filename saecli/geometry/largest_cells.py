@@ -17,6 +17,7 @@ from .power_diagram import KthOrderDiagram
 from .screening import Swaps
 
 SEARCH_WIDTH = 4  # candidates of the first round of the search for the nearest swap, enough for most rows
+PRODUCT_GAIN = 20  # how many distances between sites one product finds in the time of one found alone
 BLOCK = 2**23  # float64 numbers that one step of a search may hold, 64 MiB
 
 
@@ -150,19 +151,28 @@ class LargestCells(Cells):
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
         """How many swaps have `v_i - v_j < radius ||mu_i - mu_j||`, (B,).
 
-        Cost: O(n) a row, O(K) for each entrant that the bound does not rule out and O(D) for each such swap, which a
-        wide radius makes all of them.
+        Cost: O(n) a row, O(K) for each entrant that the bound does not rule out, and O(D) for each such swap: one by
+        one where they are few of these entrants' swaps, else for all of them as one product.
         """
         values, inside, bound = self._sides(pre)
         counts = torch.zeros(len(pre), dtype=torch.long)
-        entrants = (bound < radius).nonzero()  # rows and sites
-        for some in entrants.split(max(1, BLOCK // self.order.k)):
-            row, j = some.T
-            i = inside[row]  # (M, K)
-            gaps = values[row[:, None], i] - values[row, j][:, None]
-            m, which = (gaps < radius * (self._reach[i] + self._reach[j][:, None])).nonzero().T
-            distances = self._site_distances(i[m, which][:, None], j[m][:, None])[:, 0]
-            counts += torch.bincount(row[m[gaps[m, which] < radius * distances]], minlength=len(pre))
+        few: list[Tensor] = []
+        for number, (v, i, low) in enumerate(zip(values, inside, bound, strict=True)):
+            j = (low < radius).nonzero()[:, 0]
+            gaps = v[i][:, None] - v[j]  # (K, |j|)
+            close = gaps < radius * (self._reach[i][:, None] + self._reach[j])
+            if close.sum() * PRODUCT_GAIN > close.numel():
+                distances = torch.cdist(self.order.diagram.centroids[i], self.order.diagram.centroids[j],
+                                        compute_mode="use_mm_for_euclid_dist")
+                counts[number] = (gaps < radius * distances).sum()
+            elif close.any():
+                kept, entrant = close.nonzero().T
+                few.append(torch.stack([torch.full_like(kept, number), i[kept], j[entrant]]))
+        if few:
+            row, i, j = torch.cat(few, 1)
+            distances = self._site_distances(i[:, None], j[:, None])[:, 0]
+            near = values[row, i] - values[row, j] < radius * distances
+            counts += torch.bincount(row[near], minlength=len(pre))
         return counts
 
 

@@ -24,7 +24,7 @@ SAMPLE_ROWS = 50_000  # rows kept for the references
 SAMPLE_BYTES = 2**28  # their size in float32 at most, 256 MiB
 AGREEMENT_WORK = 2 * 10**10  # rows n D of true distances at most, some ten seconds on two cores
 CELL_ROWS = 2000  # rows compared with the own sites, nu_S and beta_S, of the cells that they visit
-RANK_ROWS = 200  # rows whose cells' maps have their rank found
+RANK_ROWS = 100  # rows whose cells' maps have their rank found
 
 
 def sample_capacity(d_in: int, rows: int = SAMPLE_ROWS) -> int:
@@ -63,7 +63,7 @@ class Survey:
 
     @torch.no_grad()
     def rank_measures(self) -> dict[str, Any]:
-        """The rank of the SAE's affine map on the cells of at most 200 rows of the sample, each cell once: its
+        """The rank of the SAE's affine map on the cells of at most 100 rows of the sample, each cell once: its
         distribution, and the share of cells where it is as large as S and D allow."""
         some = torch.from_numpy(spread_out(self.sample.rows, RANK_ROWS))
         supports = torch.unique(self.cells.supports(self.cells.pre_activations(some)), dim=0)
