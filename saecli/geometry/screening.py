@@ -10,7 +10,7 @@ Shapes: B rows, D = d_in, F = d_sae, K = k, L listed latents, P pairs.
 import torch
 from torch import Tensor
 
-ENTRANTS = 32  # latents outside the support that are candidates for the nearest swap
+ENTRANTS = 16  # latents outside the support that are candidates for the nearest swap
 PAIRS = (4, 32)  # swaps whose distance is computed exactly, and for rows for which these do not prove the minimum
 
 
