@@ -35,7 +35,7 @@ class Moments:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
-        self.rows = 0
+        self.rows = 0.0
         self._has_offsets = False
         self.z_0 = zeros(d_sae)
         self.x_0 = zeros(d_in)
@@ -70,6 +70,13 @@ class Moments:
                 zz[begin:, begin:end] += non_zeros.transposed_times(z[:, begin:end].contiguous())[begin:]
         self.zx += non_zeros.transposed_times(x)
 
+    def fade(self, share: float, factor: float) -> None:
+        """Count the rows so far for a share of what they did, and their codes as if multiplied by a factor."""
+        self.rows *= share
+        self.z_0 *= factor
+        for sums, scale in ((self.sum_z, factor), (self.sum_x, 1.0), (self.gram.matrix, factor**2), (self.zx, factor)):
+            sums *= share * scale
+
     @property
     def z_bar(self) -> Tensor:
         """Mean code, (F,)."""
@@ -92,7 +99,7 @@ class Moments:
 
     def factor(self, ridge: float, shrink: float, decay: Tensor) -> Factor:
         """Factorise `A + diag(decay) + ridge I` by Cholesky; costs F^3 / 3 operations."""
-        updates = [(-float(self.rows), self.sum_z / self.rows)]
+        updates = [(-self.rows, self.sum_z / self.rows)]
         if shrink < 1:
             updates.append(((1 - shrink) * self.rows, self.z_bar))
         return direct(self.gram, ridge, decay, self.cross, updates)

@@ -52,7 +52,7 @@ class Factor:
 class System(Protocol):
     """The normal equations of one decoder step, however they are held."""
 
-    rows: int
+    rows: float  # N, or the sum of their weights where some count for less
 
     @property
     def z_bar(self) -> Tensor:

@@ -12,13 +12,16 @@ from ..ridge import Decoder, Terms, choose_alpha, effective_dof, solve
 from ..ridge.iterative import TOLERANCE
 from ..sae import SAE
 from .base import Rows, Solver, StepReport, Task
-from .gather import Gathered, Iteration, gather
+from .gather import Gathered, Iteration, SomeRows, gather
 from .revival import directions_of_worst
+from .running import Running
 from .schedules import weight_at
 
 if TYPE_CHECKING:  # it builds the solver
     from .pam_sgd import PamSgd
 
+LAST_ROWS = 32  # rows a latent that the last decoder step takes where rows are read once
+RUNNING_ROWS = 8  # rows a latent, of the latest steps, that a decoder step takes which makes no pass over all rows
 WINDOW = 16  # batches among which inner steps mix rows
 REVIVAL = 0.9  # share of all steps during which dead latents are revived; the rest is for them to settle
 REVIVAL_ROWS = 2  # rows a latent, from which on they are: with fewer, latents stay idle because rows are few
@@ -52,6 +55,8 @@ class PamSgdSolver(Solver):
         self.revived = torch.tensor(0)
         self._outers = outer_iterations(task, config)
         self._size = initial.W_enc.norm().item()
+        self._running: Running | None = None
+        self._counting = False
         self._budget = config.budget(task, initial.d_in, initial.d_sae)
         self._hold_encoder()
 
@@ -75,6 +80,8 @@ class PamSgdSolver(Solver):
         """Encoder steps on every batch, and the decoder step as often as asked, at the end in any case."""
         every = math.inf if self.config.decoder_every == "epoch" else self.config.decoder_every
         inner = self.config.inner_steps
+        self._running = None  # before there are others: two Gram matrices need not fit in memory
+        self._running = self._running_sums(every)
         window: list[Tensor] = []
         for index, x in enumerate(rows.shuffled(epoch), 1):
             if self.step >= self.task.steps:
@@ -83,29 +90,57 @@ class PamSgdSolver(Solver):
                 self.solve_decoder(rows, last=False)
             window.append(x)
             if len(window) == (1 if inner == 1 else WINDOW) or index % every == 0:
-                yield from self._inner_steps(window)
+                yield from self._inner_steps(window, self._batches_left(index, every, len(window)))
                 window = []
-        yield from self._inner_steps(window)
+        yield from self._inner_steps(window, 0)
         self.solve_decoder(rows, last=self.step >= self.task.steps)
 
-    def _inner_steps(self, window: list[Tensor]) -> Iterator[StepReport]:
+    def _running_sums(self, every: float) -> Running | None:
+        """What sums up the codes of encoder steps, where decoder steps are made from those: between the ends of epochs,
+        with rows enough, and the memory for their Gram matrix."""
+        window = RUNNING_ROWS * len(self.Delta)
+        if every == math.inf or self.task.rows <= window or self._budget is not None:
+            return None
+        return Running(self.sae(), self.task.sparsity, window)
+
+    def _batches_left(self, index: int, every: float, waiting: int) -> float:
+        """How many batches come between one, counted from 1 in its epoch, and the next decoder step; before it, some
+        are still waiting for their steps."""
+        steps_left = (self.task.steps - self.step) / self.config.inner_steps - waiting
+        return min(-index % every if every < math.inf else math.inf, self.task.batches - index, steps_left)
+
+    def _inner_steps(self, window: list[Tensor], left: float) -> Iterator[StepReport]:
         """`inner_steps` rounds over the batches of a window, their rows mixed anew in each: that many steps in a row on
-        one batch would fit the encoder to that batch, and with a decoder that is held fixed they drift."""
+        one batch would fit the encoder to that batch, and with a decoder that is held fixed they drift. So many batches
+        are left before the next decoder step."""
         if not window:
             return
         inner, mixed, rows = self.config.inner_steps, window, torch.cat(window)
-        for _ in range(inner):
+        near = self._running is not None and left * len(window[0]) < self._running.window
+        rounds = min(inner, math.ceil((self.task.steps - self.step) / len(window)))
+        for round_ in range(rounds):
             if inner > 1:
                 order = torch.randperm(len(rows), generator=self.draws(self.step, MIXING)).to(rows.device)
                 mixed = rows[order].split(len(window[0]))
+            self._counting = near and round_ == rounds - 1  # each row once
             for x in mixed:
                 if self.step >= self.task.steps:
                     return
                 yield self.descend(x)
 
+    def _loss(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """That of every solver; the batch counts for the next decoder step where that is made from encoder steps."""
+        loss, squared_error, z = super()._loss(x)
+        if self._running is not None and self._counting:
+            self._running.add(z.detach(), x, self.decoder()[0].detach())
+        return loss, squared_error, z
+
     @torch.no_grad()
     def solve_decoder(self, rows: Rows, last: bool) -> Decoder:
-        """The decoder step, over one pass of all rows; the proximal terms then refer to what it leaves.
+        """The decoder step; the proximal terms then refer to what it leaves.
+
+        It is over one pass of all rows, or over the rows of the latest encoder steps, where the objective's other terms
+        count for the share that those are of all.
 
         Args:
             rows: the training rows.
@@ -123,7 +158,8 @@ class PamSgdSolver(Solver):
         gathered = self._gather(rows, W_dec, last)
         if self._silence(gathered, W_dec) and last:
             gathered = self._gather(rows, W_dec, last)
-        terms = Terms(0.0, self.config.beta, self.weight("mu_dec"), self.weight("nu_dec"),
+        share = gathered.system.rows / self.task.rows
+        terms = Terms(0.0, share * self.config.beta, share * self.weight("mu_dec"), share * self.weight("nu_dec"),
                       self.trained["W_enc"].T if residual else None, W_dec, b_dec,
                       self._decay(W_dec, gathered.norm_weights) * (not last))
         choosing, near = is_choosing_step(int(self.outer)), None
@@ -132,12 +168,12 @@ class PamSgdSolver(Solver):
             new_problem = bool(self.alpha.isnan()) or (last and pulled)
             settled = last and self.smoothing.moves
             if new_problem or ((choosing or last) and not settled):
-                before = None if new_problem else self.alpha.item()
+                before = None if new_problem else share * self.alpha.item()
                 choice = choose_alpha(gathered.system, terms, gathered.z, gathered.x, before)
-                self.alpha.fill_(choice.alpha)
+                self.alpha.fill_(choice.alpha / share)
                 near = choice.factored
         self.outer += 1
-        terms = replace(terms, alpha=self.alpha.item())
+        terms = replace(terms, alpha=share * self.alpha.item())
         solved = solve(gathered.system, terms, None if last else near)
         if last:
             whole = len(gathered.z) == gathered.system.rows
@@ -151,7 +187,7 @@ class PamSgdSolver(Solver):
             self.residual.fill_(solved.residual)
         if solved.raised:
             self.raised.fill_(max(self.raised.item(), solved.ridge))
-        enough = rows.rows >= REVIVAL_ROWS * len(W_dec)
+        enough = gathered.system.rows >= REVIVAL_ROWS * len(W_dec)
         if self.config.revive and enough and self.step < REVIVAL * self.task.steps:
             self._revive(gathered)
         self._balance()
@@ -170,8 +206,14 @@ class PamSgdSolver(Solver):
         mean = max(norms.mean().item(), LEAST_SIZE * self._size / math.sqrt(len(norms)))
         return weight * norm_weights / (2 * norms.clamp(min=LEAST_NORM * mean))
 
-    def _gather(self, rows: Rows, W_dec: Tensor, last: bool) -> Gathered:
-        """The decoder step's pass over the rows, smoothed but for the last."""
+    def _gather(self, rows: Rows | SomeRows, W_dec: Tensor, last: bool) -> Gathered:
+        """What the decoder step is made from: a pass over the rows, smoothed but for the last; or the codes of encoder
+        steps, and at the end a pass over some of the rows, where all have not been read twice either."""
+        if self._running is not None and not last:
+            return self._running.gathered()
+        once = self.task.steps <= self.task.batches * self.config.inner_steps
+        if self._running is not None and once:
+            rows = SomeRows(rows, LAST_ROWS * len(W_dec))
         iteration = None if self._budget is None else Iteration(W_dec, self._budget)
         return gather(rows, self.sae(), self.task.sparsity, None if last else self.smoothing,
                       lambda: self.draws(int(self.outer), DECODER_STEP), iteration)
@@ -180,7 +222,7 @@ class PamSgdSolver(Solver):
         """Turn off latents whose contribution a penalty has driven to nothing, and say whether there are any: left to
         themselves they shrink until nothing can be computed with them, and the last decoder step, which does without
         the penalty, would bring them back."""
-        contribution = gathered.norm_weights * W_dec.double().norm(dim=1) / self.task.rows  # (F,)
+        contribution = gathered.norm_weights * W_dec.double().norm(dim=1) / gathered.system.rows  # (F,)
         gone = (gathered.norm_weights > 0) & (contribution < SILENT * math.sqrt(W_dec.shape[1]))
         self.trained["W_enc"][:, gone] = 0
         self.trained["b_enc"][gone] = 0
@@ -226,6 +268,8 @@ class PamSgdSolver(Solver):
         for name, tensor in self.trained.items():
             tensor.copy_(rescaled[name] if name in rescaled else tensor * factor)
         self.optimizer.rescale(factor)
+        if self._running is not None:
+            self._running.rescale(factor)
         self.c /= factor**2
         self.Delta /= factor
         self.alpha *= factor**2

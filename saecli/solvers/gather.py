@@ -1,4 +1,4 @@
-"""The one pass over all rows that a decoder step makes.
+"""What a decoder step takes from the rows, in one pass over them.
 
 Shapes: B rows in a block, n sampled, D = d_in, F = d_sae.
 """
@@ -15,16 +15,17 @@ from ..sae import SAE
 from .base import Rows
 from .smoothing import Smoothing
 
+BLOCK_ROWS = 2048  # at a time, at least, where batches are put together
 SAMPLED_ROWS = 4096  # evenly spaced over all, on which alpha is chosen and dead latents are re-aimed
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a decoder step takes from its pass over the rows.
+    """What a decoder step takes from the rows.
 
     Args:
         system: the normal equations.
-        z: codes of the sampled rows, (n, F); all rows where there are fewer than `SAMPLED_ROWS`.
+        z: codes of the sampled rows, (n, F); all rows where there are fewer than `SAMPLED_ROWS` and none weigh less.
         x: those rows, (n, D).
         norm_weights: what the penalty weighs each decoder norm with, (F,).
         fired: the latents that fired on any row, (F,).
@@ -50,12 +51,37 @@ class Iteration:
     budget: float
 
 
-def gather(rows: Rows, sae: SAE, sparsity: str, smoothing: Smoothing | None, draws: Callable[[], torch.Generator],
-           iteration: Iteration | None) -> Gathered:
+@dataclass(frozen=True)
+class SomeRows:
+    """At most so many of the rows, spread over all, for a pass that need not take more."""
+
+    all: Rows
+    most: int
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return min(self.most, self.all.rows)
+
+    def sequential(self) -> Iterator[Tensor]:
+        """Each of them once, in batches (B, D)."""
+        left, pending = self.rows, []
+        for x in self.all.sequential() if left == self.all.rows else self.all.shuffled(0):
+            pending.append(x[:left])
+            left -= len(pending[-1])
+            if not left or sum(map(len, pending)) >= BLOCK_ROWS:
+                yield torch.cat(pending)
+                pending = []
+            if not left:
+                return
+
+
+def gather(rows: Rows | SomeRows, sae: SAE, sparsity: str, smoothing: Smoothing | None,
+           draws: Callable[[], torch.Generator], iteration: Iteration | None) -> Gathered:
     """Encode every row once and sum what the decoder step needs.
 
     Args:
-        rows: the training rows.
+        rows: the training rows, or some of them.
         sae: its encoder gives the codes, its decoder the norms that a penalty weighs.
         sparsity: the penalty, or `none`.
         smoothing: of the rows; None to take them as they are.

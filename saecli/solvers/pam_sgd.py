@@ -22,7 +22,7 @@ from ..config import option
 from ..errors import ConfigError
 from ..ridge import iterative_memory, memory_needed
 from ..sae import SAE
-from .alternation import REVIVAL_ROWS, WINDOW, PamSgdSolver
+from .alternation import REVIVAL_ROWS, RUNNING_ROWS, WINDOW, PamSgdSolver
 from .base import DEFAULT_STEPS, SolverConfig, Task
 from .gather import SAMPLED_ROWS
 from .optimizers import OPTIMIZERS
@@ -61,8 +61,10 @@ class PamSgd(SolverConfig):
                                             f"to about {DEFAULT_STEPS} of them, at most {MOST_INNER_STEPS}; 1 with "
                                             "--steps.",
                                     choices=("auto",), minimum=1)
-    decoder_every: int | str = option("epoch", "Solve for the decoder after each epoch, or also after every so many "
-                                               "batches; each solve is a pass over all training rows.",
+    decoder_every: int | str = option("epoch", "Solve for the decoder after each epoch, by a pass over all training "
+                                               "rows; or also after every so many batches, from the codes of the "
+                                               f"latest {RUNNING_ROWS} rows a latent that encoder steps have "
+                                               "computed: for more rows than are read twice.",
                                       choices=("epoch",), minimum=1)
     solve: str = option("auto", "How the decoder step is solved: direct, by factorising a d_sae x d_sae matrix; "
                                 "iterative, without that matrix, to a residual of 1e-4; auto: direct where that fits "
