@@ -8,7 +8,7 @@ import torch
 from encoders import walls
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 
-from saecli.activations import AbsTopK, BatchTopK, JumpRelu, Relu, ReluTopK, TopK
+from saecli.activations import AbsTopK, BatchTopK, JumpRelu, Relu, ReluTopK, Swish, TopK
 from saecli.metrics import reconstruction
 from saecli.sae import SAE
 from saecli.store import is_test
@@ -137,8 +137,20 @@ def test_several_runs_make_one_table_and_one_picture_and_are_measured_as_each_al
         assert one == sae("geometry", one["run"], "--json").json
     out = sae("geometry", "early", "late").out
     assert out.index("early") < out.index("late")
+    make_run(sae.home, "smooth", random_sae(Swish()))
+    done = sae("geometry", "early", "smooth")
+    assert "the activation swish has no cells" in done.err
+    assert "early" not in done.out
     refused = sae("geometry", "early", "late", "--slice", "0,1,2", "--plot", tmp_path / "y.png")
     assert "--slice is for the picture of one SAE, got 2 runs" in refused.err
+
+
+@pytest.mark.parametrize("words", [["--rows", "1"], ["--fit-rows", "1"], ["--split", "train", "--rows", "2"]])
+def test_a_row_or_two_are_measured_and_drawn(sae: CommandLine, tmp_path: Path, words: list[str]) -> None:
+    for activation in (TopK(3), Relu(), AbsTopK(F)):
+        make_run(sae.home, activation.name, random_sae(activation))
+        done = sae("geometry", activation.name, "--plot", tmp_path / "x.png", *words)
+        assert (done.status, done.out.count("FVU of")) == (0, 4 + ("own cells" in done.out)), done.err
 
 
 def test_lambda_sets_what_a_dimension_costs(sae: CommandLine) -> None:
@@ -206,7 +218,8 @@ def test_small_spaces_are_drawn_whole(sae: CommandLine, tmp_path: Path, d_in: in
     (["--plot", "x.gif"], "cannot draw x.gif: expected an ending out of .png, .pdf, .svg, got .gif"),
     (["--lambda", "-1"], "--lambda must be auto or a number that is at least 0, got '-1'"),
     (["--lambda", "nan"], "--lambda must be auto or a number that is at least 0, got 'nan'"),
-    (["--radius", "0"], "--radius must be above 0, got 0"),
+    (["--radius", "0"], "--radius must be a number above 0, got 0"),
+    (["--radius", "inf"], "--radius must be a number above 0, got inf"),
     (["no-such-run"], "found no run and no folder named 'no-such-run'")])
 def test_bad_input_gets_one_sentence(sae: CommandLine, words: list[str], sentence: str, tmp_path: Path,
                                      monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
+from ..geometry.partition import check_cells
 from ..geometry.planes import Plane
 from ..geometry.survey import SAMPLE_ROWS
 from .geometry_measures import Bridges, Wanted, find_out
@@ -47,8 +48,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     Example: sae geometry first --plot geometry.png
     """
     session = start(ctx, json, plot)
-    if not radius > 0:
-        raise ConfigError(f"--radius must be above 0, got {radius:g}")
+    if not 0 < radius < float("inf"):
+        raise ConfigError(f"--radius must be a number above 0, got {radius:g}")
     wanted = Wanted(rows, fit_rows, radius, _penalty(lambda_))
     sliced = ctx.get_parameter_source("slice_").name != "DEFAULT"
     if plot is None and sliced:
@@ -58,6 +59,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
         raise ConfigError(f"--slice is for the picture of one SAE, got {len(names)} runs; leave it out, or name one")
     corners = corners_of(slice_)
     everything = all_measured(session, names, data, split, "cpu")
+    for one in everything:
+        check_cells(one.sae.activation)
     marked = rows_at(everything[0].rows, corners)
     through = Plane.through(marked) if corners else None
     bridges = Bridges()

@@ -33,8 +33,8 @@ def draw_one(path: Path, found: Found, through: Plane | None, marked: Mapping[in
     plane = through or Plane.principal(sample)
     points = plane.coordinates(torch.from_numpy(sample))
     places = plane.coordinates(torch.stack(list(marked.values()))) if marked else points[:0]
-    caption = (f"the plane through rows {', '.join(map(str, marked))}" if marked
-               else "the plane of principal components 1 and 2" if one.sae.d_in > 2 else "the space of the rows")
+    caption = (f"on the plane through rows {', '.join(map(str, marked))}" if marked
+               else "on the plane of principal components 1 and 2" if one.sae.d_in > 2 else "in the space of the rows")
     section = cells_of(plane.section(one.sae))
     cells = plane_cells(section, window_of(points, places))
     rows, near = spread_out(sample, ARROWS), document["complexity"]

@@ -1,4 +1,4 @@
-"""The bridge: what an SAE lies between, on the same rows. k-means is worse, local PCA of the same rank better.
+"""The bridge: what an SAE lies between, on the same rows: on the same cells a constant is worse, local PCA better.
 
     FVU = sum ||x - x_hat||^2 / sum ||x - mean||^2 over the rows measured
 

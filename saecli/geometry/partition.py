@@ -4,20 +4,35 @@ from dataclasses import replace
 
 import torch
 
-from ..activations import ACTIVATIONS, Largest, ReluTopK, Thresholded, TopK
+from ..activations import ACTIVATIONS, AbsTopK, Activation, ReluTopK, Thresholded, TopK
 from ..errors import ConfigError
 from ..sae import SAE
 from .cells import Cells, ThresholdedCells
 from .largest_cells import LargestCells, ReluTopKCells
 from .power_diagram import KthOrderDiagram, PowerDiagram, kth_order_diagram
 
+KNOWN = (Thresholded, TopK, ReluTopK, AbsTopK)
+
+
+def check_cells(activation: Activation) -> None:
+    """Refuse an activation without cells.
+
+    Raises:
+        ConfigError: it is not piecewise affine, or no one has said what its cells are.
+    """
+    if not isinstance(activation, KNOWN):
+        known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, KNOWN)]
+        raise ConfigError(f"the activation {activation.name} has no cells that this tool knows; expected one of "
+                          f"{', '.join(known)}; train such an SAE to see its geometry")
+
 
 def cells_of(sae: SAE) -> Cells:
     """The partition that an SAE makes of its input space.
 
     Raises:
-        ConfigError: the SAE's activation is not piecewise affine, or no one has said what its cells are.
+        ConfigError: as of `check_cells`.
     """
+    check_cells(sae.activation)
     sae = sae.to(torch.float64)
     # A latent's weights in one piece: they are gathered by the latent, ten times faster so.
     sae = replace(sae, W_enc=sae.W_enc.T.contiguous().T)
@@ -28,11 +43,8 @@ def cells_of(sae: SAE) -> Cells:
         relu = ThresholdedCells(sae, torch.zeros(sae.d_sae, dtype=torch.float64))
         return ReluTopKCells(sae, LargestCells(sae, order), relu)
     order = kth_order_diagram(sae)
-    if order is not None:
-        return LargestCells(sae, order)
-    known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, Thresholded | Largest)]
-    raise ConfigError(f"the activation {sae.activation.name} has no cells that this tool knows; expected one of "
-                      f"{', '.join(known)}; train such an SAE to see its geometry")
+    assert order is not None  # every other activation of `KNOWN` has one
+    return LargestCells(sae, order)
 
 
 def cells_of_diagram(diagram: PowerDiagram, k: int = 1) -> LargestCells:

@@ -1,5 +1,6 @@
 """The picture of an SAE's geometry: cells on a plane, margins, local complexity, growth, and the bridge."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ class GeometryPicture:
 
     Args:
         title: what stands above.
-        caption: what the plane is: "the plane through rows 1, 2, 3".
+        caption: where the cells are: "on the plane through rows 1, 2, 3".
         cells: the cells on the plane.
         occupancy: rows that fall in each of them, (C,).
         points: rows projected on the plane, (M, 2).
@@ -75,16 +76,22 @@ def geometry(path: Path, picture: GeometryPicture) -> None:
         _draw_bridge(list(below.subplots(1, 3, sharex=True, sharey=True)), picture)
 
 
-def _cells(count: int) -> str:
-    return f"{count:,} {'cell' if count == 1 else 'cells'}"
+def _count(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def _fvu(value: float) -> str:
+    if math.isnan(value):
+        return "not defined, rows all equal"
+    return f"FVU {value if abs(value) > ROUNDING else 0:.3g}"
 
 
 def _draw_plane(size: Axes, occupancy: Axes, picture: GeometryPicture) -> None:
     fill_by_size(size, picture.cells)
     scatter(size, picture.points, picture.marks)
     kept = picture.cells.kept
-    same = f"{kept[0]:,} latents kept in each" if kept.min() == kept.max() else "by the latents kept"
-    size.set_title(f"{_cells(picture.cells.count)} on {picture.caption}, {same}")
+    same = f"{_count(int(kept[0]), 'latent')} kept in each" if kept.min() == kept.max() else "by the latents kept"
+    size.set_title(f"{_count(picture.cells.count, 'cell')} {picture.caption}, {same}")
     fill_by_occupancy(occupancy, picture.cells, picture.occupancy)
     occupancy.set_title("by the rows that fall in them")
     for axes in (size, occupancy):
@@ -105,7 +112,9 @@ def _draw_margins(axes: Axes, margins: Mapping[str, NDArray]) -> None:
         say_empty(axes, "no row has\na boundary near")
         return
     every = np.concatenate(list(drawn.values()))
-    bins = np.logspace(np.log10(every.min()) - 0.05, np.log10(every.max()) + 0.05, 41)
+    low, high = np.log10(every.min()) - 0.05, np.log10(every.max()) + 0.05
+    short_by = max(0.0, 1 - (high - low)) / 2  # of a decade, which ticks need
+    bins = np.logspace(low - short_by, high + short_by, 41)
     for index, (name, some) in enumerate(drawn.items()):
         style = ({"color": COLOURS[0], "alpha": 0.75} if not index
                  else {"histtype": "step", "color": COLOURS[1], "linewidth": 1.3})
@@ -135,7 +144,8 @@ def _draw_growth(axes: Axes, growth: Sequence[tuple[int, int]]) -> None:
     axes.plot(rows, cells, color=COLOURS[0], marker="o")
     axes.annotate("a cell a row", (rows[len(rows) // 2], rows[len(rows) // 2]), xytext=(-4, 4), color=GREY, fontsize=8,
                   textcoords="offset points", ha="right")
-    axes.set(xlabel="rows", ylabel="cells visited", title=f"{cells[-1]:,} cells, {rows[-1]:,} rows")
+    axes.set(xlabel="rows", ylabel="cells visited",
+             title=f"{_count(int(cells[-1]), 'cell')} visited by {_count(int(rows[-1]), 'row')}")
     log_scale(axes, "x")
     log_scale(axes, "y")
 
@@ -144,7 +154,8 @@ def _draw_sizes(axes: Axes, sizes: NDArray) -> None:
     ranks = np.arange(1, len(sizes) + 1)
     steps = np.unique(np.r_[0, np.flatnonzero(np.diff(sizes)), np.flatnonzero(np.diff(sizes)) + 1, len(sizes) - 1])
     axes.plot(ranks[steps], sizes[steps], color=COLOURS[0], marker="o", markersize=2.5)
-    axes.set(xlabel="cell, the fullest first", ylabel="rows in it", title=f"{(sizes == 1).sum():,} cells with one row")
+    axes.set(xlabel="cell, the fullest first", ylabel="rows in it",
+             title=f"{_count(int((sizes == 1).sum()), 'cell')} with one row")
     log_scale(axes, "x")
     axes.set_ylim(0.8, max(10, sizes.max() * 1.5))
     log_scale(axes, "y")
@@ -154,6 +165,6 @@ def _draw_bridge(panels: Sequence[Axes], picture: GeometryPicture) -> None:
     left, right, bottom, top = picture.cells.window
     for axes, colour, (name, (ends, fvu)) in zip(panels, BRIDGE_COLOURS, picture.bridge.items(), strict=True):
         arrows(axes, picture.rows, ends, colour)
-        axes.set(title=f"{name}: FVU {fvu if abs(fvu) > ROUNDING else 0:.3g}", aspect="equal", xlim=(left, right),
+        axes.set(title=f"{name}: {_fvu(fvu)}", aspect="equal", xlim=(left, right),
                  ylim=(bottom, top), xlabel="first axis")
     panels[0].set_ylabel("rows (grey) and\nreconstructions, second axis")
