@@ -17,8 +17,8 @@ from .style import COLOURS, GREY
 
 TINTS = np.array([to_rgb(colour) for colour in COLOURS[:6]]) * 0.45 + 0.55  # pale enough for rows to stand out
 # From pale to dark in one hue's order of lightness: read alike in grey and by the colour-blind.
-SCALE = ListedColormap(matplotlib.colormaps["YlGnBu"](np.linspace(0.02, 0.8, 256)))
-EMPTY = np.array(to_rgb("#f4f4f4"))
+SCALE = ListedColormap(matplotlib.colormaps["YlGnBu"](np.linspace(0.15, 0.8, 256)))
+EMPTY = np.array(to_rgb("white"))
 LINE = "#333333"
 POINTS = 1000  # rows drawn at most
 
@@ -72,13 +72,13 @@ def fill_by_size(axes: Axes, cells: PlaneCells) -> None:
 
 
 def fill_by_occupancy(axes: Axes, cells: PlaneCells, occupancy: NDArray[np.int64]) -> None:
-    """Draw the cells coloured by how many rows fall in each, (C,); those without any are left pale grey."""
+    """Draw the cells coloured by how many rows fall in each, (C,); those without any are left white."""
     most = max(2, int(occupancy.max(initial=0)))
     scale = LogNorm(1, most)
     colours = np.where((occupancy > 0)[:, None], SCALE(scale(np.maximum(occupancy, 1)))[:, :3], EMPTY)
     fill(axes, cells, colours)
     bar = axes.figure.colorbar(ScalarMappable(scale, SCALE), ax=axes, shrink=0.75, pad=0.02,
-                               label="rows that fall in the cell; grey: none")
+                               label="rows that fall in the cell; white: none")
     ticks = [tick for decade in 10 ** np.arange(7) for tick in (decade, 2 * decade, 5 * decade) if tick <= most]
     bar.set_ticks(ticks if most <= 50 else [tick for tick in ticks if str(tick)[0] == "1"])
     bar.ax.minorticks_off()
@@ -96,8 +96,8 @@ def scatter(axes: Axes, points: NDArray, marks: Mapping[int, NDArray]) -> None:
 
 
 def arrows(axes: Axes, starts: NDArray, ends: NDArray, colour: str) -> None:
-    """Draw rows, (M, 2), and lines to where they are reconstructed, (M, 2)."""
+    """Draw rows, (M, 2), as open dots, and lines to where they are reconstructed, (M, 2), as full ones."""
     axes.grid(False)
     axes.plot(*np.stack([starts, ends], 1).transpose(2, 1, 0), color=colour, linewidth=0.7, alpha=0.8, zorder=2)
-    axes.scatter(*starts.T, s=6, c=GREY, linewidths=0, zorder=3)
+    axes.scatter(*starts.T, s=9, facecolors="white", edgecolors=GREY, linewidths=0.6, zorder=3)
     axes.scatter(*ends.T, s=8, c=colour, linewidths=0, zorder=4)

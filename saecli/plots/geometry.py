@@ -167,4 +167,4 @@ def _draw_bridge(panels: Sequence[Axes], picture: GeometryPicture) -> None:
         arrows(axes, picture.rows, ends, colour)
         axes.set(title=f"{name}: {_fvu(fvu)}", aspect="equal", xlim=(left, right),
                  ylim=(bottom, top), xlabel="first axis")
-    panels[0].set_ylabel("rows (grey) and\nreconstructions, second axis")
+    panels[0].set_ylabel("rows (open) and\nreconstructions, second axis")
