@@ -40,7 +40,10 @@ def test_script_runs_and_draws(name: str, tmp_path: Path, capsys: pytest.Capture
 
 def test_orders_finds_the_sites_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("orders.py", tmp_path / "x.svg")
-    assert float(re.search(r"off by ([\d.e-]+)", capsys.readouterr().out).group(1)) < 1e-12
+    said = capsys.readouterr().out
+    assert float(re.search(r"off by ([\d.e-]+)", said).group(1)) < 1e-12
+    held, same = re.search(r"; (\d+) of 9999 points hold them, and (\d+)", said).groups()
+    assert int(held) == int(same) > 100
 
 
 @pytest.mark.slow

@@ -60,6 +60,14 @@ def main() -> None:
     moved = (found.diagram.centroids - centroids).abs().max()
     print(f"{len(pairs)} pairs have sites nu_S; the {SITES} sites found from them are off by {moved:.1e}, "
           f"residual {found.residual:.1e}")
+    cell = cells_of_diagram(power, 2).cell(torch.zeros(2, dtype=torch.float64))
+    points = torch.from_numpy(rng.uniform(-4, 4, (9999, 2)))
+    H, c = cell.inequalities()
+    held = (points @ H.T > c).all(1) & cell.contains(points)  # twice the same question
+    pair = power.nearest(torch.zeros(1, 2), 2).sort().values
+    same = (power.nearest(points, 2).sort().values == pair).all(1)
+    print(f"the origin's second-order cell has {len(H)} inequalities H x > c; {int(held.sum())} of {len(points)} "
+          f"points hold them, and {int(same.sum())} have its pair of nearest sites")
     print(f"drew {out}")
 
 
