@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError
+from .products import NonZeros
 from .sae import SAE
 
 DENSE_FREQUENCY = 0.1  # a latent that fires on a larger share of the rows counts as dense
+CACHED_CODES = 1 << 18  # 1 MiB in float32
 
 
 class Reconstruction:
@@ -38,13 +40,13 @@ class Reconstruction:
         self._fired = torch.zeros(d_sae, dtype=torch.bool)
 
     @torch.no_grad()
-    def update(self, x: Tensor, x_hat: Tensor, z: Tensor) -> None:
+    def update(self, x: Tensor, x_hat: Tensor, z: Tensor | NonZeros) -> None:
         """Count a batch.
 
         Args:
             x: the rows, (B, D).
             x_hat: their reconstructions, (B, D).
-            z: their codes, (B, F).
+            z: their codes, (B, F), or those that are not zero.
         """
         if not len(x):
             return
@@ -56,12 +58,10 @@ class Reconstruction:
         total = self.rows + len(x)
         scatter = (x - mean).square().sum() + shift.square().sum() * (self.rows * len(x) / total)
         norms = (x.norm(dim=1) * x_hat.norm(dim=1)).clamp(min=torch.finfo(torch.float64).tiny)
-        fires = z != 0
-        # a row of codes is summed in their own precision: converting every code to float64 takes as long as encoding
-        l1 = torch.linalg.vector_norm(z, 1, dim=1, dtype=torch.promote_types(z.dtype, torch.float32))
+        counts, l1 = _firing_of(z)
         self._sums += torch.stack([scatter, (x_hat - x).square().sum(), ((x * x_hat).sum(1) / norms).sum(),
-                                   fires.sum(1, dtype=torch.int32).sum().double(), l1.sum(dtype=torch.float64)])
-        self._fired |= fires.any(0)
+                                   counts.sum().double(), l1])
+        self._fired |= counts > 0
         self._mean += shift * (len(x) / total)
         self.rows = total
 
@@ -98,9 +98,29 @@ def reconstruction(sae: SAE, batches: Iterable[Tensor]) -> dict[str, Any]:
     """
     found = Reconstruction(sae.d_in, sae.d_sae)
     for x in batches:
-        z = sae.encode(x)
+        codes = sae.encode(x)
+        z = NonZeros.of(codes) or codes
         found.update(x, sae.decode(z), z)
     return found.result()
+
+
+def _firing_of(z: Tensor | NonZeros) -> tuple[Tensor, Tensor]:
+    """On how many rows each latent fires, (F,), and the sum of all codes' magnitudes, float64."""
+    if isinstance(z, NonZeros):
+        return torch.bincount(z.columns, minlength=z.shape[1]), z.values.double().abs().sum()
+    counts = torch.zeros(z.shape[1], dtype=torch.int64, device=z.device)
+    l1 = torch.zeros((), dtype=torch.float64, device=z.device)
+    # A row of codes is summed in their own precision: converting every code to float64 takes as long as encoding.
+    precision = torch.promote_types(z.dtype, torch.float32)
+    for some in _in_cache(z):
+        counts += (some != 0).sum(0, dtype=torch.int32)
+        l1 += some.abs().sum(1, dtype=precision).sum(dtype=torch.float64)
+    return counts, l1
+
+
+def _in_cache(z: Tensor) -> tuple[Tensor, ...]:
+    """Codes, (B, F), so many rows at a time that on a CPU what is made of them stays in a core's own cache."""
+    return z.split(max(1, CACHED_CODES // z.shape[1]) if z.device.type == "cpu" else len(z))
 
 
 class Firing:
@@ -125,10 +145,11 @@ class Firing:
             self._counts, self._histogram = self._counts.to(z.device), self._histogram.to(z.device)
         if self.rows < self._keep:
             self._kept.append(z[:self._keep - self.rows].cpu())
-        fires = z != 0
-        l0 = fires.sum(1, dtype=torch.int32)
-        self._counts += fires.sum(0, dtype=torch.int32)
-        self._histogram.index_add_(0, l0, torch.ones_like(l0, dtype=torch.int64))
+        for some in _in_cache(z):
+            fires = some != 0
+            l0 = fires.sum(1, dtype=torch.int32)
+            self._counts += fires.sum(0, dtype=torch.int32)
+            self._histogram.index_add_(0, l0, torch.ones_like(l0, dtype=torch.int64))
         self.rows += len(z)
 
     @property
@@ -169,6 +190,21 @@ class Firing:
         return {"rows": self.rows, "l0": float(l0), "l0_std": float((share @ (value - l0).square()).sqrt()),
                 "density": float(l0) / len(frequency), "dead": int((frequency == 0).sum()),
                 "dense": int((frequency > DENSE_FREQUENCY).sum()), "frequency": frequency.tolist()}
+
+
+@torch.no_grad()
+def firing(sae: SAE, batches: Iterable[Tensor], keep: int = 0) -> Firing:
+    """The latents of an SAE that fire on rows, counted in one pass.
+
+    Args:
+        sae: the autoencoder.
+        batches: the rows, in batches (B, D), of the SAE's dtype and device.
+        keep: as of `Firing`.
+    """
+    found = Firing(sae.d_sae, keep)
+    for x in batches:
+        found.update(sae.encode(x))
+    return found
 
 
 def _demand_rows(rows: int) -> None:

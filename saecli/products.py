@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -39,10 +40,13 @@ class NonZeros:
     @classmethod
     def of(cls, matrix: Tensor) -> Self | None:
         """Those of a matrix; None where dense products are the faster ones."""
-        if matrix.device.type != "cpu" or matrix.count_nonzero() > DENSITY * matrix.numel():
+        if matrix.device.type != "cpu":
             return None
-        flat = matrix.flatten()
-        places = flat.detach().nonzero()[:, 0]
+        # NumPy counts and finds what is true several times as fast as PyTorch does, or either of them what is not zero.
+        there = (matrix.detach() != 0).flatten().numpy()
+        if np.count_nonzero(there) > DENSITY * matrix.numel():
+            return None
+        flat, places = matrix.flatten(), torch.from_numpy(np.flatnonzero(there))
         rows = places.div(matrix.shape[1], rounding_mode="floor")
         return cls(rows, places - rows * matrix.shape[1], flat.gather(0, places), tuple(matrix.shape))
 
@@ -142,11 +146,11 @@ def pre_activations(x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:
     return _PreActivations.apply(x, W_enc, b_enc)
 
 
-def reconstructions(z: Tensor, W_dec: Tensor, b_dec: Tensor) -> Tensor:
+def reconstructions(z: Tensor | NonZeros, W_dec: Tensor, b_dec: Tensor) -> Tensor:
     """`z W_dec + b_dec`, (B, D), differentiable in weights, (F, D), bias, (D,), and codes z, (B, F).
 
     Where few codes are not zero, those which are get no gradient. That is exact for activations whose own derivative is
     zero there.
     """
-    non_zeros = NonZeros.of(z)
+    non_zeros = NonZeros.of(z) if isinstance(z, Tensor) else z
     return torch.addmm(b_dec, z, W_dec) if non_zeros is None else non_zeros.times(W_dec) + b_dec

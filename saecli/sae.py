@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .activations import Activation, Parameters
-from .products import reconstructions
+from .products import NonZeros, reconstructions
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class SAE:
         """The codes, (B, F), of rows x, (B, D)."""
         return self.activation(self.pre_activations(x), self.parameters)
 
-    def decode(self, z: Tensor) -> Tensor:
-        """The reconstructions, (B, D), of codes z, (B, F)."""
+    def decode(self, z: Tensor | NonZeros) -> Tensor:
+        """The reconstructions, (B, D), of codes z, (B, F), or of those that are not zero."""
         return reconstructions(z, self.W_dec, self.b_dec)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from saecli.activations import Relu
 from saecli.errors import ConfigError
-from saecli.metrics import DENSE_FREQUENCY, Firing, Reconstruction
+from saecli.metrics import DENSE_FREQUENCY, Firing, Reconstruction, firing, reconstruction
+from saecli.products import NonZeros
+from saecli.sae import SAE
 
 
 def rows_and_codes(seed: int, rows: int, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,6 +52,37 @@ def test_reconstruction_in_any_batches_matches_numpy_over_all_rows(seed: int, ro
     oracle = reconstruction_oracle(*tensors)
     assert got.pop("l1") == pytest.approx(oracle.pop("l1"), rel=1e-6)
     assert got == pytest.approx(oracle, rel=1e-10)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 30, 1 << 18])
+def test_codes_counted_in_any_pieces_or_from_their_non_zeros_match_numpy(at_a_time, monkeypatch) -> None:
+    monkeypatch.setattr("saecli.metrics.CACHED_CODES", at_a_time)
+    x, x_hat, z = rows_and_codes(5, 40)
+    z[:, 7] = 0
+    z *= torch.rand(z.shape, generator=torch.Generator().manual_seed(6)) < 0.2
+    oracle = reconstruction_oracle(x, x_hat, z)
+    for codes in (z, NonZeros.of(z)):
+        measures = Reconstruction(6, 11)
+        measures.update(x, x_hat, codes)
+        assert measures.result() == pytest.approx(oracle, rel=1e-6)
+    counts = in_batches(Firing(11), [3], z)
+    assert counts["frequency"] == pytest.approx((z != 0).double().mean(0).tolist())
+    assert counts["l0"] == pytest.approx(oracle["l0"])
+
+
+@pytest.mark.parametrize("bias", [0.0, -2.5])
+def test_an_saes_measures_match_numpy_with_dense_and_with_few_codes(bias: float) -> None:
+    generator = torch.Generator().manual_seed(7)
+    W_enc = torch.randn(6, 50, generator=generator) / 6**0.5
+    sae = SAE(W_enc, torch.full((50,), bias), W_enc.T.contiguous() / 5, torch.ones(6), Relu())
+    x = torch.randn(300, 6, generator=generator)
+    z = (x.double() @ W_enc.double() + bias).relu()
+    assert (NonZeros.of(z) is None) == (bias == 0)
+    oracle = reconstruction_oracle(x, z @ sae.W_dec.double() + 1, z)
+    assert reconstruction(sae, x.split(70)) == pytest.approx(oracle, rel=1e-5)
+    found = firing(sae, x.split(70), keep=80)
+    assert found.frequency.tolist() == pytest.approx((z > 0).double().mean(0).tolist())
+    torch.testing.assert_close(found.patterns.double(), z[:80], rtol=1e-4, atol=1e-5)
 
 
 def test_fvu_keeps_its_digits_where_the_mean_is_a_million_deviations() -> None:
@@ -97,16 +131,16 @@ def test_firing_in_any_batches_matches_numpy_over_all_rows(seed: int, rows: int,
 
 
 def test_l0_histogram_counts_rows_by_latents_that_fire() -> None:
-    firing = Firing(3)
-    firing.update(torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, -2.0], [0.0, 3.0, 1.0], [1.0, 1.0, 1.0]]))
-    assert firing.l0_histogram.tolist() == [1, 0, 2, 1]
+    counts = Firing(3)
+    counts.update(torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, -2.0], [0.0, 3.0, 1.0], [1.0, 1.0, 1.0]]))
+    assert counts.l0_histogram.tolist() == [1, 0, 2, 1]
 
 
 def test_patterns_are_the_first_rows_whatever_the_batches() -> None:
     _, _, codes = rows_and_codes(3, 50)
-    firing = Firing(11, keep=20)
-    in_batches(firing, [7, 9, 30], codes)
-    assert torch.equal(firing.patterns, codes[:20])
+    counts = Firing(11, keep=20)
+    in_batches(counts, [7, 9, 30], codes)
+    assert torch.equal(counts.patterns, codes[:20])
     assert Firing(11).patterns.shape == (0, 11)
 
 
@@ -119,16 +153,16 @@ def test_measuring_no_rows_is_refused(accumulator: Reconstruction | Firing) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_as_on_the_cpu_without_waiting_for_the_device() -> None:
     x, x_hat, z = rows_and_codes(4, 500)
-    on_cuda, firing = Reconstruction(6, 11), Firing(11)
+    on_cuda, counts = Reconstruction(6, 11), Firing(11)
     batches = [tuple(t[i:i + 50].cuda() for t in (x, x_hat, z)) for i in range(0, 500, 50)]
     on_cuda.update(*batches[0])
-    firing.update(batches[0][2])
+    counts.update(batches[0][2])
     torch.cuda.set_sync_debug_mode("error")
     try:
         for batch in batches[1:]:
             on_cuda.update(*batch)
-            firing.update(batch[2])
+            counts.update(batch[2])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert on_cuda.result() == pytest.approx(in_batches(Reconstruction(6, 11), [], x, x_hat, z), rel=1e-10)
-    assert firing.result() == in_batches(Firing(11), [], z)
+    assert counts.result() == in_batches(Firing(11), [], z)

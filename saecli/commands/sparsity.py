@@ -4,13 +4,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 
-from ..metrics import DENSE_FREQUENCY, Firing
+from ..metrics import DENSE_FREQUENCY, Firing, firing
 from ..report import Report, table
-from .options import Device, Json, Plot, Runs, Session, start
-from .subjects import Data, Measured, SplitName, all_measured
+from .options import Device, Json, Plot, Runs, start
+from .subjects import Data, SplitName, all_measured
 
 COLUMNS = ("rows", "l0", "l0_std", "density", "dead", "dense")
 PICTURED_ROWS = 200
@@ -28,21 +27,13 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     """
     session = start(ctx, json, plot)
     everything = all_measured(session, list(dict.fromkeys(runs or ())), data, split, device)
-    counted = [_count(session, one, PICTURED_ROWS if plot else 0) for one in everything]
-    found = [one.heading | firing.result() for one, firing in zip(everything, counted, strict=True)]
+    counted = [firing(one.sae, one.batches(session), PICTURED_ROWS if plot else 0) for one in everything]
+    found = [one.heading | counts.result() for one, counts in zip(everything, counted, strict=True)]
     if plot is not None:
-        _draw(session.report, plot, {run["run"]: firing for run, firing in zip(found, counted, strict=True)})
+        _draw(session.report, plot, {run["run"]: counts for run, counts in zip(found, counted, strict=True)})
     rows = [[run["run"], run["data"], run["split"], *(run[column] for column in COLUMNS)] for run in found]
     columns = ["run", "data", "split", *(column.replace("_", " ") for column in COLUMNS)]
     session.report.result({"runs": found}, table(None, columns, rows), *(extremes(run) for run in found))
-
-
-@torch.no_grad()
-def _count(session: Session, one: Measured, keep: int) -> Firing:
-    firing = Firing(one.sae.d_sae, keep)
-    for x in one.batches(session):
-        firing.update(one.sae.encode(x))
-    return firing
 
 
 def extremes(run: dict[str, Any]) -> str:
@@ -62,9 +53,10 @@ def _listed(words: list[str]) -> str:
 
 
 def _draw(report: Report, path: Path, counted: dict[str, Firing]) -> None:
-    from ..plots import firing, patterns
+    from ..plots import firing as histograms
+    from ..plots import patterns
 
-    firing(path, {name: (one.l0_histogram, one.frequency) for name, one in counted.items()})
+    histograms(path, {name: (one.l0_histogram, one.frequency) for name, one in counted.items()})
     drawn = [path]
     for name, one in counted.items():
         which = "-" + re.sub(r"[^\w.-]+", "-", name) if len(counted) > 1 else ""

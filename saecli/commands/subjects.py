@@ -23,7 +23,7 @@ Data = Annotated[str | None, typer.Option(
 SplitName = Annotated[Literal["test", "train", "all"], typer.Option(
     "--split", help="Rows to measure on: test, those held out; train, those trained on; all.")]
 
-BATCH_CODES = 1 << 24  # codes at a time: 64 MB in float32
+BATCH_CODES, BATCH_ROWS = 1 << 24, 1024  # at a time: 64 MB of codes at most, and less memory to go through is faster
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Measured:
 
     def batches(self, session: Session) -> Iterator[Tensor]:
         """The rows in stored order, in batches (B, D) of the SAE's device and dtype, progress shown."""
-        size = max(16, min(4096, BATCH_CODES // self.sae.d_sae))
+        size = max(16, min(BATCH_ROWS, BATCH_CODES // self.sae.d_sae))
         done = 0
         with session.report.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
             for batch in self.rows.sequential(size):
