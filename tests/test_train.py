@@ -179,6 +179,22 @@ def test_an_exact_shuffle_is_kept_with_the_run_and_refused_where_memory_is_short
         TrainingConfig(shuffle="exact").check_shuffle(3 << 30, 2 << 30)
 
 
+def test_epochs_that_are_kept_measure_as_they_did_in_training(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows())
+    for name, words in (("one", ("--keep-every", "2")), ("plain", ())):
+        assert sae("train", "--data", "rows", "--name", name, *QUICK, "--epochs", "5", *words).status == 0
+    assert_same_weights(sae.home, "one", "plain")
+    kept = sorted((sae.home / "runs" / "one" / "kept").iterdir())
+    assert [folder.name for folder in kept] == ["epoch-2", "epoch-4"]
+    lines = read_metrics(sae.home / "runs" / "one")
+    in_training = {line["epoch"]: line["test_fvu"] for line in lines if "epoch" in line}
+    measured = sae("eval", *map(str, kept), "--json")
+    assert not measured.err.count("not finished")
+    assert [run["fvu"] for run in measured.json["runs"]] == pytest.approx([in_training[2], in_training[4]], rel=1e-5)
+    assert len(sae("geometry", *map(str, kept), "one", "--json").json["runs"]) == 3
+    assert [run["name"] for run in sae("list", "--json").json["runs"]] == ["plain", "one"]
+
+
 def test_steps_take_the_place_of_epochs(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
     document = sae("train", "--steps", "37", "--batch-size", "64", "--d-sae", "24", "--json").json

@@ -43,7 +43,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     of its cells, with the SAE's rank in every cell and with a rank of each cell's own. On the SAE's own cells, those
     that hold enough rows, local PCA of the SAE's own rank tells the price of shared dictionary vectors.
 
-    Several runs, or copies of one run's folder made while it trains, make one table, and --plot draws how they move.
+    Several runs, or the epochs of one that `sae train --keep-every` keeps (RUN/kept/*), make one table, and --plot
+    draws how they move.
 
     Example: sae geometry first --plot geometry.png
     """

@@ -57,6 +57,8 @@ class TrainingConfig(Config):
     normalize: str = option("scale", "Normalisation of the rows, folded into the saved weights: scale centres them "
                                      "and divides by one number; standardize gives each dimension unit variance.",
                             choices=NORMALISATIONS)
+    keep_every: int | None = option(None, "Keep the SAE of every so many epochs as well, in RUN/kept/epoch-N, a folder "
+                                          "that eval, sparsity and geometry take.", minimum=1)
     device: str = option("auto", "Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one.")
     dtype: str = option("float32", "Precision of weights and steps; the decoder step sums in float64 in any case.",
                         choices=tuple(DTYPES))

@@ -30,6 +30,7 @@ from .rows import STREAMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae
 ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
 Measures = dict[str, Any]  # as of `metrics.reconstruction`
 
+KEPT = "kept"  # folder of a run, of the run folders of its earlier epochs
 LOG_EVERY = 20  # steps between lines in metrics.jsonl, and between looks at whether the loss is a number
 
 
@@ -126,6 +127,7 @@ class Trainer:
                 log.write({"step": solver.step, "epoch": progress.epoch, "test_fvu": test["fvu"],
                            "test_l0": test["l0"], **solver.record()})
                 self._save(solver, sae, normalisation, progress)
+                self._keep(sae, progress, test)
         finally:
             log.close()
         sae = on_raw_rows(solver.sae(), normalisation)
@@ -196,11 +198,25 @@ class Trainer:
         return reconstruction(sae, (batch.to(sae.W_enc) for batch in raw_batches(stored)))
 
     def _save(self, solver: Solver, sae: SAE, normalisation: Normalisation, progress: Progress) -> None:
-        source = self.plan.store.meta.source
-        origin = {key: source[key] for key in ORIGIN if key in source}
-        save_native(SavedSAE(sae.to(torch.float32), origin), self.folder)
+        self._save_sae(sae, self.folder)
         kept = {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
         save_checkpoint(self.folder, solver.state() | kept, vars(progress))
+
+    def _save_sae(self, sae: SAE, folder: Path) -> None:
+        source = self.plan.store.meta.source
+        origin = {key: source[key] for key in ORIGIN if key in source}
+        save_native(SavedSAE(sae.to(torch.float32), origin), folder)
+
+    def _keep(self, sae: SAE, progress: Progress, test: Measures) -> None:
+        """Write a run folder of the SAE as it stands, where `--keep-every` asks for this epoch's."""
+        every = self.plan.training.keep_every
+        if every is None or progress.epoch % every:
+            return
+        folder = self.folder / KEPT / f"epoch-{progress.epoch:0{len(str(self.epochs))}}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._save_sae(sae, folder)
+        self.plan.write(folder, {"epochs": progress.epoch, "steps": progress.step,
+                                 "final": {"test_fvu": test["fvu"], "l0": test["l0"]}})
 
     def _result(self, solver: Solver, progress: Progress, train: Measures, test: Measures) -> dict[str, Any]:
         rate = {} if solver.optimizer.to_tolerance else {"lr": solver.task.lr}
