@@ -21,7 +21,7 @@ class Subject:
     """An SAE to look at.
 
     Args:
-        name: what it is called in tables: its run's name, or the path that was given.
+        name: what it is called in tables: its run's name, its path below the runs, or the path that was given.
         folder: where it lies.
         data: name of the store that it was trained on; None where no one knows.
         split_seed: seed of the split into training and held-out rows.
@@ -58,7 +58,9 @@ def find_subject(home: Home, text: str | None) -> Subject:
         return _run(folder, marker, folder.name)
     folder = Path(text).expanduser()
     if (folder / marker).is_file():
-        return _run(folder, marker, text)
+        inside = folder.resolve().is_relative_to(home.runs.path.resolve())  # an epoch that a run has kept
+        name = str(folder.resolve().relative_to(home.runs.path.resolve())) if inside else text
+        return _run(folder, marker, name)
     if formats.recognise(folder) is not None:
         return Subject(text, folder)
     if folder.is_dir():

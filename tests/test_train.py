@@ -190,6 +190,7 @@ def test_epochs_that_are_kept_measure_as_they_did_in_training(sae: CommandLine):
     in_training = {line["epoch"]: line["test_fvu"] for line in lines if "epoch" in line}
     measured = sae("eval", *map(str, kept), "--json")
     assert not measured.err.count("not finished")
+    assert [run["run"] for run in measured.json["runs"]] == ["one/kept/epoch-2", "one/kept/epoch-4"]
     assert [run["fvu"] for run in measured.json["runs"]] == pytest.approx([in_training[2], in_training[4]], rel=1e-5)
     assert len(sae("geometry", *map(str, kept), "one", "--json").json["runs"]) == 3
     assert [run["name"] for run in sae("list", "--json").json["runs"]] == ["plain", "one"]
