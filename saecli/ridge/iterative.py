@@ -53,7 +53,7 @@ class CodeProducts:
         self._start = start
 
     def add(self, z: Tensor, x: Tensor) -> None:
-        """Add a block of rows: codes z, (B, F), and inputs x, (B, D)."""
+        """Add a block of rows: codes z, (B, F), which are not written to again, and inputs x, (B, D)."""
         block = products_of(z)
         self.rows += len(z)
         self.sum_z += z.sum(0, dtype=torch.float64)
@@ -72,7 +72,7 @@ class CodeProducts:
             self._pending = []
             return
         if not sparse:
-            self._kept.append(z.clone())
+            self._kept.append(z)
             return
         self._pending.append(block)
         if sum(one.shape[0] for one in self._pending) >= JOINED_ROWS:

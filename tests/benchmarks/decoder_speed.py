@@ -19,7 +19,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +75,16 @@ def against_peak(rows: int, d_in: int, d_sae: int) -> list[tuple[str, float, str
     """The first table's lines: what, seconds, and of what."""
     left, right = torch.randn(BLOCK, d_in), torch.randn(d_in, d_sae)
     rate = 2 * BLOCK * d_in * d_sae / least(lambda: left @ right, 5)
-    dense, count = list(blocks(min(rows, 2 * BLOCK), d_in, d_sae)), min(rows, 2 * BLOCK)
+    dense, count = list(blocks(2 * BLOCK, d_in, d_sae)), 2 * BLOCK
     few = [(sparse(z), x) for z, x in dense]
 
-    def gathered(parts: list[tuple[Tensor, Tensor]]) -> Moments:
+    def gathered(parts: Iterable[tuple[Tensor, Tensor]]) -> Moments:
         moments = Moments(d_in, d_sae)
         for z, x in parts:
             moments.add(z, x)
         return moments
 
-    moments = gathered(dense)
+    moments = gathered(blocks(max(rows, 4 * d_sae), d_in, d_sae))
     along = torch.randn(d_sae, d_in, generator=torch.Generator().manual_seed(0))
     alpha = 0.01 * moments.scale(1.0)
     terms = terms_of(d_in, d_sae, alpha, along)
