@@ -145,7 +145,8 @@ def test_several_runs_make_one_table_and_one_picture_and_are_measured_as_each_al
     assert "--slice is for the picture of one SAE, got 2 runs" in refused.err
 
 
-@pytest.mark.parametrize("words", [["--rows", "1"], ["--fit-rows", "1"], ["--split", "train", "--rows", "2"]])
+@pytest.mark.parametrize("words", [["--rows", "1"], pytest.param(["--fit-rows", "1"], marks=pytest.mark.slow),
+                                   pytest.param(["--split", "train", "--rows", "2"], marks=pytest.mark.slow)])
 def test_a_row_or_two_are_measured_and_drawn(sae: CommandLine, tmp_path: Path, words: list[str]) -> None:
     for activation in (TopK(3), Relu(), AbsTopK(F)):
         make_run(sae.home, activation.name, random_sae(activation))

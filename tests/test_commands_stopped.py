@@ -37,6 +37,7 @@ def in_folder(folder: Path, pattern: str) -> Callable[[int], bool]:
     return lambda process: any(folder.glob(pattern))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shard_rows", "pattern", "said"), [
     (2_000_000, "shards/.00000.h5.partial", ANEW), (100_000, "shards/00001.h5", ONWARD)])
 def test_an_import_stopped_before_and_after_its_first_shard_says_so_and_ends_when_run_again(

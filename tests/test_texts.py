@@ -65,6 +65,7 @@ def test_stdlib_docs_are_distinct_trimmed_and_numbered_without_gaps(stdlib):
     assert all(text == text.strip("\n") and len(text) >= 40 for text in texts)
 
 
+@pytest.mark.slow
 def test_stdlib_docs_come_in_the_same_order_from_another_process(stdlib):
     digest = hashlib.sha256(repr(stdlib).encode()).hexdigest()
     program = (
@@ -143,6 +144,7 @@ def test_a_damaged_parquet_file_is_told_of_once(tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_starting_later_in_stdlib_docs_gives_the_tail(stdlib):
     assert documents(STDLIB_DOCS, 1000) == stdlib[1000:]
 

@@ -65,6 +65,7 @@ def test_the_bundle_is_small_and_as_recorded(model):
     assert sum(parameter.numel() for parameter in model.parameters()) == RECORD["parameters"]
 
 
+@pytest.mark.slow
 def test_every_auto_class_loads_it_offline_without_a_warning():
     program = (
         "import warnings; warnings.simplefilter('error')\n"

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import TrainingError
 from .systems import NOT_FINITE
 
-PANEL = 512  # rows
+PANEL = 256  # rows
 RAISES = 15  # how often a ridge that fails is raised tenfold before giving up
 
 Update = tuple[float, Tensor]  # w and u, (F,), of a term w u u'

@@ -15,7 +15,7 @@ from ..sae import SAE
 from .base import Rows
 from .smoothing import Smoothing
 
-BLOCK_ROWS = 2048  # at a time, at least, where batches are put together
+BLOCK_ROWS = 4096  # at a time, at least, where batches are put together
 SAMPLED_ROWS = 4096  # evenly spaced over all, on which alpha is chosen and dead latents are re-aimed
 
 

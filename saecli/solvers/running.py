@@ -43,7 +43,8 @@ class Running:
             self._norm_weights *= keep * self._factor
             self._begin()
         self._rows += len(x)
-        self._norm_weights += self._activation.norm_weights(self._sparsity, z, W_dec)
+        if self._sparsity != "none":
+            self._norm_weights += self._activation.norm_weights(self._sparsity, z, W_dec)
         self._fired |= (z != 0).any(0)
         self._pending.append((z, x))
         self._latest.append((z, x))
@@ -70,6 +71,5 @@ class Running:
 
     def _flush(self) -> None:
         if self._pending:
-            z, x = (torch.cat(parts) for parts in zip(*self._pending, strict=True))
-            self._moments.add(z, x)
+            self._moments.add(*(torch.cat(parts) for parts in zip(*self._pending, strict=True)))
             self._pending = []

@@ -25,7 +25,7 @@ from ..store import Rows as StoredRows
 from .checkpoints import MetricsLog, load_checkpoint, save_checkpoint
 from .config import DTYPES, TrainingConfig
 from .normalise import Normalisation, fit_normalisation
-from .rows import STREAMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae, raw_batches
+from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae, raw_batches
 
 ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
 Measures = dict[str, Any]  # as of `metrics.reconstruction`
@@ -142,7 +142,7 @@ class Trainer:
     def _demand_memory(self) -> int:
         """The bytes that are free for the solver."""
         solver, d_sae = self.plan.solver, self.plan.training.d_sae
-        batch = 3 * 4 * max(self.plan.training.batch_size, STREAMED_ROWS) * d_sae  # codes, their gradients, a copy
+        batch = 3 * 4 * max(self.plan.training.batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
         needed = solver.memory(self.train_rows.rows, self.plan.training.batch_size, self.plan.store.d_in, d_sae) + batch
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
         if needed > free:

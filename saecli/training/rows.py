@@ -13,6 +13,7 @@ from ..store import Rows as StoredRows
 from .normalise import Normalisation
 
 STREAMED_ROWS = 2048  # rows at a time where their order does not matter
+SUMMED_ROWS = 4096  # the same for sums over all rows, of which each block's go through all of a d_sae x d_sae matrix
 SAMPLED_ROWS = 2048  # by which the learning rate and the initial scale are fitted, and rows smoothed
 RATE_FACTOR, RATE_POWER, HIGHEST_RATE = 0.105, 1 / 3, 0.015
 POWER_ITERATIONS = 30  # for an eigenvalue of which two digits are wanted
@@ -45,7 +46,7 @@ class TrainingRows:
 
     def sequential(self) -> Iterator[Tensor]:
         """Every row once, in batches (B, D), in stored order."""
-        return self._normalised(self.stored.sequential(STREAMED_ROWS))
+        return self._normalised(self.stored.sequential(SUMMED_ROWS))
 
     def sample(self) -> Tensor:
         """The first rows of the shuffled order, `SAMPLED_ROWS` or all there are, (n, D)."""

@@ -19,7 +19,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from saecli.ridge import Moments, Terms, choose_alpha, solve
 from saecli.ridge.solve import factor
 
-BLOCK = 2048
+BLOCK = 4096  # rows, as in training
 K = 32
 ALPHA = 100.0
 NOISE = 0.5
@@ -75,35 +75,32 @@ def against_peak(rows: int, d_in: int, d_sae: int) -> list[tuple[str, float, str
     """The first table's lines: what, seconds, and of what."""
     left, right = torch.randn(BLOCK, d_in), torch.randn(d_in, d_sae)
     rate = 2 * BLOCK * d_in * d_sae / least(lambda: left @ right, 5)
-    dense, count = list(blocks(2 * BLOCK, d_in, d_sae)), 2 * BLOCK
-    few = [(sparse(z), x) for z, x in dense]
-
-    def gathered(parts: Iterable[tuple[Tensor, Tensor]]) -> Moments:
-        moments = Moments(d_in, d_sae)
-        for z, x in parts:
-            moments.add(z, x)
-        return moments
-
-    moments = gathered(blocks(max(rows, 4 * d_sae), d_in, d_sae))
+    moments = Moments(d_in, d_sae)
+    for z, x in blocks(max(rows, 4 * d_sae), d_in, d_sae):
+        moments.add(z, x)
+    z, x = block_of(0, BLOCK, d_in, d_sae)
+    few, further = sparse(z), Moments(d_in, d_sae)
+    further.add(z, x)
+    dense_seconds = least(lambda: further.add(z, x), 4)
+    few_seconds = least(lambda: further.add(few, x), 4)
     along = torch.randn(d_sae, d_in, generator=torch.Generator().manual_seed(0))
     alpha = 0.01 * moments.scale(1.0)
     terms = terms_of(d_in, d_sae, alpha, along)
     by_torch = lapack(moments, alpha)
-    each, of_few = least(lambda: gathered(dense)), least(lambda: gathered(few))
-    share = (d_sae**2 + 2 * d_in * d_sae) * count / each / rate
+    share = (d_sae**2 + 2 * d_in * d_sae) * BLOCK / dense_seconds / rate
     factored = least(lambda: factor(moments, terms))
     given = least(lambda: solve(moments, terms))
-    some_z, some_x = dense[0]
-    best = choose_alpha(moments, terms, some_z, some_x, None).alpha
+    best = choose_alpha(moments, terms, z, x, None).alpha
 
     def chosen() -> None:
-        choice = choose_alpha(moments, terms, some_z, some_x, 1.1 * best)
+        choice = choose_alpha(moments, terms, z, x, 1.1 * best)
         solve(moments, terms, choice.factored)
 
     choosing = least(chosen)
     return [("matrix product, GFLOP/s", rate / 1e9, ""),
-            ("moments, dense, a row in ms", 1e3 * each / count, f"{share:.2f} of peak"),
-            (f"moments, K = {K}, a row in ms", 1e3 * of_few / count, f"{each / of_few:.1f} times as fast as dense"),
+            ("moments, dense, a row in ms", 1e3 * dense_seconds / BLOCK, f"{share:.2f} of peak"),
+            (f"moments, K = {K}, a row in ms", 1e3 * few_seconds / BLOCK,
+             f"{dense_seconds / few_seconds:.1f} times as fast as dense"),
             ("factorisation, s", factored, f"{by_torch[0] / factored:.2f} of LAPACK's speed"),
             ("solve for W and direction, s", given - factored,
              f"{by_torch[1] / (given - factored):.2f} of torch.cholesky_solve's speed"),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from saecli.ridge import CodeProducts, Decoder, Moments, Terms, solve
 
-K, GROUPS, ALPHA, BLOCK = 32, 64, 0.05, 2048
+K, GROUPS, ALPHA, BLOCK = 32, 64, 0.05, 4096
 FALL = 0.7  # power of the rank with which latents fire less
 
 
