@@ -3,11 +3,13 @@
 To add a command, write `saecli/commands/NAME.py` with a function `command`, and a line in `COMMANDS`.
 """
 
+import _thread
 import errno
 import importlib
 import inspect
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -112,8 +114,18 @@ def sentence_for(error: BaseException) -> str | None:
     return None
 
 
+def _pass_on(ignored: Any) -> None:
+    """Interrupt the command anew, once the callback is over that an interrupt fell into: Python would print it and go
+    on."""
+    if issubclass(ignored.exc_type, KeyboardInterrupt):
+        threading.Timer(0.01, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(ignored)
+
+
 def main() -> None:
     """Run the command line, and end with its exit status."""
+    sys.unraisablehook = _pass_on
     try:
         app(prog_name="sae")
     except KeyboardInterrupt:

@@ -139,3 +139,13 @@ def test_a_full_disk_is_told_in_a_sentence():
     sentence = sentence_for(OSError(28, "No space left on device", "/x/y"))
     assert sentence.startswith("the disk is full, writing /x/y; nothing half-written was kept")
     assert sentence_for(KeyError("x")) is None
+
+
+def test_an_interrupt_that_falls_into_a_callback_still_stops_the_command():
+    program = ("import signal, time, saecli.cli as cli\n"
+               "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+               "class Late:\n    def __del__(self): raise KeyboardInterrupt\n"
+               "def app(**_):\n    late = Late()\n    del late\n    time.sleep(30)\n    print('went on')\n"
+               "cli.app = app\ncli.main()")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
