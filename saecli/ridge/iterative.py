@@ -54,7 +54,7 @@ class CodeProducts:
 
     def add(self, z: Tensor, x: Tensor) -> None:
         """Add a block of rows: codes z, (B, F), which are not written to again, and inputs x, (B, D)."""
-        block = products_of(z)
+        block = NonZeros.of(z) or z
         self.rows += len(z)
         self.sum_z += z.sum(0, dtype=torch.float64)
         self.sum_x += x.sum(0, dtype=torch.float64)
@@ -118,7 +118,7 @@ class CodeProducts:
         found: list[Descent] = []
         self._join()
 
-        def times(V: Tensor) -> Tensor:
+        def matrix_times(V: Tensor) -> Tensor:
             return self._times(V, shrink).addcmul_(added[:, None], V)
 
         def solve(right: Tensor, start: Tensor | None = None) -> Tensor:
@@ -127,7 +127,7 @@ class CodeProducts:
             for columns in torch.arange(right.shape[1], device=right.device).split(width):
                 some = slice(int(columns[0]), int(columns[-1]) + 1)
                 begin = right[:, some] / diagonal[:, None] if start is None else start[:, some].double()
-                descent = conjugate_gradient(times, right[:, some], begin, diagonal, TOLERANCE)
+                descent = conjugate_gradient(matrix_times, right[:, some], begin, diagonal, TOLERANCE)
                 if not math.isfinite(descent.residual):
                     raise TrainingError(NOT_FINITE)
                 solution[:, some] = descent.solution
@@ -158,13 +158,7 @@ class CodeProducts:
         return total.addr_(z_bar, (1 - shrink) * self.rows * apart - sums)
 
     def _blocks(self) -> Iterator[NonZeros | Tensor]:
-        return iter(self._kept) if self._kept is not None else map(products_of, self._again())
-
-
-def products_of(z: Tensor) -> NonZeros | Tensor:
-    """A block of codes, in the form that products with it take the least time."""
-    sparse = NonZeros.of(z)
-    return z if sparse is None else sparse
+        return iter(self._kept) if self._kept is not None else (NonZeros.of(z) or z for z in self._again())
 
 
 def times(block: NonZeros | Tensor, right: Tensor) -> Tensor:

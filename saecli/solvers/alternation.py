@@ -107,7 +107,7 @@ class PamSgdSolver(Solver):
         """How many batches come between one, counted from 1 in its epoch, and the next decoder step; before it, some
         are still waiting for their steps."""
         steps_left = (self.task.steps - self.step) / self.config.inner_steps - waiting
-        return min(-index % every if every < math.inf else math.inf, self.task.batches - index, steps_left)
+        return min(-index % every, self.task.batches - index, steps_left)
 
     def _inner_steps(self, window: list[Tensor], left: float) -> Iterator[StepReport]:
         """`inner_steps` rounds over the batches of a window, their rows mixed anew in each: that many steps in a row on
@@ -132,7 +132,7 @@ class PamSgdSolver(Solver):
         """That of every solver; the batch counts for the next decoder step where that is made from encoder steps."""
         loss, squared_error, z = super()._loss(x)
         if self._running is not None and self._counting:
-            self._running.add(z.detach(), x, self.decoder()[0].detach())
+            self._running.add(z.detach(), x, self.decoder)
         return loss, squared_error, z
 
     @torch.no_grad()

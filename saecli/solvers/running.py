@@ -3,6 +3,8 @@
 Shapes: B rows in a batch, D = d_in, F = d_sae.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -35,8 +37,9 @@ class Running:
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._begin()
 
-    def add(self, z: Tensor, x: Tensor, W_dec: Tensor) -> None:
-        """Count a batch: codes z, (B, F), rows x, (B, D), and the decoder whose norms a penalty weighs, (F, D)."""
+    @torch.no_grad()
+    def add(self, z: Tensor, x: Tensor, decoder: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """Count a batch: codes z, (B, F), and rows x, (B, D); a penalty weighs the norms of the decoder, (F, D)."""
         if self._solved:
             keep = max(0.0, 1 - self._rows / self.window)
             self._moments.fade(keep, self._factor)
@@ -44,7 +47,7 @@ class Running:
             self._begin()
         self._rows += len(x)
         if self._sparsity != "none":
-            self._norm_weights += self._activation.norm_weights(self._sparsity, z, W_dec)
+            self._norm_weights += self._activation.norm_weights(self._sparsity, z, decoder()[0])
         self._fired |= (z != 0).any(0)
         self._pending.append((z, x))
         self._latest.append((z, x))
