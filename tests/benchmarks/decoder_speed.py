@@ -20,10 +20,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from peak import peak_of
 from torch import Tensor
 
 from saecli.ridge import Moments, Terms, choose_alpha, solve
@@ -174,20 +174,11 @@ def alone(way: str, rows: int, chosen: argparse.Namespace) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def memory(field: str) -> int:
-    """Bytes of this process, now or at most."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
-
-
 def measure(way: str, rows: int, d_in: int, d_sae: int) -> dict[str, float]:
     """What `alone` returns, measured in this process."""
     if way == "sklearn Ridge":
         import sklearn.linear_model  # noqa: F401, imported before its memory is counted
-    Path("/proc/self/clear_refs").write_text("5")  # the highest memory so far is forgotten
-    before = memory("VmRSS")
-    seconds, W = WAYS[way](rows, d_in, d_sae)
-    peak = memory("VmHWM") - before
+    (seconds, W), peak = peak_of(lambda: WAYS[way](rows, d_in, d_sae))
     gram, cross = torch.zeros(d_sae, d_sae, dtype=torch.float64), torch.zeros(d_sae, d_in, dtype=torch.float64)
     sum_z, sum_x = torch.zeros(d_sae, dtype=torch.float64), torch.zeros(d_in, dtype=torch.float64)
     for z, x in blocks(rows, d_in, d_sae):

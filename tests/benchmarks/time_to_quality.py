@@ -23,13 +23,14 @@ import math
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
 from solver_grid import STORES, sae
-from training_speed import SAELENS, environment
+from training_speed import SAELENS, with_saelens
 
 from saecli import formats
 from saecli.metrics import reconstruction
@@ -199,11 +200,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["3e-4", "1e-3", "3e-3"], help="of SAELens")
     parser.add_argument("--saelens-python", type=Path, help="Python of an environment that has sae-lens")
     chosen = parser.parse_args()
-    if chosen.saelens_python:
-        benchmark(chosen, chosen.saelens_python)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        benchmark(chosen, environment(Path(folder) / "saelens"))
+    with_saelens(chosen.saelens_python, partial(benchmark, chosen))
 
 
 if __name__ == "__main__":

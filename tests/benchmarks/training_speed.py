@@ -17,6 +17,7 @@ import tempfile
 import time
 import venv
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -90,6 +91,15 @@ def environment(folder: Path) -> Path:
     return python
 
 
+def with_saelens(python: Path | None, run: Callable[[Path], None]) -> None:
+    """Run with the Python of an environment that has sae-lens: the one given, else one that is made and removed."""
+    if python is not None:
+        run(python)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        run(environment(Path(folder) / "saelens"))
+
+
 def benchmark(chosen: argparse.Namespace, python: Path) -> None:
     """Print the table."""
     torch.set_num_threads(chosen.threads)
@@ -124,11 +134,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--saelens-python", type=Path, help="Python of an environment that has sae-lens")
     chosen = parser.parse_args()
-    if chosen.saelens_python:
-        benchmark(chosen, chosen.saelens_python)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        benchmark(chosen, environment(Path(folder) / "saelens"))
+    with_saelens(chosen.saelens_python, partial(benchmark, chosen))
 
 
 if __name__ == "__main__":

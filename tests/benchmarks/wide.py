@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from peak import peak_of
 from torch import Tensor
 
 from saecli.ridge import CodeProducts, Decoder, Moments, Terms, solve
@@ -48,19 +49,11 @@ def blocks(rows: int, d_in: int, d_sae: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield z, x + noise
 
 
-def memory(field: str) -> int:
-    """Bytes of this process, now or at most."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
-
-
-def measure(way: str, chosen: argparse.Namespace, kept: Path) -> dict[str, float]:
-    """One line's figures."""
+def step(way: str, chosen: argparse.Namespace) -> tuple[float, float, Decoder]:
+    """Seconds of the pass over the rows and of the solution, and the decoder."""
     d_in, d_sae, rows = chosen.d_in, chosen.d_sae, chosen.rows_a_latent * chosen.d_sae
     direction = torch.randn(d_sae, d_in, generator=torch.Generator().manual_seed(1)) / d_in**0.5
     zeros, gathering = torch.zeros(d_sae, d_in), 0.0
-    Path("/proc/self/clear_refs").write_text("5")  # the highest memory so far is forgotten
-    before = memory("VmRSS")
     system = (Moments(d_in, d_sae) if way == "direct"
               else CodeProducts(d_in, d_sae, lambda: (z for z, _ in blocks(rows, d_in, d_sae)), 2.0**34, zeros))
     for z, x in blocks(rows, d_in, d_sae):
@@ -70,9 +63,15 @@ def measure(way: str, chosen: argparse.Namespace, kept: Path) -> dict[str, float
     alpha = ALPHA * system.scale(1.0)
     terms = Terms(alpha, 0.0, 0.0, 0.0, direction, zeros, torch.zeros(d_in), torch.zeros(d_sae, dtype=torch.float64))
     started = time.perf_counter()
-    found: Decoder = solve(system, terms)
-    figures = {"gathering": gathering, "solving": time.perf_counter() - started, "memory": memory("VmHWM") - before,
-               "condition": found.condition, "residual": found.residual or 0.0}
+    found = solve(system, terms)
+    return gathering, time.perf_counter() - started, found
+
+
+def measure(way: str, chosen: argparse.Namespace, kept: Path) -> dict[str, float]:
+    """One line's figures."""
+    (gathering, solving, found), peak = peak_of(lambda: step(way, chosen))
+    figures = {"gathering": gathering, "solving": solving, "memory": peak, "condition": found.condition,
+               "residual": found.residual or 0.0}
     if way == "direct":
         torch.save(found.W.float(), kept)
     elif kept.exists():
