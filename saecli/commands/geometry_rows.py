@@ -75,10 +75,15 @@ def surveyed(session: Session, one: Measured, most: int) -> Iterator[Tensor]:
 def training_sample(one: Measured, most: int) -> NDArray[np.float32]:
     """Rows that the references are fitted on, (N, D): those that the run was trained on, or a sample of them."""
     rows = one.rows.store.split("train", fraction=one.subject.fraction, seed=one.subject.split_seed)
-    return np.concatenate([batch.copy() for batch in first(rows, sample_capacity(rows.d_in, most), 1024)])
+    return _in_memory(rows, sample_capacity(rows.d_in, most))
 
 
 def held_out_sample(one: Measured) -> NDArray[np.float32] | None:
     """Rows that the run was not trained on, at most as many as margins are measured of; None where there are none."""
     rows = one.rows.store.split("test", seed=one.subject.split_seed)
-    return np.concatenate([batch.copy() for batch in first(rows, HELD_OUT_ROWS, 1024)]) if rows.rows else None
+    return _in_memory(rows, HELD_OUT_ROWS) if rows.rows else None
+
+
+def _in_memory(rows: Rows, most: int) -> NDArray[np.float32]:
+    """What `first` gives of rows, (N, D)."""
+    return np.concatenate([batch.copy() for batch in first(rows, most, 1024)])

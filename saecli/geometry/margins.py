@@ -54,13 +54,19 @@ def local_complexity(cells: Cells, rows: NDArray, radius: float) -> NDArray[np.i
     return cells.crossings(cells.pre_activations(some), radius).numpy()
 
 
+def visit(cells: Cells, x: Tensor) -> tuple[Tensor, list[bytes], NDArray[np.float64]]:
+    """Supports, (B, F), the keys of these cells, and (margin, margin / ||x||), (B, 2), of rows, (B, D)."""
+    supports, margins = cells.look(x)
+    return supports, support_keys(supports), with_relative(margins, x)
+
+
 @torch.no_grad()
 def visits(cells: Cells, rows: NDArray) -> tuple[list[bytes], NDArray[np.float64]]:
     """The key of each row's cell, and (margin, margin / ||x||), (B, 2), of rows in memory, (B, D)."""
     keys: list[bytes] = []
     margins = []
     for x in torch.from_numpy(rows).split(batch_size(cells.sae.d_sae)):
-        supports, distances = cells.look(x)
-        keys += support_keys(supports)
-        margins.append(with_relative(distances, x))
+        _, some, distances = visit(cells, x)
+        keys += some
+        margins.append(distances)
     return keys, np.concatenate(margins)

@@ -15,8 +15,8 @@ from ..sae import SAE
 from .affine_maps import ranks
 from .agreement import agreement, cell_agreement
 from .cells import Cells
-from .census import KEY_BYTES, Census, Reservoir, describe, spread_out, support_keys
-from .margins import with_relative
+from .census import KEY_BYTES, Census, Reservoir, describe, spread_out
+from .margins import visit
 from .power_diagram import kth_order_diagram
 
 MARGINS = 200_000  # margins kept for quantiles
@@ -53,10 +53,9 @@ class Survey:
     @torch.no_grad()
     def add(self, x: Tensor) -> None:
         """Count some rows, (B, D)."""
-        supports, margins = self.cells.look(x)
-        keys = support_keys(supports)
+        supports, keys, margins = visit(self.cells, x)
         self.census.add(keys, np.count_nonzero(supports.numpy()))
-        self.margins.add(with_relative(margins, x))
+        self.margins.add(margins)
         # Two reservoirs of one seed and size keep the same rows.
         self.sample.add(x.float().numpy())
         self.sample_keys.add(np.frombuffer(b"".join(keys), f"V{KEY_BYTES}"))

@@ -64,7 +64,8 @@ class PamSgd(SolverConfig):
     decoder_every: int | str = option("epoch", "Solve for the decoder after each epoch, by a pass over all training "
                                                "rows; or also after every so many batches, from the codes of the "
                                                f"latest {RUNNING_ROWS} rows a latent that encoder steps have "
-                                               "computed: for more rows than are read twice.",
+                                               "computed, for more rows than are read twice; where there are fewer "
+                                               "rows than that, or with --solve iterative, by such a pass too.",
                                       choices=("epoch",), minimum=1)
     solve: str = option("auto", "How the decoder step is solved: direct, by factorising a d_sae x d_sae matrix; "
                                 "iterative, without that matrix, to a residual of 1e-4; auto: direct where that fits "
