@@ -1,7 +1,7 @@
 """Run folders, and finding the SAE that a command is to look at.
 
 A run folder holds `run.json` (`format_version`, `created`, `complete`, `data`: the store's name, `training`,
-`solver`, `activation`, `result`), `metrics.jsonl`, and from the first checkpoint on `sae.safetensors`.
+`solver`, `activation`, `result`), `config.toml`, `metrics.jsonl`, and from the first checkpoint on `sae.safetensors`.
 """
 
 import json

@@ -50,8 +50,8 @@ def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(sae: Com
     assert measured["fvu"] == pytest.approx(document["final"]["test_fvu"], rel=1e-4)
     assert measured["rows"] == document["rows_test"]
     folder = Path(document["path"])
-    assert {path.name for path in folder.iterdir()} == {"run.json", "metrics.jsonl", "checkpoint.safetensors",
-                                                        "sae.safetensors", "loss.png", ".lock"}
+    assert {path.name for path in folder.iterdir()} == {"run.json", "config.toml", "metrics.jsonl", "loss.png",
+                                                        "checkpoint.safetensors", "sae.safetensors", ".lock"}
     assert [line["epoch"] for line in read_metrics(folder) if "epoch" in line] == [1, 2, 3]
 
 

@@ -13,6 +13,7 @@ import typer
 from ..config import Config, Option, choose, fields, flag_of, scalar_types
 from ..home import Home
 from ..report import Report
+from .config_file import Key, config_parameter, naming
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -76,17 +77,19 @@ def configured(*configs: type[Config], **tables: Mapping[str, type[Config]]) -> 
     """Give a command function the options of configurations.
 
     The function's parameter `options` receives a `Given`; on the command line each configuration field
-    stands as an option of its own, in a help panel of its configuration's.
+    stands as an option of its own, in a help panel of its configuration's. All of the function's options
+    may stand in the file of `--config` too.
 
     Args:
         *configs: configurations whose fields all become options.
         **tables: tables of configurations of which the option of that name selects one; fields that
             several entries share become one option, and each help text says which entries take it.
     """
-    parameters = {}
+    parameters, keys = {}, {}
     for config in configs:
         for f, annotation, rule in fields(config):
             parameters[f.name] = _parameter(f.name, annotation, rule, f.default, config.panel)
+            keys[f.name] = Key.of_field(annotation, rule)
     for selector, table in tables.items():
         for name, takers in _takers(table).items():
             f, annotation, rule = next(iter(takers.values()))
@@ -94,19 +97,23 @@ def configured(*configs: type[Config], **tables: Mapping[str, type[Config]]) -> 
             note = "" if len(takers) == len(table) else f" ({', '.join(takers)})"
             parameters[name] = _parameter(name, annotation, rule, f.default, f"Options of --{selector}", note,
                                           one_default=len(defaults) == 1)
+            keys[name] = Key.of_field(annotation, rule)
 
     def decorate(function: Callable) -> Callable:
         signature = inspect.signature(function, eval_str=True)
         own = [p for p in signature.parameters.values() if p.name != "options"]
+        in_file = keys | {p.name: key for p in own if (key := Key.of_parameter(p))}
 
         @functools.wraps(function)
         def command(**arguments: Any) -> Any:
             values = {name: arguments.pop(name) for name in parameters}
-            ctx = arguments["ctx"]
+            ctx, file = arguments["ctx"], arguments.pop("config")
             given = frozenset(name for name in values if ctx.get_parameter_source(name).name != "DEFAULT")
-            return function(options=Given(values, given), **arguments)
+            with naming(ctx, file):
+                return function(options=Given(values, given), **arguments)
 
-        everything = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in [*own, *parameters.values()]]
+        everything = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+                      for p in [*own, config_parameter(in_file), *parameters.values()]]
         command.__signature__ = signature.replace(parameters=everything)
         command.__annotations__ = {p.name: p.annotation for p in everything}
         return command

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from .. import __version__
 from ..activations import ACTIVATIONS, activation_from_json
 from ..errors import ConfigError, RunError
 from ..files import locked, make_folder
@@ -18,12 +19,16 @@ from ..report import table
 from ..runs import read_run
 from ..solvers import SOLVERS
 from ..training import CHECKPOINT, Plan, Trainer, TrainingConfig, read_metrics
+from .config_file import CONFIG, write_config
 from .options import Given, Json, Session, configured, start
 from .stores import checked_name, open_store
 
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="How to train.")]
 Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="The activation.")]
 Data = Annotated[str | None, typer.Option("--data", help="Activation store.", show_default="the newest")]
+DataHash = Annotated[str | None, typer.Option(
+    "--data-hash", help="Hash of what the store was made from, out of a run's config.toml: a note says so where the "
+                        "store of that name has another.", show_default=False)]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of that --name, or else with the newest "
@@ -32,11 +37,12 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of th
 
 @configured(TrainingConfig, solver=SOLVERS, act=ACTIVATIONS)
 def command(ctx: typer.Context, options: Given, solver: Solver = "pam-sgd", act: Act = "relu", data: Data = None,
-            name: Name = None, resume: Resume = False, json: Json = False) -> None:
+            data_hash: DataHash = None, name: Name = None, resume: Resume = False, json: Json = False) -> None:
     """Train a sparse autoencoder from a store.
 
     Writes a folder into runs/ of the home, with the SAE (acting on raw activations), a checkpoint after every epoch,
-    metrics.jsonl and loss.png. A run that was stopped or killed goes on with --resume.
+    metrics.jsonl, loss.png, and config.toml, which --config takes to train the same again. A run that was stopped or
+    killed goes on with --resume.
 
     Example: sae train --solver pam-sgd --act topk --k 32
     """
@@ -46,12 +52,13 @@ def command(ctx: typer.Context, options: Given, solver: Solver = "pam-sgd", act:
             folder, plan = _resumed(session, ctx, name)
         else:
             plan = _planned(session, options, solver, act, data)
+            _look_at_hash(session, ctx, plan, data_hash)
             folder = _new_folder(session.home, name, f"{solver}-{act}")
     except KeyboardInterrupt:
         session.report.note("stopped before training began; nothing was changed")
         raise
     with _held(folder):
-        result = _trained(session, plan, folder, resume)
+        result = _trained(session, plan, folder, None if resume else options)
     for note in result["notes"]:
         session.report.note(note)
     document = {"run": folder.name, "path": str(folder), "solver": plan.solver.name, "act": plan.activation.name,
@@ -76,11 +83,12 @@ def _held(folder: Path) -> Iterator[None]:
         raise RunError(f"another process is training {folder.name}; wait for it, or stop it") from error
 
 
-def _trained(session: Session, plan: Plan, folder: Path, resume: bool) -> dict[str, Any]:
-    """Train a run to its end; returns its result."""
+def _trained(session: Session, plan: Plan, folder: Path, options: Given | None) -> dict[str, Any]:
+    """Train a run to its end; returns its result. A new one comes with its options."""
     try:
-        if not resume:
+        if options is not None:
             plan.write(folder, None)
+            _write_config(folder, plan, options)
         trainer = Trainer(plan, folder)
         session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
                             f"on {plan.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
@@ -111,6 +119,30 @@ def _planned(session: Session, options: Given, solver: str, act: str, data: str 
     return Plan(store, rows, training, chosen_solver.resolved(training.batches(rows.rows)), activation, now())
 
 
+def _look_at_hash(session: Session, ctx: typer.Context, plan: Plan, data_hash: str | None) -> None:
+    """Say so where the store is not the one that a file of options was written for."""
+    chosen = {name: ctx.get_parameter_source(name).name for name in ("data", "data_hash")}
+    if chosen["data"] == "COMMANDLINE" != chosen["data_hash"]:
+        return  # another store than the file's was asked for
+    if data_hash not in (None, plan.store.meta.request_hash):
+        session.report.note(f"{plan.store.name} is not the store that --data-hash {data_hash} is of, though it has its "
+                            "name; the weights will be others")
+
+
+def _write_config(folder: Path, plan: Plan, options: Given) -> None:
+    """Write what `--config` takes to train the same again: what was given, and as comments what was filled in."""
+    chosen = {"solver": plan.solver.name, "act": plan.activation.name, "data": plan.store.name,
+              "data_hash": plan.store.meta.request_hash}
+    given = {name: options.values[name] for name in options.values if name in options.given}
+    settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
+    if settled["sparsity"] == "none":
+        del settled["sparsity_weight"]
+    heading = [f"sae train --config {CONFIG} trains this run again, to the same weights, on the same rows.",
+               f"Options on the command line win. Written by saecli {__version__}."]
+    write_config(folder / CONFIG, heading, chosen | given,
+                 {name: value for name, value in settled.items() if name not in given})
+
+
 def _new_folder(home: Home, name: str | None, stem: str) -> Path:
     """Make the folder of a run; two that begin at once get two."""
     runs = home.runs.path
@@ -125,7 +157,7 @@ def _new_folder(home: Home, name: str | None, stem: str) -> Path:
 
 def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Path, Plan]:
     """The folder and the plan of a run that was begun before."""
-    given = [p for p in ctx.params if ctx.get_parameter_source(p).name != "DEFAULT"]
+    given = [p for p in ctx.params if ctx.get_parameter_source(p).name == "COMMANDLINE"]
     other = sorted(set(given) - {"name", "resume", "json"})
     if other:
         raise ConfigError(f"--{other[0].replace('_', '-')} does nothing with --resume, which goes on with the settings "

@@ -1,6 +1,7 @@
 """Run folders as training writes them.
 
     run.json                  configuration, data, state, result; written first, and again at the end
+    config.toml               the options of `sae train` that train the same again
     metrics.jsonl             one JSON object a line: a line now and then, and one at the end of each epoch
     checkpoint.safetensors    all that training goes on from, as of the end of the last whole epoch
     sae.safetensors           the SAE as of then, acting on raw activations
