@@ -140,7 +140,7 @@ def test_more_latents_kept_than_there_are_is_refused(kind: type[Activation]) -> 
 
 
 @pytest.mark.parametrize(("activation", "sparsity", "message"), [
-    (Relu(), "l0", "--sparsity l0 cannot be used with --act relu; use one of l1, kl, none"),
+    (Relu(), "l0", "--sparsity l0 cannot be used with --act relu; use one of l1, l1-codes, kl, none"),
     (TopK(k=3), "kl", "--sparsity kl cannot be used with --act topk; use one of none, l1"),
     (Relu(target_rate=0.1), None, "--target-rate does nothing with --sparsity l1; leave it out, or use --sparsity kl"),
     (Swish(target_rate=0.1), None, "--target-rate does nothing with --sparsity none"),

@@ -122,6 +122,34 @@ def test_effective_dof_is_the_trace_of_the_hat_matrix(held, rows, decayed):
     assert found[-1] >= 1 and found[0] <= min(rows, 13)
 
 
+@pytest.mark.parametrize("held", ["moments", "held rows"])
+@pytest.mark.parametrize("rows", [5, 12, 40])
+@pytest.mark.parametrize(("beta", "nu"), [(0.0, 0.0), (2.0, 5.0)])
+def test_a_bias_fitted_after_is_the_best_for_a_decoder_solved_without_one(held, rows, beta, nu):
+    z, x, direction, W_t, b_t = problem(rows, 12, 4)
+    for target in (None, direction):
+        terms = replace(terms_of((0.7, beta, 0.3, nu), target, W_t, b_t, decayed=True), joint=False)
+        decoder = solve(systems_of(z, x)[held], terms)
+        ridges = [np.sqrt(terms.alpha) * np.eye(12), np.sqrt(terms.mu) * np.eye(12), np.diag(terms.decay.sqrt())]
+        pulls = [ridges[0] @ (decoder.c * direction.numpy()), ridges[1] @ W_t.numpy(), np.zeros((12, 4))]
+        W = np.linalg.lstsq(np.vstack([z, *ridges]), np.vstack([x, *pulls]), rcond=None)[0]
+        b = ((x.numpy() - z.numpy() @ W).sum(0) + nu * b_t.numpy()) / (rows + beta + nu)
+        np.testing.assert_allclose(decoder.W, W, rtol=1e-7, atol=1e-7)
+        np.testing.assert_allclose(decoder.b, b, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("held", ["moments", "held rows"])
+@pytest.mark.parametrize("rows", [5, 12, 40])
+def test_effective_dof_where_the_bias_is_fitted_after(held, rows):
+    z, x, _, W_t, b_t = problem(rows, 12, 4)
+    for alpha in (1e-4, 0.7, 50.0):
+        terms = replace(terms_of((alpha, 3.0, 0.0, 0.0), None, W_t, b_t), joint=False)
+        gram = z.numpy().T @ z.numpy() + alpha * np.eye(12)
+        hat = z.numpy() @ np.linalg.solve(gram, z.numpy().T)
+        hat = hat + np.ones((rows, rows)) @ (np.eye(rows) - hat) / (rows + 3.0)
+        assert effective_dof(systems_of(z, x)[held], terms, z) == pytest.approx(np.trace(hat), rel=1e-5)
+
+
 def test_effective_dof_of_a_sample_is_near_that_of_all_rows():
     z, x, _, W_t, b_t = problem(2000, 40, 3)
     system, terms = moments_of(z, x, 500), terms_of((300.0, 0.0, 0.0, 0.0), None, W_t, b_t)

@@ -21,6 +21,8 @@ from saecli.training import Trainer, TrainingConfig
 from saecli.training.rows import initial_sae
 
 WHOLE = ("--optimizer", "lbfgs", "--batch-size", "1000")
+PAPER = ("--decoder", "free", "--alpha", "1e-3", "--bias", "after", "--decoder-first", "--clip-norm", "1", "--mu-enc",
+         "9", "--lr-decay", "0", "--weight-decay", "0.1", "--sparsity", "l1-codes", "--sparsity-warm-up", "0")
 QUICK = ("--d-sae", "24", "--epochs", "4", "--json")
 EACH = [Sgd(optimizer="sgd"), Sgd(optimizer="lbfgs"), PamSgd(optimizer="sgd", inner_steps=2, mu_enc="4:1"),
         PamSgd(optimizer="lbfgs", mu_dec="3,1,0"), PamSgd(optimizer="lbfgs", alpha=0.5, decoder="free")]
@@ -198,12 +200,20 @@ def test_a_fixed_alpha_at_the_interpolation_threshold_is_warned_of(rows, alpha, 
 @pytest.mark.parametrize(("words", "sentence"), [
     (("--mu-enc", "1:x"), "--mu-enc must be a number, FIRST:LAST with both above 0"),
     (("--mu-enc", "-1"), "--mu-enc must be at least 0, got -1"),
-    (("--solver", "sgd", "--mu-enc", "1:2"), "--mu-enc does nothing with --solver sgd"),
+    (("--solver", "sgd", "--mu-dec", "1:2"), "--mu-dec does nothing with --solver sgd"),
     (("--optimizer", "sgd"), "--lr auto is fitted to Adam"),
     (("--optimizer", "lbfgs", "--batch-size", "999"), "more than --batch-size 999; give --batch-size 1"),
     (("--optimizer", "lbfgs", "--batch-size", "5000", "--lr", "1"), "--lr does nothing with --optimizer lbfgs"),
     (("--optimizer", "lbfgs", "--batch-size", "5000", "--smoothing", "0.1"), "--smoothing cannot be used with"),
     (("--optimizer", "lbfgs", "--batch-size", "5000", "--inner-steps", "2"), "--inner-steps 2 does nothing with"),
+    (("--optimizer", "lbfgs", "--batch-size", "5000", "--clip-norm", "1"), "--clip-norm does nothing with"),
+    (("--optimizer", "lbfgs", "--batch-size", "5000", "--lr-decay", "0"), "--lr-decay does nothing with"),
+    (("--sparsity", "none", "--sparsity-warm-up", "0"), "--sparsity-warm-up does nothing with --sparsity none"),
+    (("--lr-decay", "1.5"), "--lr-decay must be at most 1, got 1.5"),
+    (("--bias", "after"), "--bias after cannot be used with --alpha auto"),
+    (("--decoder-first", "--decoder-every", "5"), "--decoder-first cannot be used with --decoder-every"),
+    (("--solver", "sgd", "--decoder-first"), "--decoder-first does nothing with --solver sgd"),
+    (("--act", "topk", "--sparsity", "l0"), "use one of none, l1, l1-codes"),
 ])
 def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine, words: tuple, sentence: str):
     make_store(sae.home, "rows", some_rows(1500))
@@ -215,7 +225,9 @@ def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine,
 
 
 @pytest.mark.parametrize("words", [WHOLE, ("--optimizer", "sgd", "--lr", "0.05"), ("--solver", "sgd", *WHOLE),
-                                   ("--mu-enc", "5:1", "--nu-dec", "2,1")], ids=" ".join)
+                                   ("--mu-enc", "5:1", "--nu-dec", "2,1"), PAPER,
+                                   ("--solver", "sgd", "--tied", "--mu-enc", "9:1", "--nu-enc", "4"),
+                                   ], ids=" ".join)
 def test_a_stopped_run_resumed_equals_one_never_stopped(sae: CommandLine, words: tuple, monkeypatch):
     make_store(sae.home, "rows", some_rows(1000))
     whole = sae("train", "--name", "whole", *words, *QUICK).json
@@ -250,8 +262,9 @@ def test_configurations_of_runs_begun_before_an_option_existed_do_as_they_did():
     del config["inner_steps"]
     assert PamSgd.from_json(config).inner_steps == 1
     training = TrainingConfig().resolved(Relu(), Sgd(), 100, 8).to_json()
-    del training["smoothing"]
-    assert TrainingConfig.from_json(training).smoothing == 0
+    del training["smoothing"], training["lr_decay"], training["sparsity_warm_up"]
+    begun = TrainingConfig.from_json(training)
+    assert (begun.smoothing, begun.lr_decay, begun.sparsity_warm_up) == (0, 0.5, 0.2)
 
 
 def test_a_checkpoint_that_lacks_newer_state_is_gone_on_from():

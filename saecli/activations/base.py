@@ -20,14 +20,15 @@ class Activation(Config):
     """Base of all activations: phi, applied to pre-activations `x @ W_enc + b_enc`.
 
     `sparsities` names the penalties that the activation offers, its default first; besides `none`, each is
-    a method `penalty_NAME(pre, codes, W_dec, parameters)` that gives the mean over the rows of a batch.
+    a method `penalty_NAME(pre, codes, W_dec, parameters)` that gives the mean over the rows of a batch, hyphens in its
+    name as underscores.
     `opposites` says whether `phi(v) - phi(-v) = v`: two latents of opposite directions are then linear together.
     `moves_zeros` says whether a gradient reaches anything through codes that are zero.
     """
 
     panel: ClassVar[str] = "Activation"
     name: ClassVar[str]
-    sparsities: ClassVar[tuple[str, ...]] = ("none", "l1")
+    sparsities: ClassVar[tuple[str, ...]] = ("none", "l1", "l1-codes")
     opposites: ClassVar[bool] = False
     moves_zeros: ClassVar[bool] = False
 
@@ -113,12 +114,16 @@ class Activation(Config):
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
         """The penalty's weight when the user gives none, for rows of mean squared norm `d_in`."""
-        return {"none": 0.0, "l1": 0.1 * math.sqrt(d_in)}[sparsity]
+        return {"none": 0.0, "l1": 0.1 * math.sqrt(d_in), "l1-codes": 0.1 * math.sqrt(d_in)}[sparsity]
 
     def penalty_l1(self, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """Scale-free L1, `mean over rows of sum_i |z_i| ||W_dec_i||`: shrinking codes against a growing decoder
         gains nothing."""
         return codes.abs().mean(0) @ W_dec.norm(dim=1)
+
+    def penalty_l1_codes(self, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        """L1 of the codes alone, `mean over rows of sum_i |z_i|`, blind to the decoder's size."""
+        return codes.abs().sum(1).mean()
 
     def penalty(self, sparsity: str, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """The penalty of a batch, a mean over its rows, unweighted.
@@ -130,4 +135,4 @@ class Activation(Config):
             W_dec: decoder weights, (F, D).
             parameters: the activation's own.
         """
-        return getattr(self, f"penalty_{sparsity}")(pre, codes, W_dec, parameters)
+        return getattr(self, f"penalty_{sparsity.replace('-', '_')}")(pre, codes, W_dec, parameters)

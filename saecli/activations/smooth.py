@@ -25,7 +25,7 @@ class Swish(TargetsRate):
     """
 
     name: ClassVar[str] = "swish"
-    sparsities: ClassVar[tuple[str, ...]] = ("none", "l1", "kl")
+    sparsities: ClassVar[tuple[str, ...]] = ("none", "l1", "l1-codes", "kl")
     opposites: ClassVar[bool] = True
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:

@@ -32,7 +32,7 @@ class Relu(Thresholded, TargetsRate):
     """`z = max(pre, 0)`."""
 
     name: ClassVar[str] = "relu"
-    sparsities: ClassVar[tuple[str, ...]] = ("l1", "kl", "none")
+    sparsities: ClassVar[tuple[str, ...]] = ("l1", "l1-codes", "kl", "none")
     opposites: ClassVar[bool] = True
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
@@ -83,7 +83,7 @@ class JumpRelu(Thresholded, TargetsRate):
     """
 
     name: ClassVar[str] = "jumprelu"
-    sparsities: ClassVar[tuple[str, ...]] = ("l0", "l1", "kl", "none")
+    sparsities: ClassVar[tuple[str, ...]] = ("l0", "l1", "l1-codes", "kl", "none")
     moves_zeros: ClassVar[bool] = True  # those just below their threshold move it
 
     threshold: float = option(0.1, "Threshold of every latent at the start, in units of the normalised rows.",

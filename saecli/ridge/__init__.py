@@ -12,6 +12,7 @@ Over (W, b), for codes z and inputs x of N rows, minimise
 
 Source: the paper's theorem on the optimal decoding, which states it with a stacked pseudo-inverse of N + 2
 columns, T = 0 and no decay. Here T may be a multiple of a given direction, T = c T0, with c optimal jointly with W.
+Where b is fitted after W (`Terms.joint`), W is solved with s = t = 0, and b follows by the last formula as it stands.
 
 The normal equations are gathered in one pass, as `systems.py` says: summed (`moments.py`), as rows where those are few
 (`held.py`), or without a Gram matrix where that does not fit in memory (`iterative.py`). `solve.py` solves them,

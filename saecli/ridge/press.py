@@ -10,7 +10,7 @@ rows differ much in norm, as activations do.
 
 from torch import Tensor
 
-from .solve import Terms, factor, shrinkage, solve_parts
+from .solve import Terms, factor, rows_share, shrinkage, solve_parts
 from .systems import Factor, System
 
 LEAST_SLACK = 1e-12  # 1 - h_i from which on a row counts as fitted alone
@@ -21,7 +21,7 @@ def press(system: System, terms: Terms, z: Tensor, x: Tensor) -> float:
 
     Args:
         system: normal equations of all N rows.
-        terms: the other terms' weights, alpha among them.
+        terms: the other terms' weights, alpha among them; joint.
         z: codes of the sampled rows, (n, F); if N, then all in the system's order.
         x: their inputs, (n, D).
 
@@ -52,7 +52,12 @@ def effective_dof(system: System, terms: Terms, z: Tensor) -> float:
 
     Cost: a factorisation, and n F^2 operations for the leverages.
     """
-    slack = slack_of(system, terms, factor(system, terms), z)
+    factored = factor(system, terms)
+    if not terms.joint:
+        fitted = factored.quadratic(z.double()).mean() * system.rows
+        overlap = rows_share(system, terms) * (1 - system.rows * factored.quadratic(system.z_bar[None]))
+        return min((fitted + overlap).item(), system.rows, len(system.z_bar) + 1)
+    slack = slack_of(system, terms, factored, z)
     return min(system.rows * (1 - slack).mean().item(), system.rows, len(system.z_bar) + 1)
 
 

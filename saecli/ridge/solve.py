@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from .systems import Factor, System
@@ -23,6 +24,8 @@ class Terms:
         W_t: the decoder before this step, (F, D).
         b_t: its bias, (D,).
         decay: weights of each latent's own `||W_i||^2`, (F,), at least 0.
+        joint: whether b is the minimum together with W; if not, W is solved without a bias, as if b were 0, and b is
+            the best for that W.
     """
 
     alpha: float
@@ -33,6 +36,7 @@ class Terms:
     W_t: Tensor
     b_t: Tensor
     decay: Tensor
+    joint: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,14 +94,24 @@ def factor(system: System, terms: Terms) -> Factor:
 
 
 def shrinkage(system: System, terms: Terms) -> float:
-    """s: the share of the bias that the rows, and not beta and nu, decide."""
+    """s, by which W is solved: 0 where that is without a bias, as with an endless beta."""
+    return rows_share(system, terms) if terms.joint else 0.0
+
+
+def rows_share(system: System, terms: Terms) -> float:
+    """The share of the bias that the rows, and not beta and nu, decide."""
     return system.rows / (system.rows + terms.beta + terms.nu)
 
 
 def centre_of(system: System, terms: Terms) -> Tensor:
+    """What inputs are counted from where W is solved, (D,): the bias where no code tells anything, or 0."""
+    return bare_bias(system, terms) if terms.joint else torch.zeros_like(system.x_bar)
+
+
+def bare_bias(system: System, terms: Terms) -> Tensor:
     """`s x_bar + t b_t`, (D,), which is the bias where no code tells anything."""
     share = terms.nu / (system.rows + terms.beta + terms.nu)
-    return shrinkage(system, terms) * system.x_bar + share * terms.b_t.double()
+    return rows_share(system, terms) * system.x_bar + share * terms.b_t.double()
 
 
 def solve_parts(system: System, terms: Terms, factored: Factor) -> tuple[Tensor, Tensor, float]:
@@ -111,7 +125,7 @@ def solve_parts(system: System, terms: Terms, factored: Factor) -> tuple[Tensor,
         along = factored.solve(T0)
         c, _ = best_multiple(T0, W, along, factored.alpha)
         W.add_(along, alpha=c * factored.alpha)
-    return W, centre - shrinkage(system, terms) * (system.z_bar @ W), c
+    return W, bare_bias(system, terms) - rows_share(system, terms) * (system.z_bar @ W), c
 
 
 def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> tuple[float, float]:

@@ -3,11 +3,13 @@
 To add one, write its file (a configuration whose `build` makes a `Solver`) and a line in `SOLVERS`.
 """
 
-from .base import DEFAULT_STEPS, Rows, Solver, SolverConfig, StepReport, Task
+from .base import DECAY, DEFAULT_STEPS, PENALTY_WARM_UP, WARM_UP, Rows, Solver, SolverConfig, StepReport, Task
+from .optimizers import OPTIMIZERS
 from .pam_sgd import PamSgd
 from .sgd import Sgd
 from .smoothing import WIDEST
 
 SOLVERS: dict[str, type[SolverConfig]] = {kind.name: kind for kind in (Sgd, PamSgd)}
 
-__all__ = ["DEFAULT_STEPS", "SOLVERS", "WIDEST", "Rows", "Solver", "SolverConfig", "StepReport", "Task"]
+__all__ = ["DECAY", "DEFAULT_STEPS", "OPTIMIZERS", "PENALTY_WARM_UP", "SOLVERS", "WARM_UP", "WIDEST", "Rows", "Solver",
+           "SolverConfig", "StepReport", "Task"]

@@ -15,7 +15,6 @@ from .base import Rows, Solver, StepReport, Task
 from .gather import Gathered, Iteration, SomeRows, gather
 from .revival import directions_of_worst
 from .running import Running
-from .schedules import weight_at
 
 if TYPE_CHECKING:  # it builds the solver
     from .pam_sgd import PamSgd
@@ -26,7 +25,7 @@ WINDOW = 16  # batches among which inner steps mix rows
 REVIVAL = 0.9  # share of all steps during which dead latents are revived; the rest is for them to settle
 REVIVAL_ROWS = 2  # rows a latent, from which on they are: with fewer, latents stay idle because rows are few
 CHOICE_GROWTH = 1.25  # ratio of the outer iterations at which alpha is chosen anew, once there are several
-OWN_STATE = ("c", "Delta", "b_dec", "alpha", "condition", "dof", "raised", "outer", "revived", "residual")
+OWN_STATE = ("c", "Delta", "b_dec", "alpha", "condition", "dof", "raised", "revived", "residual")
 DECODER_STEP, REVIVING, MIXING = 1, 2, 3  # kinds of draws besides those of encoder steps
 DOF_ROWS = 512  # whose leverages stand for those of all rows
 THRESHOLD_SHARE = 0.8  # of the rows, above which degrees of freedom are said to be too many
@@ -40,8 +39,7 @@ class PamSgdSolver(Solver):
     """The alternation; its own state is the decoder (c, Delta, b_dec), alpha, and the encoder it started from."""
 
     def __init__(self, initial: SAE, task: Task, config: "PamSgd") -> None:
-        super().__init__(initial, task, {}, config.optimizer)
-        self.config = config
+        super().__init__(initial, task, {}, config, outer_iterations(task, config))
         residual = config.decoder == "residual"
         self.c = torch.tensor(1.0 if residual else 0.0, dtype=initial.W_dec.dtype)
         self.Delta = (initial.W_dec - self.c * initial.W_enc.T).contiguous()
@@ -51,14 +49,11 @@ class PamSgdSolver(Solver):
         self.dof = torch.tensor(math.nan, dtype=torch.float64)
         self.raised = torch.tensor(0.0, dtype=torch.float64)
         self.residual = torch.tensor(math.nan, dtype=torch.float64)
-        self.outer = torch.tensor(0)
         self.revived = torch.tensor(0)
-        self._outers = outer_iterations(task, config)
         self._size = initial.W_enc.norm().item()
         self._running: Running | None = None
         self._counting = False
         self._budget = config.budget(task, initial.d_in, initial.d_sae)
-        self._hold_encoder()
 
     def decoder(self) -> tuple[Tensor, Tensor]:
         """W_dec (F, D), differentiable through c W_enc', and b_dec (D,)."""
@@ -66,18 +61,10 @@ class PamSgdSolver(Solver):
             return self.Delta, self.b_dec
         return torch.add(self.Delta, self.trained["W_enc"].T, alpha=self.c.item()), self.b_dec
 
-    def extra_loss(self) -> Tensor | float:
-        """The encoder's proximal terms, divided by N."""
-        terms = ((self.weight("mu_enc"), "W_enc"), (self.weight("nu_enc"), "b_enc"))
-        return sum((weight / self.task.rows * (self.trained[name] - self._held[name]).square().sum()
-                    for weight, name in terms if weight), start=0.0)
-
-    def weight(self, name: str) -> float:
-        """A proximal weight at the outer iteration under way, by its option's field."""
-        return weight_at(getattr(self.config, name), int(self.outer), self._outers)
-
     def epoch(self, rows: Rows, epoch: int) -> Iterator[StepReport]:
-        """Encoder steps on every batch, and the decoder step as often as asked, at the end in any case."""
+        """Encoder steps on every batch, and the decoder step as often as asked: at the end in any case, or first."""
+        if self.config.decoder_first:
+            self.solve_decoder(rows, last=False)
         every = math.inf if self.config.decoder_every == "epoch" else self.config.decoder_every
         inner = self.config.inner_steps
         self._running = None  # before there are others: two Gram matrices need not fit in memory
@@ -93,7 +80,11 @@ class PamSgdSolver(Solver):
                 yield from self._inner_steps(window, self._batches_left(index, every, len(window)))
                 window = []
         yield from self._inner_steps(window, 0)
-        self.solve_decoder(rows, last=self.step >= self.task.steps)
+        ended = self.step >= self.task.steps
+        if not self.config.decoder_first:
+            self.solve_decoder(rows, last=ended)
+        elif ended:
+            self.calibrate()
 
     def _running_sums(self, every: float) -> Running | None:
         """What sums up the codes of encoder steps, where decoder steps are made from those: between the ends of epochs,
@@ -161,7 +152,7 @@ class PamSgdSolver(Solver):
         share = gathered.system.rows / self.task.rows
         terms = Terms(0.0, share * self.config.beta, share * self.weight("mu_dec"), share * self.weight("nu_dec"),
                       self.trained["W_enc"].T if residual else None, W_dec, b_dec,
-                      self._decay(W_dec, gathered.norm_weights) * (not last))
+                      self._decay(W_dec, gathered.norm_weights) * (not last), self.config.bias == "joint")
         choosing, near = is_choosing_step(int(self.outer)), None
         if self.config.alpha == "auto":
             pulled = bool(gathered.norm_weights.any()) and self.task.sparsity_weight > 0
@@ -175,7 +166,7 @@ class PamSgdSolver(Solver):
         self.outer += 1
         terms = replace(terms, alpha=share * self.alpha.item())
         solved = solve(gathered.system, terms, None if last else near)
-        if last:
+        if last or self.outer == self._outers:
             whole = len(gathered.z) == gathered.system.rows
             some = gathered.z if whole else gathered.z[:: math.ceil(len(gathered.z) / DOF_ROWS)]
             self.dof.fill_(effective_dof(gathered.system, terms, some))
@@ -274,9 +265,6 @@ class PamSgdSolver(Solver):
         self.Delta /= factor
         self.alpha *= factor**2
 
-    def _hold_encoder(self) -> None:
-        self._held = {name: self.trained[name].detach().clone() for name in ("W_enc", "b_enc")}
-
     def record(self) -> dict[str, float]:
         """The decoder step's alpha, beside a sum over the normalised rows, its condition estimate, how often a latent
         was revived, where it was solved by iteration its residual, and at the end the effective degrees of freedom."""
@@ -317,7 +305,6 @@ class PamSgdSolver(Solver):
         for name in OWN_STATE:
             own = getattr(self, name)
             own.copy_(state.get(f"decoder.{name}", own))  # a checkpoint of an earlier version lacks some
-        self._hold_encoder()
 
 
 def is_choosing_step(outer: int) -> bool:

@@ -7,15 +7,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from ..config import Config, option
+from ..errors import ConfigError
 from ..products import pre_activations, reconstructions
 from ..sae import SAE
 from .optimizers import OPTIMIZERS
+from .schedules import check_schedule, weight_at
 from .smoothing import Smoothing
 
 DEFAULT_STEPS = 4000  # optimiser steps that defaults aim at
@@ -56,6 +58,8 @@ class Task:
         seed: of what a solver draws.
         batches: how many an epoch has.
         penalty_warm_up: share of all steps over which the sparsity penalty rises.
+        lr_warm_up: share of all steps over which the learning rate rises.
+        lr_decay: share of all steps, the last ones, over which it falls to zero.
         memory: bytes that the solver may take.
     """
 
@@ -69,12 +73,14 @@ class Task:
     seed: int = 0
     batches: int = 1
     penalty_warm_up: float = PENALTY_WARM_UP
+    lr_warm_up: float = WARM_UP
+    lr_decay: float = DECAY
     memory: float = math.inf
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, from 0: a short linear rise, a plateau, and a linear fall to zero."""
-        rise = (step + 1) / max(1, math.ceil(WARM_UP * self.steps))
-        fall = (self.steps - step) / max(1, math.ceil(DECAY * self.steps))
+        rise = (step + 1) / max(1, math.ceil(self.lr_warm_up * self.steps))
+        fall = (self.steps - step) / max(1, math.ceil(self.lr_decay * self.steps))
         return self.lr * min(1.0, rise, fall)
 
     def penalty_weight(self, step: int) -> float:
@@ -108,11 +114,13 @@ class Solver(ABC):
         initial: the SAE to start from.
         task: what is to be minimised.
         also: tensors trained by descent besides the encoder and the activation's parameters, by name.
-        optimizer: what takes the steps, of `OPTIMIZERS`.
+        config: the solver's options.
+        outers: how many outer iterations training comes to: those that schedules of proximal weights run over.
     """
 
-    def __init__(self, initial: SAE, task: Task, also: dict[str, Tensor], optimizer: str) -> None:
-        kind = OPTIMIZERS[optimizer]
+    def __init__(self, initial: SAE, task: Task, also: dict[str, Tensor], config: "SolverConfig", outers: int) -> None:
+        kind = OPTIMIZERS[config.optimizer]
+        self.config = config
         self.activation = initial.activation
         self.task = replace(task, lr=1.0, penalty_warm_up=0.0) if kind.to_tolerance else task
         self.smoothing = Smoothing(task.smoothing, task.sample)
@@ -122,7 +130,10 @@ class Solver(ABC):
         self.trained = {name: tensor.clone().requires_grad_(name not in self.activation.estimates)
                         for name, tensor in trained.items()}
         self._parameter_names = tuple(initial.parameters)
-        self.optimizer = kind(self.trained)
+        self.optimizer = kind(self.trained, math.inf if config.clip_norm is None else config.clip_norm)
+        self.outer = torch.tensor(0)
+        self._outers = outers
+        self._hold_encoder()
 
     @abstractmethod
     def decoder(self) -> tuple[Tensor, Tensor]:
@@ -133,8 +144,23 @@ class Solver(ABC):
         """One pass over the rows, a report a batch; ends early where the task's steps are used up."""
 
     def extra_loss(self) -> Tensor | float:
-        """Terms of the loss that do not depend on the batch, divided by N."""
-        return 0.0
+        """The encoder's proximal terms and the decay of what descent trains, divided by N."""
+        total: Tensor | float = 0.0
+        for weight, name in ((self.weight("mu_enc"), "W_enc"), (self.weight("nu_enc"), "b_enc")):
+            if weight:
+                total = total + weight * (self.trained[name] - self._held[name]).square().sum()
+        if self.config.weight_decay:
+            weights = (self.trained[name] for name in ("W_enc", "W_dec") if name in self.trained)
+            total = total + self.config.weight_decay * sum(tensor.square().sum() for tensor in weights)
+        return total / self.task.rows
+
+    def weight(self, name: str) -> float:
+        """A proximal weight at the outer iteration under way, by its option's field."""
+        return weight_at(getattr(self.config, name), int(self.outer), self._outers)
+
+    def _hold_encoder(self) -> None:
+        """Let the proximal terms refer to the encoder as it is."""
+        self._held = {name: self.trained[name].detach().clone() for name in ("W_enc", "b_enc")}
 
     def record(self) -> dict[str, float]:
         """Figures of the solver's own for `metrics.jsonl` and the final summary."""
@@ -199,18 +225,29 @@ class Solver(ABC):
     def state(self) -> dict[str, Tensor]:
         """Everything that training goes on from, by name."""
         trained = {f"trained.{name}": tensor.detach() for name, tensor in self.trained.items()}
-        return trained | self.optimizer.state() | {"step": torch.tensor(self.step)}
+        return trained | self.optimizer.state() | {"step": torch.tensor(self.step), "outer": self.outer}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Go on from what `state` returned."""
         self.step = int(state["step"])
+        # A checkpoint of an earlier version has it among PAM-SGD's own, or with SGD not at all.
+        self.outer = state.get("outer", state.get("decoder.outer", self.outer)).clone()
         with torch.no_grad():
             for name, tensor in self.trained.items():
                 tensor.copy_(state[f"trained.{name}"])
         self.optimizer.restore(state)
+        self._hold_encoder()
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: self.trained[name] for name in self._parameter_names}
+
+
+def proximal(difference: str) -> Any:
+    """Declare a proximal weight: a number or a schedule."""
+    return option(0.0, f"Proximal weight of ||{difference}||^2, beside the sum over all rows: a number, or a "
+                       "schedule over the outer iterations t (with sgd, epochs), FIRST:LAST (geometric) or A,B,C (one "
+                       "each, the last one kept).",
+                  minimum=0, maximum=1e30, check=check_schedule, metavar="FLOAT|FIRST:LAST|A,B,...")
 
 
 @dataclass(frozen=True)
@@ -224,6 +261,13 @@ class SolverConfig(Config, ABC):
     optimizer: str = option("adam", "What takes the descent steps: adam; sgd, lr times the gradient, the paper's line, "
                                     "which needs --lr; or lbfgs, to tolerance on all rows as one batch, without "
                                     "learning rate, smoothing or a rise of the penalty.", choices=tuple(OPTIMIZERS))
+    clip_norm: float | None = option(None, "Scale a step's gradient down to this norm where it is larger; that of the "
+                                           "mean over a batch of ||x_hat - x||^2 and of what is added to it.", above=0)
+    weight_decay: float = option(0.0, "Weight of the squared weights that descent trains, ||W_enc||^2 and with "
+                                      "--solver sgd ||W_dec||^2, not of biases; beside the sum over all rows.",
+                                 minimum=0)
+    mu_enc: float | str = proximal("W_enc - W_enc^t")
+    nu_enc: float | str = proximal("b_enc - b_enc^t")
 
     @property
     def steps_per_batch(self) -> int:
@@ -245,6 +289,9 @@ class SolverConfig(Config, ABC):
             ConfigError: they cannot.
         """
         OPTIMIZERS[self.optimizer].check(rows, batch_size, lr, smoothing)
+        if OPTIMIZERS[self.optimizer].to_tolerance and self.clip_norm is not None:
+            raise ConfigError(f"--clip-norm does nothing with --optimizer {self.optimizer}, whose line search finds "
+                              "its steps; leave it out, or use --optimizer adam or sgd")
 
     def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
         """The width by which training rows are smoothed when the user gives none."""

@@ -3,7 +3,8 @@
 To add one, write its class here and a line in `OPTIMIZERS`; nothing else branches on an optimiser's name.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -25,14 +26,16 @@ class Optimizer:
 
     Args:
         tensors: what to move, by name; those that need no gradient stay.
+        clip_norm: the gradient of all of them together is scaled down to this norm where it is larger.
     """
 
     name: ClassVar[str]
     to_tolerance: ClassVar[bool] = False
     vectors: ClassVar[int] = 0
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, tensors: dict[str, Tensor], clip_norm: float = math.inf) -> None:
         self.tensors = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+        self.clip_norm = clip_norm
 
     @classmethod
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
@@ -57,6 +60,16 @@ class Optimizer:
         """
         raise TypeError(f"{type(self).__name__} does not say how it descends")
 
+    @torch.no_grad()
+    def _clip(self, gradients: Sequence[Tensor | None]) -> None:
+        """Scale gradients down, in place, to `clip_norm` together."""
+        if self.clip_norm == math.inf:
+            return
+        present = [gradient for gradient in gradients if gradient is not None]
+        norm = torch.stack([gradient.norm() for gradient in present]).norm()
+        for gradient in present:
+            gradient *= (self.clip_norm / norm).clamp(max=1.0)
+
     def state(self) -> dict[str, Tensor]:
         """All that it keeps from one step to the next, by name."""
         return {}
@@ -77,14 +90,15 @@ class Adam(Optimizer):
     name = "adam"
     vectors = 2
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        super().__init__(tensors)
+    def __init__(self, tensors: dict[str, Tensor], clip_norm: float = math.inf) -> None:
+        super().__init__(tensors, clip_norm)
         self._adam = torch.optim.Adam(self.tensors.values(), fused=True)
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
         """One step."""
         self._adam.zero_grad(set_to_none=True)
         loss().backward()
+        self._clip([tensor.grad for tensor in self.tensors.values()])
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()
@@ -130,8 +144,8 @@ class GradientDescent(Optimizer):
 
     name = "sgd"
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        super().__init__(tensors)
+    def __init__(self, tensors: dict[str, Tensor], clip_norm: float = math.inf) -> None:
+        super().__init__(tensors, clip_norm)
         self._scale = torch.ones((), dtype=torch.float64)
 
     @classmethod
@@ -148,6 +162,7 @@ class GradientDescent(Optimizer):
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
         """One step."""
         gradients = torch.autograd.grad(loss(), list(self.tensors.values()), allow_unused=True)
+        self._clip(gradients)
         with torch.no_grad():
             for tensor, gradient in zip(self.tensors.values(), gradients, strict=True):
                 if gradient is not None:

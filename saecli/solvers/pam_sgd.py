@@ -23,21 +23,13 @@ from ..errors import ConfigError
 from ..ridge import iterative_memory, memory_needed
 from ..sae import SAE
 from .alternation import REVIVAL_ROWS, RUNNING_ROWS, WINDOW, PamSgdSolver
-from .base import DEFAULT_STEPS, SolverConfig, Task
+from .base import DEFAULT_STEPS, SolverConfig, Task, proximal
 from .gather import SAMPLED_ROWS
 from .optimizers import OPTIMIZERS
-from .schedules import check_schedule
 from .smoothing import default_width
 
 MOST_INNER_STEPS = 10
 CODES_SHARE = 0.8  # of the memory that is left, for codes that an iteration keeps
-
-
-def proximal(difference: str) -> Any:
-    """Declare a proximal weight: a number or a schedule."""
-    return option(0.0, f"Proximal weight of ||{difference}||^2, beside the sum over all rows: a number, or a schedule "
-                       "over the outer iterations, FIRST:LAST (geometric) or A,B,C (one each, the last one kept).",
-                  minimum=0, maximum=1e30, check=check_schedule, metavar="FLOAT|FIRST:LAST|A,B,...")
 
 
 @dataclass(frozen=True)
@@ -53,8 +45,9 @@ class PamSgd(SolverConfig):
                                         "the sum of squared errors over all rows; auto chooses it by leave-one-out.",
                                 choices=("auto",), minimum=0)
     beta: float = option(0.0, "Weight of ||b_dec||^2, beside the sum over all rows.", minimum=0)
-    mu_enc: float | str = proximal("W_enc - W_enc^t")
-    nu_enc: float | str = proximal("b_enc - b_enc^t")
+    bias: str = option("joint", "How the decoder step finds b_dec: joint, as the minimum together with W_dec; after, "
+                                "from what a W_dec solved without a bias leaves, as in the paper's code, which needs a "
+                                "number for --alpha.", choices=("joint", "after"))
     mu_dec: float | str = proximal("W_dec - W_dec^t")
     nu_dec: float | str = proximal("b_dec - b_dec^t")
     inner_steps: int | str = option("auto", "Encoder steps on each batch; auto: as many as bring the whole of training "
@@ -67,6 +60,9 @@ class PamSgd(SolverConfig):
                                                "computed, for more rows than are read twice; where there are fewer "
                                                "rows than that, or with --solve iterative, by such a pass too.",
                                       choices=("epoch",), minimum=1)
+    decoder_first: bool = option(False, "Solve for the decoder before the encoder steps of each epoch, not after "
+                                        "them, as in the paper's code for language models: training then ends with an "
+                                        "encoder that has moved on from its decoder.")
     solve: str = option("auto", "How the decoder step is solved: direct, by factorising a d_sae x d_sae matrix; "
                                 "iterative, without that matrix, to a residual of 1e-4; auto: direct where that fits "
                                 "in memory.", choices=("auto", "direct", "iterative"))
@@ -102,6 +98,12 @@ class PamSgd(SolverConfig):
         if OPTIMIZERS[self.optimizer].to_tolerance and self.inner_steps not in ("auto", 1):
             raise ConfigError(f"--inner-steps {self.inner_steps} does nothing with --optimizer {self.optimizer}, whose "
                               "one step solves for the encoder to tolerance; leave it out")
+        if self.bias == "after" and self.alpha == "auto":
+            raise ConfigError("--bias after cannot be used with --alpha auto, which chooses for the bias that is joint "
+                              "with W_dec; give a number, such as --alpha 1, or use --bias joint")
+        if self.decoder_first and self.decoder_every != "epoch":
+            raise ConfigError("--decoder-first cannot be used with --decoder-every, which adds decoder steps after "
+                              "encoder steps; use one of them")
 
     def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
         """The more latents there are for each row, the more (see `smoothing.py`)."""

@@ -1,5 +1,6 @@
 """SGD: encoder and decoder trained together by descent; the baseline of the paper and of the field's tools."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,8 +26,8 @@ class Sgd(SolverConfig):
         return SgdSolver(initial, task, self)
 
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
-        """Weights, their gradients and what the optimiser keeps, in float32."""
-        return 4 * (2 + OPTIMIZERS[self.optimizer].vectors) * d_in * d_sae * (1 if self.tied else 2)
+        """Weights, their gradients, what the optimiser keeps, and the encoder as it was, in float32."""
+        return 4 * ((2 + OPTIMIZERS[self.optimizer].vectors) * (1 if self.tied else 2) + 1) * d_in * d_sae
 
 
 class SgdSolver(Solver):
@@ -35,7 +36,7 @@ class SgdSolver(Solver):
     def __init__(self, initial: SAE, task: Task, config: Sgd) -> None:
         self.tied = config.tied
         decoder = {"b_dec": initial.b_dec} | ({} if self.tied else {"W_dec": initial.W_dec.contiguous()})
-        super().__init__(initial, task, decoder, config.optimizer)
+        super().__init__(initial, task, decoder, config, math.ceil(task.steps / task.batches))
 
     def decoder(self) -> tuple[Tensor, Tensor]:
         """W_dec (F, D) and b_dec (D,), both trained."""
@@ -48,5 +49,7 @@ class SgdSolver(Solver):
             if self.step >= self.task.steps:
                 break
             yield self.descend(x)
+        self.outer += 1
+        self._hold_encoder()
         if self.step >= self.task.steps:
             self.calibrate()

@@ -8,13 +8,14 @@ from typing import Any, ClassVar, Self
 import torch
 
 from ..activations import Activation, sparsity_names
-from ..config import Config, option
+from ..config import Config, flag_of, option
 from ..errors import ConfigError
-from ..solvers import DEFAULT_STEPS, WIDEST, SolverConfig
+from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP, WIDEST, SolverConfig
 from ..store import ActivationStore, Rows
 from .normalise import NORMALISATIONS
 
 MOST_DEFAULT_EPOCHS = 100
+SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # shares of all steps
 SHUFFLES = ("window", "exact")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -30,23 +31,28 @@ class TrainingConfig(Config):
                                       f"{DEFAULT_STEPS} batches, at most {MOST_DEFAULT_EPOCHS}.", minimum=1)
     steps: int | None = option(None, "Optimiser steps, in place of --epochs.", minimum=1)
     batch_size: int = option(256, "Rows in a batch.", minimum=1)
-    lr: float | str = option("auto", "The learning rate at its highest; it rises over the first 2% of steps and falls "
-                                     "to zero over the last half; auto, for Adam, takes it from the rows' size and "
-                                     "spread.", choices=("auto",), above=0, maximum=1e30)
+    lr: float | str = option("auto", "The learning rate at its highest; auto, for Adam, takes it from the rows' size "
+                                     "and spread.", choices=("auto",), above=0, maximum=1e30)
+    lr_warm_up: float | None = option(None, "Share of all steps over which the learning rate rises; default: "
+                                            f"{WARM_UP:g}.", minimum=0, maximum=1)
+    lr_decay: float | None = option(None, "Share of all steps, the last ones, over which the learning rate falls to "
+                                          f"zero; default: {DECAY:g}.", minimum=0, maximum=1)
     smoothing: float | str = option("auto", "Move each training row along differences of other rows, by this share of "
                                             "its norm, against overfitting; 0 for none. auto: none with sgd; with "
                                             f"pam-sgd {WIDEST}, falling as one over sqrt(rows) once rows outnumber "
                                             "latents and 4 d_in.", choices=("auto",), minimum=0, maximum=10)
-    sparsity: str | None = option(None, "Penalty: l1, sum_i |z_i| ||W_dec_i||; l0, the number of active latents "
+    sparsity: str | None = option(None, "Penalty: l1, sum_i |z_i| ||W_dec_i||; l1-codes, sum_i |z_i|, which small "
+                                        "codes and a large decoder evade; l0, the number of active latents "
                                         "(jumprelu); kl, sum_i KL(target rate || firing rate of latent i) "
                                         "(relu, jumprelu, swish); default: l1 with relu, l0 with jumprelu, "
                                         "l1 with --fixed-threshold, else none.",
                                   choices=sparsity_names())
     sparsity_weight: float | None = option(
         None, "Weight of a row's penalty against its ||x_hat - x||^2, rows normalised to a mean squared norm of "
-              "d_in; rises over the first fifth of steps; default: 0.1 sqrt(d_in) for l1, "
-              "0.001 d_in for l0, 0.01 d_in for kl.",
+              "d_in; default: 0.1 sqrt(d_in) for l1 and l1-codes, 0.001 d_in for l0, 0.01 d_in for kl.",
         minimum=0)
+    sparsity_warm_up: float | None = option(None, "Share of all steps over which the penalty's weight rises; default: "
+                                                  f"{PENALTY_WARM_UP:g}.", minimum=0, maximum=1)
     fraction: float = option(1.0, "Share of the training rows to use; smaller shares lie within larger ones.",
                              above=0, maximum=1)
     split_seed: int = option(0, "Seed of the split into training rows and a tenth of test rows.", minimum=0)
@@ -73,7 +79,8 @@ class TrainingConfig(Config):
         missing = sorted({"d_sae", "epochs", "steps", "sparsity", "sparsity_weight"} - document.keys())
         if missing:
             raise ConfigError(f"{cls.__name__} does not match: missing {missing}")
-        return super().from_json({"smoothing": 0.0} | document)  # runs begun before there was any had none
+        # Runs begun before there was any smoothing had none, and those before schedules were options had these.
+        return super().from_json({"smoothing": 0.0, **SCHEDULE} | document)
 
     def check_shuffle(self, stored: int, free: int) -> None:
         """Refuse a uniform shuffle of a store that does not fit in memory: each row would come from the disk alone.
@@ -111,15 +118,23 @@ class TrainingConfig(Config):
         if sparsity == "none" and self.sparsity_weight is not None:
             raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty"
                               f" ({', '.join(name for name in activation.sparsities if name != 'none')})")
+        if sparsity == "none" and self.sparsity_warm_up is not None:
+            raise ConfigError("--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty")
+        schedule = {name: default if getattr(self, name) is None else getattr(self, name)
+                    for name, default in SCHEDULE.items()}
         weight = self.sparsity_weight
         d_sae = self.d_sae or 4 * d_in
         activation.check(d_sae)
         solver.check(rows, self.batch_size, self.lr, self.smoothing)
+        for name in SCHEDULE:
+            if getattr(self, name) is not None and OPTIMIZERS[solver.optimizer].to_tolerance:
+                raise ConfigError(f"{flag_of(name)} does nothing with --optimizer {solver.optimizer}, whose problem "
+                                  "stays the same from step to step; leave it out, or use --optimizer adam or sgd")
         epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / self.epoch_batches(rows)))
         return replace(
             self, d_sae=d_sae, sparsity=sparsity, epochs=None if self.steps else epochs,
             smoothing=solver.default_smoothing(rows, d_in, d_sae) if self.smoothing == "auto" else self.smoothing,
-            sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
+            sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight, **schedule)
 
     def batches(self, rows: int) -> int | None:
         """Batches in the whole of a resolved training; None where optimiser steps are counted instead."""

@@ -161,7 +161,8 @@ class Trainer:
         sample = self._rows(normalisation).sample()
         lr = fitted_learning_rate(sample) if training.lr == "auto" else training.lr
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
-                    sample, training.smoothing, training.seed, self.batches, memory=self.memory)
+                    sample, training.smoothing, training.seed, self.batches,
+                    training.sparsity_warm_up, training.lr_warm_up, training.lr_decay, self.memory)
         solver = self.plan.solver.build(initial_sae(self.plan.activation, training.d_sae, sample, training.seed), task)
         if checkpoint is None:
             return solver, normalisation, Progress()
