@@ -11,13 +11,15 @@ from test_solvers import F, RowsInMemory, sparse_mixture, started, trained
 
 from saecli.activations import JumpRelu, Relu, SoftTopK, TopK
 from saecli.errors import ConfigError
+from saecli.sae import SAE
 from saecli.solvers import SolverConfig, Task
 from saecli.solvers.alternation import PamSgdSolver, outer_iterations
 from saecli.solvers.optimizers import OPTIMIZERS
 from saecli.solvers.pam_sgd import PamSgd
 from saecli.solvers.schedules import weight_at
 from saecli.solvers.sgd import Sgd
-from saecli.training import Trainer, TrainingConfig
+from saecli.training import RunRecord, TrainingConfig
+from saecli.training.loop import Progress
 from saecli.training.rows import initial_sae
 
 WHOLE = ("--optimizer", "lbfgs", "--batch-size", "1000")
@@ -231,15 +233,15 @@ def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine,
 def test_a_stopped_run_resumed_equals_one_never_stopped(sae: CommandLine, words: tuple, monkeypatch):
     make_store(sae.home, "rows", some_rows(1000))
     whole = sae("train", "--name", "whole", *words, *QUICK).json
-    save = Trainer._save
+    keep = RunRecord.epoch
 
-    def save_twice(trainer: Trainer, *state: object) -> None:
-        save(trainer, *state)
-        if state[-1].epoch == 2:
+    def keep_two(record: RunRecord, sae: SAE, state: dict, progress: Progress, test: dict) -> None:
+        keep(record, sae, state, progress, test)
+        if progress.epoch == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "_save", save_twice)
+        patched.setattr(RunRecord, "epoch", keep_two)
         assert sae("train", "--name", "cut", *words, *QUICK).status == 130
     done = sae("train", "--resume", "--json").json
     assert done["final"] == whole["final"]

@@ -18,7 +18,7 @@ from ..machine import available_memory
 from ..report import table
 from ..runs import read_run
 from ..solvers import SOLVERS
-from ..training import CHECKPOINT, Plan, Trainer, TrainingConfig, read_metrics
+from ..training import CHECKPOINT, Plan, Run, RunRecord, Trainer, TrainingConfig, read_metrics
 from .config_file import CONFIG, write_config
 from .options import Given, Json, Session, configured, start
 from .stores import checked_name, open_store
@@ -49,20 +49,21 @@ def command(ctx: typer.Context, options: Given, solver: Solver = "pam-sgd", act:
     session = start(ctx, json)
     try:
         if resume:
-            folder, plan = _resumed(session, ctx, name)
+            folder, run = _resumed(session, ctx, name)
         else:
-            plan = _planned(session, options, solver, act, data)
-            _look_at_hash(session, ctx, plan, data_hash)
+            run = _planned(session, options, solver, act, data)
+            _look_at_hash(session, ctx, run, data_hash)
             folder = _new_folder(session.home, name, f"{solver}-{act}")
     except KeyboardInterrupt:
         session.report.note("stopped before training began; nothing was changed")
         raise
     with _held(folder):
-        result = _trained(session, plan, folder, None if resume else options)
+        result = _trained(session, run, folder, None if resume else options)
     for note in result["notes"]:
         session.report.note(note)
+    plan = run.plan
     document = {"run": folder.name, "path": str(folder), "solver": plan.solver.name, "act": plan.activation.name,
-                "data": plan.store.name, "d_in": plan.store.d_in, "d_sae": plan.training.d_sae, **result}
+                "data": run.store.name, "d_in": run.store.d_in, "d_sae": plan.training.d_sae, **result}
     epochs = f"{result['epochs']} epoch{'s' * (result['epochs'] != 1)}"
     title = f"{folder.name}: {epochs}, {result['steps']:,} steps in {result['seconds']:.0f} s"
     measures = table(title, ["measure", "value"], [[key, value] for key, value in result["final"].items()])
@@ -83,22 +84,23 @@ def _held(folder: Path) -> Iterator[None]:
         raise RunError(f"another process is training {folder.name}; wait for it, or stop it") from error
 
 
-def _trained(session: Session, plan: Plan, folder: Path, options: Given | None) -> dict[str, Any]:
+def _trained(session: Session, run: Run, folder: Path, options: Given | None) -> dict[str, Any]:
     """Train a run to its end; returns its result. A new one comes with its options."""
     try:
         if options is not None:
-            plan.write(folder, None)
-            _write_config(folder, plan, options)
-        trainer = Trainer(plan, folder)
+            run.write(folder, None)
+            _write_config(folder, run, options)
+        plan = run.plan
+        trainer = Trainer(plan, RunRecord(run, folder))
         session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
-                            f"on {plan.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
+                            f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
                             f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
         with session.report.progress("training", trainer.steps, "steps") as show:
-            result = trainer.run(show)
+            result = trainer.result(trainer.train(show))
         from ..plots import loss_curves  # matplotlib takes a second to import
 
         loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
-        plan.write(folder, result)  # last, so that whatever cuts this short, --resume completes it
+        run.write(folder, result)  # last, so that whatever cuts this short, --resume completes it
         return result
     except KeyboardInterrupt:
         session.report.note(f"stopped; `sae train --resume --name {folder.name}` goes on after the last whole epoch"
@@ -107,32 +109,32 @@ def _trained(session: Session, plan: Plan, folder: Path, options: Given | None) 
         raise
 
 
-def _planned(session: Session, options: Given, solver: str, act: str, data: str | None) -> Plan:
+def _planned(session: Session, options: Given, solver: str, act: str, data: str | None) -> Run:
     """A new run, with every default filled in."""
     training = options.config(TrainingConfig)
     chosen_solver = options.choose(SOLVERS, "solver", solver)
     activation = options.choose(ACTIVATIONS, "act", act)
     store = open_store(session, data)
     training.check_shuffle(store.stored_bytes, available_memory())
-    rows = training.rows_of(store)
-    training = training.resolved(activation, chosen_solver, rows.rows, store.d_in)
-    return Plan(store, rows, training, chosen_solver.resolved(training.batches(rows.rows)), activation, now())
+    plan = Plan.resolved(training.rows_of(store), training.test_rows_of(store), training, chosen_solver, activation)
+    return Run(store, plan, now())
 
 
-def _look_at_hash(session: Session, ctx: typer.Context, plan: Plan, data_hash: str | None) -> None:
+def _look_at_hash(session: Session, ctx: typer.Context, run: Run, data_hash: str | None) -> None:
     """Say so where the store is not the one that a file of options was written for."""
     chosen = {name: ctx.get_parameter_source(name).name for name in ("data", "data_hash")}
     if chosen["data"] == "COMMANDLINE" != chosen["data_hash"]:
         return  # another store than the file's was asked for
-    if data_hash not in (None, plan.store.meta.request_hash):
-        session.report.note(f"{plan.store.name} is not the store that --data-hash {data_hash} is of, though it has its "
+    if data_hash not in (None, run.store.meta.request_hash):
+        session.report.note(f"{run.store.name} is not the store that --data-hash {data_hash} is of, though it has its "
                             "name; the weights will be others")
 
 
-def _write_config(folder: Path, plan: Plan, options: Given) -> None:
+def _write_config(folder: Path, run: Run, options: Given) -> None:
     """Write what `--config` takes to train the same again: what was given, and as comments what was filled in."""
-    chosen = {"solver": plan.solver.name, "act": plan.activation.name, "data": plan.store.name,
-              "data_hash": plan.store.meta.request_hash}
+    plan = run.plan
+    chosen = {"solver": plan.solver.name, "act": plan.activation.name, "data": run.store.name,
+              "data_hash": run.store.meta.request_hash}
     given = {name: options.values[name] for name in options.values if name in options.given}
     settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
     if settled["sparsity"] == "none":
@@ -155,8 +157,8 @@ def _new_folder(home: Home, name: str | None, stem: str) -> Path:
     raise RunError(f"there is a run named {name!r} already; give another --name, or go on with it by --resume")
 
 
-def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Path, Plan]:
-    """The folder and the plan of a run that was begun before."""
+def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Path, Run]:
+    """The folder of a run that was begun before, and the run that was begun before."""
     given = [p for p in ctx.params if ctx.get_parameter_source(p).name == "COMMANDLINE"]
     other = sorted(set(given) - {"name", "resume", "json"})
     if other:
@@ -171,21 +173,20 @@ def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Pa
         session.report.note(f"going on with {name}")
     folder = runs.find(name)
     path = folder / runs.marker
-    run = read_run(path)
-    if run["complete"]:
+    document = read_run(path)
+    if document["complete"]:
         raise RunError(f"{name} is finished; there is nothing to resume, start a new run with `sae train`")
-    store = open_store(session, run["data"])
+    store = open_store(session, document["data"])
     try:
-        settings = dict(run["solver"])
-        training = TrainingConfig.from_json(run["training"])
-        plan = Plan(store, training.rows_of(store), training,
-                    SOLVERS[settings.pop("name")].from_json(settings), activation_from_json(run["activation"]),
-                    run["created"])
-        trained_on = run["data_hash"]
+        settings = dict(document["solver"])
+        training = TrainingConfig.from_json(document["training"])
+        plan = Plan(training.rows_of(store), training.test_rows_of(store), training,
+                    SOLVERS[settings.pop("name")].from_json(settings), activation_from_json(document["activation"]))
+        run, trained_on = Run(store, plan, document["created"]), document["data_hash"]
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"cannot go on with {name}: {path} is not what this version of `sae train` writes "
                        f"({error}); train it anew") from error
     if trained_on != store.meta.request_hash:
         raise RunError(f"cannot go on with {name}: {store.name} is not the store that it was begun on, though it has "
                        f"its name; make that store again, or train anew")
-    return folder, plan
+    return folder, run

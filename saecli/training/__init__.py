@@ -1,4 +1,4 @@
-"""Training one SAE from a store: rows in, checkpoints and a finished run folder out.
+"""Training one SAE: rows in, and out an SAE, or checkpoints and a finished run folder.
 
 A batch of activations enters in `rows.py`, which normalises it; the solver's `epoch` takes it from there, and
 its decoder step, where it has one, hands codes and rows to `saecli/ridge`.
@@ -6,6 +6,7 @@ its decoder step, where it has one, hands codes and rows to `saecli/ridge`.
 
 from .checkpoints import CHECKPOINT, read_metrics
 from .config import TrainingConfig
-from .loop import Plan, Trainer
+from .loop import Plan, Record, Trainer
+from .run import Run, RunRecord
 
-__all__ = ["CHECKPOINT", "Plan", "Trainer", "TrainingConfig", "read_metrics"]
+__all__ = ["CHECKPOINT", "Plan", "Record", "Run", "RunRecord", "Trainer", "TrainingConfig", "read_metrics"]

@@ -105,6 +105,14 @@ class TrainingConfig(Config):
         """
         return store.split("train", fraction=self.fraction, seed=self.split_seed)
 
+    def test_rows_of(self, store: ActivationStore) -> Rows:
+        """The rows of a store that are held out.
+
+        Raises:
+            StoreError: the split leaves none.
+        """
+        return store.split("test", seed=self.split_seed)
+
     def resolved(self, activation: Activation, solver: SolverConfig, rows: int, d_in: int) -> "TrainingConfig":
         """The same with every default that depends on the data or the activation filled in.
 

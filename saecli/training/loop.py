@@ -1,66 +1,60 @@
-"""The training loop: epochs, checkpoints, measures, and the run folder that they leave."""
+"""The training loop: epochs, their measures, and what is kept of them."""
 
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
-from ..activations import Activation, activation_to_json
+from ..activations import Activation
 from ..devices import device_named
 from ..errors import ConfigError, TrainingError
-from ..files import write_json
-from ..formats import SavedSAE, save_native
-from ..home import RUN_MARKER
 from ..machine import available_memory
 from ..metrics import reconstruction
 from ..report import Step
-from ..runs import FORMAT_VERSION
 from ..sae import SAE
 from ..solvers import Solver, SolverConfig, StepReport, Task
-from ..store import ActivationStore, spread_of
 from ..store import Rows as StoredRows
-from .checkpoints import MetricsLog, load_checkpoint, save_checkpoint
+from ..store import spread_of
 from .config import DTYPES, TrainingConfig
 from .normalise import Normalisation, fit_normalisation
 from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae, raw_batches
 
-ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
 Measures = dict[str, Any]  # as of `metrics.reconstruction`
 
-KEPT = "kept"  # folder of a run, of the run folders of its earlier epochs
-LOG_EVERY = 20  # steps between lines in metrics.jsonl, and between looks at whether the loss is a number
+LOG_EVERY = 20  # steps between lines of measures, and between looks at whether the loss is a number
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One training run, fully decided.
+    """What is to be trained, fully decided.
 
     Args:
-        store: the activations.
-        train_rows: those of its rows to train on, as `training` splits them.
+        train_rows: the rows to train on.
+        test_rows: the rows to measure on after each epoch; None for none.
         training: the settings, resolved.
-        solver: the solver and its settings.
+        solver: the solver and its settings, resolved.
         activation: the activation and its settings.
-        created: when the run was begun.
     """
 
-    store: ActivationStore
     train_rows: StoredRows
+    test_rows: StoredRows | None
     training: TrainingConfig
     solver: SolverConfig
     activation: Activation
-    created: str
 
-    def write(self, folder: Path, result: dict[str, Any] | None) -> None:
-        """Write the run's `run.json`: finished where there is a result."""
-        write_json(folder / RUN_MARKER, {
-            "format_version": FORMAT_VERSION, "created": self.created, "complete": result is not None,
-            "data": self.store.name, "data_hash": self.store.meta.request_hash, "training": self.training.to_json(),
-            "solver": {"name": self.solver.name, **self.solver.to_json()},
-            "activation": activation_to_json(self.activation), "result": result})
+    @classmethod
+    def resolved(cls, train_rows: StoredRows, test_rows: StoredRows | None, training: TrainingConfig,
+                 solver: SolverConfig, activation: Activation) -> Self:
+        """The plan with every default filled in.
+
+        Raises:
+            ConfigError: settings contradict each other, or do nothing together.
+        """
+        training = training.resolved(activation, solver, train_rows.rows, train_rows.d_in)
+        return cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)), activation)
 
 
 @dataclass
@@ -73,23 +67,49 @@ class Progress:
     seconds: float = 0.0
 
 
+class Record:
+    """What is kept of a training while it goes on: nothing. Subclasses keep it."""
+
+    def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The state and the progress to go on from; None to begin."""
+        return None
+
+    def begin(self, step: int, epochs: int) -> None:
+        """Training begins, or goes on after a step: what was kept of later ones is void. It will have so many
+        epochs."""
+
+    def line(self, line: dict[str, Any]) -> None:
+        """Measures at a step, which is among them."""
+
+    def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
+        """An epoch is over.
+
+        Args:
+            sae: the SAE as it stands, acting on raw activations.
+            state: all that training goes on from.
+            progress: how far it has come.
+            test: what the SAE measures on the test rows.
+        """
+
+    def end(self) -> None:
+        """Training is over, or stopped."""
+
+
 class Trainer:
-    """Trains one run, from its start or from its last checkpoint.
+    """Trains one SAE, from its start or from its last checkpoint.
 
     Args:
         plan: what to train.
-        folder: the run folder, which exists.
+        record: what is kept of it meanwhile.
 
     Raises:
         ConfigError: the solver needs more memory than is free, or the device is unknown.
-        StoreError: the store cannot be split.
     """
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        self.plan, self.folder = plan, folder
+    def __init__(self, plan: Plan, record: Record) -> None:
+        self.plan, self.record = plan, record
         training = plan.training
-        self.train_rows = plan.train_rows
-        self.test_rows = plan.store.split("test", seed=training.split_seed)
+        self.train_rows, self.test_rows = plan.train_rows, plan.test_rows
         self.device = device_named(training.device)
         self.memory = self._demand_memory()
         self.batches = training.epoch_batches(self.train_rows.rows)
@@ -97,42 +117,59 @@ class Trainer:
         self.steps = training.steps or training.epochs * per_epoch
         self.epochs = math.ceil(self.steps / per_epoch)
 
-    def run(self, show: Step) -> dict[str, Any]:
+    def train(self, show: Step) -> SAE:
         """Train to the end.
 
         Args:
             show: told the steps done, and a few words on how it goes.
 
         Returns:
-            The result for `Plan.write`, which finishes the run: `rows_train, rows_test, epochs, steps, seconds,
-            rows_per_second, notes, final`.
+            The SAE, acting on raw activations.
 
         Raises:
             TrainingError: the loss became NaN or infinite; the last checkpoint stands.
         """
-        checkpoint = load_checkpoint(self.folder)
-        solver, normalisation, progress = self._begin(checkpoint)
+        solver, normalisation, progress = self._begin(self.record.checkpoint())
+        self.solver, self.progress, self.test = solver, progress, None
         rows = self._rows(normalisation)
-        log = MetricsLog(self.folder, progress.step)
-        test = None
+        self.record.begin(progress.step, self.epochs)
         try:
             while progress.epoch < self.epochs:
                 began = time.monotonic()
-                progress.rows += self._epoch(solver, rows, progress, log, show)
+                progress.rows += self._epoch(solver, rows, progress, show)
                 progress.epoch, progress.step = progress.epoch + 1, solver.step
                 progress.seconds += time.monotonic() - began
                 sae = on_raw_rows(solver.sae(), normalisation)
                 demand_finite(sae, solver.step)
-                test = self._measured(self.test_rows, sae)
-                log.write({"step": solver.step, "epoch": progress.epoch, "test_fvu": test["fvu"],
-                           "test_l0": test["l0"], **solver.record()})
-                self._save(solver, sae, normalisation, progress)
-                self._keep(sae, progress, test)
+                self.test = None if self.test_rows is None else self._measured(self.test_rows, sae)
+                tested = {f"test_{name}": self.test[name] for name in ("fvu", "l0")} if self.test else {}
+                self.record.line({"step": solver.step, "epoch": progress.epoch, **tested, **solver.record()})
+                state = {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
+                self.record.epoch(sae, solver.state() | state, progress, self.test)
         finally:
-            log.close()
-        sae = on_raw_rows(solver.sae(), normalisation)
-        return self._result(solver, progress, self._measured(self.train_rows, sae),
-                            test or self._measured(self.test_rows, sae))
+            self.record.end()
+        return on_raw_rows(solver.sae(), normalisation)
+
+    def result(self, sae: SAE) -> dict[str, Any]:
+        """What came of a training that had test rows.
+
+        Args:
+            sae: what `train` returned.
+
+        Returns:
+            `rows_train, rows_test, epochs, steps, seconds, rows_per_second, notes, final`.
+
+        Cost: a pass over the training rows.
+        """
+        solver, progress = self.solver, self.progress
+        train, test = self._measured(self.train_rows, sae), self.test or self._measured(self.test_rows, sae)
+        rate = {} if solver.optimizer.to_tolerance else {"lr": solver.task.lr}
+        return {
+            "rows_train": self.train_rows.rows, "rows_test": self.test_rows.rows, "epochs": progress.epoch,
+            "steps": progress.step, "seconds": progress.seconds,
+            "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "notes": solver.notes(),
+            "final": {"train_fvu": train["fvu"], "test_fvu": test["fvu"], "test_mse": test["mse"], "l0": test["l0"],
+                      "dead_fraction": train["dead_fraction"], **rate, **solver.record()}}
 
     def _rows(self, normalisation: Normalisation) -> TrainingRows:
         training = self.plan.training
@@ -143,7 +180,7 @@ class Trainer:
         """The bytes that are free for the solver."""
         solver, d_sae = self.plan.solver, self.plan.training.d_sae
         batch = 3 * 4 * max(self.plan.training.batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
-        needed = solver.memory(self.train_rows.rows, self.plan.training.batch_size, self.plan.store.d_in, d_sae) + batch
+        needed = solver.memory(self.train_rows.rows, self.plan.training.batch_size, self.train_rows.d_in, d_sae) + batch
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
         if needed > free:
             raise ConfigError(f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, "
@@ -169,7 +206,7 @@ class Trainer:
         solver.restore(checkpoint[0])
         return solver, normalisation, Progress(**checkpoint[1])
 
-    def _epoch(self, solver: Solver, rows: TrainingRows, progress: Progress, log: MetricsLog, show: Step) -> int:
+    def _epoch(self, solver: Solver, rows: TrainingRows, progress: Progress, show: Step) -> int:
         """One pass; returns how many rows it saw. Every loss has been looked at when it returns."""
         seen, pending, began = 0, [], time.monotonic() - progress.seconds
 
@@ -177,7 +214,7 @@ class Trainer:
             if not pending:
                 return
             line = averages(pending, rows.normalisation.variance * solver.smoothing.inflation)
-            log.write(line)
+            self.record.line(line)
             rate = (progress.rows + seen) / max(time.monotonic() - began, 1e-9)
             show(solver.step, f"loss {line['loss']:.4g} fvu {line['train_fvu']:.4f} l0 {line['l0']:.1f} "
                               f"{rate:,.0f} rows/s")
@@ -198,38 +235,8 @@ class Trainer:
     def _measured(self, stored: StoredRows, sae: SAE) -> Measures:
         return reconstruction(sae, (batch.to(sae.W_enc) for batch in raw_batches(stored)))
 
-    def _save(self, solver: Solver, sae: SAE, normalisation: Normalisation, progress: Progress) -> None:
-        self._save_sae(sae, self.folder)
-        kept = {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
-        save_checkpoint(self.folder, solver.state() | kept, vars(progress))
 
-    def _save_sae(self, sae: SAE, folder: Path) -> None:
-        source = self.plan.store.meta.source
-        origin = {key: source[key] for key in ORIGIN if key in source}
-        save_native(SavedSAE(sae.to(torch.float32), origin), folder)
-
-    def _keep(self, sae: SAE, progress: Progress, test: Measures) -> None:
-        """Write a run folder of the SAE as it stands, where `--keep-every` asks for this epoch's."""
-        every = self.plan.training.keep_every
-        if every is None or progress.epoch % every:
-            return
-        folder = self.folder / KEPT / f"epoch-{progress.epoch:0{len(str(self.epochs))}}"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._save_sae(sae, folder)
-        self.plan.write(folder, {"epochs": progress.epoch, "steps": progress.step,
-                                 "final": {"test_fvu": test["fvu"], "l0": test["l0"]}})
-
-    def _result(self, solver: Solver, progress: Progress, train: Measures, test: Measures) -> dict[str, Any]:
-        rate = {} if solver.optimizer.to_tolerance else {"lr": solver.task.lr}
-        return {
-            "rows_train": self.train_rows.rows, "rows_test": self.test_rows.rows, "epochs": progress.epoch,
-            "steps": progress.step, "seconds": progress.seconds,
-            "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "notes": solver.notes(),
-            "final": {"train_fvu": train["fvu"], "test_fvu": test["fvu"], "test_mse": test["mse"], "l0": test["l0"],
-                      "dead_fraction": train["dead_fraction"], **rate, **solver.record()}}
-
-
-def averages(reports: list[StepReport], variance: torch.Tensor) -> dict[str, Any]:
+def averages(reports: list[StepReport], variance: Tensor) -> dict[str, Any]:
     """The means over the rows of some consecutive batches, as a line of `metrics.jsonl`.
 
     Args:

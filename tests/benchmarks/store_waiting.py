@@ -24,7 +24,7 @@ from saecli.activations import ACTIVATIONS
 from saecli.home import now
 from saecli.solvers import SOLVERS
 from saecli.store import ActivationStore, Rows
-from saecli.training import Plan, Trainer, TrainingConfig
+from saecli.training import Plan, Run, RunRecord, Trainer, TrainingConfig
 
 
 class Waiting(Rows):
@@ -77,12 +77,11 @@ def train(path: Path, solver: str, settings: dict[str, int], cold: bool) -> None
     activation = ACTIVATIONS["topk"](k=32)
     chosen = SOLVERS[solver](**({"inner_steps": 1} if solver == "pam-sgd" else {}))
     rows = Waiting(training.rows_of(store), cold)
-    training = training.resolved(activation, chosen, rows.rows, store.d_in)
-    plan = Plan(store, rows, training, chosen.resolved(training.batches(rows.rows)), activation, now())
+    plan = Plan.resolved(rows, training.test_rows_of(store), training, chosen, activation)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(plan, Path(folder))
+        trainer = Trainer(plan, RunRecord(Run(store, plan, now()), Path(folder)))
         started = time.perf_counter()
-        trainer.run(lambda step, words: None)
+        trainer.result(trainer.train(lambda step, words: None))
         seconds = time.perf_counter() - started
     print(f"{solver:9} {rows.rows:9,} {seconds:9.1f} {rows.seconds:9.3f} {rows.seconds / seconds:8.2%} "
           f"{rows.first / seconds:8.2%}", flush=True)

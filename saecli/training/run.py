@@ -1,0 +1,91 @@
+"""A training that leaves a run folder: what it says of itself, and what it keeps of every epoch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..activations import activation_to_json
+from ..files import write_json
+from ..formats import SavedSAE, save_native
+from ..home import RUN_MARKER
+from ..runs import FORMAT_VERSION
+from ..sae import SAE
+from ..store import ActivationStore
+from .checkpoints import MetricsLog, load_checkpoint, save_checkpoint
+from .loop import Measures, Plan, Progress, Record
+
+ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
+KEPT = "kept"  # folder of a run, of the run folders of its earlier epochs
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training on rows of a store.
+
+    Args:
+        store: the activations.
+        plan: what is trained.
+        created: when it was begun.
+    """
+
+    store: ActivationStore
+    plan: Plan
+    created: str
+
+    def write(self, folder: Path, result: dict[str, Any] | None) -> None:
+        """Write the run's `run.json`: finished where there is a result, as of `Trainer.result`."""
+        plan = self.plan
+        write_json(folder / RUN_MARKER, {
+            "format_version": FORMAT_VERSION, "created": self.created, "complete": result is not None,
+            "data": self.store.name, "data_hash": self.store.meta.request_hash, "training": plan.training.to_json(),
+            "solver": {"name": plan.solver.name, **plan.solver.to_json()},
+            "activation": activation_to_json(plan.activation), "result": result})
+
+
+class RunRecord(Record):
+    """Keeps a run in its folder; see `checkpoints.py` for the files.
+
+    Args:
+        run: the run.
+        folder: the run folder, which exists.
+    """
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.run, self.folder = run, folder
+
+    def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The last one in the folder."""
+        return load_checkpoint(self.folder)
+
+    def begin(self, step: int, epochs: int) -> None:
+        """Open `metrics.jsonl`, its lines of later steps dropped."""
+        self.log, self.epochs = MetricsLog(self.folder, step), epochs
+
+    def line(self, line: dict[str, Any]) -> None:
+        """Append to `metrics.jsonl`."""
+        self.log.write(line)
+
+    def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
+        """Write the SAE, the checkpoint, and where `--keep-every` asks for this epoch's a run folder of its own."""
+        self._save(sae, self.folder)
+        save_checkpoint(self.folder, state, vars(progress))
+        every = self.run.plan.training.keep_every
+        if every is None or progress.epoch % every:
+            return
+        folder = self.folder / KEPT / f"epoch-{progress.epoch:0{len(str(self.epochs))}}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._save(sae, folder)
+        self.run.write(folder, {"epochs": progress.epoch, "steps": progress.step,
+                                "final": {"test_fvu": test["fvu"], "l0": test["l0"]}})
+
+    def end(self) -> None:
+        """Close `metrics.jsonl`."""
+        self.log.close()
+
+    def _save(self, sae: SAE, folder: Path) -> None:
+        source = self.run.store.meta.source
+        origin = {key: source[key] for key in ORIGIN if key in source}
+        save_native(SavedSAE(sae.to(torch.float32), origin), folder)
