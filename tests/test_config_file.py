@@ -15,6 +15,7 @@ QUICK = ("--d-sae", "24", "--epochs", "2", "--batch-size", "64")
 CHOICES = {
     "pam-sgd": ("--solver", "pam-sgd", "--act", "jumprelu", "--mu-dec", "1:10", "--no-revive", "--seed", "3"),
     "sgd": ("--solver", "sgd", "--act", "topk", "--k", "4", "--lr", "0.0123456789", "--tied"),
+    "lbfgs": ("--optimizer", "lbfgs", "--act", "swish", "--batch-size", "1000"),
 }
 
 
@@ -28,7 +29,7 @@ def test_a_runs_own_config_trains_the_same_bits_and_so_does_one_with_its_default
                                                                                          solver: str):
     make_store(sae.home, "rows", some_rows(1000))
     runs = sae.home / "runs"
-    assert sae("train", "--data", "rows", "--name", "first", *CHOICES[solver], *QUICK).status == 0
+    assert sae("train", "--data", "rows", "--name", "first", *QUICK, *CHOICES[solver]).status == 0
     make_store(sae.home, "newer", some_rows(1000, seed=1))
     config = runs / "first" / "config.toml"
     again = sae("train", "--config", config, "--json").json

@@ -137,12 +137,11 @@ def _write_config(folder: Path, run: Run, options: Given) -> None:
               "data_hash": run.store.meta.request_hash}
     given = {name: options.values[name] for name in options.values if name in options.given}
     settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
-    if settled["sparsity"] == "none":
-        del settled["sparsity_weight"]
+    left_out = plan.training.idle(plan.solver) | given.keys()
     heading = [f"sae train --config {CONFIG} trains this run again, to the same weights, on the same rows.",
                f"Options on the command line win. Written by saecli {__version__}."]
     write_config(folder / CONFIG, heading, chosen | given,
-                 {name: value for name, value in settled.items() if name not in given})
+                 {name: value for name, value in settled.items() if name not in left_out})
 
 
 def _new_folder(home: Home, name: str | None, stem: str) -> Path:
@@ -158,7 +157,7 @@ def _new_folder(home: Home, name: str | None, stem: str) -> Path:
 
 
 def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Path, Run]:
-    """The folder of a run that was begun before, and the run that was begun before."""
+    """A run that was begun before, and its folder first."""
     given = [p for p in ctx.params if ctx.get_parameter_source(p).name == "COMMANDLINE"]
     other = sorted(set(given) - {"name", "resume", "json"})
     if other:

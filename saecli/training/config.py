@@ -144,6 +144,11 @@ class TrainingConfig(Config):
             smoothing=solver.default_smoothing(rows, d_in, d_sae) if self.smoothing == "auto" else self.smoothing,
             sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight, **schedule)
 
+    def idle(self, solver: SolverConfig) -> set[str]:
+        """The settings of a resolved training that do nothing in it, and that `resolved` would refuse."""
+        without_penalty = {"sparsity_weight", "sparsity_warm_up"} if self.sparsity == "none" else set()
+        return without_penalty | (set(SCHEDULE) if OPTIMIZERS[solver.optimizer].to_tolerance else set())
+
     def batches(self, rows: int) -> int | None:
         """Batches in the whole of a resolved training; None where optimiser steps are counted instead."""
         return None if self.steps else self.epochs * self.epoch_batches(rows)
