@@ -33,10 +33,9 @@ class TrainingConfig(Config):
     batch_size: int = option(256, "Rows in a batch.", minimum=1)
     lr: float | str = option("auto", "The learning rate at its highest; auto, for Adam, takes it from the rows' size "
                                      "and spread.", choices=("auto",), above=0, maximum=1e30)
-    lr_warm_up: float | None = option(None, "Share of all steps over which the learning rate rises; default: "
-                                            f"{WARM_UP:g}.", minimum=0, maximum=1)
-    lr_decay: float | None = option(None, "Share of all steps, the last ones, over which the learning rate falls to "
-                                          f"zero; default: {DECAY:g}.", minimum=0, maximum=1)
+    lr_warm_up: float = option(WARM_UP, "Share of all steps over which the learning rate rises.", minimum=0, maximum=1)
+    lr_decay: float = option(DECAY, "Share of all steps, the last ones, over which the learning rate falls to zero.",
+                             minimum=0, maximum=1)
     smoothing: float | str = option("auto", "Move each training row along differences of other rows, by this share of "
                                             "its norm, against overfitting; 0 for none. auto: none with sgd; with "
                                             f"pam-sgd {WIDEST}, falling as one over sqrt(rows) once rows outnumber "
@@ -51,8 +50,8 @@ class TrainingConfig(Config):
         None, "Weight of a row's penalty against its ||x_hat - x||^2, rows normalised to a mean squared norm of "
               "d_in; default: 0.1 sqrt(d_in) for l1 and l1-codes, 0.001 d_in for l0, 0.01 d_in for kl.",
         minimum=0)
-    sparsity_warm_up: float | None = option(None, "Share of all steps over which the penalty's weight rises; default: "
-                                                  f"{PENALTY_WARM_UP:g}.", minimum=0, maximum=1)
+    sparsity_warm_up: float = option(PENALTY_WARM_UP, "Share of all steps over which the penalty's weight rises.",
+                                     minimum=0, maximum=1)
     fraction: float = option(1.0, "Share of the training rows to use; smaller shares lie within larger ones.",
                              above=0, maximum=1)
     split_seed: int = option(0, "Seed of the split into training rows and a tenth of test rows.", minimum=0)
@@ -79,8 +78,7 @@ class TrainingConfig(Config):
         missing = sorted({"d_sae", "epochs", "steps", "sparsity", "sparsity_weight"} - document.keys())
         if missing:
             raise ConfigError(f"{cls.__name__} does not match: missing {missing}")
-        # Runs begun before there was any smoothing had none, and those before schedules were options had these.
-        return super().from_json({"smoothing": 0.0, **SCHEDULE} | document)
+        return super().from_json({"smoothing": 0.0} | document)  # runs begun before there was any had none
 
     def check_shuffle(self, stored: int, free: int) -> None:
         """Refuse a uniform shuffle of a store that does not fit in memory: each row would come from the disk alone.
@@ -126,23 +124,21 @@ class TrainingConfig(Config):
         if sparsity == "none" and self.sparsity_weight is not None:
             raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty"
                               f" ({', '.join(name for name in activation.sparsities if name != 'none')})")
-        if sparsity == "none" and self.sparsity_warm_up is not None:
+        if sparsity == "none" and self.sparsity_warm_up != PENALTY_WARM_UP:
             raise ConfigError("--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty")
-        schedule = {name: default if getattr(self, name) is None else getattr(self, name)
-                    for name, default in SCHEDULE.items()}
         weight = self.sparsity_weight
         d_sae = self.d_sae or 4 * d_in
         activation.check(d_sae)
         solver.check(rows, self.batch_size, self.lr, self.smoothing)
-        for name in SCHEDULE:
-            if getattr(self, name) is not None and OPTIMIZERS[solver.optimizer].to_tolerance:
+        for name, default in SCHEDULE.items():
+            if getattr(self, name) != default and OPTIMIZERS[solver.optimizer].to_tolerance:
                 raise ConfigError(f"{flag_of(name)} does nothing with --optimizer {solver.optimizer}, whose problem "
                                   "stays the same from step to step; leave it out, or use --optimizer adam or sgd")
         epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / self.epoch_batches(rows)))
         return replace(
             self, d_sae=d_sae, sparsity=sparsity, epochs=None if self.steps else epochs,
             smoothing=solver.default_smoothing(rows, d_in, d_sae) if self.smoothing == "auto" else self.smoothing,
-            sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight, **schedule)
+            sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
 
     def idle(self, solver: SolverConfig) -> set[str]:
         """The settings of a resolved training that do nothing in it, and that `resolved` would refuse."""
