@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +51,15 @@ def test_every_command_prints_json_on_demand_and_every_option_says_what_it_does(
     parameters = load(name).params
     assert "--json" in [opt for parameter in parameters for opt in parameter.opts]
     assert all(parameter.help and parameter.help.endswith((".", ")")) for parameter in parameters)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_page_has_one_example_that_the_command_takes(name: str):
+    command = load(name)
+    (example,) = re.findall(r"Example: (sae .*)$", command.help, re.MULTILINE)
+    program, named, *words = shlex.split(example)
+    assert (program, named) == ("sae", name)
+    command.make_context(name, words)  # exits where an option is unknown or its value cannot be
 
 
 @pytest.mark.parametrize(("words", "absent"), [

@@ -25,6 +25,8 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
 
     Extracts activations from tiny-gemma2, the bundled language model, trains one SAE with each solver, and looks at
     what came out. Takes a minute or two, and needs no network.
+
+    Example: sae demo --pictures pictures
     """
     session = start(ctx, json)
     pictures = pictures or session.home.path / "demo"

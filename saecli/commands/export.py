@@ -12,11 +12,11 @@ from ..formats import FORMATS, STAND_INS, SavedSAE
 from ..metrics import Reconstruction
 from ..runs import find_subject
 from ..sae import SAE
-from .options import Json, Session, start
+from .options import Json, Session, run_names, start
 from .subjects import Data, measured
 
 Run = Annotated[str | None, typer.Argument(
-    help="Run name, or folder that holds an SAE.", show_default="the newest run")]
+    help="Run name, or folder that holds an SAE.", show_default="the newest run", autocompletion=run_names)]
 Library = Literal["saelens", "sparsify", "dictionary-learning"]
 To = Annotated[Library, typer.Option("--to", help="The library.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]

@@ -17,10 +17,31 @@ from .config_file import Key, config_parameter, naming
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
+
+def store_names(ctx: typer.Context) -> list[str]:
+    """What a shell completes to the name of a store."""
+    return _home(ctx).stores.names()
+
+
+def run_names(ctx: typer.Context) -> list[str]:
+    """What a shell completes to the name of a run."""
+    return _home(ctx).runs.names()
+
+
+def unfinished_names(ctx: typer.Context) -> list[str]:
+    """What a shell completes to the name of a run to go on with."""
+    return [name for name, marker in _home(ctx).runs.markers().items() if marker and not marker.get("complete")]
+
+
+def _home(ctx: typer.Context) -> Home:
+    return Home(Path(ctx.find_root().params["home"]))  # while a shell completes a line, no session is made
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, everything else on stderr.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Save a picture here (PNG, PDF or SVG by its ending).")]
 Runs = Annotated[list[str] | None, typer.Argument(
-    metavar="[RUN]...", help="Run names, or folders that hold an SAE.", show_default="the newest run")]
+    metavar="RUN", help="Run names, or folders that hold an SAE.", show_default="the newest run",
+    autocompletion=run_names)]
 Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1; auto takes cuda where "
                                                       "there is one.")]
 
@@ -137,7 +158,7 @@ def _parameter(name: str, annotation: Any, rule: Option, default: Any, panel: st
                                 "show_default": one_default and default is not None and default is not MISSING}
     if len(kinds) > 1:
         numeric = next(kind for kind in kinds if kind is not str)
-        settings |= {"parser": _word_or_number(rule, numeric),
+        settings |= {"parser": _word_or_number(rule, numeric), "autocompletion": lambda: list(rule.choices),
                      "metavar": rule.metavar or f"{'|'.join(rule.choices)}|{numeric.__name__.upper()}"}
         kind: Any = str
     else:

@@ -15,11 +15,12 @@ from ..formats import SavedSAE
 from ..runs import Subject, find_subject
 from ..sae import SAE
 from ..store import Rows
-from .options import Session
+from .options import Session, store_names
 from .stores import open_store
 
 Data = Annotated[str | None, typer.Option(
-    "--data", help="Activation store.", show_default="the one that the run was trained on, else the newest")]
+    "--data", help="Activation store.", show_default="the one that the run was trained on, else the newest",
+    autocompletion=store_names)]
 SplitName = Annotated[Literal["test", "train", "all"], typer.Option(
     "--split", help="Rows to measure on: test, those held out; train, those trained on; all.")]
 

@@ -20,17 +20,19 @@ from ..runs import read_run
 from ..solvers import SOLVERS
 from ..training import CHECKPOINT, Plan, Run, RunRecord, Trainer, TrainingConfig, read_metrics
 from .config_file import CONFIG, write_config
-from .options import Given, Json, Session, configured, start
+from .options import Given, Json, Session, configured, start, store_names, unfinished_names
 from .stores import checked_name, open_store
 
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="How to train.")]
 Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="The activation.")]
-Data = Annotated[str | None, typer.Option("--data", help="Activation store.", show_default="the newest")]
+Data = Annotated[str | None, typer.Option("--data", help="Activation store.", show_default="the newest",
+                                                autocompletion=store_names)]
 DataHash = Annotated[str | None, typer.Option(
     "--data-hash", help="Hash of what the store was made from, out of a run's config.toml: a note says so where the "
                         "store of that name has another.", show_default=False)]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
-                                          show_default="solver, activation and a number")]
+                                          show_default="solver, activation and a number",
+                                          autocompletion=unfinished_names)]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of that --name, or else with the newest "
                                                        "unfinished one, from its last checkpoint, bit for bit.")]
 
