@@ -139,11 +139,12 @@ def _write_config(folder: Path, run: Run, options: Given) -> None:
               "data_hash": run.store.meta.request_hash}
     given = {name: options.values[name] for name in options.values if name in options.given}
     settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
-    left_out = plan.training.idle(plan.solver) | given.keys()
+    if settled["sparsity"] == "none":
+        del settled["sparsity_weight"]
     heading = [f"sae train --config {CONFIG} trains this run again, to the same weights, on the same rows.",
                f"Options on the command line win. Written by saecli {__version__}."]
     write_config(folder / CONFIG, heading, chosen | given,
-                 {name: value for name, value in settled.items() if name not in left_out})
+                 {name: value for name, value in settled.items() if name not in given})
 
 
 def _new_folder(home: Home, name: str | None, stem: str) -> Path:

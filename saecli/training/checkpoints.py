@@ -5,6 +5,7 @@
     metrics.jsonl             one JSON object a line: a line now and then, and one at the end of each epoch
     checkpoint.safetensors    all that training goes on from, as of the end of the last whole epoch
     sae.safetensors           the SAE as of then, acting on raw activations
+    tensorboard/              where it is asked for, what metrics.jsonl holds as event files
     kept/epoch-N              where it is asked for, the SAE of an earlier epoch, with a run.json
 
 Each file but `metrics.jsonl` appears whole or not at all; lines of `metrics.jsonl` that are newer than the

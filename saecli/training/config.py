@@ -64,6 +64,8 @@ class TrainingConfig(Config):
                             choices=NORMALISATIONS)
     keep_every: int | None = option(None, "Keep the SAE of every so many epochs as well, in RUN/kept/epoch-N, a folder "
                                           "that eval, sparsity and geometry take.", minimum=1)
+    tensorboard: bool = option(False, "Write TensorBoard event files too, in RUN/tensorboard; needs the extra "
+                                      "saecli[tensorboard].")
     device: str = option("auto", "Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one.")
     dtype: str = option("float32", "Precision of weights and steps; the decoder step sums in float64 in any case.",
                         choices=tuple(DTYPES))
@@ -139,11 +141,6 @@ class TrainingConfig(Config):
             self, d_sae=d_sae, sparsity=sparsity, epochs=None if self.steps else epochs,
             smoothing=solver.default_smoothing(rows, d_in, d_sae) if self.smoothing == "auto" else self.smoothing,
             sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
-
-    def idle(self, solver: SolverConfig) -> set[str]:
-        """The settings of a resolved training that do nothing in it, and that `resolved` would refuse."""
-        without_penalty = {"sparsity_weight", "sparsity_warm_up"} if self.sparsity == "none" else set()
-        return without_penalty | (set(SCHEDULE) if OPTIMIZERS[solver.optimizer].to_tolerance else set())
 
     def batches(self, rows: int) -> int | None:
         """Batches in the whole of a resolved training; None where optimiser steps are counted instead."""

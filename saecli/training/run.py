@@ -15,6 +15,7 @@ from ..runs import FORMAT_VERSION
 from ..sae import SAE
 from ..store import ActivationStore
 from .checkpoints import MetricsLog, load_checkpoint, save_checkpoint
+from .event_files import EventFiles, check_tensorboard
 from .loop import Measures, Plan, Progress, Record
 
 ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
@@ -51,9 +52,14 @@ class RunRecord(Record):
     Args:
         run: the run.
         folder: the run folder, which exists.
+
+    Raises:
+        ConfigError: event files are asked for, and TensorBoard is not installed.
     """
 
     def __init__(self, run: Run, folder: Path) -> None:
+        if run.plan.training.tensorboard:
+            check_tensorboard()
         self.run, self.folder = run, folder
 
     def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -61,12 +67,16 @@ class RunRecord(Record):
         return load_checkpoint(self.folder)
 
     def begin(self, step: int, epochs: int) -> None:
-        """Open `metrics.jsonl`, its lines of later steps dropped."""
-        self.log, self.epochs = MetricsLog(self.folder, step), epochs
+        """Open `metrics.jsonl`, its lines of later steps dropped, and where they are asked for, event files."""
+        self.epochs = epochs
+        self.logs: list[MetricsLog | EventFiles] = [MetricsLog(self.folder, step)]
+        if self.run.plan.training.tensorboard:
+            self.logs.append(EventFiles(self.folder, step))
 
     def line(self, line: dict[str, Any]) -> None:
-        """Append to `metrics.jsonl`."""
-        self.log.write(line)
+        """Append to `metrics.jsonl`, and to event files."""
+        for log in self.logs:
+            log.write(line)
 
     def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
         """Write the SAE, the checkpoint, and where `--keep-every` asks for this epoch's a run folder of its own."""
@@ -82,8 +92,9 @@ class RunRecord(Record):
                                 "final": {"test_fvu": test["fvu"], "l0": test["l0"]}})
 
     def end(self) -> None:
-        """Close `metrics.jsonl`."""
-        self.log.close()
+        """Close `metrics.jsonl`, and event files."""
+        for log in self.logs:
+            log.close()
 
     def _save(self, sae: SAE, folder: Path) -> None:
         source = self.run.store.meta.source
