@@ -103,6 +103,19 @@ def test_margins_of_many_latents_equal_the_nearest_of_all_walls(activation: Acti
                                rtol=1e-9)
 
 
+@pytest.mark.parametrize("activation", [Relu(), TopK(2), AbsTopK(2), ReluTopK(2), TopK(5)], ids=repr)
+def test_a_row_that_is_no_number_has_no_margin_and_spoils_no_other(activation: Activation) -> None:
+    rng = np.random.default_rng(0)
+    cells = cells_of(sae_of(*encoder(rng, 3, 5, "plain"), activation, rng))
+    rows = torch.from_numpy(rng.normal(size=(4, 3)))
+    expected = cells.look(rows)[1]
+    rows[1, 0] = torch.nan
+    if activation != TopK(5):  # the whole space, whatever the row
+        expected[1] = torch.nan
+    torch.testing.assert_close(cells.look(rows)[1], expected, equal_nan=True)
+    torch.testing.assert_close(cells.margins(cells.pre_activations(rows)), expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("kind", [TopK, AbsTopK])
 def test_a_cell_that_is_the_whole_space_has_no_boundary(kind: type) -> None:
     rng = np.random.default_rng(0)

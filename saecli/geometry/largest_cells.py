@@ -138,7 +138,7 @@ class LargestCells(Cells):
         distances = self._site_distances(inside.gather(1, chosen // wide), j.gather(1, chosen % wide))
         swaps = torch.where(distances > 0, gaps.flatten(1).gather(1, chosen) / distances, torch.inf)
         nearest = swaps.amin(1)
-        return nearest, nearest <= others
+        return nearest, ~(nearest > others)  # a row that is no number has none for its margin, and is done
 
     def _site_distances(self, i: Tensor, j: Tensor) -> Tensor:
         """`||mu_i - mu_j||` from true differences, of index arrays of one shape, (B, P)."""

@@ -49,7 +49,8 @@ class Switches:
         exact = (x[row] * self._W.T[latent]).sum(1) + self._b[latent]
         above[row, latent] = exact > 0
         distances = torch.where(self._norms[latent] > 0, exact.abs() / self._norms[latent], torch.inf)
-        return above, x.new_full((len(x),), torch.inf).scatter_reduce(0, row, distances, "amin")
+        none = torch.where(reach.isnan(), reach, torch.inf)  # of a row that is no number
+        return above, none.scatter_reduce(0, row, distances, "amin")
 
 
 class Swaps:
