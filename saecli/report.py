@@ -27,6 +27,11 @@ def number(value: float | int | None) -> str:
     return f"{value:.4g}"
 
 
+def counted(count: int, word: str) -> str:
+    """So many of something, as in "1 row" and "2,000 rows"."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
 def size_words(count: float) -> str:
     """A number of bytes as people read it: 1.3 GB."""
     for unit in UNITS:

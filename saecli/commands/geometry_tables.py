@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ..report import number, table
+from ..report import counted, number, table
 
 
 def _middle(measures: dict[str, Any]) -> str:
@@ -19,10 +19,11 @@ def _diagram(diagram: dict[str, Any] | None) -> list[list[Any]]:
     own = diagram["own_sites"]
     return [
         ["rows in their nearest power cell", diagram["agreement"],
-         f"of {diagram['rows'] - diagram['ties']:,} rows, {diagram['ties']:,} ties left out; order {diagram['order']}, "
-         f"{diagram['sites']:,} sites"],
+         f"of {counted(diagram['rows'] - diagram['ties'], 'row')}, {counted(diagram['ties'], 'tie')} left out; "
+         f"order {diagram['order']}, {counted(diagram['sites'], 'site')}"],
         ["rows nearest to their own cell's site", own["agreement"],
-         f"of {own['rows'] - own['ties']:,} rows, {own['ties']:,} ties left out; {own['cells']:,} cells compared"]]
+         f"of {counted(own['rows'] - own['ties'], 'row')}, {counted(own['ties'], 'tie')} left out; "
+         f"{counted(own['cells'], 'cell')} compared"]]
 
 
 def _cells(document: dict[str, Any]) -> list[list[Any]]:
@@ -31,10 +32,10 @@ def _cells(document: dict[str, Any]) -> list[list[Any]]:
     return [
         ["rows", document["rows"], f"{number(document['l0'])} latents kept in a row"],
         ["cells visited", document["cells_visited"], f"of 10^{document['cells_possible_log10']:.1f} possible"],
-        ["cells with one row", occupancy["singletons"], f"fullest cell {occupancy['max']:,} rows"],
+        ["cells with one row", occupancy["singletons"], f"fullest cell {counted(occupancy['max'], 'row')}"],
         ["effective number of cells", occupancy["effective"], f"entropy {number(occupancy['entropy'])} nats"],
         ["rank of the map on a cell, median", rank["median"],
-         f"{100 * rank['full']:.3g}% of {rank['cells']:,} cells as high as their latents allow"],
+         f"{100 * rank['full']:.3g}% of {counted(rank['cells'], 'cell')} as high as their latents allow"],
         *([["latents without encoder weights", bad["zero_encoder"], f"{bad['zero_decoder']:,} with a decoder of zeros"]]
           if bad["zero_encoder"] or bad["zero_decoder"] else []),
         *([["latents equal to another", bad["equal_encoder"], f"{bad['equal_decoder']:,} with another's decoder"]]
@@ -48,7 +49,7 @@ def _near(document: dict[str, Any]) -> list[list[Any]]:
         ["margin, median", margin["median"], _middle(margin)],
         ["margin over row norm, median", margin["relative"]["median"], _middle(margin["relative"])],
         ["local complexity, median", near["median"],
-         f"{near['boundary']} within {number(near['radius'])} of a row, over {near['rows']:,} rows"]]
+         f"{near['boundary']} within {number(near['radius'])} of a row, over {counted(near['rows'], 'row')}"]]
     if other is not None:
         lines += [
             [f"margin, median of {other['split']} rows", other["margin"]["median"], _middle(other["margin"])],
@@ -60,13 +61,13 @@ def _near(document: dict[str, Any]) -> list[list[Any]]:
 def _bridge(compared: dict[str, Any]) -> list[list[Any]]:
     """The references, on how many rows and cells each rests."""
     own = compared["own_cells"]
-    fitted = f"fitted on {compared['rows_fitted']:,} training rows"
+    fitted = f"fitted on {counted(compared['rows_fitted'], 'training row')}"
     lines = [
-        ["FVU of k-means", compared["kmeans_fvu"], f"{compared['kmeans_cells']:,} cells, {fitted}"],
-        ["FVU of the SAE", compared["sae_fvu"], f"over {compared['rows_measured']:,} rows, as the others" + (
+        ["FVU of k-means", compared["kmeans_fvu"], f"{counted(compared['kmeans_cells'], 'cell')}, {fitted}"],
+        ["FVU of the SAE", compared["sae_fvu"], f"over {counted(compared['rows_measured'], 'row')}, as the others" + (
             "" if compared["held_out"] else "; rows fitted on are among them")],
         ["FVU of local PCA", compared["local_pca_fvu"],
-         f"{compared['local_pca_cells']:,} cells of rank {compared['local_pca_rank']:,}"],
+         f"{counted(compared['local_pca_cells'], 'cell')} of rank {compared['local_pca_rank']:,}"],
         ["FVU of local PCA, variable rank", compared["variable_rank_fvu"],
          f"lambda {number(compared['variable_rank_lambda'])}, mean rank {number(compared['variable_rank_mean'])}"]]
     if not own["cells"]:
@@ -74,9 +75,10 @@ def _bridge(compared: dict[str, Any]) -> list[list[Any]]:
     return [
         *lines,
         ["FVU of local PCA on the SAE's own cells", own["local_pca_fvu"],
-         f"{own['cells']:,} cells, mean rank {number(own['rank'])}, fitted on {own['rows_fitted']:,} training rows"],
+         f"{counted(own['cells'], 'cell')}, mean rank {number(own['rank'])}, fitted on "
+         f"{counted(own['rows_fitted'], 'training row')}"],
         ["price of shared vectors", own["price"],
-         f"the SAE's FVU there, {number(own['sae_fvu'])}, less that; over {own['rows_measured']:,} rows"]]
+         f"the SAE's FVU there, {number(own['sae_fvu'])}, less that; over {counted(own['rows_measured'], 'row')}"]]
 
 
 def one_table(document: dict[str, Any]) -> RenderableType:
@@ -89,7 +91,7 @@ def one_table(document: dict[str, Any]) -> RenderableType:
 
 def _price(own: dict[str, Any]) -> str:
     """The price of shared vectors, and the rows that it rests on."""
-    return f"{number(own['price'])} ({own['rows_measured']:,} rows)" if own["cells"] else "-"
+    return f"{number(own['price'])} ({counted(own['rows_measured'], 'row')})" if own["cells"] else "-"
 
 
 def several_table(documents: Sequence[dict[str, Any]]) -> RenderableType:

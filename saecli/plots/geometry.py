@@ -10,7 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from ..geometry.census import describe
 from ..geometry.plane_cells import PlaneCells
+from ..report import counted
 from .cells import arrows, fill_by_occupancy, fill_by_size, scatter
 from .style import COLOURS, GREY, figure, log_scale, say_empty, short
 
@@ -76,10 +78,6 @@ def geometry(path: Path, picture: GeometryPicture) -> None:
         _draw_bridge(list(below.subplots(1, 3, sharex=True, sharey=True)), picture)
 
 
-def _count(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
-
-
 def _fvu(value: float) -> str:
     if math.isnan(value):
         return "not defined, rows all equal"
@@ -90,8 +88,8 @@ def _draw_plane(size: Axes, occupancy: Axes, picture: GeometryPicture) -> None:
     fill_by_size(size, picture.cells)
     scatter(size, picture.points, picture.marks)
     kept = picture.cells.kept
-    same = f"{_count(int(kept[0]), 'latent')} kept in each" if kept.min() == kept.max() else "by the latents kept"
-    size.set_title(f"{_count(picture.cells.count, 'cell')} {picture.caption}, {same}")
+    same = f"{counted(int(kept[0]), 'latent')} kept in each" if kept.min() == kept.max() else "by the latents kept"
+    size.set_title(f"{counted(picture.cells.count, 'cell')} {picture.caption}, {same}")
     fill_by_occupancy(occupancy, picture.cells, picture.occupancy)
     occupancy.set_title("by the rows that fall in them")
     for axes in (size, occupancy):
@@ -102,6 +100,11 @@ def _draw_plane(size: Axes, occupancy: Axes, picture: GeometryPicture) -> None:
 def _legend(axes: Axes, shown: int) -> None:
     if shown > 1:
         axes.legend(loc="best", fontsize=8)
+
+
+def _median(values: Mapping[str, NDArray]) -> str:
+    """That of the split measured, which comes first, as the command's table has it."""
+    return f"median {describe(next(iter(values.values())))['median']:.3g}"
 
 
 def _draw_margins(axes: Axes, margins: Mapping[str, NDArray]) -> None:
@@ -121,7 +124,7 @@ def _draw_margins(axes: Axes, margins: Mapping[str, NDArray]) -> None:
         axes.hist(some, bins, weights=np.full(len(some), 1 / len(some)), label=f"{name} rows", **style)
     log_scale(axes, "x")
     _legend(axes, len(drawn))
-    axes.set_title(f"margin, median {np.median(next(iter(drawn.values()))):.3g}")
+    axes.set_title(f"margin, {_median(margins)}")
 
 
 def _draw_complexity(axes: Axes, complexity: Mapping[str, NDArray], near: str) -> None:
@@ -133,7 +136,7 @@ def _draw_complexity(axes: Axes, complexity: Mapping[str, NDArray], near: str) -
                  else {"histtype": "step", "color": COLOURS[1], "linewidth": 1.3})
         axes.hist(some, bins, weights=np.full(len(some), 1 / max(1, len(some))), label=f"{name} rows", **style)
     axes.set(xlabel=near, ylabel="share of rows",
-             title=f"local complexity, median {np.median(next(iter(complexity.values()))):.3g}")
+             title=f"local complexity, {_median(complexity)}")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     _legend(axes, len(complexity))
 
@@ -145,9 +148,9 @@ def _draw_growth(axes: Axes, growth: Sequence[tuple[int, int]]) -> None:
     axes.annotate("a cell a row", (rows[len(rows) // 2], rows[len(rows) // 2]), xytext=(-4, 4), color=GREY, fontsize=8,
                   textcoords="offset points", ha="right")
     axes.set(xlabel="rows", ylabel="cells visited",
-             title=f"{_count(int(cells[-1]), 'cell')} visited by {_count(int(rows[-1]), 'row')}")
-    log_scale(axes, "x")
-    log_scale(axes, "y")
+             title=f"{counted(int(cells[-1]), 'cell')} visited by {counted(int(rows[-1]), 'row')}")
+    log_scale(axes, "x", whole=True)
+    log_scale(axes, "y", whole=True)
 
 
 def _draw_sizes(axes: Axes, sizes: NDArray) -> None:
@@ -155,10 +158,10 @@ def _draw_sizes(axes: Axes, sizes: NDArray) -> None:
     steps = np.unique(np.r_[0, np.flatnonzero(np.diff(sizes)), np.flatnonzero(np.diff(sizes)) + 1, len(sizes) - 1])
     axes.plot(ranks[steps], sizes[steps], color=COLOURS[0], marker="o", markersize=2.5)
     axes.set(xlabel="cell, the fullest first", ylabel="rows in it",
-             title=f"{_count(int((sizes == 1).sum()), 'cell')} with one row")
-    log_scale(axes, "x")
+             title=f"{counted(int((sizes == 1).sum()), 'cell')} with one row")
+    log_scale(axes, "x", whole=True)
     axes.set_ylim(0.8, max(10, sizes.max() * 1.5))
-    log_scale(axes, "y")
+    log_scale(axes, "y", whole=True)
 
 
 def _draw_bridge(panels: Sequence[Axes], picture: GeometryPicture) -> None:

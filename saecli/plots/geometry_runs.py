@@ -21,9 +21,11 @@ def geometry_runs(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
         ConfigError: the ending is another.
     """
     with figure(path, 10.5, 6.6) as drawn:
-        (margin, complexity), (visited, bridge) = drawn.subplots(2, 2)
+        (margin, complexity), (visited, bridge) = drawn.subplots(2, 2, sharex=True)
         _band(margin, [run["margin"] for run in runs], "margin", logarithmic=True)
-        _band(complexity, [run["complexity"] for run in runs], f"{runs[0]['complexity']['boundary']} near a row")
+        kinds = {run["complexity"]["boundary"] for run in runs}
+        _band(complexity, [run["complexity"] for run in runs],
+              f"{kinds.pop() if len(kinds) == 1 else 'boundaries'} near a row")
         places = np.arange(len(runs))
         visited.plot(places, [run["cells_visited"] / run["rows"] for run in runs], color=COLOURS[0], marker="o")
         visited.set(ylabel="cells visited a row", ylim=(0, 1.05))

@@ -79,13 +79,21 @@ def short(name: str, width: int = NAME_WIDTH) -> str:
     return name if len(name) <= width else f"{name[:half]}…{name[-half:]}"
 
 
-def log_scale(axes: Axes, which: str) -> None:
-    """Make an axis logarithmic, with plain numbers where it spans fewer than three decades, the denser the fewer."""
+def log_scale(axes: Axes, which: str, whole: bool = False) -> None:
+    """Make an axis logarithmic, with plain numbers where it spans fewer than three decades, the denser the fewer.
+
+    Args:
+        axes: the panel.
+        which: "x" or "y".
+        whole: what it shows are counts, with nothing between 1 and 2.
+    """
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()
     if low > 0 and high < 1000 * low:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 4, 5, 7)))
+        few = (1, 2, 3, 4, 5, 7) if whole else (1, 1.5, 2, 3, 4, 5, 7)
+        # More than two decades with 2 and 5 between run into each other where four panels stand side by side.
+        axis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5) if high > 10 * low else few))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
 
