@@ -1,3 +1,34 @@
-"""saecli: sparse autoencoders from a language model's activations, trained, evaluated and understood."""
+"""saecli: sparse autoencoders from a language model's activations, trained, evaluated and understood.
+
+    store = saecli.open_store("notes")
+    sae = saecli.fit(store, solver="pam-sgd", act="topk", k=32)
+    z = sae.encode(x)                     # raw activations (rows, d_in) to codes (rows, d_sae)
+    x_hat = sae.decode(z)
+    saecli.save_sae(sae, "folder")        # saecli.load_sae("folder") reads it again
+
+Names are imported when they are first used, so that `import saecli` takes no time.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import fit, load_sae, open_store, save_sae
+    from .errors import SaeError
+    from .sae import SAE
+    from .store import ActivationStore
 
 __version__ = "0.1.0"
+__all__ = ["SAE", "ActivationStore", "SaeError", "fit", "load_sae", "open_store", "save_sae"]
+
+_MODULES = {"SAE": "sae", "ActivationStore": "store", "SaeError": "errors"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES.get(name, 'api')}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

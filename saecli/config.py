@@ -151,8 +151,10 @@ def choose(table: Mapping[str, type[Config]], selector: str, name: str,
         An instance of `table[name]`, with the given values and its own defaults for the others.
 
     Raises:
-        ConfigError: the user set an option that only other entries have.
+        ConfigError: the table has no such entry, or the user set an option that only other entries have.
     """
+    if name not in table:
+        raise ConfigError(f"{flag_of(selector)} must be one of {', '.join(table)}, got {name!r}")
     names = {key: {f.name for f in dataclasses.fields(config)} for key, config in table.items()}
     for option_name in sorted(given & set().union(*names.values()) - names[name]):
         takers = " or ".join(key for key in table if option_name in names[key])

@@ -17,7 +17,7 @@ FLOORS = [
     {"formats", "geometry", "metrics"},
     {"plots", "runs", "solvers", "splice"},
     {"training"},
-    {"commands", "root_help"},
+    {"api", "commands", "root_help"},
     {"cli"},
     {"__init__", "__main__"},
 ]

@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 from homes import CommandLine
 
@@ -22,6 +23,7 @@ def blocks(language: str) -> list[str]:
 
 def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SAE_HOME", raising=False)
     Path("notes.txt").write_text(NOTES)
     lines = [line for block in blocks("sh") for line in block.splitlines()]
     assert [shlex.split(line)[:2] for line in lines] == [["sae", name] for name in (
@@ -38,7 +40,7 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, 
         found: dict = {}
         exec(block, found)
         assert found["x"].shape[1] == 128
-        assert found["x"].dtype == "float32"
+        assert np.asarray(found["x"]).dtype == "float32"
 
 
 def test_the_three_lines_as_written_chain_by_their_defaults(sae: CommandLine, monkeypatch):

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import ConfigError, StoreError
+from .shard_statistics import spread_of
 from .shuffle import Deal
 from .split import Split
+from .statistics import Spread
 from .stream import Source, in_order, shuffled
 
 if TYPE_CHECKING:
@@ -87,6 +89,10 @@ class Rows:
         """
         _check_batch_size(batch_size)
         return in_order(self._source, batch_size)
+
+    def spread(self) -> Spread:
+        """Their mean and scatter; see `spread_of`."""
+        return spread_of(self)
 
     def column(self, name: str, batch_size: int) -> Iterator[np.ndarray]:
         """A column's values for these rows, in stored order.

@@ -7,6 +7,6 @@ its decoder step, where it has one, hands codes and rows to `saecli/ridge`.
 from .checkpoints import CHECKPOINT, read_metrics
 from .config import TrainingConfig
 from .loop import Plan, Record, Trainer
-from .run import Run, RunRecord
+from .run import Run, RunRecord, origin_of
 
-__all__ = ["CHECKPOINT", "Plan", "Record", "Run", "RunRecord", "Trainer", "TrainingConfig", "read_metrics"]
+__all__ = ["CHECKPOINT", "Plan", "Record", "Run", "RunRecord", "Trainer", "TrainingConfig", "origin_of", "read_metrics"]

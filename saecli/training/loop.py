@@ -17,7 +17,7 @@ from ..report import Step
 from ..sae import SAE
 from ..solvers import Solver, SolverConfig, StepReport, Task
 from ..store import Rows as StoredRows
-from ..store import spread_of
+from .array_rows import ArrayRows
 from .config import DTYPES, TrainingConfig
 from .normalise import Normalisation, fit_normalisation
 from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae, raw_batches
@@ -39,14 +39,14 @@ class Plan:
         activation: the activation and its settings.
     """
 
-    train_rows: StoredRows
+    train_rows: StoredRows | ArrayRows
     test_rows: StoredRows | None
     training: TrainingConfig
     solver: SolverConfig
     activation: Activation
 
     @classmethod
-    def resolved(cls, train_rows: StoredRows, test_rows: StoredRows | None, training: TrainingConfig,
+    def resolved(cls, train_rows: StoredRows | ArrayRows, test_rows: StoredRows | None, training: TrainingConfig,
                  solver: SolverConfig, activation: Activation) -> Self:
         """The plan with every default filled in.
 
@@ -190,7 +190,7 @@ class Trainer:
     def _begin(self, checkpoint: tuple[dict, dict] | None) -> tuple[Solver, Normalisation, Progress]:
         training = self.plan.training
         if checkpoint is None:
-            normalisation = fit_normalisation(training.normalize, spread_of(self.train_rows), DTYPES[training.dtype])
+            normalisation = fit_normalisation(training.normalize, self.train_rows.spread(), DTYPES[training.dtype])
         else:
             kept = {name: checkpoint[0][f"normalisation.{name}"] for name in ("mean", "scale", "variance")}
             normalisation = Normalisation(**kept)
@@ -232,7 +232,7 @@ class Trainer:
         look()
         return seen
 
-    def _measured(self, stored: StoredRows, sae: SAE) -> Measures:
+    def _measured(self, stored: StoredRows | ArrayRows, sae: SAE) -> Measures:
         return reconstruction(sae, (batch.to(sae.W_enc) for batch in raw_batches(stored)))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..activations import Activation
 from ..sae import SAE
 from ..store import Rows as StoredRows
+from .array_rows import ArrayRows
 from .normalise import Normalisation
 
 STREAMED_ROWS = 2048  # rows at a time where their order does not matter
@@ -23,7 +24,7 @@ POWER_ITERATIONS = 30  # for an eigenvalue of which two digits are wanted
 class TrainingRows:
     """Normalised rows of a store's split, as solvers take them (see `solvers.Rows`); `exact` as of `Rows.batches`."""
 
-    stored: StoredRows
+    stored: StoredRows | ArrayRows
     normalisation: Normalisation
     batch_size: int
     seed: int
@@ -64,7 +65,7 @@ class TrainingRows:
             yield self.normalisation(torch.from_numpy(batch).to(mean.device, mean.dtype))
 
 
-def raw_batches(stored: StoredRows) -> Iterator[Tensor]:
+def raw_batches(stored: StoredRows | ArrayRows) -> Iterator[Tensor]:
     """The rows as stored, in batches (B, D), float32; each is valid until the next."""
     return map(torch.from_numpy, stored.sequential(STREAMED_ROWS))
 

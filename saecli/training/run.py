@@ -22,6 +22,11 @@ ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what
 KEPT = "kept"  # folder of a run, of the run folders of its earlier epochs
 
 
+def origin_of(store: ActivationStore) -> dict[str, Any]:
+    """What an SAE's file says of where its rows come from."""
+    return {key: store.meta.source[key] for key in ORIGIN if key in store.meta.source}
+
+
 @dataclass(frozen=True)
 class Run:
     """A training on rows of a store.
@@ -97,6 +102,4 @@ class RunRecord(Record):
             log.close()
 
     def _save(self, sae: SAE, folder: Path) -> None:
-        source = self.run.store.meta.source
-        origin = {key: source[key] for key in ORIGIN if key in source}
-        save_native(SavedSAE(sae.to(torch.float32), origin), folder)
+        save_native(SavedSAE(sae.to(torch.float32), origin_of(self.run.store)), folder)

@@ -1,0 +1,171 @@
+"""saecli from Python: open stores, load, fit and save SAEs.
+
+`saecli/__init__.py` exports what stands here, and imports it when it is first used. Options have the names and the
+meanings of the command line's, whose checks they pass: `sae train --help` says what each does.
+
+Shapes: N rows, D = d_in, F = d_sae.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import formats
+from .activations import ACTIVATIONS
+from .config import choose, fields
+from .errors import ConfigError, SaeError
+from .formats import FORMATS, SavedSAE
+from .home import STORE_MARKER, Home
+from .machine import available_memory
+from .report import Report
+from .runs import find_subject
+from .sae import SAE
+from .solvers import SOLVERS
+from .store import ActivationStore, Rows
+from .training import Plan, Record, Trainer, TrainingConfig, origin_of
+from .training.array_rows import ArrayLike, ArrayRows
+
+# Options of training that are about files, about the choice of a store's rows, and about how these are read.
+OF_FOLDERS, OF_SPLITS, OF_STORES = ("keep_every", "tensorboard"), ("fraction", "split_seed"), ("shuffle",)
+
+
+def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
+    """Open an activation store.
+
+    Args:
+        store: its name in the home, else its folder; None for the newest.
+        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+
+    Returns:
+        The store. `store.split("train" | "test" | "all")` chooses rows, the same as the commands do; their
+        `batches(B, seed=, epoch=)` and `sequential(B)` give arrays (B, D) of float32, each valid until the next.
+
+    Raises:
+        StoreError: there is none, or its `store.json` is damaged.
+    """
+    shelf = _home(home).stores
+    if store is not None and store not in shelf.names() and (Path(store) / STORE_MARKER).is_file():
+        return ActivationStore.open(Path(store))
+    return ActivationStore.open(shelf.find(None if store is None else str(store)))
+
+
+def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> SAE:
+    """Load a trained SAE, of `sae train` or of another library.
+
+    Args:
+        run: a run's name in the home, else a folder that holds an SAE as this tool, SAELens, sparsify,
+            dictionary_learning or Gemma Scope saved it; None for the newest run.
+        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+
+    Returns:
+        The SAE, on the CPU, in the precision it was saved in. It acts on raw activations: `encode` takes rows (N, D) to
+        codes (N, F), `decode` codes to reconstructions (N, D).
+
+    Raises:
+        RunError: there is no such run or folder, or the run has no SAE yet.
+        FormatError: the folder holds no SAE in a known format.
+    """
+    return formats.load(find_subject(_home(home), None if run is None else str(run)).folder).sae
+
+
+def save_sae(sae: SAE, folder: str | Path, format: str = "native", store: ActivationStore | None = None) -> None:
+    """Save an SAE in a folder, which appears whole or not at all, in float32.
+
+    Args:
+        sae: the SAE.
+        folder: new or empty; its parents are made.
+        format: native, which `load_sae` and the commands read, saelens, sparsify or dictionary-learning.
+        store: the store that it was trained on, so that the files name model, layer and site.
+
+    Raises:
+        ConfigError: there is no such format.
+        FormatError: the folder is in use, or the format cannot express the SAE's activation.
+    """
+    if format not in FORMATS:
+        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    formats.save(SavedSAE(sae.to("cpu", torch.float32), origin_of(store) if store else {}), format, Path(folder))
+
+
+def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", act: str = "relu",
+        progress: bool = False, **options: Any) -> SAE:
+    """Train an SAE, and write no files.
+
+    The loss of a row is `||x_hat - x||^2 + sparsity_weight * penalty`, rows normalised to a mean squared norm of D.
+    PAM-SGD alternates descent on the encoder with the decoder's closed-form optimum; see `saecli/solvers/pam_sgd.py`.
+
+    Args:
+        rows: a store, of which the training rows are taken, so that the SAE is that of `sae train` to the bit; rows
+            chosen from one (`store.split("all")`); or raw activations in memory, (N, D), a tensor or an array, each row
+            of which is trained on, in a uniform shuffle.
+        solver: pam-sgd or sgd.
+        act: the activation: relu, jumprelu, topk, relu-topk, abs-topk, batchtopk, swish or soft-topk.
+        progress: show how far it has come on stderr, and what the solver has to say at the end.
+        **options: those of `sae train` that are about training: `d_sae` (F; 4 D by default), `k`, `epochs`, `lr`,
+            `sparsity_weight`, `seed`, `device` and so on.
+
+    Returns:
+        The SAE, acting on raw activations, on the device that it was trained on.
+
+    Raises:
+        ConfigError: an option that there is not, that cannot work, or that does nothing with the others.
+        StoreError: a shard is missing or damaged.
+        TrainingError: the loss became NaN or infinite.
+
+    Source: the paper "SplInterp: Improving our Understanding and Training of Sparse Autoencoders", Algorithm 3.1.
+    """
+    with _flags_as_arguments():
+        trainer = Trainer(_planned(rows, solver, act, options), Record())
+        if not progress:
+            return trainer.train(lambda done, words="": None)
+        report = Report()
+        with report.progress("training", trainer.steps, "steps") as show:
+            sae = trainer.train(show)
+        for note in trainer.solver.notes():
+            report.note(note)
+        return sae
+
+
+def _planned(rows: ActivationStore | Rows | ArrayLike, solver: str, act: str, options: dict[str, Any]) -> Plan:
+    known = {f.name for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
+             for f, _, _ in fields(config)}
+    idle = dict.fromkeys(OF_FOLDERS, ", which writes no files")
+    if not isinstance(rows, ActivationStore):
+        idle |= dict.fromkeys(OF_SPLITS, " with rows that are chosen already")
+    if not isinstance(rows, ActivationStore | Rows):
+        idle |= dict.fromkeys(OF_STORES, " with rows in memory")
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            raise ConfigError(f"fit has no option {name}; "
+                              + (f"did you mean {near[0]}?" if near else "expected one of `sae train`'s"))
+        if name in idle:
+            raise ConfigError(f"{name} does nothing in fit{idle[name]}; leave it out")
+    training = TrainingConfig(**{f.name: options[f.name] for f, _, _ in fields(TrainingConfig) if f.name in options})
+    chosen = choose(SOLVERS, "solver", solver, options, options.keys())
+    activation = choose(ACTIVATIONS, "act", act, options, options.keys())
+    if isinstance(rows, ActivationStore):
+        training.check_shuffle(rows.stored_bytes, available_memory())
+        rows = training.rows_of(rows)
+    elif not isinstance(rows, Rows):
+        rows = ArrayRows(rows)
+    return Plan.resolved(rows, None, training, chosen, activation)
+
+
+def _home(home: str | Path | None) -> Home:
+    return Home(Path(home or os.environ.get("SAE_HOME") or Home.DEFAULT))
+
+
+@contextmanager
+def _flags_as_arguments() -> Iterator[None]:
+    """Have messages call options what Python calls them: `--d-sae` is `d_sae`."""
+    try:
+        yield
+    except SaeError as error:
+        error.args = (re.sub(r"--([a-z][\w-]*)", lambda flag: flag[1].replace("-", "_"), str(error)),)
+        raise
