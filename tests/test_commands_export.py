@@ -14,8 +14,9 @@ from saecli.store import is_test
 FORMATS = ["saelens", "sparsify", "dictionary-learning"]
 
 
-@pytest.mark.parametrize("activation", [Relu(), ReluTopK(k=4)], ids=lambda a: a.name)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "activation"), [
+    *((name, activation) for name in FORMATS for activation in (Relu(), ReluTopK(k=4))),
+    ("gemma-scope", Relu()), ("gemma-scope", JumpRelu())], ids=lambda value: getattr(value, "name", value))
 def test_an_exported_run_reconstructs_alike(
         sae: CommandLine, tmp_path: Path, name: str, activation: Activation) -> None:
     make_run(sae.home, "run", random_sae(activation))
@@ -69,13 +70,14 @@ def test_a_signed_topk_without_rows_to_measure_on_is_refused(sae: CommandLine, t
     assert not (tmp_path / "out").exists()
 
 
-ELSEWHERE, NOWHERE = "use --to saelens", "hand on the run folder"
+ELSEWHERE, NOWHERE = "use saelens", "hand on the run folder"
 
 
 @pytest.mark.parametrize(("name", "activation", "advice"), [
     ("sparsify", AbsTopK(k=4), ELSEWHERE), ("sparsify", JumpRelu(), ELSEWHERE),
-    ("dictionary-learning", AbsTopK(k=4), ELSEWHERE),
-    *((name, activation, NOWHERE) for name in FORMATS for activation in (Swish(), SoftTopK(k=4)))],
+    ("dictionary-learning", AbsTopK(k=4), ELSEWHERE), ("gemma-scope", ReluTopK(k=4), ELSEWHERE),
+    ("gemma-scope", TopK(k=4), ELSEWHERE),
+    *((name, activation, NOWHERE) for name in [*FORMATS, "gemma-scope"] for activation in (Swish(), SoftTopK(k=4)))],
     ids=lambda value: getattr(value, "name", value))
 def test_what_a_format_lacks_is_refused_by_name_with_what_to_do(
         sae: CommandLine, tmp_path: Path, name: str, activation: Activation, advice: str) -> None:

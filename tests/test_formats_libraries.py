@@ -1,12 +1,9 @@
-"""SAE formats against the real libraries, each in an environment of its own.
-
-Set the variable of `PYTHONS` to the Python of an environment that has the library, for instance
+"""SAE formats against the real libraries, each in an environment of its own; `environments` says which.
 
     python -m venv /tmp/saelens && /tmp/saelens/bin/pip install sae-lens==6.54.12
-    SAECLI_TEST_SAELENS=/tmp/saelens/bin/python pytest tests/test_formats_libraries.py
+    SAECLI_TEST_SAELENS=/tmp/saelens/bin/python pytest -m slow tests/test_formats_libraries.py
 """
 
-import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from environments import python_with
+from homes import CommandLine, make_store
 
 from saecli.activations import Activation
 from saecli.formats import FORMATS, SavedSAE, load, save
 from saecli.sae import SAE
 
-PYTHONS = {"saelens": "SAECLI_TEST_SAELENS", "sparsify": "SAECLI_TEST_SPARSIFY",
-           "dictionary-learning": "SAECLI_TEST_DICTIONARY_LEARNING"}
+pytestmark = pytest.mark.slow
+LIBRARIES = {"saelens": "saelens", "sparsify": "sparsify", "dictionary-learning": "dictionary-learning",
+             "gemma-scope": "saelens"}  # which library reads a format
 D, F, K = 24, 60, 6
 ORIGIN = {"model": "gpt2", "layer": 8, "site": "resid_post", "context": 128, "prepend_bos": True}
 
@@ -44,11 +44,9 @@ def sae_with(kind: type[Activation]) -> SAE:
     return SAE(*(torch.randn(shape, generator=generator) for shape in shapes), activation, parameters)
 
 
-@pytest.fixture(scope="module", params=PYTHONS)
+@pytest.fixture(scope="module", params=LIBRARIES)
 def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exchange:
-    variable = PYTHONS[request.param]
-    if variable not in os.environ:
-        pytest.skip(f"{variable} names no Python that has {request.param}")
+    python = python_with(LIBRARIES[request.param])
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "theirs").mkdir()
     rows = torch.randn(500, D, generator=torch.Generator().manual_seed(2)) + torch.linspace(-3, 3, D)
@@ -57,7 +55,7 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for name, sae in ours.items():
         save(SavedSAE(sae, ORIGIN), request.param, folder / "ours" / name)
     script = Path(__file__).parent / "libraries" / f"{request.param.replace('-', '_')}.py"
-    done = subprocess.run([os.environ[variable], script, folder], capture_output=True, text=True)
+    done = subprocess.run([python, script, folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Exchange(request.param, folder, rows, ours)
 
@@ -82,3 +80,25 @@ def test_what_the_library_wrote_reconstructs_alike_here(exchange: Exchange) -> N
             assert_agree(sae(exchange.rows), theirs["x_hat"])
             assert np.abs(sae.encode(exchange.rows).numpy() - theirs["codes"]).max() < 1e-4
             assert 0 < (theirs["codes"] != 0).mean() < 1
+
+
+def test_eval_sparsity_and_geometry_take_what_the_library_wrote(exchange: Exchange, sae: CommandLine) -> None:
+    make_store(sae.home, "rows", exchange.rows.numpy())
+    for path in (exchange.folder / "theirs").iterdir():
+        if not path.is_dir():
+            continue
+        with np.load(path.with_suffix(".npz")) as arrays:
+            theirs = dict(arrays)
+        x = exchange.rows.numpy().astype(np.float64)
+        codes, error, spread = theirs["codes"], theirs["x_hat"] - x, x.var(0).sum()
+        (found,) = sae("eval", path, "--split", "all", "--json").json["runs"]
+        assert found["fvu"] == pytest.approx((error ** 2).sum(1).mean() / spread, rel=1e-5)
+        if "fvu" in theirs:  # sparsify's own
+            assert found["fvu"] == pytest.approx(float(theirs["fvu"]), rel=1e-5)
+        if "frac_variance_explained" in theirs:  # dictionary_learning's own, which leaves out the mean error
+            left_out = (error.mean(0) ** 2).sum() / spread
+            assert found["fvu"] - left_out == pytest.approx(1 - float(theirs["frac_variance_explained"]), rel=1e-4)
+        assert found["l0"] == pytest.approx((codes != 0).sum(1).mean(), rel=1e-4)
+        (found,) = sae("sparsity", path, "--split", "all", "--json").json["runs"]
+        assert found["dead"] == (codes == 0).all(0).sum()
+        assert sae("geometry", path, "--split", "all", "--json").json["rows"] == len(x)

@@ -4,7 +4,7 @@ To add a format, write `saecli/formats/NAME.py` and a line in `FORMATS`. No form
 """
 
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from . import dictionary_learning, gemma_scope, native, saelens, sparsify
 from .common import SavedSAE
 from .native import load_native, save_native
 
-__all__ = ["FORMATS", "STAND_INS", "Format", "SavedSAE", "load", "load_native", "recognise", "save", "save_native"]
+__all__ = ["FORMATS", "STAND_INS", "Format", "SavedSAE", "format_of", "load", "load_native", "recognise", "save",
+           "save_native"]
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,14 @@ class Format:
     Args:
         files: names that a folder of this format holds.
         load: reads the SAE of such a folder.
-        save: writes an SAE into an existing folder; None where this tool only reads the format.
+        save: writes an SAE into an existing folder.
         activations: the activations that `save` can express.
     """
 
     files: tuple[str, ...]
     load: Callable[[Path], SavedSAE]
-    save: Callable[[SavedSAE, Path], None] | None = None
-    activations: Collection[type[Activation]] = ()
+    save: Callable[[SavedSAE, Path], None]
+    activations: Collection[type[Activation]]
 
 
 FORMATS: dict[str, Format] = {  # the first whose files are all there is taken: sparsify before native
@@ -44,7 +45,8 @@ FORMATS: dict[str, Format] = {  # the first whose files are all there is taken: 
     "dictionary-learning": Format((dictionary_learning.CONFIG, dictionary_learning.TENSORS),
                                   dictionary_learning.load_dictionary_learning,
                                   dictionary_learning.save_dictionary_learning, dictionary_learning.WRITTEN_AS),
-    "gemma-scope": Format((gemma_scope.TENSORS,), gemma_scope.load_gemma_scope),
+    "gemma-scope": Format((gemma_scope.TENSORS,), gemma_scope.load_gemma_scope, gemma_scope.save_gemma_scope,
+                          gemma_scope.WRITTEN),
     "native": Format((native.FILE_NAME,), load_native, save_native, ACTIVATIONS.values()),
 }
 
@@ -56,10 +58,13 @@ STAND_INS: dict[type[Activation], Callable[[SAE], SAE]] = {
 
 def recognise(folder: Path) -> str | None:
     """The name of the format that a folder's files are in; None for none of those known."""
-    for name, form in FORMATS.items():
-        if all((folder / file).is_file() for file in form.files):
-            return name
-    return None
+    return format_of(file for form in FORMATS.values() for file in form.files if (folder / file).is_file())
+
+
+def format_of(names: Iterable[str]) -> str | None:
+    """The name of the format whose files are all among some names; None for none of those known."""
+    there = set(names)
+    return next((name for name, form in FORMATS.items() if there.issuperset(form.files)), None)
 
 
 def load(folder: Path) -> SavedSAE:
@@ -88,9 +93,6 @@ def save(saved: SavedSAE, name: str, folder: Path) -> None:
         FormatError: the folder is in use, or the format cannot express the SAE's activation.
     """
     form, activation = FORMATS[name], saved.sae.activation
-    if form.save is None:
-        raise FormatError(f"{name} is a format that is only read here; "
-                          f"expected one of {', '.join(key for key, other in FORMATS.items() if other.save)}")
     if type(activation) not in form.activations:
         able = [key for key, other in FORMATS.items() if type(activation) in other.activations]
         raise FormatError(f"{name} cannot express the activation {activation.name}; expected one of "

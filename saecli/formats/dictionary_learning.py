@@ -64,6 +64,7 @@ CLASSES: dict[str, Layout] = {
     "AutoEncoderNew": Layout(LINEAR | {"decoder.bias": "b_dec"}, False, lambda _: Relu()),
     "AutoEncoderTopK": Layout(LINEAR | {"b_dec": "b_dec"}, True, _top_k, frozenset({"k", "threshold"})),
     "BatchTopKSAE": Layout(LINEAR | {"b_dec": "b_dec"}, True, _batch_top_k, frozenset({"k", "threshold"})),
+    "MatryoshkaBatchTopKSAE": Layout(PLAIN, True, _batch_top_k, frozenset({"k", "threshold", "group_sizes"})),
     "JumpReluAutoEncoder": Layout(PLAIN, False, lambda _: JumpRelu(), frozenset({"threshold"})),
 }
 

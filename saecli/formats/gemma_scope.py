@@ -1,4 +1,8 @@
-"""Gemma Scope: `params.npz` with W_enc, b_enc, W_dec, b_dec and threshold, a JumpReLU SAE on raw activations."""
+"""Gemma Scope: `params.npz` with W_enc, b_enc, W_dec, b_dec and threshold, a JumpReLU SAE on raw activations.
+
+A `relu` is one whose thresholds are zero, and a trained `batchtopk` one whose thresholds are equal. The file does not
+say where its rows came from: Gemma Scope tells model, layer and width by the names of repository and folders.
+"""
 
 import zipfile
 from pathlib import Path
@@ -6,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..activations import JumpRelu
+from ..activations import Activation, BatchTopK, JumpRelu, Relu
 from ..errors import FormatError
+from ..files import appearing_whole
 from .common import WEIGHTS, SavedSAE, assemble
 
 TENSORS = "params.npz"
+WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
 
 
 def load_gemma_scope(folder: Path) -> SavedSAE:
@@ -26,3 +32,17 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise FormatError(f"cannot read {path}: {error}") from error
     return SavedSAE(assemble(path, tensors, JumpRelu(), {*WEIGHTS, "threshold"}))
+
+
+def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
+    """Write an SAE as Gemma Scope's are published, in float32; the file appears whole or not at all.
+
+    Args:
+        saved: the SAE, its activation one of `WRITTEN`.
+        folder: an existing folder.
+    """
+    sae = saved.sae.to(torch.float32)
+    tensors = {name: sae.tensors()[name] for name in WEIGHTS}
+    tensors["threshold"] = sae.activation.thresholds(sae.parameters, sae.d_sae).to(torch.float32)
+    with appearing_whole(folder / TENSORS) as temporary, temporary.open("wb") as file:
+        np.savez(file, **{name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()})

@@ -1,4 +1,4 @@
-"""SAELens, version 6 (checked against 6.54): `cfg.json` and `sae_weights.safetensors`.
+"""SAELens (checked against 6.54): `cfg.json` and `sae_weights.safetensors`, as of version 6; older ones are read too.
 
 The weights have this tool's names and shapes. SAELens' TopK clips at zero, which is `relu-topk` here; its
 `abstopk` is `abs-topk`. A trained `batchtopk` is saved as a JumpReLU with one threshold for all latents, as SAELens
@@ -31,6 +31,8 @@ from .common import (
 CONFIG, TENSORS = "cfg.json", "sae_weights.safetensors"
 WRITTEN_FOR = "6.54.12"  # SAELens converts a file that names no version, or one before 6, on loading
 
+OLD_KEYS = {"hook_point": "hook_name", "activation_fn_str": "activation_fn"}  # what versions before 6 called them
+
 ARCHITECTURES: dict[type[Activation], str] = {
     Relu: "standard", BatchTopK: "jumprelu", JumpRelu: "jumprelu", ReluTopK: "topk", AbsTopK: "abstopk"}
 
@@ -39,19 +41,20 @@ def load_saelens(folder: Path) -> SavedSAE:
     """Read an SAE that SAELens saved.
 
     Raises:
-        FormatError: the files are damaged or older than version 6, or the SAE is of an architecture or has a
-            setting that this tool does not have.
+        FormatError: the files are damaged, or the SAE is of an architecture or has a setting that this tool does
+            not have.
     """
     path = folder / CONFIG
     config = read_json(path)
-    metadata = config.get("metadata")
-    if not isinstance(metadata, dict) or "architecture" not in config:
-        raise FormatError(f"{path}: expected the keys `architecture` and `metadata`, which SAELens writes since "
-                          f"version 6; load the SAE with a newer SAELens and save it again")
+    if not isinstance(config.get("metadata"), dict) or "architecture" not in config:
+        config = _from_before_6(path, config)
+    metadata = config["metadata"]
     activation = _activation(path, config)
     refuse_unless(path, config, "normalize_activations", "none")
     refuse_unless(path, config, "reshape_activations", "none", "hook_z")  # rows are flat here either way
     tensors = read_safetensors(folder / TENSORS)
+    if "scaling_factor" in tensors and (tensors["scaling_factor"] == 1).all():
+        del tensors["scaling_factor"]  # versions before 6 wrote it whether or not it was in use
     wanted = {*WEIGHTS, *activation.parameters(1)}
     expect_names(folder / TENSORS, tensors, wanted)
     if config.get("rescale_acts_by_decoder_norm", False):
@@ -65,6 +68,24 @@ def load_saelens(folder: Path) -> SavedSAE:
               "context": metadata.get("context_size"), "prepend_bos": metadata.get("prepend_bos")}
     return SavedSAE(assemble(folder / TENSORS, tensors, activation, wanted),
                     {key: value for key, value in origin.items() if value is not None})
+
+
+def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration from before version 6 as one of version 6, silent entries filled in as SAELens fills them in.
+
+    Raises:
+        FormatError: it names a function of the pre-activations that version 6 does not have.
+    """
+    old = {OLD_KEYS.get(key, key): value for key, value in config.items()}
+    if not {"d_in", "d_sae"} <= old.keys():
+        raise FormatError(f"{path}: expected the keys d_in and d_sae of a SAELens configuration, got {sorted(config)}")
+    refuse_unless(path, old, "activation_fn", "relu", "topk")
+    kept, scaled = old.get("activation_fn_kwargs"), old.get("normalize_activations")
+    return {"architecture": "topk" if old.get("activation_fn") == "topk" else old.get("architecture", "standard"),
+            "k": kept.get("k") if isinstance(kept, dict) else None,
+            "apply_b_dec_to_input": old.get("apply_b_dec_to_input", True),
+            "normalize_activations": "expected_average_only_in" if scaled is True else scaled or "none",
+            "metadata": old}
 
 
 def _activation(path: Path, config: Mapping[str, Any]) -> Activation:

@@ -15,7 +15,9 @@ sys.path.pop(0)  # this file's folder, where the library's name would be this fi
 import numpy as np
 import torch
 from dictionary_learning.dictionary import AutoEncoder, AutoEncoderNew, Dictionary, JumpReluAutoEncoder
+from dictionary_learning.evaluation import evaluate
 from dictionary_learning.trainers.batch_top_k import BatchTopKSAE
+from dictionary_learning.trainers.matryoshka_batch_top_k import MatryoshkaBatchTopKSAE
 from dictionary_learning.trainers.top_k import AutoEncoderTopK
 from dictionary_learning.utils import load_dictionary
 
@@ -23,9 +25,10 @@ D, F, K = 24, 60, 6
 
 
 def record(sae: Dictionary, rows: torch.Tensor, path: Path) -> None:
-    """Keeps codes and reconstructions of the rows."""
+    """Keeps codes and reconstructions of the rows, and the library's own measure of them."""
     codes = sae.encode(rows)
-    np.savez(path, codes=codes.numpy(), x_hat=sae.decode(codes).numpy())
+    explained = evaluate(sae, iter([rows]))["frac_variance_explained"]
+    np.savez(path, codes=codes.numpy(), x_hat=sae.decode(codes).numpy(), frac_variance_explained=explained)
 
 
 @torch.no_grad()
@@ -37,13 +40,13 @@ def main() -> None:
         record(load_dictionary(str(path), "cpu")[0], rows, path.with_suffix(".npz"))
     torch.manual_seed(0)
     for kind, further in ((AutoEncoder, ()), (AutoEncoderNew, ()), (AutoEncoderTopK, (K,)), (BatchTopKSAE, (K,)),
-                          (JumpReluAutoEncoder, ())):
+                          (MatryoshkaBatchTopKSAE, (K, [20, F - 20])), (JumpReluAutoEncoder, ())):
         sae = kind(D, F, *further)
         for name, parameter in sae.named_parameters():
             parameter.normal_()
             if name == "threshold":
                 parameter.abs_()
-        if kind is BatchTopKSAE:
+        if kind in (BatchTopKSAE, MatryoshkaBatchTopKSAE):
             sae.threshold.fill_(2.5)
         path = folder / "theirs" / kind.__name__
         path.mkdir()

@@ -6,6 +6,7 @@ FOLDER/ours/CASE holds SAEs that saecli wrote; each reconstruction of FOLDER/row
 FOLDER/theirs/CASE receives SAEs that SAELens makes, with their reconstructions beside them.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from sae_lens.saes import (
     TopKSAE,
     TopKSAEConfig,
 )
+from safetensors.torch import save_file
 
 D, F, K = 24, 60, 6
 
@@ -33,6 +35,15 @@ MADE = {
     "topk-rescaled": (TopKSAE, TopKSAEConfig, {
         "k": K, "rescale_acts_by_decoder_norm": True, "apply_b_dec_to_input": True}),
     "abstopk": (AbsTopKSAE, AbsTopKSAEConfig, {"k": K}),
+}
+
+OLD = {  # what versions before 6 wrote, by the case above whose weights it is said of
+    "standard": {"activation_fn_str": "relu", "apply_b_dec_to_input": False, "normalize_activations": False,
+                 "hook_point": "blocks.8.hook_resid_pre", "model_name": "gpt2-small"},
+    "standard-subtracting": {"architecture": "standard", "activation_fn_str": "relu", "normalize_activations": "none"},
+    "jumprelu": {"architecture": "jumprelu", "activation_fn": "relu", "sae_lens_training_version": "3.0.0"},
+    "topk": {"architecture": "standard", "activation_fn_str": "topk", "activation_fn_kwargs": {"k": K},
+             "apply_b_dec_to_input": False, "normalize_activations": None},
 }
 
 
@@ -58,6 +69,13 @@ def main() -> None:
                 parameter.data.abs_()
         sae.save_model(folder / "theirs" / case)
         record(sae, rows, folder / "theirs" / f"{case}.npz")
+        if case in OLD:
+            path = folder / "theirs" / f"{case}-old"
+            path.mkdir()
+            scaling = {} if case == "jumprelu" else {"scaling_factor": torch.ones(F)}
+            save_file(sae.state_dict() | scaling, path / "sae_weights.safetensors")
+            (path / "cfg.json").write_text(json.dumps({"d_in": D, "d_sae": F, "dtype": "torch.float32"} | OLD[case]))
+            record(SAE.load_from_disk(path), rows, path.with_suffix(".npz"))
 
 
 main()

@@ -19,10 +19,10 @@ D, F, K = 24, 60, 6
 
 
 def record(sae: SparseCoder, rows: torch.Tensor, path: Path) -> None:
-    """Keeps codes and reconstructions of the rows."""
+    """Keeps codes and reconstructions of the rows, and the library's own measure of them."""
     values, indices, pre = sae.encode(rows)
     codes = torch.zeros_like(pre).scatter(1, indices, values)
-    np.savez(path, codes=codes.numpy(), x_hat=sae.decode(values, indices).numpy())
+    np.savez(path, codes=codes.numpy(), x_hat=sae.decode(values, indices).numpy(), fvu=sae(rows).fvu.numpy())
 
 
 @torch.no_grad()
