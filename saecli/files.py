@@ -1,11 +1,12 @@
 """Files that appear whole or not at all."""
 
+import csv
 import fcntl
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,22 @@ def write_json(path: Path, document: Any) -> None:
     """Write a JSON document that appears whole or not at all."""
     with appearing_whole(path) as temporary:
         temporary.write_text(to_json(document, indent=2) + "\n", encoding="utf-8")
+
+
+def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Write a table that appears whole or not at all, its folder made if need be.
+
+    Args:
+        path: the file.
+        lines: one mapping a line; their keys, in the order in which they first occur, are the columns. Numbers keep
+            every digit, NaNs and infinities are left empty.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(key for line in lines for key in line))
+    with appearing_whole(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(finite(line) for line in lines)
 
 
 def make_folder(path: Path) -> None:

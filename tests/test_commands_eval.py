@@ -1,5 +1,6 @@
 """`sae eval` against numpy in float64 over the same rows."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -138,6 +139,33 @@ def test_figures_that_are_no_numbers_become_null(sae: CommandLine) -> None:
     make_run(sae.home, "run", random_sae())
     (found,) = sae("eval", "--json").json["runs"]
     assert found["fvu"] is None and found["explained_variance"] is None
+
+
+def test_csv_holds_every_digit_of_the_json_the_best_run_first(sae: CommandLine, tmp_path: Path) -> None:
+    make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "random", random_sae())
+    make_run(sae.home, "exact", SAE(torch.eye(D, F), torch.zeros(F), torch.eye(F, D), torch.zeros(D), TopK(k=D)))
+    found = sae("eval", "random", "exact", "--csv", tmp_path / "new" / "x.csv", "--json").json["runs"]
+    with (tmp_path / "new" / "x.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["run"] for line in lines] == ["exact", "random"]
+    for line, run in zip(lines, reversed(found), strict=True):
+        assert list(line) == KEYS
+        assert {key: type(run[key])(value) for key, value in line.items()} == run
+
+
+def test_a_csv_that_cannot_be_written_leaves_what_was_there(sae: CommandLine, tmp_path: Path) -> None:
+    make_store(sae.home, "rows", np.ones((3000, D), np.float32))
+    make_run(sae.home, "run", random_sae())
+    assert sae("eval", "run", "--csv", tmp_path).status == 2  # a folder
+    (tmp_path / "x.csv").write_text("old")
+    (tmp_path / ".x.csv.partial").mkdir()
+    done = sae("eval", "run", "--csv", tmp_path / "x.csv")
+    assert (done.status, (tmp_path / "x.csv").read_text(), done.out) == (1, "old", "")
+    (tmp_path / ".x.csv.partial").rmdir()
+    assert sae("eval", "run", "--csv", tmp_path / "x.csv").status == 0
+    with (tmp_path / "x.csv").open(newline="") as file:
+        assert next(csv.DictReader(file))["fvu"] == ""  # rows that do not vary
 
 
 def test_plot_draws_the_frontier_and_refuses_other_kinds_of_picture(sae: CommandLine, tmp_path: Path) -> None:

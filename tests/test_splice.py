@@ -1,8 +1,5 @@
 """Splicing an SAE into a language model, against plain torch on a small real model."""
 
-import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -200,7 +197,7 @@ def test_a_model_that_the_rows_cannot_come_from_is_refused_before_they_are_measu
     config = LlamaConfig(**{**model.source.config.to_dict(), "head_dim": None, **changes})
     LlamaForCausalLM(config).save_pretrained(other)
     model.tokenizer.save_pretrained(other)
-    monkeypatch.setattr("saecli.commands.eval.reconstruction", lambda *_: pytest.fail("measured first"))
+    monkeypatch.setattr("saecli.commands.eval_measures.reconstruction", lambda *_: pytest.fail("measured first"))
     done = sae("eval", "--model", other)
     assert done.status == 1
     assert sentence in done.err
@@ -209,34 +206,3 @@ def test_a_model_that_the_rows_cannot_come_from_is_refused_before_they_are_measu
 def test_tokens_without_a_model_do_nothing_and_are_refused(sae: CommandLine) -> None:
     done = sae("eval", "--tokens", "5")
     assert (done.status, "--tokens does nothing without --model" in done.err) == (1, True)
-
-
-@pytest.mark.skipif("SAECLI_TEST_SAELENS" not in os.environ, reason="SAECLI_TEST_SAELENS names no Python with SAELens")
-def test_eval_agrees_with_saelens_current_evaluation(
-        sae: CommandLine, tmp_path: Path, folder: Path, model: LanguageModel) -> None:
-    generator = np.random.default_rng(1)
-    even = [Document(i, " ".join(f"w{w}" for w in generator.integers(0, WORDS, CONTEXT - 1)), None) for i in range(80)]
-    extracted(sae.home, model, text=even)
-    make_run(sae.home, "random", random_sae(), data="store")
-    sae("export", "random", "--to", "saelens", "--out", tmp_path / "exported")
-    config = json.loads((tmp_path / "exported" / "cfg.json").read_text())
-    config["metadata"]["hook_name"] = f"blocks.{LAYER}.hook_resid_post"
-    (tmp_path / "exported" / "cfg.json").write_text(json.dumps(config))
-    cutter = Windows(model.tokenizer, CONTEXT)
-    np.save(tmp_path / "tokens.npy", np.array([window.token_ids for window in cutter.cut(even)]))
-    script = Path(__file__).parent / "libraries" / "saelens_evaluation.py"
-    special = ",".join(map(str, cutter.special.tolist()))
-    done = subprocess.run([os.environ["SAECLI_TEST_SAELENS"], script, tmp_path / "exported", folder,
-                           tmp_path / "tokens.npy", str(LAYER), special], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    theirs = json.loads(done.stdout)
-    (ours,) = sae("eval", "random", "--split", "all", "--model", folder, "--json").json["runs"]
-    assert ours["rows"] == ours["tokens"] == 80 * (CONTEXT - 1)
-    assert {
-        "explained_variance": ours["explained_variance"], "mse": ours["mse"] * D, "cossim": ours["cosine"],
-        "l0": ours["l0"], "l1": ours["l1"], "ce_loss_without_sae": ours["ce_clean"],
-        "ce_loss_with_sae": ours["ce_spliced"], "ce_loss_with_ablation": ours["ce_zero"],
-        "ce_loss_score": ours["ce_recovered"], "kl_div_with_sae": ours["kl"],
-    } == pytest.approx({name: theirs[name] for name in (
-        "explained_variance", "mse", "cossim", "l0", "l1", "ce_loss_without_sae", "ce_loss_with_sae",
-        "ce_loss_with_ablation", "ce_loss_score", "kl_div_with_sae")}, rel=1e-4)

@@ -1,66 +1,52 @@
-"""SAELens' evaluation of an SAE in a model: run by the Python of an environment that has sae-lens.
+"""SAELens' own evaluation of SAEs in a model: run by the Python of an environment that has sae-lens.
 
-    python saelens_evaluation.py SAE MODEL TOKENS.npy HOOK_LAYER SPECIAL,...
+    python saelens_evaluation.py MODEL HOOK WINDOWS.json SAE...
 
-Prints one JSON object. The model is a Hugging Face one behind the few calls of a HookedTransformer that the
-evaluation makes.
+The windows are lists of token ids, each a batch of its own; HOOK is a module of the Hugging Face model, which SAELens
+loads itself. Prints a JSON object for each SAE.
 """
 
 import json
 import sys
-from typing import Any
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
 
-import numpy as np
 import torch
 from sae_lens import SAE
-from sae_lens.evals import get_downstream_reconstruction_metrics, get_sparsity_and_variance_metrics
+from sae_lens.evals import get_eval_everything_config, run_evals
+from sae_lens.load_model import load_model
 from sae_lens.training.activation_scaler import ActivationScaler
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-folder, model_folder, tokens_file, layer, special = sys.argv[1:]
+model_folder, hook, windows_file, *folders = sys.argv[1:]
 
 
-class Model:
-    """A Hugging Face model whose block `layer` output can be read and replaced."""
+class Windows:
+    """What the evaluation asks of an ActivationsStore, over windows of any length."""
+
+    context_size = 0  # of which it makes nothing but a count of tokens that is not looked at
 
     def __init__(self) -> None:
-        self.hf = AutoModelForCausalLM.from_pretrained(model_folder)
+        self.windows: list[list[int]] = json.loads(Path(windows_file).read_text())
+        self.reset_input_dataset()
 
-    def __call__(self, tokens: Tensor, return_type: str, loss_per_token: bool) -> tuple[Tensor, Tensor]:
-        logits = self.hf(input_ids=tokens).logits
-        losses = -logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
-        return logits, losses
+    def reset_input_dataset(self) -> None:
+        """Begins with the first window."""
+        self.coming: Iterator[list[int]] = cycle(self.windows)
 
-    def run_with_hooks(self, tokens: Tensor, fwd_hooks: list, **settings: Any) -> tuple[Tensor, Tensor]:
-        ((_, replace),) = fwd_hooks
-        handle = self.hf.model.layers[int(layer)].register_forward_hook(
-            lambda module, args, output: replace(output if isinstance(output, Tensor) else output[0], None))
-        try:
-            return self(tokens, **settings)
-        finally:
-            handle.remove()
-
-    def run_with_cache(self, tokens: Tensor, names_filter: list[str], **_: Any) -> tuple[None, dict[str, Tensor]]:
-        found: dict[str, Tensor] = {}
-        self.run_with_hooks(tokens, [(None, lambda x, _: found.setdefault(names_filter[0], x))],
-                            return_type="both", loss_per_token=True)
-        return None, found
+    def get_batch_tokens(self, prompts: int) -> torch.Tensor:
+        """The next window."""
+        assert prompts == 1
+        return torch.tensor([next(self.coming)])
 
 
-class Tokens:
-    """The one batch there is."""
-
-    def get_batch_tokens(self, _: int) -> Tensor:
-        return torch.from_numpy(np.load(tokens_file))
-
-
-with torch.no_grad():
-    shared = {"sae": SAE.load_from_disk(folder), "model": Model(), "activation_store": Tokens(),
-              "activation_scaler": ActivationScaler(), "n_batches": 1, "eval_batch_size_prompts": 1,
-              "ignore_tokens": [int(token) for token in special.split(",")], "model_kwargs": {}}
-    effect = get_downstream_reconstruction_metrics(compute_kl=True, compute_ce_loss=True, **shared)
-    quality, _ = get_sparsity_and_variance_metrics(
-        compute_l2_norms=False, compute_sparsity_metrics=True, compute_variance_metrics=True,
-        compute_featurewise_density_statistics=True, **shared)
-print(json.dumps(effect | quality))
+model = load_model("AutoModelForCausalLM", model_folder, device="cpu", hook_names=[hook],
+                   model_from_pretrained_kwargs={"dtype": torch.float32})  # as saecli runs it on a CPU
+store = Windows()
+count = len(store.windows)
+for folder in folders:
+    sae = SAE.load_from_disk(folder)
+    sae.cfg.metadata.hook_name = hook
+    metrics, _ = run_evals(sae, store, model, ActivationScaler(), get_eval_everything_config(1, count, count))
+    store.reset_input_dataset()
+    print(json.dumps({name: value for group in metrics.values() for name, value in group.items()}))
