@@ -125,6 +125,22 @@ def test_only_the_rows_that_the_run_was_trained_on_fit_the_references(sae: Comma
     assert (few["rows_fitted"], few["kmeans_cells"]) == (100, 20)
 
 
+def test_more_training_rows_than_memory_holds_are_streamed_where_asked_for(
+        sae: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(sae.home, "one", random_sae(TopK(3)))
+    whole = sae("geometry", "--json").json["references"]
+    monkeypatch.setattr("saecli.geometry.survey.SAMPLE_BYTES", 4 * D * 500)
+    sampled = sae("geometry", "--json").json["references"]
+    assert sampled["rows_fitted"] == 500
+    monkeypatch.setattr("saecli.commands.geometry_rows.SAMPLE_ROWS", 500)
+    streamed, fewer = (sae("geometry", "--json", "--fit-rows", n).json["references"] for n in ("100000", "1000"))
+    assert (streamed["rows_fitted"], fewer["rows_fitted"]) == (whole["rows_fitted"], 1000)
+    assert (streamed["kmeans_cells"], streamed["local_pca_cells"]) == (F, F)
+    for key in ("kmeans_fvu", "local_pca_fvu"):
+        assert streamed[key] == pytest.approx(whole[key], rel=0.15)
+    assert streamed["own_cells"]["rows_fitted"] <= 500
+
+
 def test_several_runs_make_one_table_and_one_picture_and_are_measured_as_each_alone(
         sae: CommandLine, tmp_path: Path) -> None:
     make_run(sae.home, "early", random_sae(TopK(3)))

@@ -13,12 +13,13 @@ from sklearn.cluster import KMeans, MiniBatchKMeans
 from sklearn.decomposition import PCA
 
 from saecli.activations import Relu, TopK
+from saecli.geometry import bridge as bridge_module
 from saecli.geometry import kmeans as kmeans_module
 from saecli.geometry.bridge import Bridge, Visited, own_cells
-from saecli.geometry.kmeans import kmeans
+from saecli.geometry.kmeans import Stream, kmeans
 from saecli.geometry.margins import visits
 from saecli.geometry.partition import cells_of
-from saecli.geometry.piecewise_affine import LocalPCA, principal_components
+from saecli.geometry.piecewise_affine import LocalPCA, StreamedPCA, principal_components
 from saecli.metrics import reconstruction
 from saecli.sae import SAE
 
@@ -71,6 +72,50 @@ def test_local_pca_equals_sklearn_pca_of_each_cell(seed: int, count: int) -> Non
     assert np.square(fitted.reconstruct(rows, cells, ranks) - rows).sum() == pytest.approx(expected, rel=1e-9, abs=1e-9)
     none = np.zeros(count, int)
     assert fitted.means_residual(rows, cells) == pytest.approx(fitted.spectrum(rows, cells).residual(none), rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 60), st.sampled_from([0, 1000]))
+def test_local_pca_of_a_stream_equals_that_of_the_rows_in_memory(seed: int, count: int, batch: int, far: int) -> None:
+    rng = np.random.default_rng(seed)
+    train, rows = rng.normal(size=(60, D)) + far, rng.normal(size=(20, D)) + far
+    train_cells, cells = rng.integers(0, count, 60), rng.integers(0, count, 20)
+    centres, ranks = rng.normal(size=(count, D)) + far, rng.integers(0, D + 3, count)
+    held, streamed = LocalPCA(train, train_cells, centres), StreamedPCA.over(centres, directions=True)
+    means = StreamedPCA.over(centres, directions=False)
+    for at in range(0, 60, batch):
+        streamed.add(train[at:at + batch], train_cells[at:at + batch])
+        means.add(train[at:at + batch], train_cells[at:at + batch])
+    expected, found = held.spectrum(rows, cells), streamed.spectrum(rows, cells)
+    np.testing.assert_array_equal(found.rows, expected.rows)
+    for some, own in zip(found.variances, expected.variances, strict=True):
+        np.testing.assert_allclose(some, own, atol=1e-9)
+    assert found.residual(ranks) == pytest.approx(expected.residual(ranks), rel=1e-6)
+    np.testing.assert_allclose(streamed.reconstruct(rows, cells, ranks), held.reconstruct(rows, cells, ranks),
+                               atol=1e-5)
+    assert means.means_residual(rows, cells) == pytest.approx(held.means_residual(rows, cells), rel=1e-9)
+
+
+def test_references_of_a_stream_are_about_those_of_all_rows_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    train, rows, sae = clusters(0, 6000), clusters(1, 300), a_sae()
+    stream = Stream(6000, lambda: (train[at:at + 500] for at in range(0, 6000, 500)))
+    own = visited(sae, train[:200], rows)
+    streamed = Bridge.fit(sae, train[:200], rank=2, stream=stream)
+    found, held = streamed.measure(rows, own), Bridge.fit(sae, train, rank=2).measure(rows, visited(sae, train, rows))
+    assert (found.rows_fitted, found.kmeans_cells, found.local_pca_cells) == (6000, 30, 30)
+    assert found.own_cells.rows_fitted <= 200
+    assert found.kmeans_fvu == pytest.approx(held.kmeans_fvu, rel=0.2)
+    assert found.local_pca_fvu == pytest.approx(held.local_pca_fvu, rel=0.2)
+    assert found.variable_rank_mean == pytest.approx(2, abs=0.2)
+    counts = streamed.local_pca.counts
+    assert (counts.sum(), streamed.kmeans.counts.sum()) == (6000, 6000)
+    np.testing.assert_array_equal(counts, np.bincount(streamed.pieces.predict(train), minlength=30))
+    for name, fvu in (("k-means", found.kmeans_fvu), ("local PCA", found.local_pca_fvu)):
+        moved = streamed.reconstructions(rows)[name] - rows
+        assert np.square(moved).sum() / scatter(rows) == pytest.approx(fvu, rel=1e-6)
+    monkeypatch.setattr(bridge_module, "SCATTER", 7 * D**2)
+    few = Bridge.fit(sae, train[:200], rank=2, stream=stream).measure(rows, own)
+    assert (few.kmeans_cells, few.local_pca_cells) == (30, 7)
 
 
 @settings(max_examples=25, deadline=None)

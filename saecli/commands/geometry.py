@@ -17,8 +17,8 @@ from .subjects import Data, SplitName, all_measured
 
 Most = Annotated[int, typer.Option("--rows", min=1, help="Rows to measure at most; of more, a random sample.")]
 FitRows = Annotated[int, typer.Option(
-    "--fit-rows", min=1, help="Training rows that the references are fitted on at most, in memory: fewer where these "
-                              "would fill more than 256 MiB.")]
+    "--fit-rows", min=1, help="Training rows that the references are fitted on at most. Memory holds 256 MiB of "
+                              "them; where more than 50,000 are asked for, the others are streamed.")]
 Slice = Annotated[str, typer.Option(
     "--slice", metavar="pca|I,J,K", help="The plane that --plot shows: of the rows' first two principal components, "
                                          "or through three rows, by their numbers in the split from 0.")]
@@ -65,15 +65,18 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     marked = rows_at(everything[0].rows, corners)
     through = Plane.through(marked) if corners else None
     bridges = Bridges()
-    found = [find_out(session, one, wanted, bridges) for one in everything]
-    documents = [one.document for one in found]
-    if plot is not None:
-        if len(found) == 1:
-            draw_one(plot, found[0], through, dict(zip(corners, marked, strict=True)))
-        else:
+    if len(everything) == 1:
+        found = find_out(session, everything[0], wanted, bridges)
+        documents = [found.document]
+        if plot is not None:
+            draw_one(plot, found, through, dict(zip(corners, marked, strict=True)))
+    else:  # nothing but the documents is kept, so that memory does not grow with the runs
+        documents = [find_out(session, one, wanted, bridges).document for one in everything]
+        if plot is not None:
             from ..plots import geometry_runs  # matplotlib takes a second to import
 
             geometry_runs(plot, documents)
+    if plot is not None:
         session.report.note(f"drew {plot}")
     if len(documents) == 1:
         session.report.result(documents[0], one_table(documents[0]))

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from ..geometry.bridge import Bridge, Visited
 from ..geometry.census import describe
 from ..geometry.degenerate import Degenerate
+from ..geometry.kmeans import Stream
 from ..geometry.margins import local_complexity, margin_measures, radius_of, visits
 from ..geometry.partition import cells_of
 from ..geometry.survey import Survey, gather
-from .geometry_rows import held_out_sample, surveyed, training_sample
+from .geometry_rows import held_out_sample, surveyed, training_sample, training_stream
 from .options import Session
 from .subjects import Measured
 
@@ -58,17 +59,19 @@ class Found:
 
 
 class Bridges:
-    """Fits references once for runs that share them: same training rows, as many latents, one rank."""
+    """Fits references once for runs that follow each other and share them: same training rows, as many latents, one
+    rank. Holds no more than the last ones, which may take a GiB."""
 
     def __init__(self) -> None:
         self._fitted: dict[tuple, Bridge] = {}
 
-    def of(self, one: Measured, train: NDArray[np.float32], rank: int) -> Bridge:
-        """The references of an SAE, fitted on training rows, (N, D)."""
-        key = (one.rows.store.name, one.subject.split_seed, one.subject.fraction, len(train), one.sae.d_sae,
-               min(rank, one.sae.d_in))
+    def of(self, one: Measured, train: NDArray[np.float32], stream: Stream | None, rank: int) -> Bridge:
+        """The references of an SAE, fitted on training rows, (N, D), or on a stream that these are a sample of."""
+        key = (one.rows.store.name, one.subject.split_seed, one.subject.fraction, len(train), stream and stream.rows,
+               one.sae.d_sae, min(rank, one.sae.d_in))
         if key not in self._fitted:
-            self._fitted[key] = Bridge.fit(one.sae, train, rank)
+            self._fitted.clear()
+            self._fitted[key] = Bridge.fit(one.sae, train, rank, stream=stream)
         return replace(self._fitted[key], sae=one.sae)
 
 
@@ -96,7 +99,7 @@ def find_out(session: Session, one: Measured, wanted: Wanted, bridges: Bridges) 
             complexity["test"] = local_complexity(cells, held_out, radius)
         else:
             other = None
-        bridge = bridges.of(one, train, round(census.l0))
+        bridge = bridges.of(one, train, training_stream(one, wanted.fit_rows), round(census.l0))
         visited = Visited(cells, train_keys, survey.sample_keys.rows.tolist())
         references = bridge.measure(sample, visited, wanted.penalty)
         diagram, rank = survey.agreement_measures(one.sae), survey.rank_measures()

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..geometry.kmeans import BATCH, Stream
 from ..geometry.margins import HELD_OUT_ROWS, batch_size
-from ..geometry.survey import sample_capacity
+from ..geometry.survey import SAMPLE_ROWS, sample_capacity
 from ..store import Rows
 from .options import Session
 from .subjects import Measured
@@ -54,12 +55,14 @@ def rows_at(rows: Rows, numbers: tuple[int, ...]) -> Tensor:
 
 def first(rows: Rows, most: int, size: int) -> Iterator[NDArray[np.float32]]:
     """All rows in batches of `size`, or where there are more than `most`, so many in random order."""
-    most = min(most, rows.rows)
-    batches = rows.sequential(size) if rows.rows == most else rows.batches(size, seed=SAMPLE_SEED, epoch=0)
-    left = most
-    for batch in islice(batches, -(-most // size)):
-        yield batch[:left]
-        left -= len(batch)
+    yield from rows.sequential(size) if rows.rows <= most else _at_random(rows, most, size)
+
+
+def _at_random(rows: Rows, count: int, size: int) -> Iterator[NDArray[np.float32]]:
+    """So many rows in batches of `size`, in a random order that is the same each time."""
+    for batch in islice(rows.batches(size, seed=SAMPLE_SEED, epoch=0), -(-count // size)):
+        yield batch[:count]
+        count -= len(batch)
 
 
 def surveyed(session: Session, one: Measured, most: int) -> Iterator[Tensor]:
@@ -74,8 +77,25 @@ def surveyed(session: Session, one: Measured, most: int) -> Iterator[Tensor]:
 
 def training_sample(one: Measured, most: int) -> NDArray[np.float32]:
     """Rows that the references are fitted on, (N, D): those that the run was trained on, or a sample of them."""
-    rows = one.rows.store.split("train", fraction=one.subject.fraction, seed=one.subject.split_seed)
+    rows = _trained_on(one)
     return _in_memory(rows, sample_capacity(rows.d_in, most))
+
+
+def training_stream(one: Measured, most: int) -> Stream | None:
+    """So many of the rows that the run was trained on; None where a sample in memory does.
+
+    A sample does for up to 50,000, however few of them it holds: of wide rows scatter matrices take so much memory that
+    a stream leaves local PCA fewer cells.
+    """
+    rows = _trained_on(one)
+    count = min(most, rows.rows)
+    if count <= max(SAMPLE_ROWS, sample_capacity(rows.d_in, most)):
+        return None
+    return Stream(count, lambda: _at_random(rows, count, BATCH))
+
+
+def _trained_on(one: Measured) -> Rows:
+    return one.rows.store.split("train", fraction=one.subject.fraction, seed=one.subject.split_seed)
 
 
 def held_out_sample(one: Measured) -> NDArray[np.float32] | None:

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from ..sae import SAE
 from .affine_maps import rank as map_rank
 from .cells import Cells
-from .kmeans import Labels, Partition, Rows, kmeans
-from .piecewise_affine import LocalPCA, Spectrum
+from .kmeans import Labels, Partition, Rows, Stream, affordable, kmeans, streamed_kmeans
+from .piecewise_affine import LocalPCA, PiecewisePCA, Spectrum, StreamedPCA
 
 KMEANS_ROWS = 4  # training rows that a cell of the k-means autoencoder holds on average, at least
 LOCAL_PCA_ROWS = 4  # the same for a cell of local PCA, in units of its rank, or its directions are the rows' noise
+SCATTER = 2**27  # numbers that the scatter matrices of streamed local PCA may hold, 1 GiB
 CODES = 2**22  # codes at a time, 16 MiB in float32
 
 
@@ -110,6 +111,8 @@ class Bridge:
 
     Args:
         sae: the SAE between them.
+        train: training rows in memory, (any number, D).
+        rows_fitted: N, these or those of a stream.
         means: cells of the k-means autoencoder.
         kmeans: that autoencoder, as local PCA of rank 0.
         pieces: cells that local PCA works on.
@@ -118,14 +121,16 @@ class Bridge:
     """
 
     sae: SAE
+    train: Rows
+    rows_fitted: int
     means: Partition
-    kmeans: LocalPCA
+    kmeans: PiecewisePCA
     pieces: Partition
-    local_pca: LocalPCA
+    local_pca: PiecewisePCA
     rank: int
 
     @classmethod
-    def fit(cls, sae: SAE, train: Rows, rank: int, seed: int = 0) -> "Bridge":
+    def fit(cls, sae: SAE, train: Rows, rank: int, seed: int = 0, stream: Stream | None = None) -> "Bridge":
         """Fit k-means and local PCA, each with as many cells as the training rows allow.
 
         k-means gets `min(d_sae, N / 4)` cells, local PCA `min(d_sae, N / (4 rank))`, at least one.
@@ -135,14 +140,18 @@ class Bridge:
             train: rows to fit on, (N, D), N > 0.
             rank: the SAE's rank on its own cells, K or the mean L0; more than D is D.
             seed: of k-means.
+            stream: N rows to fit on in their place, of which `train` are then a sample: in constant memory, with no
+                more cells than k-means of the sample could have, for local PCA `SCATTER / D^2`.
 
-        Cost: two k-means fits of at most `kmeans.MINIBATCH_WORK` multiplications.
+        Cost: two k-means fits of at most `kmeans.MINIBATCH_WORK` multiplications; or of a stream two passes over it, of
+            N C D multiplications each, and N D^2.
         """
-        rank = min(rank, train.shape[1])
-        (means, kmeans_pca), (pieces, local_pca) = (
-            _pieces(train, max(1, min(sae.d_sae, len(train) // rows)), seed)
-            for rows in (KMEANS_ROWS, LOCAL_PCA_ROWS * max(1, rank)))
-        return cls(sae, means, kmeans_pca, pieces, local_pca, rank)
+        rank, N = min(rank, train.shape[1]), stream.rows if stream else len(train)
+        counts = [max(1, min(sae.d_sae, N // rows)) for rows in (KMEANS_ROWS, LOCAL_PCA_ROWS * max(1, rank))]
+        fitted = _pieces_of_stream(train, stream, counts, seed) if stream else [
+            _pieces(train, count, seed) for count in counts]
+        (means, kmeans_pca), (pieces, local_pca) = fitted
+        return cls(sae, train, N, means, kmeans_pca, pieces, local_pca, rank)
 
     def measure(self, rows: Rows, visited: "Visited", penalty: float | None = None) -> References:
         """Measure the SAE and all references on the same rows.
@@ -155,7 +164,7 @@ class Bridge:
 
         Cost: one SVD for each cell.
         """
-        total, train = spread(rows), self.local_pca.train
+        total = spread(rows)
         means = self.kmeans.means_residual(rows, self.means.predict(rows))
         spectrum = self.local_pca.spectrum(rows, self.pieces.predict(rows))
         fixed = np.full(len(spectrum.rows), self.rank)
@@ -165,21 +174,35 @@ class Bridge:
         residual = np.square(reconstructions(self.sae, rows) - rows.astype(np.float64)).sum(1)
         return References(
             fvu(means, total), fvu(float(residual.sum()), total), fvu(spectrum.residual(fixed), total),
-            fvu(spectrum.residual(varied), total), len(self.kmeans.centres), len(self.local_pca.centres), self.rank,
-            penalty, spectrum.mean_rank(varied), own_cells(visited, train, rows, residual),
-            rows_fitted=len(train), rows_measured=len(rows))
+            fvu(spectrum.residual(varied), total), len(self.kmeans.counts), len(self.local_pca.counts), self.rank,
+            penalty, spectrum.mean_rank(varied), own_cells(visited, self.train, rows, residual),
+            rows_fitted=self.rows_fitted, rows_measured=len(rows))
 
     def reconstructions(self, rows: Rows) -> dict[str, Rows]:
         """Reconstructions of rows, (M, D), by k-means, SAE and local PCA, (M, D) each."""
-        none, fixed = np.zeros(len(self.kmeans.centres), int), np.full(len(self.local_pca.centres), self.rank)
+        none, fixed = np.zeros(len(self.kmeans.counts), int), np.full(len(self.local_pca.counts), self.rank)
         return {"k-means": self.kmeans.reconstruct(rows, self.means.predict(rows), none),
                 "SAE": reconstructions(self.sae, rows),
                 "local PCA": self.local_pca.reconstruct(rows, self.pieces.predict(rows), fixed)}
 
 
-def _pieces(train: Rows, count: int, seed: int) -> tuple[Partition, LocalPCA]:
+def _pieces(train: Rows, count: int, seed: int) -> tuple[Partition, PiecewisePCA]:
     partition = kmeans(train, count, seed)
     return partition, LocalPCA(train, partition.predict(train), partition.cluster_centers_)
+
+
+def _pieces_of_stream(sample: Rows, stream: Stream, counts: list[int],
+                      seed: int) -> list[tuple[Partition, PiecewisePCA]]:
+    """k-means' cells without directions, and those of local PCA."""
+    means, pieces = (affordable(sample, min(count, len(sample))) for count in counts)
+    pieces = max(1, min(pieces, SCATTER // sample.shape[1] ** 2))
+    partitions = streamed_kmeans(sample, stream, [means, pieces], seed)
+    fitted = [StreamedPCA.over(partition.cluster_centers_, directions)
+              for partition, directions in zip(partitions, (False, True), strict=True)]
+    for batch in stream.batches():
+        for partition, pca in zip(partitions, fitted, strict=True):
+            pca.add(batch, partition.predict(batch))
+    return list(zip(partitions, fitted, strict=True))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,10 @@ Source: the paper's theorem on the optimal piecewise affine autoencoder, in the 
 Shapes: N training rows, M rows measured, D = d_in, C cells, r directions.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +51,12 @@ def principal_components(rows: Rows) -> tuple[Rows, Rows]:
     if len(rows) <= rows.shape[1]:
         _, sizes, directions = np.linalg.svd(rows, full_matrices=False)
         return directions[:r].T, np.square(sizes[:r]) / len(rows)
-    variances, directions = np.linalg.eigh(rows.T @ rows / len(rows))
+    return _components_of(rows.T @ rows / len(rows), r)
+
+
+def _components_of(covariance: Rows, r: int) -> tuple[Rows, Rows]:
+    """The first r principal directions (D, r) and variances (r,) of a covariance, (D, D)."""
+    variances, directions = np.linalg.eigh(covariance)
     return directions[:, ::-1][:, :r], variances[::-1][:r].clip(0)
 
 
@@ -94,9 +102,55 @@ class Spectrum:
         return max(0.0, float(self.total.sum()) - sum(kept))
 
 
+class PiecewisePCA(ABC):
+    """Local PCA on the cells of a partition, fitted on training rows, wherever these are."""
+
+    @property
+    @abstractmethod
+    def counts(self) -> NDArray[np.int64]:
+        """Training rows in each cell, (C,)."""
+
+    @abstractmethod
+    def mean(self, cell: int) -> Rows:
+        """Mean of a cell's training rows, (D,), float64; a stand-in where it has none."""
+
+    @abstractmethod
+    def components(self, cell: int) -> tuple[Rows, Rows]:
+        """Directions (D, r) and variances (r,) of a cell's training rows, as `principal_components` has them."""
+
+    def spectrum(self, rows: Rows, cells: Labels) -> Spectrum:
+        """Measure rows, (M, D), of those cells, (M,).
+
+        Cost: one SVD a cell, O(N D min(N / C, D)) in all.
+        """
+        variances, explained, total = [], [], np.zeros(len(self.counts))
+        for cell, measured in enumerate(members(cells, len(self.counts))):
+            directions, own = self.components(cell)
+            offset = rows[measured] - self.mean(cell)
+            variances.append(own)
+            explained.append(np.square(offset @ directions).sum(0))
+            total[cell] = np.square(offset).sum()
+        return Spectrum(self.counts, variances, explained, total)
+
+    def means_residual(self, rows: Rows, cells: Labels) -> float:
+        """`sum ||x - m_c||^2` over rows, (M, D), of those cells, (M,): the spectrum's at rank 0, without an SVD."""
+        return sum(float(np.square(rows[measured] - self.mean(cell)).sum())
+                   for cell, measured in enumerate(members(cells, len(self.counts))) if len(measured))
+
+    def reconstruct(self, rows: Rows, cells: Labels, ranks: NDArray[np.int64]) -> Rows:
+        """`x_hat`, (M, D), of rows, (M, D), of those cells, (M,), given K_c, (C,)."""
+        result = np.empty(rows.shape)
+        for cell, measured in enumerate(members(cells, len(self.counts))):
+            if len(measured):
+                mean = self.mean(cell)
+                kept = self.components(cell)[0][:, :ranks[cell]] if ranks[cell] else np.zeros((len(mean), 0))
+                result[measured] = mean + ((rows[measured] - mean) @ kept) @ kept.T
+        return result
+
+
 @dataclass(frozen=True)
-class LocalPCA:
-    """Local PCA on the cells of a partition, fitted on training rows.
+class LocalPCA(PiecewisePCA):
+    """Local PCA fitted on training rows in memory.
 
     Args:
         train: training rows, (N, D).
@@ -108,49 +162,76 @@ class LocalPCA:
     cells: Labels
     centres: Rows
 
+    @cached_property
     def _members(self) -> list[NDArray[np.int64]]:
         """Numbers of the training rows in each cell, C arrays."""
         return members(self.cells, len(self.centres))
 
-    def _fit(self, cell: int, inside: NDArray[np.int64]) -> tuple[Rows, Rows, Rows]:
-        """Mean (D,), directions (D, r) and variances (r,) of one cell."""
-        fitted = self.train[inside].astype(np.float64)
-        mean = fitted.mean(0) if len(fitted) else self.centres[cell].astype(np.float64)
-        return mean, *principal_components(fitted - mean)
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Training rows in each cell, (C,)."""
+        return np.array([len(inside) for inside in self._members])
 
-    def spectrum(self, rows: Rows, cells: Labels) -> Spectrum:
-        """Measure rows, (M, D), of those cells, (M,).
+    def mean(self, cell: int) -> Rows:
+        """Mean of a cell's training rows, (D,), float64, or its centre."""
+        inside = self._members[cell]
+        return self.train[inside].mean(0, dtype=np.float64) if len(inside) else self.centres[cell].astype(np.float64)
 
-        Cost: one SVD a cell, O(N D min(N / C, D)) in all.
+    def components(self, cell: int) -> tuple[Rows, Rows]:
+        """Directions (D, r) and variances (r,) by the cell's rows themselves."""
+        return principal_components(self.train[self._members[cell]].astype(np.float64) - self.mean(cell))
+
+
+@dataclass(frozen=True)
+class StreamedPCA(PiecewisePCA):
+    """Local PCA fitted on a stream of training rows, from sums about each cell's centre.
+
+    Args:
+        rows: training rows in each cell, (C,).
+        centres: a point near each cell's mean, (C, D), float64, or rounding would take its share.
+        sums: `sum (x - centre)`, (C, D), float64.
+        products: `sum (x - centre)' (x - centre)`, (C, D, D), float64; (C, 0, 0) where no direction is asked for.
+    """
+
+    rows: NDArray[np.int64]
+    centres: Rows
+    sums: Rows
+    products: Rows
+
+    @classmethod
+    def over(cls, centres: Rows, directions: bool) -> Self:
+        """Sums over no rows yet.
+
+        Args:
+            centres: (C, D).
+            directions: whether they are to have directions, which takes 8 C D^2 bytes.
         """
-        variances, explained, total = [], [], np.zeros(len(self.centres))
-        inside = self._members()
-        for cell, measured in enumerate(members(cells, len(self.centres))):
-            mean, directions, own = self._fit(cell, inside[cell])
-            offset = rows[measured] - mean
-            variances.append(own)
-            explained.append(np.square(offset @ directions).sum(0))
-            total[cell] = np.square(offset).sum()
-        return Spectrum(np.array([len(some) for some in inside]), variances, explained, total)
+        (C, D), width = centres.shape, centres.shape[1] if directions else 0
+        return cls(np.zeros(C, np.int64), centres.astype(np.float64), np.zeros((C, D)), np.zeros((C, width, width)))
 
-    def means_residual(self, rows: Rows, cells: Labels) -> float:
-        """`sum ||x - m_c||^2` over rows, (M, D), of those cells, (M,): the spectrum's at rank 0, without an SVD."""
-        total = 0.0
-        for cell, (inside, measured) in enumerate(zip(self._members(), members(cells, len(self.centres)), strict=True)):
-            if len(measured):
-                mean = self.train[inside].mean(0, dtype=np.float64) if len(inside) else self.centres[cell]
-                total += float(np.square(rows[measured] - mean).sum())
-        return total
+    def add(self, rows: Rows, cells: Labels) -> None:
+        """Add training rows, (B, D), of those cells, (B,)."""
+        for cell in np.unique(cells):
+            offset = rows[cells == cell] - self.centres[cell]
+            self.rows[cell] += len(offset)
+            self.sums[cell] += offset.sum(0)
+            if self.products.size:
+                self.products[cell] += offset.T @ offset
 
-    def reconstruct(self, rows: Rows, cells: Labels, ranks: NDArray[np.int64]) -> Rows:
-        """`x_hat`, (M, D), of rows, (M, D), of those cells, (M,), given K_c, (C,)."""
-        result, inside = np.empty(rows.shape), self._members()
-        for cell, measured in enumerate(members(cells, len(self.centres))):
-            if len(measured):
-                mean, directions, _ = self._fit(cell, inside[cell])
-                kept = directions[:, :ranks[cell]]
-                result[measured] = mean + ((rows[measured] - mean) @ kept) @ kept.T
-        return result
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Training rows in each cell, (C,)."""
+        return self.rows
+
+    def mean(self, cell: int) -> Rows:
+        """Mean of a cell's training rows, (D,), float64, or its centre."""
+        return self.centres[cell] + self.sums[cell] / max(1, self.rows[cell])
+
+    def components(self, cell: int) -> tuple[Rows, Rows]:
+        """Directions (D, r) and variances (r,) of `products / n - m m'`, m the mean about the centre."""
+        mean = self.sums[cell] / max(1, self.rows[cell])
+        covariance = self.products[cell] / max(1, self.rows[cell]) - np.outer(mean, mean)
+        return _components_of(covariance, int(np.clip(self.rows[cell] - 1, 0, len(mean))))
 
 
 def members(cells: Labels, count: int) -> list[NDArray[np.int64]]:
