@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..geometry.kmeans import BATCH, Stream
+from ..geometry.kmeans import Stream
 from ..geometry.margins import HELD_OUT_ROWS, batch_size
 from ..geometry.survey import SAMPLE_ROWS, sample_capacity
 from ..store import Rows
@@ -17,6 +17,7 @@ from .options import Session
 from .subjects import Measured
 
 SAMPLE_SEED = 0
+STREAM_BYTES = 2**26  # of streamed rows at a time, 64 MiB
 
 
 def corners_of(text: str) -> tuple[int, ...]:
@@ -91,7 +92,7 @@ def training_stream(one: Measured, most: int) -> Stream | None:
     count = min(most, rows.rows)
     if count <= max(SAMPLE_ROWS, sample_capacity(rows.d_in, most)):
         return None
-    return Stream(count, lambda: _at_random(rows, count, BATCH))
+    return Stream(count, lambda: _at_random(rows, count, max(1, STREAM_BYTES // (4 * rows.d_in))))
 
 
 def _trained_on(one: Measured) -> Rows:

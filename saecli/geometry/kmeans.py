@@ -31,7 +31,8 @@ class Stream:
 
     Args:
         rows: how many, N.
-        batches: reads them all, in the same random order each time, in batches (B, D).
+        batches: reads them all, in the same random order each time, in batches (B, D); the larger, the less often each
+            cell's sums are gone through.
     """
 
     rows: int
@@ -91,7 +92,8 @@ def streamed_kmeans(sample: Rows, stream: Stream, counts: Sequence[int], seed: i
 
     fitted = [MiniBatchKMeans(count, n_init=1, random_state=seed, init="random").partial_fit(sample)
               for count in counts]
-    for batch in stream.batches():
-        for one in fitted:
-            one.partial_fit(batch)
+    for rows in stream.batches():
+        for batch in np.split(rows, range(BATCH, len(rows), BATCH)):
+            for one in fitted:
+                one.partial_fit(batch)
     return fitted
