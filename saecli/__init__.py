@@ -12,7 +12,7 @@ Names are imported when they are first used, so that `import saecli` takes no ti
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # which then knows these names, and no others
     from .api import fit, load_sae, open_store, save_sae
     from .errors import SaeError
     from .sae import SAE
@@ -23,11 +23,11 @@ __all__ = ["SAE", "ActivationStore", "SaeError", "fit", "load_sae", "open_store"
 
 _MODULES = {"SAE": "sae", "ActivationStore": "store", "SaeError": "errors"}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES.get(name, 'api')}", __name__), name)
+if not TYPE_CHECKING:
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f".{_MODULES.get(name, 'api')}", __name__), name)
 
 
 def __dir__() -> list[str]:
