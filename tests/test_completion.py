@@ -91,7 +91,7 @@ def shell_home(tmp_path: Path) -> dict[str, str]:
             "HOME": str(tmp_path / "user"), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", ["bash", *(pytest.param(shell, marks=pytest.mark.slow) for shell in SHELLS[1:])])
 def test_completion_is_installed_on_demand_alone(shell_home: dict[str, str], shell: str):
     user = Path(shell_home["HOME"])
     shown = subprocess.run(["sae", "--show-completion", shell], capture_output=True, text=True, check=True,
