@@ -28,6 +28,7 @@ COMMANDS = {
     "eval": "Measure reconstruction, sparsity and the effect on the model.",
     "sparsity": "Show how often latents fire, which are dead and which dense.",
     "geometry": "Show the spline: cells, power diagram, margins, references.",
+    "report": "Write pages to look at latents in a browser, from disk.",
     "export": "Write a run in another library's format.",
     "list": "Show the stores and runs in the home folder, newest first.",
     "demo": "Run the whole chain offline, printing each command first.",

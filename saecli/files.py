@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,30 @@ def appearing_whole(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def is_free(folder: Path) -> bool:
+    """Whether `folder_appearing_whole` can write there: nothing has that name yet, or an empty folder."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+
+
+@contextmanager
+def folder_appearing_whole(folder: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder beside `folder`; on success rename it to `folder`, which `is_free`.
+
+    On any failure, an interrupt included, the temporary folder is removed with all that is in it.
+    """
+    make_folder(folder.parent)
+    temporary = partial_path(folder)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        temporary.replace(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    flush_to_disk(folder.parent)
 
 
 def finite(document: Any) -> Any:

@@ -112,13 +112,13 @@ def _firing_of(z: Tensor | NonZeros) -> tuple[Tensor, Tensor]:
     l1 = torch.zeros((), dtype=torch.float64, device=z.device)
     # A row of codes is summed in their own precision: converting every code to float64 takes as long as encoding.
     precision = torch.promote_types(z.dtype, torch.float32)
-    for some in _in_cache(z):
+    for some in in_cache(z):
         counts += (some != 0).sum(0, dtype=torch.int32)
         l1 += some.abs().sum(1, dtype=precision).sum(dtype=torch.float64)
     return counts, l1
 
 
-def _in_cache(z: Tensor) -> tuple[Tensor, ...]:
+def in_cache(z: Tensor) -> tuple[Tensor, ...]:
     """Codes, (B, F), so many rows at a time that on a CPU what is made of them stays in a core's own cache."""
     return z.split(max(1, CACHED_CODES // z.shape[1]) if z.device.type == "cpu" else len(z))
 
@@ -145,7 +145,7 @@ class Firing:
             self._counts, self._histogram = self._counts.to(z.device), self._histogram.to(z.device)
         if self.rows < self._keep:
             self._kept.append(z[:self._keep - self.rows].cpu())
-        for some in _in_cache(z):
+        for some in in_cache(z):
             fires = some != 0
             l0 = fires.sum(1, dtype=torch.int32)
             self._counts += fires.sum(0, dtype=torch.int32)

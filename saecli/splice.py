@@ -16,7 +16,7 @@ from torch import Tensor
 from .errors import ConfigError, StoreError
 from .language_model import LanguageModel, ModelSource
 from .sae import SAE
-from .store import Rows
+from .store import Rows, window_starts
 
 COLUMNS = ("document", "position", "token_id")
 READ = 1 << 16  # rows of the columns at a time
@@ -101,8 +101,7 @@ def _spans(rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
     waiting = np.empty((3, 0), np.int64)
     for columns in zip(*(rows.column(name, READ) for name in COLUMNS), strict=True):
         waiting = np.concatenate([waiting, np.stack(columns)], axis=1)
-        edges = 1 + np.flatnonzero((np.diff(waiting[0]) != 0) | (np.diff(waiting[1]) <= 0))
-        *whole, waiting = np.split(waiting, edges, axis=1)
+        *whole, waiting = np.split(waiting, window_starts(waiting[0], waiting[1]), axis=1)
         for span in whole:
             yield span[1].tolist(), span[2].tolist()
     if waiting.shape[1]:

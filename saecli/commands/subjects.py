@@ -58,12 +58,16 @@ class Measured:
         """What decides the rows, the split's name apart: store, seed and share of the split."""
         return self.rows.store.name, self.subject.split_seed, self.rows.split.fraction
 
+    @property
+    def batch_rows(self) -> int:
+        """Rows of every batch but the last."""
+        return max(16, min(BATCH_ROWS, BATCH_CODES // self.sae.d_sae))
+
     def batches(self, session: Session) -> Iterator[Tensor]:
         """The rows in stored order, in batches (B, D) of the SAE's device and dtype, progress shown."""
-        size = max(16, min(BATCH_ROWS, BATCH_CODES // self.sae.d_sae))
         done = 0
         with session.report.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
-            for batch in self.rows.sequential(size):
+            for batch in self.rows.sequential(self.batch_rows):
                 yield torch.from_numpy(batch).to(self.sae.W_enc)
                 done += len(batch)
                 show(done)

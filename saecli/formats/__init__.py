@@ -3,14 +3,13 @@
 To add a format, write `saecli/formats/NAME.py` and a line in `FORMATS`. No format runs code from a file.
 """
 
-import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..activations import ACTIVATIONS, Activation, ReluTopK, TopK
 from ..errors import FormatError
-from ..files import flush_to_disk
+from ..files import folder_appearing_whole, is_free
 from ..sae import SAE
 from . import dictionary_learning, gemma_scope, native, saelens, sparsify
 from .common import SavedSAE
@@ -98,17 +97,8 @@ def save(saved: SavedSAE, name: str, folder: Path) -> None:
         raise FormatError(f"{name} cannot express the activation {activation.name}; expected one of "
                           f"{', '.join(kind.name for kind in form.activations)}; {activation.name} can be written "
                           f"as {' or '.join(able)}")
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if not is_free(folder):
         raise FormatError(f"cannot write to {folder}: expected an empty or a new folder, got one in use; "
                           f"name another")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
+    with folder_appearing_whole(folder) as temporary:
         form.save(saved, temporary)
-        temporary.replace(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    flush_to_disk(folder.parent)

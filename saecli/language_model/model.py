@@ -41,7 +41,7 @@ class LanguageModel:
         logging.set_verbosity_error()  # loading without the head is meant, and reported as unexpected weights
         logging.disable_progress_bar()
         try:
-            self.tokenizer = _tokenizer(source)
+            self.tokenizer = load_tokenizer(source)
             self.model = loader.from_pretrained(source.location, **settings).to(device).eval()
         except ModelError:
             raise
@@ -147,13 +147,16 @@ class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward pass 
     """Ends a forward pass once the wanted activations are there."""
 
 
-def _tokenizer(source: ModelSource) -> Any:
-    """The model's tokenizer.
+def load_tokenizer(source: ModelSource) -> Any:
+    """A model's tokenizer.
 
     Raises:
         ModelError: its files are missing or cannot be read.
     """
-    found = AutoTokenizer.from_pretrained(source.location, revision=source.revision, trust_remote_code=False)
+    try:
+        found = AutoTokenizer.from_pretrained(source.location, revision=source.revision, trust_remote_code=False)
+    except UNLOADABLE as error:
+        raise explained(source.name, error) from error
     # Where the files are missing the library makes an empty tokenizer up, at least for some architectures.
     if len(found) <= len(set(found.all_special_ids)):
         raise no_tokenizer(source.name)

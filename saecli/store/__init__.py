@@ -9,8 +9,9 @@ from .schema import COLUMNS, Resume, ShardRecord, StoreMeta, hash_request, rows_
 from .shard_statistics import spread_of
 from .split import TEST_FRACTION, Which, is_test
 from .statistics import Spread
+from .windows import window_starts
 from .writer import StoreWriter
 
 __all__ = ["COLUMNS", "DTYPES", "TEST_FRACTION", "ActivationStore", "Norms", "Resume", "Rows", "ShardRecord", "Spread",
            "StoreMeta", "StoreWriter", "Which", "hash_request", "is_test", "remembers", "rows_per_chunk",
-           "rows_per_shard", "spread_of"]
+           "rows_per_shard", "spread_of", "window_starts"]

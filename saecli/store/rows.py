@@ -3,7 +3,7 @@
 Legend: B rows of a batch, D = d_in.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,13 +111,21 @@ class Rows:
         if name not in self.store.meta.columns:
             there = ", ".join(self.store.meta.columns) or "none"
             raise StoreError(f"{self.store.path} has no column {name}; expected one of its columns ({there})")
-        return self._column(name, batch_size)
+        return self._beside(lambda chunk: self.store.chunk_column(chunk, name), batch_size)
 
-    def _column(self, name: str, batch_size: int) -> Iterator[np.ndarray]:
+    def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
+        """The numbers of these rows within the store, counted from 0, in stored order; takes and yields what `column`
+        does."""
+        _check_batch_size(batch_size)
+        starts = np.cumsum(self.store.chunk_sizes) - self.store.chunk_sizes
+        return self._beside(lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size)
+
+    def _beside(self, of_chunk: Callable[[int], np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
+        """What `of_chunk` gives for the rows of each chunk, (rows of it,), of those that belong to these."""
         waiting = np.empty(0, np.int64)
         for chunk in np.flatnonzero(self._counts):
             kept = self._kept(int(chunk))
-            values = self.store.chunk_column(int(chunk), name)
+            values = of_chunk(int(chunk))
             waiting = np.concatenate([waiting, values if kept is None else values[kept]])
             whole = len(waiting) - len(waiting) % batch_size
             yield from np.split(waiting[:whole], range(batch_size, whole, batch_size)) if whole else ()

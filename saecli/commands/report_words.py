@@ -1,0 +1,90 @@
+"""What `sae report` says in words: the texts of tokens, the run's heading and its settings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, ModelError
+from ..home import Home
+from ..pages import Texts, TokenNumbers
+from ..runs import read_run
+from .subjects import Measured
+
+if TYPE_CHECKING:
+    from ..language_model import Unembedding
+
+
+@dataclass(frozen=True)
+class Words:
+    """How tokens read.
+
+    Args:
+        has_tokens: whether the store keeps any.
+        texts: what tokens read as.
+        unembedding: of the language model; None for none.
+        notes: sentences on what is missing.
+    """
+
+    has_tokens: bool
+    texts: Texts = field(default_factory=TokenNumbers)
+    unembedding: "Unembedding | None" = None
+    notes: list[str] = field(default_factory=list)
+
+
+def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
+    """The texts of a store's tokens, by the tokenizer of a model, or of the one that the store names.
+
+    Args:
+        one: the SAE and its rows.
+        model: the language model to take the unembedding of as well; None for none.
+        has_tokens: whether the store keeps any.
+
+    Raises:
+        ModelError: the model that was asked for cannot be loaded.
+        ConfigError: its residual stream is of another width than the rows.
+    """
+    store = one.rows.store
+    named = store.meta.source.get("model")
+    notes = [] if has_tokens else [f"{store.name} keeps no tokens, so examples are numbers of its rows, counted from 0"]
+    if has_tokens and store.meta.source.get("positions") == "last":
+        notes.append(f"{store.name} keeps only the last token of each document, so examples are single tokens")
+    if model is not None:
+        from ..language_model import LanguageModel, TokenTexts, Unembedding, find_model
+
+        place = find_model(model)
+        if place.d_model != one.sae.d_in:
+            raise ConfigError(f"{one.subject.name} cannot be read through {model}: expected a model of width "
+                              f"{one.sae.d_in}, got {place.d_model}; name the model that the rows came from")
+        if named is not None and named != place.identity()["model"]:
+            notes.append(f"{store.name} came from {named}, and is read through {model}")
+        loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
+        return Words(has_tokens, TokenTexts(loaded.tokenizer), Unembedding(loaded), notes)
+    if not has_tokens:
+        return Words(has_tokens, notes=notes)
+    from ..language_model import TokenTexts
+
+    try:
+        return Words(has_tokens, TokenTexts.of_model(str(named)), notes=notes)
+    except ModelError as error:
+        notes.append(f"tokens are shown as their numbers, for want of a tokenizer: {error}")
+        return Words(has_tokens, notes=notes)
+
+
+def heading(one: Measured) -> dict[str, Any]:
+    """What stands below the title."""
+    sae, source = one.sae, one.saved.origin | one.rows.store.meta.source
+    return {**one.heading, "activation": sae.activation.name, "d_in": sae.d_in, "d_sae": sae.d_sae,
+            **{name: source[name] for name in ("model", "layer", "site") if source.get(name) is not None}}
+
+
+def facts(home: Home, one: Measured) -> dict[str, Mapping[str, Any]]:
+    """The settings of run and store, by section and name."""
+    store, marker = one.rows.store, one.subject.folder / home.runs.marker
+    activation = {"name": one.sae.activation.name, **one.sae.activation.to_json()}
+    found: dict[str, Mapping[str, Any]] = {"activation": activation}
+    if marker.is_file():
+        run = read_run(marker)
+        found |= {"training": run["training"], "solver": run.get("solver") or {},
+                  "at the end of training": (run.get("result") or {}).get("final") or {}}
+    shape = {"name": store.name, "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype}
+    return found | {"store": shape | store.meta.source}

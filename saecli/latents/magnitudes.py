@@ -1,0 +1,78 @@
+"""How large the codes of each latent are. Shapes: B rows, n non-zeros, F = d_sae."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..metrics import in_cache
+from ..products import NonZeros
+
+# A float32 without its sign, as a whole number, ascends with its value: eight bits of exponent, then the mantissa.
+MANTISSA_BITS = 2  # of the mantissa that tell bins apart: four bins between one power of two and the next
+SHIFT = 23 - MANTISSA_BITS
+LOWEST, HIGHEST = -24, 24  # powers of two; what lies outside counts in the first or the last bin
+BINS = (HIGHEST - LOWEST) << MANTISSA_BITS
+OFFSET = (LOWEST + 127) << MANTISSA_BITS
+
+
+def bin_edges() -> np.ndarray:
+    """The edges of the bins, (BINS + 1,): from each power of two to the next, four of equal width."""
+    steps = np.arange(BINS + 1)
+    within = 1 << MANTISSA_BITS
+    return 2.0 ** (LOWEST + steps // within) * (1 + steps % within / within)
+
+
+class Magnitudes:
+    """Histogram, sum and maximum of the sizes `|z|` of each latent's codes that are not zero.
+
+    The bins are the same for all latents and fixed from the start, four to each power of two, so that one pass is
+    enough whatever the codes' scale. Memory: 192 counts a latent.
+
+    Args:
+        d_sae: number of latents.
+    """
+
+    def __init__(self, d_sae: int) -> None:
+        self._counts = torch.zeros(d_sae * (BINS + 1), dtype=torch.int64)  # a latent's first is of its zeros
+        self._sums = torch.zeros(d_sae, dtype=torch.float64)
+        self._largest = torch.zeros(d_sae)
+
+    @torch.no_grad()
+    def update(self, z: Tensor | NonZeros) -> None:
+        """Count the codes of a batch, (B, F), or those that are not zero."""
+        if isinstance(z, NonZeros):
+            self._add(z.values, z.columns)
+            self._sums.index_add_(0, z.columns, z.values.abs().double())
+            self._largest.scatter_reduce_(0, z.columns, z.values.abs().float(), "amax")
+            return
+        if z.device != self._sums.device:
+            self._counts, self._sums, self._largest = (t.to(z.device) for t in (self._counts, self._sums,
+                                                                                self._largest))
+        latents = torch.arange(z.shape[1], device=z.device)
+        for some in in_cache(z):
+            sizes = some.abs()
+            self._add(some, latents.expand(len(some), -1))
+            self._sums += sizes.sum(0, dtype=torch.float64)
+            self._largest = torch.maximum(self._largest, sizes.amax(0).float())
+
+    def _add(self, values: Tensor, latents: Tensor) -> None:
+        """Count values, each of the latent beside it; zeros in a bin of their own."""
+        bits = values.float().abs().view(torch.int32)
+        bins = ((bits >> SHIFT) - OFFSET).clamp_(0, BINS - 1).add_(1).mul_(bits != 0)
+        places = latents * (BINS + 1) + bins
+        self._counts.scatter_add_(0, places.flatten(), torch.ones_like(places).flatten())
+
+    @property
+    def histograms(self) -> np.ndarray:
+        """How many codes of each latent are in each bin, (F, BINS), int64; see `bin_edges`."""
+        return self._counts.view(-1, BINS + 1)[:, 1:].cpu().numpy()
+
+    @property
+    def means(self) -> np.ndarray:
+        """Mean size of each latent's codes that are not zero, (F,), float64; 0 where there are none."""
+        return self._sums.cpu().numpy() / np.maximum(self.histograms.sum(1), 1)
+
+    @property
+    def largest(self) -> np.ndarray:
+        """The largest size of each latent's codes, (F,), float32; 0 where it never fires."""
+        return self._largest.cpu().numpy()

@@ -1,0 +1,105 @@
+// The overview, and which of the two views is shown: the part of the address after # says it.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const views = { overview: document.getElementById("overview"), latent: document.getElementById("latent") };
+const table = latentTable(data);
+let scrolled = 0;
+
+function tiles() {
+  const { measures } = data, total = data.latents.frequency.length;
+  const entries = [["FVU", number(measures.fvu), "fraction of variance unexplained"],
+    ["L0", number(measures.l0), `latents that fire on a row, of ${number(total)}`],
+    ["dead", number(measures.dead), `latents that fire on none of the rows, ${percent(measures.dead / total)}`],
+    ["dense", number(measures.dense), `latents that fire on more than ${percent(data.dense)} of the rows`],
+    ["cosine", number(measures.cosine), "between row and reconstruction"],
+    ["rows", number(measures.rows), `${data.heading.split} rows of ${data.heading.data}`]];
+  return h("dl", { class: "tiles" }, entries.map(([name, value, words]) => h("div", {}, h("dt", {}, name),
+    h("dd", {}, value), h("dd", { class: "muted" }, words))));
+}
+
+function settings(name, entries) {
+  return h("div", {}, h("h3", {}, name), h("table", { class: "settings" }, h("tbody", {}, Object.entries(entries).map(
+    ([key, value]) => h("tr", {}, h("th", { scope: "row" }, key.replaceAll("_", " ")), h("td", {}, h("bdi", {},
+      typeof value === "number" ? number(value) : value)))))));
+}
+
+function overviewPage() {
+  const { heading, curves, l0, frequency, measures } = data;
+  const place = [heading.site, heading.layer != null && `layer ${heading.layer}`].filter(Boolean).join(" of ");
+  const words = [`${number(heading.d_sae)} latents`, heading.activation, [place, heading.model].filter(Boolean).join(" of "),
+    `${heading.split} rows of ${heading.data}`].filter(Boolean);
+  const about = (low, high) => high - low > 1.01 ? `${number(low + 0.5)} to ${number(high - 0.5)}` : number(low + 0.5);
+  const share = (low, high) => `on ${percent(low)} to ${percent(high)} of the rows`;
+  views.overview.append(
+    h("header", {}, h("h1", { tabindex: "-1" }, h("bdi", {}, heading.run)), h("p", { class: "muted" }, words.map(
+      (word) => h("bdi", { class: "part" }, word)))),
+    ...data.notes.map((note) => h("p", { class: "notice" }, note)), tiles(),
+    h("div", { class: "charts" },
+      card("Variance unexplained", lines("FVU against training step", curves.loss, true)),
+      card("Active latents in training", lines("L0 against training step", curves.l0, false)),
+      card("Active latents a row", bars("histogram of L0", { label: "L0" }, l0.edges, l0.counts, "rows", about)),
+      card("How often latents fire", bars("histogram of firing frequencies", { log: true, label: "share of rows",
+        show: percent }, frequency.edges, frequency.counts, "latents", share))),
+    table.element,
+    h("details", { class: "card" }, h("summary", {}, h("h2", {}, "Measures and settings")), h("div", { class: "sections" },
+      settings("measures", measures), ...Object.entries(data.facts).map(([name, entries]) => settings(name, entries)))),
+    h("footer", { class: "muted" }, "Written by ", h("code", {}, "sae report"), ". Keys: ", h("kbd", {}, "/"),
+      " searches, ", h("kbd", {}, "←"), " and ", h("kbd", {}, "→"), " go through latents, ", h("kbd", {}, "Esc"),
+      " goes back."));
+}
+
+function neighbourIn(order, latent, step) {
+  const at = order.indexOf(latent);
+  return at < 0 ? order[0] : order[at + step];
+}
+
+function showLatent(latent) {
+  const order = table.order();
+  const turn = (name, step) => {
+    const to = neighbourIn(order, latent, step);
+    return to == null ? h("span", { class: "button off" }, name) : h("a", { class: "button", href: `#latent/${to}`,
+      rel: step < 0 ? "prev" : "next" }, name);
+  };
+  const content = h("div", { class: "muted", role: "status" }, "loading");
+  const title = h("h1", { tabindex: "-1" }, `Latent ${latent}`);
+  views.latent.replaceChildren(h("header", {}, h("nav", { class: "bar-of-tools" },
+    h("a", { class: "button", href: "#", rel: "up" }, "All latents"), h("span", { class: "spring" }), turn("‹ previous", -1),
+    turn("next ›", 1)), title, h("p", { class: "muted" }, h("bdi", {}, data.heading.run))), content);
+  const place = table.place.get(latent);
+  if (place == null) {
+    content.textContent = Number.isInteger(latent) && latent < data.latents.frequency.length
+      ? "This latent has no page; sae report --latents chooses which have." : "There is no such latent.";
+    return title;
+  }
+  load(Math.floor(place / data.latents.per_file)).then(
+    (loaded) => content.replaceWith(latentPage(data, latent, loaded)),
+    (error) => { content.textContent = `${error.message}.`; });
+  return title;
+}
+
+function route() {
+  const match = /^#latent\/(\d+)$/.exec(location.hash);
+  if (!views.overview.hidden) scrolled = scrollY;
+  const title = match ? showLatent(Number(match[1])) : views.overview.querySelector("h1");
+  const began = views.overview.hidden && views.latent.hidden;
+  views.overview.hidden = !!match;
+  views.latent.hidden = !match;
+  document.title = match ? `latent ${match[1]} · ${data.heading.run}` : `${data.heading.run}: latents`;
+  scrollTo(0, match ? 0 : scrolled);
+  if (!began) title.focus({ preventScroll: true });
+}
+
+addEventListener("keydown", (event) => {
+  const typing = event.target.matches("input, select, textarea");
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "/" && !typing && !views.overview.hidden) {
+    event.preventDefault();
+    table.search.focus();
+  } else if (!views.latent.hidden && !typing && ["ArrowLeft", "ArrowRight", "Escape"].includes(event.key)) {
+    const rel = { ArrowLeft: "prev", ArrowRight: "next", Escape: "up" }[event.key];
+    views.latent.querySelector(`a[rel=${rel}]`)?.click();
+  }
+});
+overviewPage();
+addEventListener("hashchange", route);
+route();

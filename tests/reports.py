@@ -1,0 +1,86 @@
+"""Reports for tests: a store of nasty texts with the tokenizer that reads them, and what the pages' data say."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from homes import D, make_run, random_sae
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from saecli.activations import Activation
+from saecli.sae import SAE
+from saecli.store import StoreMeta, StoreWriter
+
+COLUMNS = ("document", "position", "token_id")
+NASTY = ["</script><img src=x onerror=fail()>", "<!--", "]]>", "&amp;", "שלום", "\u202eover", "long" * 250, "🙂", "{{",
+         "data", "}}", "\u2028", "'\"`", "${1}", "\\u003c"]
+WORDS = ["<unk>", *NASTY, *(f"w{number}" for number in range(30))]
+
+
+def save_model(folder: Path) -> Path:
+    """A Llama of random weights, `D` wide, whose tokens are `WORDS`."""
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), hidden_size=D, intermediate_size=8, num_hidden_layers=1,
+                                 num_attention_heads=2, bos_token_id=None, eos_token_id=None)).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A store's rows and columns."""
+
+    rows: np.ndarray
+    columns: dict[str, np.ndarray]
+
+
+def make_text_store(home: Path, name: str, model: str | None, rows: int = 2000, **source: Any) -> Texts:
+    """Random rows of documents of 30 random tokens."""
+    rng = np.random.default_rng(0)
+    numbers = np.arange(rows)
+    columns = {"document": numbers // 30, "position": numbers % 30 + 1, "token_id": rng.integers(1, len(WORDS), rows)}
+    texts = Texts((rng.normal(size=(rows, D)) + 1.5).astype(np.float32), columns)
+    origin = {"layer": 0, "site": "resid_post", "context": 31, **source} | ({} if model is None else {"model": model})
+    meta = StoreMeta(origin, name, "float32", D, 700, 64, COLUMNS)
+    with StoreWriter.open(home / "activations" / name, meta) as writer:
+        writer.append(texts.rows, columns, {"row": 0})
+        writer.finish()
+    return texts
+
+
+def make_text_run(home: Path, model: str | None, activation: Activation | None = None) -> tuple[Texts, SAE]:
+    """A store `texts`, and a run `run` of a random SAE on it."""
+    texts, sae = make_text_store(home, "texts", model), random_sae(activation)
+    folder = make_run(home, "run", sae, data="texts")
+    lines = [{"step": 10 * step, "train_fvu": 1 / step, "l0": 9.0} for step in range(1, 30)]
+    lines.append({"step": 290, "epoch": 1, "test_fvu": 0.25, "test_l0": 8.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return texts, sae
+
+
+def index_of(folder: Path) -> dict[str, Any]:
+    """The data in `index.html`, as a browser takes them out."""
+    page = (folder / "index.html").read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def pages_of(folder: Path) -> dict[int, dict[str, Any]]:
+    """The pages of latents by their number; examples have their texts and codes put in."""
+    found = {}
+    for number, path in enumerate(sorted((folder / "latents").iterdir())):
+        script = path.read_text(encoding="utf-8")
+        content = json.loads(re.fullmatch(rf"saeLatents\({number},(.*)\);\n", script, re.DOTALL)[1])
+        for page in content["latents"]:
+            for example in page["examples"]:
+                if "tokens" in example:
+                    example["tokens"] = [content["strings"][token] for token in example["tokens"]]
+                    example["codes"] = [code * page["scale"] for code in example["codes"]]
+            found[page["latent"]] = page
+    return found

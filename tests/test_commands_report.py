@@ -1,0 +1,207 @@
+"""`sae report`: what the pages' data say, against numpy; what is refused; what a failure leaves."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, F, make_run, make_store, random_sae, some_rows
+from reports import NASTY, WORDS, Texts, index_of, make_text_run, pages_of, save_model
+
+from saecli.activations import AbsTopK, Relu
+from saecli.latents import bin_edges
+from saecli.pages import write_pages
+from saecli.sae import SAE
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("model")))
+
+
+def codes_of(texts: Texts, sae: SAE) -> np.ndarray:
+    return sae.to(torch.float64).encode(torch.from_numpy(texts.rows).double()).numpy()
+
+
+@pytest.mark.parametrize("activation", [Relu(), AbsTopK(k=5)], ids=lambda activation: activation.name)
+def test_pages_show_the_texts_in_which_latents_fire_strongest(sae: CommandLine, tmp_path: Path, model: str, activation):
+    texts, mine = make_text_run(sae.home, model, activation)
+    done = sae("report", "run", "--out", tmp_path / "deep" / "out", "--examples", "3", "--json")
+    assert done.status == 0, done.err
+    codes = codes_of(texts, mine)
+    pages, index = pages_of(tmp_path / "deep" / "out"), index_of(tmp_path / "deep" / "out")
+    assert sorted(pages) == index["latents"]["chosen"] == list(range(F))
+    for latent, page in pages.items():
+        sizes = np.abs(codes[:, latent])
+        documents = np.split(sizes, range(30, len(sizes), 30))
+        best = sorted(range(len(documents)), key=lambda document: -documents[document].max())
+        best = [document for document in best if documents[document].any()][:3]
+        assert [example["document"] for example in page["examples"]] == best
+        for document, example in zip(best, page["examples"], strict=True):
+            rows = slice(30 * document, 30 * document + 30)
+            peak = int(documents[document].argmax())
+            assert (example["peak"], example["position"], example["row"]) == (peak, peak + 1, 30 * document + peak)
+            assert example["code"] == pytest.approx(codes[rows, latent][peak], rel=1e-4)
+            # To one part in LEVELS of the latent's largest, halved by rounding.
+            assert example["codes"] == pytest.approx(codes[rows, latent], abs=0.51e-3 * sizes.max())
+            assert example["tokens"] == [" " + WORDS[token] for token in texts.columns["token_id"][rows]]
+        fires = sizes[sizes > 0]
+        assert np.sum(page["counts"]) == len(fires)
+        assert index["latents"]["frequency"][latent] == pytest.approx(len(fires) / len(codes), rel=1e-3)
+        assert index["latents"]["mean"][latent] == pytest.approx(fires.mean() if len(fires) else 0, rel=1e-3)
+        assert index["latents"]["largest"][latent] == pytest.approx(sizes.max(), rel=1e-3)
+        if len(fires):
+            edges = bin_edges()[page["low"]:][: len(page["counts"]) + 1]
+            assert edges[0] <= fires.min() * (1 + 1e-6) < edges[1] * (1 + 1e-6)
+            assert edges[-2] * (1 - 1e-6) <= fires.max() * (1 - 1e-6) <= edges[-1]
+
+
+def test_first_page_tells_the_measures_of_eval_and_sparsity_the_curves_and_the_settings(
+        sae: CommandLine, tmp_path: Path, model: str):
+    make_text_run(sae.home, model)
+    done = sae("report", "--out", tmp_path / "out", "--split", "test", "--json")
+    index = index_of(tmp_path / "out")
+    expected = sae("eval", "--json").json["runs"][0] | sae("sparsity", "--json").json["runs"][0]
+    frequency = expected.pop("frequency")
+    assert index["latents"]["frequency"] == pytest.approx(frequency, rel=1e-3)
+    assert index["measures"] == {name: expected[name] for name in index["measures"]} == done.json["measures"]
+    assert {"fvu", "l0", "dead", "dense", "cosine"} <= index["measures"].keys()
+    assert sum(index["l0"]["counts"]) == expected["rows"]
+    assert sum(index["frequency"]["counts"]) == np.count_nonzero(frequency)
+    assert index["curves"]["loss"][0]["points"] == [[10 * step, 1 / step] for step in range(1, 30)]
+    assert index["curves"]["l0"][1]["points"] == [[290, 8.5]]
+    assert index["facts"]["store"]["site"] == "resid_post"
+    assert index["heading"]["model"] == model
+
+
+def test_what_is_written_is_what_the_json_says_and_nothing_beside_it(sae: CommandLine, tmp_path: Path, model: str):
+    make_text_run(sae.home, model)
+    done = sae("report", "run", "--out", tmp_path / "out", "--json")
+    files = sorted(path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*.*"))
+    assert [str(path) for path in files] == ["index.html", "latents/00000.js", "latents/00001.js"]
+    sizes = [(tmp_path / "out" / path).stat().st_size for path in files]
+    assert done.json == {
+        "run": "run", "data": "texts", "split": "all", "path": str(tmp_path / "out"),
+        "index": str(tmp_path / "out" / "index.html"), "latents": F, "pages": F, "files": 3, "bytes": sum(sizes),
+        "index_bytes": sizes[0], "measures": done.json["measures"], "notes": []}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "out"]
+
+
+def test_nothing_in_a_page_is_fetched_from_elsewhere_and_no_text_ends_a_script(
+        sae: CommandLine, tmp_path: Path, model: str):
+    make_text_run(sae.home, model)
+    sae("report", "run", "--out", tmp_path / "out", "--examples", "20", "--model", model)
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in page
+    assert page.replace("http://www.w3.org/2000/svg", "").count("http") == page.count("http-equiv")
+    assert page.lower().count("</script") == page.lower().count("<script") == 2
+    read = {text.strip() for one in pages_of(tmp_path / "out").values() for example in one["examples"]
+            for text in example["tokens"]}
+    assert {word.strip() for word in NASTY} <= read
+    for path in (tmp_path / "out" / "latents").iterdir():
+        assert not set("<>&\u2028\u2029") & set(path.read_text(encoding="utf-8"))
+
+
+def test_a_model_adds_the_tokens_that_each_latent_promotes(sae: CommandLine, tmp_path: Path, model: str):
+    _, mine = make_text_run(sae.home, model)
+    done = sae("report", "run", "--out", tmp_path / "out", "--model", model, "--latents", "3,7-8", "--json")
+    assert done.json["notes"] == [f"3 of {F} latents have pages of their own"]
+    from transformers import AutoModelForCausalLM
+
+    llama = AutoModelForCausalLM.from_pretrained(model)
+    unit = mine.W_dec / mine.W_dec.norm(dim=1, keepdim=True)
+    logits = (unit * llama.model.norm.weight) @ llama.lm_head.weight.detach().T
+    logits -= logits.mean(1, keepdim=True)
+    pages = pages_of(tmp_path / "out")
+    assert list(pages) == [3, 7, 8]
+    for latent, page in pages.items():
+        upwards = logits[latent].argsort()
+        for name, order in (("promoted", upwards.flip(0)), ("suppressed", upwards)):
+            assert [text for text, _ in page[name]] == [" " + WORDS[token] for token in order[:10].tolist()]
+            assert [value for _, value in page[name]] == pytest.approx(logits[latent][order[:10]].tolist(), rel=1e-3)
+    assert index_of(tmp_path / "out")["latents"]["promoted"][0][0] in " " + pages[3]["promoted"][0][0]
+
+
+def test_top_chooses_the_latents_that_fire_most_often(sae: CommandLine, tmp_path: Path, model: str):
+    texts, mine = make_text_run(sae.home, model)
+    assert sae("report", "run", "--out", tmp_path / "out", "--top", "4").status == 0
+    often = np.argsort(-(codes_of(texts, mine) != 0).mean(0), kind="stable")[:4]
+    pages = pages_of(tmp_path / "out")
+    assert sorted(pages) == sorted(often.tolist())
+    assert all(page["examples"] for page in pages.values())
+    assert len(index_of(tmp_path / "out")["latents"]["frequency"]) == F
+
+
+def test_a_store_without_tokens_gives_row_numbers_and_says_so(sae: CommandLine, tmp_path: Path):
+    rows = make_store(sae.home, "rows", some_rows())
+    mine = random_sae()
+    make_run(sae.home, "run", mine)
+    done = sae("report", "run", "--out", tmp_path / "out", "--examples", "5")
+    assert "rows keeps no tokens, so examples are numbers of its rows" in done.err
+    codes = mine.encode(torch.from_numpy(rows)).numpy()
+    for latent, page in pages_of(tmp_path / "out").items():
+        best = np.argsort(-codes[:, latent], kind="stable")[:5]
+        assert [example["row"] for example in page["examples"]] == best.tolist()
+    assert "tokens" not in index_of(tmp_path / "out")["latents"]
+    assert index_of(tmp_path / "out")["curves"]["loss"][0]["points"] == []
+
+
+def test_tokens_whose_tokenizer_is_gone_are_shown_as_numbers_and_that_is_said(sae: CommandLine, tmp_path: Path):
+    texts, _ = make_text_run(sae.home, str(tmp_path / "gone"))
+    done = sae("report", "run", "--out", tmp_path / "out", "--latents", "0")
+    assert done.status == 0
+    assert "tokens are shown as their numbers" in done.err
+    example = pages_of(tmp_path / "out")[0]["examples"][0]
+    start = 30 * example["document"]
+    assert example["tokens"] == [f"[{token}]" for token in texts.columns["token_id"][start : start + 30]]
+
+
+def test_latents_that_never_fire_have_a_page_too(sae: CommandLine, tmp_path: Path, model: str):
+    _, mine = make_text_run(sae.home, model)
+    mine.b_enc.fill_(-1e3)
+    make_run(sae.home, "silent", mine, data="texts")
+    assert sae("report", "silent", "--out", tmp_path / "out").status == 0
+    pages = pages_of(tmp_path / "out")
+    assert len(pages) == F
+    assert all(page["examples"] == page["counts"] == [] and page["neighbours"] for page in pages.values())
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("--latents", "3,20"), "names latent 20, but run has 20, counted from 0"),
+    (("--latents", "9-99999999999"), "names latent 99999999999"),
+    (("--latents", "5-3"), "must be all, or numbers and ranges"), (("--latents", ""), "must be all, or numbers"),
+    (("--latents", "1,,2"), "must be all, or numbers"), (("--latents", "-1"), "must be all, or numbers"),
+    (("--latents", "0", "--top", "3"), "cannot use both --latents and --top"),
+    (("--data", "none"), "no activation store named 'none'"), (("--model", "/no/such"), "no/such"),
+    (("--model", "tiny-gemma2"), "expected a model of width 8, got 128"),
+])
+def test_what_cannot_work_is_refused_in_a_sentence_and_leaves_nothing(
+        sae: CommandLine, tmp_path: Path, model: str, words: tuple[str, ...], said: str):
+    make_text_run(sae.home, model)
+    done = sae("report", "run", "--out", tmp_path / "out", *words)
+    assert done.status == 1
+    assert said in done.err
+    assert done.err.count("\n") == 1 or done.err.splitlines()[-1].startswith("sae: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_in_use_is_refused_before_any_work_and_an_empty_one_taken(
+        sae: CommandLine, tmp_path: Path, model: str):
+    make_text_run(sae.home, model)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    done = sae("report", "no-such-run", "--out", tmp_path / "out")
+    assert (done.status, "expected an empty or a new folder, got one in use" in done.err) == (1, True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    (tmp_path / "out" / "mine").unlink()
+    assert sae("report", "run", "--out", tmp_path / "out", "--latents", "0").status == 0
+
+
+def test_a_report_that_is_stopped_half_way_leaves_nothing(tmp_path: Path):
+    def stopped():
+        yield {"latents": []}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_pages(tmp_path / "out", "title", {}, stopped())
+    assert list(tmp_path.iterdir()) == []

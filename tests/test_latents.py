@@ -1,0 +1,209 @@
+"""What is gathered of latents in one pass, against brute force in numpy."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from storing import memory_folder
+from tiny_models import save_model
+
+from saecli.devices import device_named
+from saecli.language_model import TINY_GEMMA2, LanguageModel, TokenTexts, Unembedding, find_model
+from saecli.language_model.model import load_tokenizer
+from saecli.latents import Block, Examples, Magnitudes, bin_edges, in_blocks, neighbours
+from saecli.latents.examples import BEFORE, TOKENS
+from saecli.products import NonZeros
+from saecli.store import ActivationStore, StoreMeta, StoreWriter, is_test
+
+F, COUNT = 9, 4
+COLUMNS = ("document", "position", "token_id")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Windows of tokens and codes for them; some windows read like others."""
+
+    codes: np.ndarray
+    columns: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def random(cls, seed: int, signed: bool = False) -> "Corpus":
+        rng = np.random.default_rng(seed)
+        lengths = rng.choice([1, 2, 20, 47, 48, 49, 90], 60)
+        rows = int(lengths.sum())
+        codes = np.round(4 * rng.normal(size=(rows, F))) / 4  # many are equal
+        codes = codes if signed else np.maximum(codes - 0.5, 0)
+        documents = np.repeat(np.arange(60) // 2, lengths)
+        positions = np.concatenate([1 + np.arange(length) for length in lengths])
+        # Few letters, so that short windows repeat; every third window is a run of one of them.
+        tokens = np.concatenate([np.full(n, 7) if i % 3 == 0 else rng.integers(0, 5, n)
+                                 for i, n in enumerate(lengths)])
+        return cls(codes.astype(np.float32), np.stack([documents, positions, tokens]),
+                   np.concatenate([[0], np.cumsum(lengths)]))
+
+    def blocks(self, rng: np.random.Generator) -> list[slice]:
+        """Stretches of whole windows."""
+        cuts = np.sort(rng.choice(np.arange(1, 60), 12, replace=False))
+        return [slice(self.starts[a], self.starts[b]) for a, b in zip([0, *cuts], [*cuts, 60], strict=True)]
+
+    def best(self, latent: int) -> list[dict]:
+        """The examples of a latent by looking at every window, in float64."""
+        found, seen = [], set()
+        for begin, end in zip(self.starts, self.starts[1:], strict=False):
+            sizes = np.abs(self.codes[begin:end, latent].astype(np.float64))
+            row = begin + int(np.argmax(sizes))
+            first = max(begin, min(row - BEFORE, end - TOKENS))
+            last = min(end, first + TOKENS)
+            if sizes.max() > 0:
+                found.append({"size": sizes.max(), "number": row, "token": tuple(self.columns[2, first:last]),
+                              "code": tuple(self.codes[first:last, latent]), "peak": row - first,
+                              "document": self.columns[0, row], "position": self.columns[1, row]})
+        kept = []
+        for one in sorted(found, key=lambda one: (-one["size"], one["number"])):
+            if one["token"] not in seen:
+                seen.add(one["token"])
+                kept.append(one)
+        return kept[:COUNT]
+
+
+def check(found: dict[str, np.ndarray], place: int, expected: list[dict]) -> None:
+    assert int((found["size"][place] > 0).sum()) == len(expected)
+    for which, one in enumerate(expected):
+        for name in ("size", "number", "peak", "document", "position"):
+            assert found[name][place, which] == one[name], name
+        length = len(one["token"])
+        assert tuple(found["token"][place, which][:length]) == one["token"]
+        assert tuple(found["code"][place, which][:length]) == one["code"]
+        assert (found["token"][place, which][length:] == -1).all()
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_examples_are_those_that_looking_at_every_window_finds(seed: int, signed: bool):
+    corpus = Corpus.random(seed, signed)
+    everything, some = Examples(range(F), F, COUNT, True), Examples([1, 5, 7], F, COUNT, True)
+    for part in corpus.blocks(np.random.default_rng(seed)):
+        block = Block(torch.empty(part.stop - part.start, 2), np.arange(part.start, part.stop), corpus.columns[:, part])
+        for examples in (everything, some):
+            examples.update(torch.from_numpy(corpus.codes[part]), block)
+    for latent in range(F):
+        check(everything.found, latent, corpus.best(latent))
+    for place, latent in enumerate([1, 5, 7]):
+        check(some.found, place, corpus.best(latent))
+    everything.keep([2, 8])
+    check(everything.found, 1, corpus.best(8))
+
+
+def test_examples_of_rows_without_tokens_are_the_rows_of_the_largest_codes():
+    codes = np.random.default_rng(0).normal(size=(500, F)).astype(np.float32)
+    examples = Examples(range(F), F, COUNT, False)
+    for part in np.split(np.arange(500), [7, 300]):
+        examples.update(torch.from_numpy(codes[part]), Block(torch.empty(len(part), 2), 1000 + part, None))
+    order = np.argsort(-np.abs(codes), axis=0)[:COUNT].T
+    assert (examples.found["number"] == 1000 + order).all()
+    assert (examples.found["code"][..., 0] == np.take_along_axis(codes.T, order, 1)).all()
+
+
+def test_a_missing_row_is_told_before_the_token_after_it():
+    columns = np.array([[0] * 5, [1, 2, 5, 6, 7], [10, 11, 12, 13, 14]])
+    examples = Examples(range(1), 1, 1, True)
+    examples.update(torch.tensor([[0.0], [1.0], [0.0], [0.0], [0.0]]), Block(torch.empty(5, 2), np.arange(5), columns))
+    assert examples.found["gap"][0, 0, :6].tolist() == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("which", ["all", "test"])
+@pytest.mark.parametrize("batch_rows", [16, 1000])
+def test_blocks_hold_whole_windows_and_every_row_with_its_number(which: str, batch_rows: int):
+    corpus = Corpus.random(3)
+    rows = np.random.default_rng(0).normal(size=(len(corpus.codes), 4)).astype(np.float32)
+    meta = StoreMeta({}, "x", "float32", 4, 500, 64, COLUMNS)
+    with memory_folder() as folder:
+        with StoreWriter.open(folder / "store", meta) as writer:
+            writer.append(rows, dict(zip(COLUMNS, corpus.columns, strict=True)), {"row": 0})
+            writer.finish()
+        chosen = ActivationStore.open(folder / "store").split(which)
+        kept = np.flatnonzero(is_test(corpus.columns[0]) | (which == "all"))
+        blocks = [(block.x.clone(), block.numbers, block.columns, block.starts) for block in in_blocks(
+            map(torch.from_numpy, chosen.sequential(batch_rows)), chosen, batch_rows)]
+    x, numbers, columns, starts = zip(*blocks, strict=True)
+    assert (np.concatenate(numbers) == kept).all()
+    assert (torch.cat(x).numpy() == rows[kept]).all()
+    assert (np.concatenate(columns, axis=1) == corpus.columns[:, kept]).all()
+    begun = [int(own[start]) for own, of in zip(numbers, starts, strict=True) for start in of[:-1]]
+    assert begun == [start for start in corpus.starts[:-1] if start in set(kept)]
+    assert len(blocks) > 1 or batch_rows > len(kept)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.7], ids=["sparse", "dense"])
+def test_magnitudes_are_numpys_histogram_mean_and_maximum(share: float):
+    rng = np.random.default_rng(0)
+    codes = rng.normal(size=(700, 30)) * 10.0 ** rng.uniform(-9, 9, (700, 30)) * (rng.random((700, 30)) < share)
+    codes = codes.astype(np.float32)
+    codes[:, 4] = 0
+    magnitudes = Magnitudes(30)
+    for part in torch.from_numpy(codes).split(300):
+        assert (NonZeros.of(part) is not None) == (share < 0.1)
+        magnitudes.update(NonZeros.of(part) or part)
+    edges = bin_edges()
+    for latent in range(30):
+        sizes = np.abs(codes[:, latent][codes[:, latent] != 0]).astype(np.float64)
+        expected, _ = np.histogram(np.clip(sizes, edges[0], np.nextafter(edges[-1], 0)), edges)
+        assert (magnitudes.histograms[latent] == expected).all()
+        assert magnitudes.means[latent] == pytest.approx(sizes.mean() if len(sizes) else 0)
+        assert magnitudes.largest[latent] == (sizes.max() if len(sizes) else 0)
+
+
+def test_neighbours_are_the_largest_cosines_but_a_latents_own():
+    W_dec = np.random.default_rng(0).normal(size=(40, 6))
+    W_dec[7] = 0
+    unit = W_dec / np.maximum(np.linalg.norm(W_dec, axis=1, keepdims=True), 1e-300)
+    cosines = unit @ unit.T
+    np.fill_diagonal(cosines, -np.inf)
+    told = []
+    values, latents = neighbours(torch.from_numpy(W_dec), torch.tensor([3, 7, 39]), 5, told.append)
+    order = np.argsort(-cosines[[3, 39]], axis=1)[:, :5]
+    assert (latents[[0, 2]].numpy() == order).all()
+    assert values[[0, 2]].numpy() == pytest.approx(np.take_along_axis(cosines[[3, 39]], order, 1))
+    assert (values[1] == 0).all()
+    assert told == [3]
+
+
+# Where each architecture keeps its final norm, whether that is a LayerNorm, and what is added to its parameter.
+NORMS = {"gemma2": ("model.norm", False, 1.0), "llama": ("model.norm", False, 0.0),
+         "gpt2": ("transformer.ln_f", True, 0.0), "gpt-neox": ("gpt_neox.final_layer_norm", True, 0.0)}
+
+
+@pytest.mark.parametrize("architecture", NORMS)
+def test_output_tokens_are_those_of_the_final_norms_weight_and_the_unembedding(tmp_path: Path, architecture: str):
+    place, centred, offset = NORMS[architecture]
+    model = LanguageModel(find_model(str(save_model(tmp_path, architecture))), device_named("cpu"), head=True)
+    norm = model.model.get_submodule(place)
+    generator = torch.Generator().manual_seed(0)
+    norm.weight.copy_(torch.randn(norm.weight.shape, generator=generator))
+    directions = torch.randn(5, model.source.d_model, generator=generator)
+    outputs = Unembedding(model).output_tokens(directions, 3, lambda done: None)
+
+    unit = directions.double().numpy()
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    unit -= unit.mean(1, keepdims=True) if centred else 0
+    W_U = model.model.get_output_embeddings().weight.double().numpy()
+    logits = (unit * (offset + norm.weight.double().numpy())) @ W_U.T
+    logits -= logits.mean(1, keepdims=True)
+    assert (outputs.promoted.numpy() == np.argsort(-logits, axis=1)[:, :3]).all()
+    assert (outputs.suppressed.numpy() == np.argsort(logits, axis=1)[:, :3]).all()
+    assert outputs.promoted_logits.numpy() == pytest.approx(-np.sort(-logits, axis=1)[:, :3], rel=1e-4)
+    assert outputs.suppressed_logits.numpy() == pytest.approx(np.sort(logits, axis=1)[:, :3], rel=1e-4)
+
+
+def test_texts_of_tokens_put_together_are_the_text():
+    tokenizer = load_tokenizer(find_model(TINY_GEMMA2))
+    texts = TokenTexts(tokenizer)
+    text = "def f(x):\n    return naïve 🙂 שלום"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert texts.joined(ids) == text
+    whole = [texts[token] for token in ids if "\ufffd" not in texts[token]]
+    assert "".join(whole).startswith("def f(x):\n    return na")
+    assert texts.joined([5, 10**6]) == "[5][1000000]"

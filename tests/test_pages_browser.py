@@ -1,0 +1,248 @@
+"""The pages of `sae report` in a real browser, opened from disk.
+
+They need a Chromium and playwright, which drives it: apt install chromium; pip install -e '.[browser]'.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from browsers import open_browser, why_no_browser
+from homes import D, make_run
+from reports import NASTY, index_of, make_text_run, save_model
+
+from saecli.activations import TopK
+from saecli.sae import SAE
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser() or "")]
+PHONE = {"width": 360, "height": 740}
+MANY = 4096
+CONTRAST = """(selector) => [...document.querySelectorAll(selector)].map((element) => {
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const layers = [];
+    for (let at = element; at; at = at.parentElement) layers.unshift(getComputedStyle(at).backgroundColor);
+    const read = (colours) => {
+        canvas.clearRect(0, 0, 1, 1);
+        for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+        const light = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((value) => value / 255)
+            .map((value) => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * light[0] + 0.7152 * light[1] + 0.0722 * light[2];
+    };
+    const [dark, bright] = [read(layers), read([...layers, getComputedStyle(element).color])].sort((a, b) => a - b);
+    return (bright + 0.05) / (dark + 0.05);
+})"""
+
+
+@dataclass
+class Opened:
+    """A page, what it said on its console, and the files that it asked for."""
+
+    page: Any
+    folder: Path
+    said: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def rows(self) -> list[list[str]]:
+        """The text of the table's cells."""
+        return self.page.evaluate("[...document.querySelectorAll('tbody tr')].filter(row => row.closest('.latents'))"
+                                  ".map(row => [...row.cells].map(cell => cell.textContent))")
+
+    def width(self) -> int:
+        """How wide the page's content is."""
+        return self.page.evaluate("document.scrollingElement.scrollWidth")
+
+
+def report(home: Path, *words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "saecli", "--home", home, "report", *words], capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Reports: of nasty texts, of signed codes and rows without tokens, and of many latents."""
+    home, out = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("out")
+    model = str(save_model(tmp_path_factory.mktemp("model")))
+    make_text_run(home, model, TopK(k=14))
+    report(home, "run", "--out", str(out / "texts"), "--model", model)
+    generator = torch.Generator().manual_seed(0)
+    W_enc = torch.randn(D, MANY, generator=generator)
+    make_run(home, "many", SAE(W_enc, torch.zeros(MANY), W_enc.T.clone(), torch.zeros(D), TopK(k=32)), data="texts")
+    report(home, "many", "--out", str(out / "many"))
+    return {name: out / name for name in ("texts", "many")}
+
+
+@pytest.fixture
+def open_page(browser: Any, folders: dict[str, Path]) -> Iterator[Any]:
+    contexts = []
+
+    def opened(name: str = "texts", at: str = "", **settings: Any) -> Opened:
+        contexts.append(browser.new_context(**settings))
+        contexts[-1].set_default_timeout(10_000)
+        found = Opened(contexts[-1].new_page(), folders[name])
+        found.page.on("console", lambda message: found.said.append(message.text))
+        found.page.on("pageerror", lambda error: found.said.append(str(error)))
+        found.page.on("request", lambda request: found.asked.append(request.url))
+        found.page.goto((found.folder / "index.html").as_uri() + at)
+        return found
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+def test_pages_open_from_disk_without_an_error_and_load_a_latents_data_only_when_it_is_opened(open_page: Any):
+    one = open_page()
+    uri = one.folder.as_uri()
+    assert one.page.inner_text("h1") == "run"
+    assert one.page.locator("svg").count() == 4
+    files = [url for url in one.asked if not url.startswith("data:")]
+    assert files == [f"{uri}/index.html"]
+    one.page.click("tbody a >> text='17'")
+    one.page.wait_for_selector(".example")
+    files = [url for url in one.asked if not url.startswith("data:")]
+    assert files == [f"{uri}/index.html", f"{uri}/latents/00001.js"]
+    assert one.page.inner_text("h1:visible") == "Latent 17"
+    assert one.page.locator(".example").count() == 12
+    assert one.page.locator(".ranked .up").count() == one.page.locator(".ranked .down").count() == 10
+    one.page.click("a[rel=up]")
+    assert one.page.locator(".latents").is_visible()
+    assert one.said == []
+
+
+def test_texts_are_shown_as_text_whatever_is_in_them(open_page: Any):
+    one = open_page()
+    read = ""
+    for latent in range(20):
+        one.page.goto((one.folder / "index.html").as_uri() + f"#latent/{latent}")
+        one.page.wait_for_selector(".example")
+        assert one.page.inner_text("h1:visible") == f"Latent {latent}"
+        read += one.page.locator("#latent").text_content()
+    for word in NASTY:
+        shown = word.replace("\u2028", "").replace("\u202e", "")
+        assert shown in read
+    assert one.page.locator("img").count() == 0
+    assert one.said == []
+
+
+def test_search_finds_tokens_and_numbers(open_page: Any):
+    one = open_page("many")
+    index = index_of(one.folder)["latents"]
+    one.page.fill("#search", "w7")
+    texts = ["\n".join([*tokens, "".join(snippet)]) for tokens, snippet in zip(index["tokens"], index["snippets"],
+                                                                               strict=True)]
+    expected = [latent for latent, text in enumerate(texts) if "w7" in text]
+    assert [int(row[0]) for row in one.rows()] == expected[:50]
+    assert one.page.inner_text("#count") == f"1–{min(50, len(expected))} of {len(expected):,}"
+    one.page.fill("#search", "4001")
+    assert "4001" in [row[0] for row in one.rows()]
+    one.page.fill("#search", "no such text")
+    assert (one.rows(), one.page.inner_text("#count")) == ([], "no latent matches")
+    one.page.fill("#search", "")
+    one.page.select_option("#kind", "dead ones")
+    dead = int((np.array(index["frequency"]) == 0).sum())
+    assert one.page.inner_text("#count").endswith(f"of {dead:,}" if dead else "matches")
+    assert one.said == []
+
+
+@pytest.mark.parametrize(("column", "name"), [(1, "frequency"), (2, "mean"), (3, "largest")])
+def test_columns_sort_all_latents_both_ways(open_page: Any, column: int, name: str):
+    one = open_page("many")
+    values = np.array(index_of(one.folder)["latents"][name])
+    head = one.page.locator("th button").nth(column)
+    for direction, word in ((-1, "descending"), (1, "ascending")):
+        head.click()
+        assert one.page.locator("th").nth(column).get_attribute("aria-sort") == word
+        order = np.argsort(direction * values, kind="stable")
+        assert [int(row[0]) for row in one.rows()] == order[:50].tolist()
+    one.page.click("[aria-label='last page']")
+    assert int(one.rows()[-1][0]) == order[-1]
+    one.page.click("[aria-label='previous page']")
+    assert len(one.rows()) == 50
+
+
+def test_a_table_of_4096_latents_is_small_and_draws_a_page_of_them(open_page: Any):
+    one = open_page("many")
+    assert (one.folder / "index.html").stat().st_size < 2e6
+    assert one.page.locator(".latents tbody tr").count() == 50
+    assert one.page.inner_text("#count") == "1–50 of 4,096"
+
+
+@pytest.mark.parametrize("at", ["", "#latent/3"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wider_than_a_phone_and_all_can_be_read_in_light_and_dark(open_page: Any, at: str, scheme: str):
+    one = open_page(at=at, viewport=PHONE, color_scheme=scheme)
+    one.page.wait_for_selector(".example" if at else "tbody tr")
+    assert one.width() == PHONE["width"]
+    if not at:
+        one.page.click("summary")
+        assert one.width() == PHONE["width"]
+    background = one.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (max(map(int, background[4:-1].split(","))) < 80) == (scheme == "dark")
+    for selector in ("p", "td", "dd", "dt", "a", ".chip", ".muted", ".fires", "mark", "th button", "li"):
+        assert min(one.page.evaluate(CONTRAST, selector), default=21) >= 4.5, selector
+    assert one.said == []
+
+
+def test_a_very_long_token_wraps(open_page: Any):
+    one = open_page(viewport=PHONE)
+    one.page.fill("#search", "longlong")
+    one.page.locator("tbody a").first.click()
+    one.page.wait_for_selector(".example")
+    longest = one.page.locator(".words span", has_text="longlonglong").first
+    box = longest.bounding_box()
+    assert box["height"] > 100
+    assert box["x"] + box["width"] <= PHONE["width"]
+    assert one.width() == PHONE["width"]
+
+
+def test_everything_can_be_done_with_the_keyboard(open_page: Any):
+    one = open_page()
+    one.page.keyboard.press("/")
+    assert one.page.evaluate("document.activeElement.id") == "search"
+    one.page.keyboard.type("13")
+    assert "13" in [row[0] for row in one.rows()]
+    one.page.fill("#search", "")
+    one.page.locator("tbody a").nth(4).focus()
+    one.page.keyboard.press("Enter")
+    one.page.wait_for_selector(".example")
+    assert one.page.inner_text("h1:visible") == "Latent 4"
+    assert one.page.evaluate("document.activeElement.textContent") == "Latent 4"
+    one.page.keyboard.press("ArrowRight")
+    assert one.page.inner_text("h1:visible") == "Latent 5"
+    one.page.keyboard.press("ArrowLeft")
+    assert one.page.inner_text("h1:visible") == "Latent 4"
+    one.page.keyboard.press("Escape")
+    assert one.page.locator(".latents").is_visible()
+
+
+def test_next_follows_the_order_of_the_table(open_page: Any):
+    one = open_page()
+    one.page.locator("th button").nth(1).click()
+    order = [row[0] for row in one.rows()]
+    one.page.locator("tbody a").nth(2).click()
+    one.page.click("a[rel=next]")
+    assert one.page.inner_text("h1:visible") == f"Latent {order[3]}"
+
+
+def test_a_latent_or_file_that_is_not_there_is_told(open_page: Any, folders: dict[str, Path], tmp_path: Path):
+    one = open_page(at="#latent/999")
+    assert "There is no such latent" in one.page.inner_text("#latent")
+    alone = tmp_path / "index.html"
+    alone.write_bytes((folders["texts"] / "index.html").read_bytes())
+    one.page.goto(alone.as_uri() + "#latent/3")
+    one.page.wait_for_selector("text=latents/00000.js cannot be loaded; it has to lie beside index.html")
+    assert json.dumps(one.page.inner_text("h1:visible")) == '"Latent 3"'
