@@ -60,7 +60,8 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
 
     Args:
         run: a run's name in the home, else a folder that holds an SAE as this tool, SAELens, sparsify,
-            dictionary_learning or Gemma Scope saved it; None for the newest run.
+            dictionary_learning or Gemma Scope saved it, else such a folder on the Hugging Face hub, as
+            `user/repo/folder@revision`; None for the newest run.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
 
     Returns:
@@ -70,6 +71,7 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
     Raises:
         RunError: there is no such run or folder, or the run has no SAE yet.
         FormatError: the folder holds no SAE in a known format.
+        HubError: it is none here, and the hub has none there, or cannot be asked.
     """
     return formats.load(find_subject(_home(home), None if run is None else str(run)).folder).sae
 
@@ -80,7 +82,7 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native", store: Activa
     Args:
         sae: the SAE.
         folder: new or empty; its parents are made.
-        format: native, which `load_sae` and the commands read, saelens, sparsify or dictionary-learning.
+        format: native, saelens, sparsify, dictionary-learning or gemma-scope, all of which `load_sae` reads.
         store: the store that it was trained on, so that the files name model, layer and site.
 
     Raises:

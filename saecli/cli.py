@@ -30,6 +30,7 @@ COMMANDS = {
     "geometry": "Show the spline: cells, power diagram, margins, references.",
     "report": "Write pages to look at latents in a browser, from disk.",
     "export": "Write a run in another library's format.",
+    "push": "Put a run on the Hugging Face hub, with a model card.",
     "list": "Show the stores and runs in the home folder, newest first.",
     "demo": "Run the whole chain offline, printing each command first.",
 }

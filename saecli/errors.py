@@ -6,6 +6,7 @@
     |-- FormatError   (ValueError)   a file in a format that cannot be read or written
     |-- RunError      (ValueError)   a training run that is missing, foreign or unfinished
     |-- ModelError    (OSError)      a language model or text that cannot be loaded
+    |-- HubError      (OSError)      a repository of SAEs on the Hugging Face hub that cannot be read or written
     `-- TrainingError (RuntimeError) a training run that cannot go on
 
 Each message is one sentence: what failed; expected X, got Y; what to do.
@@ -36,5 +37,15 @@ class ModelError(SaeError, OSError):
     """A language model or a text source that cannot be loaded."""
 
 
+class HubError(SaeError, OSError):
+    """A repository of SAEs on the Hugging Face hub that cannot be read or written."""
+
+
 class TrainingError(SaeError, RuntimeError):
     """A training run that cannot go on."""
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message in one line, without its final stop, cut where it becomes a page."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    return (message if len(message) <= 300 else f"{message[:300]}...").rstrip(".")

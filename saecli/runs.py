@@ -5,13 +5,15 @@ A run folder holds `run.json` (`format_version`, `created`, `complete`, `data`: 
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import formats
-from .errors import RunError
+from .errors import HubError, RunError
 from .home import UNREADABLE, Home
+from .hosted import Address, fetch, is_cached
 
 FORMAT_VERSION = 1
 
@@ -39,24 +41,34 @@ class Subject:
     data_hash: str | None = None
 
 
-def find_subject(home: Home, text: str | None) -> Subject:
+def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lambda _: None) -> Subject:
     """The SAE that a user means.
 
     Args:
         home: the folder of stores and runs.
-        text: name of a run in the home, else a folder that holds an SAE in any known format; None for the
-            newest run.
+        text: name of a run in the home, else a folder that holds an SAE in any known format, else where on the
+            Hugging Face hub one lies (see `hosted.Address`; after `hf://` that alone); None for the newest run.
+        note: told what was chosen where another reading was possible.
 
     Raises:
         RunError: there is no such run or folder, and the message lists the runs that there are; or the run has
             no SAE yet, or was written by a newer version.
         FormatError: it is a folder, but holds no SAE in a known format.
+        HubError: it is none here, and the hub has none there, or cannot be asked.
     """
     marker = home.runs.marker
     if text is None or text in home.runs.names():
         folder = home.runs.find(text)
         return _run(folder, marker, folder.name)
+    address = Address.parse(text)
+    if address is not None and text.startswith(("hf://", "https://")):
+        return _hosted(address, note)
     folder = Path(text).expanduser()
+    if folder.is_file():
+        raise RunError(f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
+                       f"folder, {folder.parent}")
+    if address is not None and folder.is_dir() and is_cached(address):
+        note(f"{text} is a folder here, which is taken; hf://{text} is what the hub has")
     if (folder / marker).is_file():
         inside = folder.resolve().is_relative_to(home.runs.path.resolve())  # an epoch that a run has kept
         name = str(folder.resolve().relative_to(home.runs.path.resolve())) if inside else text
@@ -65,10 +77,20 @@ def find_subject(home: Home, text: str | None) -> Subject:
         return Subject(text, folder)
     if folder.is_dir():
         formats.load(folder)  # raises, and says what a folder would have to hold
+    if address is not None:
+        try:
+            return _hosted(address, note)
+        except HubError as error:
+            raise HubError(f"no run and no folder here is named {text!r}, and {error}") from error
     runs = home.runs.names()
     there = f"there are: {', '.join(runs)}" if runs else f"{home.runs.path} holds none, {home.runs.remedy}"
     raise RunError(f"found no run and no folder named {text!r}; expected a folder that holds an SAE or the name of "
                    f"a run; {there}")
+
+
+def _hosted(address: Address, note: Callable[[str], None]) -> Subject:
+    found = fetch(address, note)
+    return Subject(str(found.address), found.folder)
 
 
 def _run(folder: Path, marker: str, name: str) -> Subject:

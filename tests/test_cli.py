@@ -41,6 +41,16 @@ def test_help_page_is_the_one_kept_as_text(name: str):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_shown_as_it_is_written(sae: CommandLine, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setenv("COLUMNS", "200")  # square brackets are markup to the library that prints it
+    done = sae(name, "--help")
+    assert (done.status, done.err) == (0, "")
+    shown = "".join(letter for letter in done.out if letter.isalnum())
+    for parameter in load(name).params:
+        assert "".join(letter for letter in parameter.help if letter.isalnum())[:60] in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_summary_in_the_list_is_the_first_line_of_the_commands_own_help(name: str):
     module = importlib.import_module(f"saecli.commands.{'import_' if name == 'import' else name}")
     assert inspect.getdoc(module.command).splitlines()[0] == COMMANDS[name]

@@ -15,6 +15,7 @@ FLOORS = [
     {"activations", "arrays", "language_model", "ridge", "store", "texts"},
     {"harvest", "sae"},
     {"formats", "geometry", "metrics"},
+    {"hosted"},
     {"latents", "plots", "runs", "solvers", "splice"},
     {"pages", "training"},
     {"api", "commands", "root_help"},

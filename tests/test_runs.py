@@ -96,6 +96,14 @@ def test_a_folder_without_an_sae_is_told_what_would_be_one(home: Home, tmp_path:
         find_subject(home, str(tmp_path))
 
 
+def test_a_file_is_told_from_its_folder_before_the_hub_is_asked_for_it(home: Home, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/first").mkdir(parents=True)
+    Path("runs/first/sae.safetensors").touch()
+    with pytest.raises(RunError, match=r"is a file: expected .* name the file's folder, runs/first"):
+        find_subject(home, "runs/first/sae.safetensors")
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"format_version": 99, "complete": true, "data": null, '
                                                       '"training": {"split_seed": 0, "fraction": 1.0}}'])
 def test_a_run_json_of_another_kind_is_named(home: Home, tmp_path: Path, content: str) -> None:

@@ -30,8 +30,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
             json: Json = False) -> None:
     """Measure reconstruction, sparsity and the effect on the model.
 
-    RUN is a run's name, or a folder with an SAE that this tool, SAELens, sparsify, dictionary_learning or Gemma Scope
-    saved. Several make one table, best first.
+    RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE that this tool, SAELens, sparsify,
+    dictionary_learning or Gemma Scope saved. Several make one table, best first.
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """

@@ -13,7 +13,7 @@ from .options import Json, run_names, start
 from .subjects import Data
 
 Run = Annotated[str | None, typer.Argument(
-    help="Run name, or folder that holds an SAE.",
+    help="Run name, folder that holds an SAE, or such as user/repo/folder@revision on the Hugging Face hub.",
     show_default="the newest run", autocompletion=run_names)]
 To = Annotated[Literal["saelens", "sparsify", "dictionary-learning", "gemma-scope"], typer.Option(
     "--to", help="The library, or gemma-scope for params.npz.")]
@@ -30,7 +30,7 @@ def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = 
     Example: sae export first --to saelens --out exported
     """
     session = start(ctx, json)
-    subject = find_subject(session.home, run)
+    subject = find_subject(session.home, run, session.report.note)
     if run is None:
         session.report.note(f"using the newest run, {subject.name}")
     saved = formats.load(subject.folder)

@@ -40,8 +40,9 @@ def _home(ctx: typer.Context) -> Home:
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, everything else on stderr.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Save a picture here (PNG, PDF or SVG by its ending).")]
 Runs = Annotated[list[str] | None, typer.Argument(
-    metavar="RUN", help="Run names, or folders that hold an SAE.", show_default="the newest run",
-    autocompletion=run_names)]
+    metavar="RUN", help="Run names, folders that hold an SAE, or such as user/repo/folder@revision on the Hugging Face "
+                        "hub.",
+    show_default="the newest run", autocompletion=run_names)]
 Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1; auto takes cuda where "
                                                       "there is one.")]
 

@@ -87,7 +87,7 @@ def measured(session: Session, run: str | None, data: str | None, split: str, de
         RunError, FormatError, StoreError: one of them is missing or cannot be read.
         ConfigError: the store's rows are not of the width that the SAE takes, or there is no such device.
     """
-    subject = find_subject(session.home, run)
+    subject = find_subject(session.home, run, session.report.note)
     if run is None:
         session.report.note(f"using the newest run, {subject.name}")
     if not subject.complete:

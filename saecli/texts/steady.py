@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
+from ..errors import one_line
+
 PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further try
 NETWORK_LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests", "urllib3"}
 PASSING_STATUSES = {408, 425, 429}  # of HTTP, beside those from 500 on
@@ -94,9 +96,3 @@ def steadily(open_at: Callable[[int, Mark | None], Iterator[Document]], start: i
         except failures as error:
             if not patience.waits(error):
                 raise
-
-
-def one_line(error: BaseException) -> str:
-    """The error's message in one line, without its final stop, cut where it becomes a page."""
-    message = " ".join(str(error).split()) or type(error).__name__
-    return (message if len(message) <= 300 else f"{message[:300]}...").rstrip(".")

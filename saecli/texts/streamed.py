@@ -10,10 +10,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ModelError, SaeError
+from ..errors import ModelError, SaeError, one_line
 from ..hub import why_unreachable
 from .local import text_of
-from .steady import Document, Mark, Patience, may_pass, one_line, steadily
+from .steady import Document, Mark, Patience, may_pass, steadily
 
 MARK_EVERY = 256
 WITHOUT_NETWORK = "use --dataset stdlib-docs or a local .txt, .jsonl or .parquet file instead"

@@ -1,0 +1,251 @@
+"""A hub on this machine: repositories of models, read and written as the Hugging Face hub has its client do it."""
+
+import base64
+import hashlib
+import http.server
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+WRITER, READER = "hf_writer-0123456789", "hf_reader-0123456789"  # tokens, and what they may do
+ROLES = {WRITER: "write", READER: "read"}
+LARGE = (".safetensors", ".npz", ".pt")
+
+
+@dataclass
+class Repo:
+    """A repository: the files of each of its commits, and the branch main."""
+
+    private: bool = False
+    gated: bool = False
+    owner: str = "someone"
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    head: str = ""
+
+    def commit(self, files: dict[str, bytes]) -> str:
+        """Adds a commit, and returns its id."""
+        digest = hashlib.sha1(repr((self.head, sorted(files.items()))).encode())
+        self.head = digest.hexdigest()
+        self.commits[self.head] = files
+        return self.head
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The newest state."""
+        return self.commits[self.head]
+
+
+class ModelHub(http.server.ThreadingHTTPServer):
+    """Serves and takes repositories of models.
+
+    Attributes:
+        repos: by id.
+        objects: large files that were uploaded, by their SHA-256.
+        asked: method and path of every request.
+        failing: statuses that the next requests are answered with.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repos: dict[str, Repo] = {}
+        self.objects: dict[str, bytes] = {}
+        self.asked: list[str] = []
+        self.failing: list[int] = []
+
+    @property
+    def address(self) -> str:
+        """What to set HF_ENDPOINT to."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def add(self, name: str, files: dict[str, bytes], **settings: Any) -> Repo:
+        """Makes a repository."""
+        self.repos[name] = Repo(**settings)
+        self.repos[name].commit(files)
+        return self.repos[name]
+
+    def downloads(self) -> list[str]:
+        """Files that were sent, in order."""
+        return [path.split("/resolve/")[1].split("/", 1)[1] for path in self.asked
+                if path.startswith("GET ") and "/resolve/" in path]
+
+
+@contextmanager
+def serving() -> Iterator[ModelHub]:
+    """A hub that serves until the context ends."""
+    with ModelHub() as hub:
+        threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True).start()
+        yield hub
+        hub.shutdown()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: ModelHub
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._route()
+
+    def do_HEAD(self) -> None:
+        self._route()
+
+    def do_POST(self) -> None:
+        self._route()
+
+    def do_PUT(self) -> None:
+        self._route()
+
+    def _route(self) -> None:
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path = unquote(urlsplit(self.path).path)
+        self.server.asked.append(f"{self.command} {path}")
+        if self.server.failing:
+            return self._refuse(self.server.failing.pop(0), "", "the hub is busy")
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        self.role = ROLES.get(given)
+        if given and self.role is None:
+            return self._refuse(401, "", "Invalid credentials in Authorization header")
+        for method, pattern, answer in ROUTES:
+            if self.command in method and (match := re.fullmatch(pattern, path)):
+                return answer(self, *match.groups())
+        return self._refuse(404, "", f"nothing at {path}")
+
+    def _repo(self, name: str, writing: bool = False) -> Repo | None:
+        """The repository, or None where the request was refused."""
+        repo = self.server.repos.get(name)
+        if repo is None or (repo.private and self.role is None):
+            return self._refuse(404 if self.role else 401, "RepoNotFound", "Repository not found")
+        if repo.gated and "/resolve/" in self.path:
+            return self._refuse(403 if self.role else 401, "GatedRepo", f"Access to model {name} is restricted")
+        if writing and (self.role != "write" or repo.owner != "someone"):
+            return self._refuse(403, "", f"You don't have the rights to write to {name}")
+        return repo
+
+    def _info(self, name: str, revision: str | None = None) -> None:
+        if (repo := self._repo(name)) is None:
+            return None
+        commit = repo.head if revision in (None, "main") else revision
+        if commit not in repo.commits:
+            return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return self._json({"id": name, "sha": commit, "private": repo.private, "gated": repo.gated and "manual",
+                           "disabled": False, "tags": [], "downloads": 0, "likes": 0,
+                           "siblings": [{"rfilename": file} for file in sorted(repo.commits[commit])]})
+
+    def _file(self, name: str, revision: str, file: str) -> None:
+        if (repo := self._repo(name)) is None:
+            return None
+        commit = repo.head if revision == "main" else revision
+        if commit not in repo.commits:
+            return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        if file not in repo.commits[commit]:
+            return self._refuse(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": commit})
+        content = repo.commits[commit][file]
+        digest = hashlib.sha256(content).hexdigest()
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{digest}"', "Accept-Ranges": "bytes"}
+        if file.endswith(LARGE):  # which the hub keeps elsewhere
+            self.server.objects[digest] = content
+            headers |= {"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{digest}"',
+                        "Location": f"http://localhost:{self.server.server_port}/lfs/{digest}"}
+            return self._answer(302, b"", headers)
+        return self._answer(200, content, headers)
+
+    def _whoami(self) -> None:
+        if self.role is None:
+            return self._refuse(401, "", "Invalid username or password.")
+        return self._json({"type": "user", "name": "someone", "orgs": [],
+                           "auth": {"type": "access_token", "accessToken": {"displayName": "t", "role": self.role}}})
+
+    def _create(self) -> None:
+        asked = json.loads(self.body)
+        name = f"{asked.get('organization') or 'someone'}/{asked['name']}"
+        if self.role != "write" or not name.startswith("someone/"):
+            return self._refuse(403, "", f"You don't have the rights to create a model under the namespace of {name}")
+        if name in self.server.repos:
+            return self._refuse(409, "", "You already created this model repo")
+        self.server.add(name, {}, private=asked.get("private") or asked.get("visibility") == "private")
+        return self._json({"url": f"{self.server.address}/{name}", "name": name, "id": name})
+
+    def _validate(self) -> None:
+        head = re.match(r"---\n(.*?)\n---\n", json.loads(self.body)["content"], re.DOTALL)
+        sound = head is not None and isinstance(yaml.safe_load(head[1]), dict)
+        message = [] if sound else [{"message": "metadata is not a mapping"}]
+        self._json({"errors": message, "warnings": []}, 200 if sound else 400)
+
+    def _preupload(self, name: str) -> None:
+        if self._repo(name, writing=True) is None:
+            return None
+        return self._json({"files": [{"path": file["path"], "shouldIgnore": False,
+                                      "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular"}
+                                     for file in json.loads(self.body)["files"]]})
+
+    def _batch(self, name: str) -> None:
+        if self._repo(name, writing=True) is None:
+            return None
+        wanted = json.loads(self.body)["objects"]
+        return self._json({"transfer": "basic", "objects": [
+            thing | ({} if thing["oid"] in self.server.objects else
+                     {"actions": {"upload": {"href": f"{self.server.address}/lfs/{thing['oid']}", "header": {}}}})
+            for thing in wanted]})
+
+    def _large(self, digest: str) -> None:
+        if self.command == "PUT":
+            if hashlib.sha256(self.body).hexdigest() != digest:
+                return self._refuse(400, "", "the bytes are not those announced")
+            self.server.objects[digest] = self.body
+            return self._answer(200, b"", {})
+        return self._answer(200, self.server.objects[digest], {"ETag": f'"{digest}"'})
+
+    def _commit(self, name: str) -> None:
+        if (repo := self._repo(name, writing=True)) is None:
+            return None
+        files = dict(repo.files)
+        for line in map(json.loads, self.body.splitlines()):
+            what, value = line["key"], line["value"]
+            if what == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif what == "lfsFile":
+                files[value["path"]] = self.server.objects[value["oid"]]
+            elif what == "deletedFile":
+                del files[value["path"]]
+        commit = repo.commit(files)
+        return self._json({"commitUrl": f"{self.server.address}/{name}/commit/{commit}", "commitOid": commit})
+
+    def _json(self, document: Any, status: int = 200) -> None:
+        self._answer(status, json.dumps(document).encode(), {"Content-Type": "application/json"})
+
+    def _refuse(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
+        named = {"X-Error-Code": code} if code else {}
+        self._answer(status, json.dumps({"error": message}).encode(),
+                     {"Content-Type": "application/json", "X-Error-Message": message, **named, **(headers or {})})
+
+    def _answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+REPO = "([^/]+/[^/]+)"
+ROUTES = [
+    (("GET",), "/api/whoami-v2", _Handler._whoami),
+    (("GET",), f"/api/models/{REPO}", _Handler._info),
+    (("GET",), f"/api/models/{REPO}/revision/(.+)", _Handler._info),
+    (("GET", "HEAD"), f"/{REPO}/resolve/([^/]+)/(.+)", _Handler._file),
+    (("POST",), "/api/repos/create", _Handler._create),
+    (("POST",), "/api/validate-yaml", _Handler._validate),
+    (("POST",), f"/api/models/{REPO}/preupload/main", _Handler._preupload),
+    (("POST",), f"/{REPO}.git/info/lfs/objects/batch", _Handler._batch),
+    (("GET", "HEAD", "PUT"), "/lfs/([0-9a-f]{64})", _Handler._large),
+    (("POST",), f"/api/models/{REPO}/commit/main", _Handler._commit),
+]

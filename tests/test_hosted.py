@@ -1,0 +1,246 @@
+"""SAEs on the Hugging Face hub: a server on this machine, the hub's own client, and what `sae` says of refusals."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from huggingface_hub import ModelCard, constants
+from model_hub import READER, WRITER, ModelHub, serving
+
+import saecli
+from saecli.activations import JumpRelu, Relu, SoftTopK, TopK
+from saecli.formats import SavedSAE, load, save
+from saecli.hosted import Address
+
+# The hub's client uploads large files by a call that its own HTTP library has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
+    """The only hub that the client knows, with an empty cache, and a token that may write."""
+    with serving() as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+                            found.address + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", WRITER)
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+            monkeypatch.delenv(name.upper(), raising=False)
+        yield found
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def gemma_scope_files(tmp_path: Path) -> dict[str, bytes]:
+    """A repository laid out as Gemma Scope's, of JumpReLU SAEs."""
+    for seed, name in enumerate(("layer_11/width_16k/average_l0_80", "layer_12/width_16k/average_l0_82",
+                                 "layer_12/width_65k/average_l0_72")):
+        save(SavedSAE(random_sae(JumpRelu(), seed=seed)), "gemma-scope", tmp_path / "scope" / name)
+    return files_of(tmp_path / "scope") | {"README.md": b"# Gemma Scope", "layer_12/notes.txt": b"large" * 1000}
+
+
+@pytest.mark.parametrize(("text", "address"), [
+    ("a/b", Address("a/b")), ("hf://a/b", Address("a/b")), ("a/b/c/d-1.5_x", Address("a/b", "c/d-1.5_x")),
+    ("a/b@v1", Address("a/b", "", "v1")), ("a/b/c@v1", Address("a/b", "c", "v1")),
+    ("a/b@v1/c/d", Address("a/b", "c/d", "v1")), ("a/b@refs/pr/3/c", Address("a/b", "c", "refs/pr/3")),
+    ("a/b/c@refs/pr/3", Address("a/b", "c", "refs/pr/3")), ("a/b/", Address("a/b")),
+    ("https://huggingface.co/a/b", Address("a/b")),
+    ("https://huggingface.co/a/b/tree/main", Address("a/b", "", "main")),
+    ("https://huggingface.co/a/b/tree/main/c/d", Address("a/b", "c/d", "main")),
+    *((text, None) for text in ("a", "", "./a/b", "../a", "~/a", "/a/b", "a/../b", "a/b/../c", "a/b@", "a b/c"))])
+def test_an_address_is_read_as_the_hub_writes_them(text: str, address: Address | None) -> None:
+    assert Address.parse(text) == address
+
+
+@pytest.mark.parametrize(("activation", "form", "files"), [
+    (Relu(), "auto", ["cfg.json", "sae_weights.safetensors"]), (SoftTopK(k=4), "auto", ["sae.safetensors"]),
+    (JumpRelu(), "gemma-scope", ["params.npz"]), (Relu(), "dictionary-learning", ["ae.pt", "config.json"])],
+    ids=lambda value: getattr(value, "name", None))
+def test_what_is_pushed_is_fetched_and_measured_alike(
+        sae: CommandLine, hub: ModelHub, tmp_path: Path, activation: Relu, form: str, files: list[str]) -> None:
+    make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "run", random_sae(activation))
+    pushed = sae("push", "run", "someone/saes", "--format", form, "--json")
+    assert pushed.status == 0, pushed.err
+    assert pushed.json["files"] == files
+    assert sorted(hub.repos["someone/saes"].files) == sorted(["README.md", *(f"run/{name}" for name in files)])
+    done = sae("eval", "run", "someone/saes/run", "hf://someone/saes", "--json")
+    here, *there = done.json["runs"]
+    assert [one["run"] for one in there] == ["someone/saes/run"] * 2
+    for one in there:
+        assert {key: one[key] for key in ("rows", "fvu", "l0")} == pytest.approx(
+            {key: here[key] for key in ("rows", "fvu", "l0")}, rel=1e-4)
+    assert pushed.json["measures"]["fvu"] == pytest.approx(here["fvu"], rel=1e-4)
+    assert saecli.load_sae("someone/saes/run").d_sae == random_sae().d_sae
+    assert "someone/saes holds one SAE, in run" in done.err
+    assert sorted(set(hub.downloads())) == [f"run/{name}" for name in files if name in ("cfg.json", "config.json")]
+    written = [*files_of(tmp_path).values(), *hub.repos["someone/saes"].files.values(),
+               (pushed.out + pushed.err + done.out + done.err).encode()]
+    assert not any(WRITER.encode() in content for content in written)
+
+
+def test_the_card_has_metadata_a_line_for_every_sae_and_how_to_load_the_last(sae: CommandLine, hub: ModelHub) -> None:
+    make_store(sae.home, "rows", some_rows())
+    for name, seed in (("one", 0), ("two", 1)):
+        make_run(sae.home, name, random_sae(seed=seed))
+        assert sae("push", name, "someone/saes", "--private").status == 0
+    assert hub.repos["someone/saes"].private
+    text = hub.repos["someone/saes"].files["README.md"].decode()
+    data = ModelCard(text).data
+    assert (data.library_name, data.base_model) == ("saelens", "gpt2")
+    assert "sparse-autoencoder" in data.tags
+    table = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert [line[0] for line in table] == ["| SAE", "| `one`", "| `two`"]
+    assert table[1][1:5] == ["gpt2, layer 3, resid_post", "relu", "8", "20"]
+    found = sae("eval", "two", "--json").json["runs"][0]
+    assert table[2][table[0].index("fvu")] == f"{found['fvu']:.4g}"
+    assert 'SAE.from_pretrained("someone/saes", "two")' in text
+    assert "sae eval someone/saes/two" in text and 'saecli.load_sae("someone/saes/two")' in text
+    mine = text.replace("\n# someone/saes\n", "\n# Mine\n") + "\nMine as well."
+    hub.repos["someone/saes"].files["README.md"] = mine.encode()
+    assert sae("push", "one", "someone/saes").status == 0
+    again = hub.repos["someone/saes"].files["README.md"].decode()
+    assert "\n# Mine\n" in again and again.endswith("Mine as well.") and "# someone/saes" not in again
+    assert again.count("| `one` |") == again.count("| `two` |") == 1
+    hub.repos["someone/saes"].files["README.md"] = b"All mine."
+    done = sae("push", "one", "someone/saes")
+    assert "was not written by `sae push` and is left as it is" in done.err
+    assert hub.repos["someone/saes"].files["README.md"] == b"All mine."
+
+
+def test_a_signed_topk_is_native_where_saelens_would_change_rows_and_says_so(sae: CommandLine, hub: ModelHub) -> None:
+    make_store(sae.home, "rows", some_rows())
+    mine = random_sae(TopK(k=4))
+    mine.b_enc.sub_(4)
+    make_run(sae.home, "clipped", mine)
+    mine.b_enc.add_(54)
+    make_run(sae.home, "positive", mine)
+    done = sae("push", "clipped", "someone/saes", "--json")
+    assert done.json["format"] == "native"
+    assert "held-out rows differ; --format saelens writes that all the same" in done.err
+    assert sae("push", "positive", "someone/saes", "--json").json["format"] == "saelens"
+    done = sae("push", "clipped", "someone/saes", "--format", "saelens", "--json")
+    assert done.json["deviation"]["rows_that_differ"] > 0
+    files = hub.repos["someone/saes"].files
+    assert {name for name in files if name.startswith("clipped/")} == {"clipped/cfg.json",
+                                                                      "clipped/sae_weights.safetensors"}
+    assert "`clipped`: saelens has no topk: wrote relu-topk" in files["README.md"].decode()
+
+
+def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(
+        sae: CommandLine, hub: ModelHub, tmp_path: Path) -> None:
+    make_store(sae.home, "rows", some_rows())
+    first = hub.add("google/gemma-scope-2b-pt-res", gemma_scope_files(tmp_path))
+    address = "google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82"
+    for _ in range(2):
+        (found,) = sae("eval", address, "--json").json["runs"]
+    assert found["run"] == address
+    assert len([path for path in hub.asked if path.startswith("GET /lfs/")]) == 1  # where the hub sends for params.npz
+    assert hub.downloads() == []
+    assert sae("export", address, "--to", "saelens", "--out", tmp_path / "out").status == 0
+    rows, original = torch.from_numpy(some_rows(50)), random_sae(JumpRelu(), seed=1)
+    torch.testing.assert_close(load(tmp_path / "out").sae(rows), original(rows), atol=1e-4, rtol=1e-5)
+    old = first.head
+    first.commit(first.files | {"layer_12/width_16k/average_l0_82/params.npz": first.files[
+        "layer_11/width_16k/average_l0_80/params.npz"]})
+    new, before = sae("eval", address, f"{address}@{old}", "--json").json["runs"]
+    assert before | {"run": address} == found != new
+
+
+def test_many_saes_none_and_no_such_folder_are_told_by_name(sae: CommandLine, hub: ModelHub, tmp_path: Path) -> None:
+    make_store(sae.home, "rows", some_rows())
+    hub.add("google/scope", gemma_scope_files(tmp_path))
+    hub.add("google/text", {"README.md": b"", "model.safetensors": b""})
+    assert "google/scope holds 3 SAEs: name one of them, google/scope/layer_11/width_16k/average_l0_80, " in sae(
+        "eval", "google/scope").err
+    assert "google/scope/layer_12 holds 2 SAEs" in sae("eval", "google/scope/layer_12").err
+    assert "no SAE found in google/text: expected a folder with cfg.json and" in sae("eval", "google/text").err
+    assert "no SAE found in google/scope/layer_13" in sae("eval", "google/scope/layer_13").err
+
+
+def test_a_folder_here_wins_and_is_said_to_once_the_hub_has_one_too(
+        sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_store(sae.home, "rows", some_rows())
+    hub.add("someone/saes", gemma_scope_files(tmp_path) | {"first/params.npz": gemma_scope_files(tmp_path / "more")[
+        "layer_11/width_16k/average_l0_80/params.npz"]})
+    monkeypatch.chdir(tmp_path)
+    save(SavedSAE(random_sae()), "saelens", Path("someone/saes/first"))
+    done = sae("eval", "someone/saes/first", "--json")
+    assert done.json["runs"][0]["run"] == "someone/saes/first" and "hf://" not in done.err and not hub.asked
+    assert sae("eval", "hf://someone/saes/first").status == 0 and hub.asked
+    assert "is a folder here, which is taken; hf://someone/saes/first is what the hub has" in sae(
+        "eval", "someone/saes/first").err
+
+
+@pytest.mark.parametrize(("text", "token", "said"), [
+    ("someone/none", WRITER, "has no model repository someone/none, or it is private: check the name"),
+    ("someone/none", "", "has no model repository someone/none, or it is private: check the name"),
+    ("someone/secret/a", "", "has no model repository someone/secret, or it is private"),
+    ("google/gated/a", READER, "google/gated is gated: accept its licence at http"),
+    ("someone/saes@v2", "", "someone/saes has no revision v2: expected a branch, a tag or a commit"),
+    ("someone/saes", "hf_wrong", "does not accept the token: expected a valid one, got Invalid credentials"),
+    ("run/s", "", "no run and no folder here is named 'run/s', and the Hugging Face hub has no model repository")])
+def test_what_cannot_be_read_is_one_sentence(
+        sae: CommandLine, hub: ModelHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, token: str,
+        said: str) -> None:
+    make_store(sae.home, "rows", some_rows())
+    save(SavedSAE(random_sae()), "saelens", tmp_path / "a" / "a")
+    for name, settings in (("someone/secret", {"private": True}), ("google/gated", {"gated": True}),
+                           ("someone/saes", {})):
+        hub.add(name, files_of(tmp_path / "a"), **settings)
+    monkeypatch.setenv("HF_TOKEN", token)
+    done = sae("eval", text)
+    assert (done.status, done.out, len(done.err.splitlines())) == (1, "", 1)
+    assert said in done.err
+
+
+@pytest.mark.parametrize(("repo", "words", "token", "said"), [
+    ("someone/new", [], "", "pushing to someone/new needs a token that may write: log in with `hf auth login`"),
+    ("someone/new", [], READER, "the token may only read: expected one that may write to someone/new"),
+    ("someone/new", [], "hf_wrong", "does not accept the token"),
+    ("other/new", [], WRITER, "the token may not write to other/new: got You don't have the rights to create"),
+    ("other/saes", [], WRITER, "the token may not write to other/saes: got You don't have the rights to write"),
+    ("someone/public", ["--private"], WRITER, "someone/public exists and is public: leave --private out"),
+    ("nonsense", [], WRITER, "cannot push to 'nonsense': expected USER/REPO or USER/REPO/FOLDER"),
+    ("someone/saes@v1", [], WRITER, "cannot push to the revision v1 of someone/saes"),
+    ("someone/saes", ["--format", "sparsify"], WRITER, "sparsify cannot express the activation jumprelu")])
+def test_what_cannot_be_pushed_is_one_sentence_and_changes_nothing(
+        sae: CommandLine, hub: ModelHub, monkeypatch: pytest.MonkeyPatch, repo: str, words: list[str], token: str,
+        said: str) -> None:
+    make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "run", random_sae(JumpRelu()))
+    hub.add("other/saes", {}, owner="other")
+    hub.add("someone/public", {})
+    monkeypatch.setenv("HF_TOKEN", token)
+    done = sae("push", "run", repo, *words)
+    assert (done.status, done.out, len(done.err.splitlines())) == (1, "", 1)
+    assert said in done.err
+    assert {name: repo.files for name, repo in hub.repos.items()} == {"other/saes": {}, "someone/public": {}}
+
+
+def test_without_a_network_what_was_fetched_is_taken_from_the_cache(
+        sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_store(sae.home, "rows", some_rows())
+    save(SavedSAE(random_sae()), "saelens", tmp_path / "a" / "first")
+    repo = hub.add("someone/saes", files_of(tmp_path / "a"))
+    online = sae("eval", "someone/saes", "--json")
+    with monkeypatch.context() as patched:
+        patched.setattr(constants, "ENDPOINT", "http://hub.invalid")
+        offline = sae("eval", "someone/saes", "--json")
+        assert offline.json == online.json
+        assert f"someone/saes/first is taken from the cache, as of {repo.head}" in offline.err
+        assert "nor can the Hugging Face hub be reached (no address for hub.invalid)" in sae("eval", "some/other").err
+        assert "hub cannot be reached to push to someone/copy" in sae("push", "someone/saes", "someone/copy").err
+    hub.failing = [503] * 9
+    busy = sae("eval", "someone/saes", "--json")
+    assert busy.json == online.json and "taken from the cache" in busy.err
+    hub.failing = [503] * 9
+    assert "hub cannot be reached for some/other: expected an answer" in sae("eval", "some/other").err
