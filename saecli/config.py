@@ -32,6 +32,7 @@ class Option:
         choices: the words allowed; on a field that also takes numbers, the words allowed beside them.
         check: looks at a word in place of `choices`; raises ValueError with what the field must be.
         metavar: how the help page writes the value.
+        once: whether it takes one value where others may be repeated, for one result a value.
     """
 
     help: str
@@ -42,6 +43,7 @@ class Option:
     choices: tuple[str, ...] = ()
     check: Callable[[str], None] | None = None
     metavar: str | None = None
+    once: bool = False
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 
 from saecli.cli import COMMANDS, load
 
-QUICK = ("--d-sae", "24", "--epochs", "2", "--batch-size", "64")
+QUICK = ("--d-sae", "24", "--epochs", "2")
 CHOICES = {
     "pam-sgd": ("--solver", "pam-sgd", "--act", "jumprelu", "--mu-dec", "1:10", "--no-revive", "--seed", "3"),
-    "sgd": ("--solver", "sgd", "--act", "topk", "--k", "4", "--lr", "0.0123456789", "--tied"),
+    "sgd": ("--solver", "sgd", "--act", "topk", "--k", "4", "--lr", "0.0123456789", "--tied",
+            "--batch-size", "64"),
     "lbfgs": ("--optimizer", "lbfgs", "--act", "swish", "--batch-size", "1000"),
 }
 
@@ -89,10 +90,10 @@ def test_every_key_is_the_name_of_an_option():
 
 
 @pytest.mark.parametrize(("text", "words", "sentence"), [
-    ('d_sae = "many"', (), 'd_sae must be a whole number, got "many"'),
-    ("d_sae = 3.0", (), "d_sae must be a whole number, got 3.0"),
-    ("d_sae = true", (), "d_sae must be a whole number, got true"),
-    ('alpha = "many"', (), 'alpha must be a number or one of auto, got "many"'),
+    ('d_sae = "many"', (), 'd_sae must be a whole number, or a list of such, got "many"'),
+    ("d_sae = 3.0", (), "d_sae must be a whole number, or a list of such, got 3.0"),
+    ("d_sae = true", (), "d_sae must be a whole number, or a list of such, got true"),
+    ('alpha = "many"', (), 'alpha must be a number or one of auto, or a list of such, got "many"'),
     ('act = "tanh"', (), "act must be one of relu, jumprelu"),
     ("data = 3", (), "data must be text in quotes, got 3"),
     ("epochs = [1, 2]", (), "epochs must be a whole number, got [1, 2]"),

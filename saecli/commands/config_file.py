@@ -46,10 +46,10 @@ class Key:
     several: bool = False
 
     @classmethod
-    def of_field(cls, annotation: Any, rule: Option) -> "Key":
+    def of_field(cls, annotation: Any, rule: Option, several: bool) -> "Key":
         """That of a configuration's field."""
         kinds = tuple(kind for kind in scalar_types(annotation) if kind is not types.NoneType)
-        return cls(kinds, () if rule.check else rule.choices)
+        return cls(kinds, () if rule.check else rule.choices, several)
 
     @classmethod
     def of_parameter(cls, parameter: Parameter) -> "Key | None":
@@ -93,7 +93,9 @@ def config_parameter(keys: Mapping[str, Key]) -> Parameter:
 
     def load(ctx: typer.Context, path: Path | None) -> Path | None:
         if path is not None and not ctx.resilient_parsing:
-            ctx.default_map = read_config(path, keys, f"sae {ctx.info_name}")
+            found = read_config(path, keys, f"sae {ctx.info_name}")
+            ctx.default_map = {name: [value] if keys[name].several and not isinstance(value, list) else value
+                               for name, value in found.items()}
         return path
 
     option = typer.Option("--config", help=HELP, is_eager=True, callback=load)
@@ -134,14 +136,14 @@ def read_config(path: Path, keys: Mapping[str, Key], command: str) -> dict[str, 
         if not keys[name].admits(value):
             raise ConfigError(f"cannot use {path}: {written} must be {keys[name].expected}, "
                               f"got {json.dumps(value, default=str)}")
-        found[name] = _typed(value, keys[name].several)
+        found[name] = _typed(value)
     return found
 
 
-def _typed(value: Any, several: bool) -> Any:
+def _typed(value: Any) -> Any:
     """A value as the command line would have it: a flag's truth, words otherwise."""
-    if several:
-        return [str(one) for one in (value if isinstance(value, list) else [value])]
+    if isinstance(value, list):
+        return [str(one) for one in value]
     return value if isinstance(value, bool) else str(value)
 
 
@@ -151,12 +153,17 @@ def naming(ctx: typer.Context, path: Path | None) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        said = [line for name in ctx.default_map or () for line in _lines({name: ctx.params[name]})
+        said = [line for name in ctx.default_map or () for line in _lines({name: _alone(ctx.params[name])})
                 if ctx.get_parameter_source(name).name == "DEFAULT_MAP"
                 and re.search(rf"{flag_of(name)}(?![\w-])", str(error))]
         if not said:
             raise
         raise ConfigError(f"{path} says {' and '.join(said)}: {error}") from error
+
+
+def _alone(value: Any) -> Any:
+    """The only value of a list that has one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def write_config(path: Path, heading: Iterable[str], values: Mapping[str, Any], filled: Mapping[str, Any]) -> None:

@@ -4,13 +4,15 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
 from ..config import Config, Option, choose, fields, flag_of, scalar_types
+from ..errors import ConfigError
 from ..home import Home
 from ..report import Report
 from .config_file import Key, config_parameter, naming
@@ -80,10 +82,12 @@ class Given:
     Args:
         values: value by field name.
         given: the fields that the user set, as opposed to left at their defaults.
+        varied: of the fields that the user set to several values, this one's.
     """
 
     values: Mapping[str, Any]
     given: frozenset[str]
+    varied: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, kind: type[ConfigT]) -> ConfigT:
         """Build one configuration from the options that were set; the others keep its own defaults."""
@@ -95,31 +99,35 @@ class Given:
         return choose(table, selector, name, self.values, self.given)
 
 
-def configured(*configs: type[Config], **tables: Mapping[str, type[Config]]) -> Callable:
+def configured(*configs: type[Config], repeated: bool = False, **tables: Mapping[str, type[Config]]) -> Callable:
     """Give a command function the options of configurations.
 
-    The function's parameter `options` receives a `Given`; on the command line each configuration field
+    The function's parameter `options` receives a `Given`, or where options may be repeated one for each combination of
+    the values, the last option's changing fastest; on the command line each configuration field
     stands as an option of its own, in a help panel of its configuration's. All of the function's options
     may stand in the file of `--config` too.
 
     Args:
         *configs: configurations whose fields all become options.
+        repeated: whether numbers may be given several values each, but for those declared `once`.
         **tables: tables of configurations of which the option of that name selects one; fields that
             several entries share become one option, and each help text says which entries take it.
     """
     parameters, keys = {}, {}
     for config in configs:
         for f, annotation, rule in fields(config):
-            parameters[f.name] = _parameter(f.name, annotation, rule, f.default, config.panel)
-            keys[f.name] = Key.of_field(annotation, rule)
+            several = repeated and _repeats(annotation, rule)
+            parameters[f.name] = _parameter(f.name, annotation, rule, f.default, config.panel, several=several)
+            keys[f.name] = Key.of_field(annotation, rule, several)
     for selector, table in tables.items():
         for name, takers in _takers(table).items():
             f, annotation, rule = next(iter(takers.values()))
             defaults = {str(taken[0].default) for taken in takers.values()}
             note = "" if len(takers) == len(table) else f" ({', '.join(takers)})"
+            several = repeated and _repeats(annotation, rule)
             parameters[name] = _parameter(name, annotation, rule, f.default, f"Options of --{selector}", note,
-                                          one_default=len(defaults) == 1)
-            keys[name] = Key.of_field(annotation, rule)
+                                          one_default=len(defaults) == 1, several=several)
+            keys[name] = Key.of_field(annotation, rule, several)
 
     def decorate(function: Callable) -> Callable:
         signature = inspect.signature(function, eval_str=True)
@@ -132,7 +140,8 @@ def configured(*configs: type[Config], **tables: Mapping[str, type[Config]]) -> 
             ctx, file = arguments["ctx"], arguments.pop("config")
             given = frozenset(name for name in values if ctx.get_parameter_source(name).name != "DEFAULT")
             with naming(ctx, file):
-                return function(options=Given(values, given), **arguments)
+                options = _combinations(values, given) if repeated else Given(values, given)
+                return function(options=options, **arguments)
 
         everything = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
                       for p in [*own, config_parameter(in_file), *parameters.values()]]
@@ -141,6 +150,28 @@ def configured(*configs: type[Config], **tables: Mapping[str, type[Config]]) -> 
         return command
 
     return decorate
+
+
+def _repeats(annotation: Any, rule: Option) -> bool:
+    return not rule.once and not {int, float}.isdisjoint(scalar_types(annotation))
+
+
+def _combinations(values: Mapping[str, Any], given: frozenset[str]) -> tuple[Given, ...]:
+    """What was given, once for each combination of the values of options that were given several.
+
+    Raises:
+        ConfigError: an option was given one value twice.
+    """
+    several = {name: value for name, value in values.items() if isinstance(value, list)}
+    for name, words in several.items():
+        if twice := [word for place, word in enumerate(words) if word in words[:place]]:
+            raise ConfigError(f"{flag_of(name)} {twice[0]} is given twice; give each value once, for one SAE a value")
+    varying = [name for name, words in several.items() if len(words) > 1]
+    result = []
+    for combination in product(*several.values()):
+        chosen = dict(zip(several, combination, strict=True))
+        result.append(Given({**values, **chosen}, given, {name: chosen[name] for name in varying}))
+    return tuple(result)
 
 
 def _takers(table: Mapping[str, type[Config]]) -> dict[str, dict[str, tuple]]:
@@ -153,7 +184,7 @@ def _takers(table: Mapping[str, type[Config]]) -> dict[str, dict[str, tuple]]:
 
 
 def _parameter(name: str, annotation: Any, rule: Option, default: Any, panel: str, note: str = "",
-               one_default: bool = True) -> inspect.Parameter:
+               one_default: bool = True, several: bool = False) -> inspect.Parameter:
     kinds = tuple(t for t in scalar_types(annotation) if t is not types.NoneType)
     settings: dict[str, Any] = {"help": rule.help + note, "rich_help_panel": panel, "metavar": rule.metavar,
                                 "show_default": one_default and default is not None and default is not MISSING}
@@ -165,9 +196,14 @@ def _parameter(name: str, annotation: Any, rule: Option, default: Any, panel: st
     else:
         kind = Literal[rule.choices] if rule.choices else kinds[0]  # type: ignore[valid-type]
     flag = f"{flag_of(name)}/{flag_of('no_' + name)}" if default is True else flag_of(name)
+    optional = default is None
+    if several:
+        settings["metavar"] = (settings["metavar"] or f"<{kind.__name__}>") + " ..."
+        kind = list[kind]  # type: ignore[valid-type]
+        default = default if default in (None, MISSING) else [default]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=... if default is MISSING else default,
-        annotation=Annotated[kind | None if default is None else kind, typer.Option(flag, **settings)])
+        annotation=Annotated[kind | None if optional else kind, typer.Option(flag, **settings)])
 
 
 def _word_or_number(rule: Option, numeric: type) -> Callable[[str], str | int | float]:

@@ -1,27 +1,26 @@
 """`sae train`."""
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from .. import __version__
 from ..activations import ACTIVATIONS, activation_from_json
 from ..errors import ConfigError, RunError
-from ..files import locked, make_folder
+from ..files import make_folder
 from ..home import Home, now
 from ..machine import available_memory
-from ..report import table
 from ..runs import read_run
 from ..solvers import SOLVERS
-from ..training import CHECKPOINT, Plan, Run, RunRecord, Trainer, TrainingConfig, read_metrics
-from .config_file import CONFIG, write_config
+from ..store import ActivationStore
+from ..training import Plan, Run, TrainingConfig
 from .options import Given, Json, Session, configured, start, store_names, unfinished_names
 from .stores import checked_name, open_store
+from .training_runs import Job, train
 
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="How to train.")]
 Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="The activation.")]
@@ -37,86 +36,42 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of th
                                                        "unfinished one, from its last checkpoint, bit for bit.")]
 
 
-@configured(TrainingConfig, solver=SOLVERS, act=ACTIVATIONS)
-def command(ctx: typer.Context, options: Given, solver: Solver = "pam-sgd", act: Act = "relu", data: Data = None,
-            data_hash: DataHash = None, name: Name = None, resume: Resume = False, json: Json = False) -> None:
+@configured(TrainingConfig, repeated=True, solver=SOLVERS, act=ACTIVATIONS)
+def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
+            data: Data = None, data_hash: DataHash = None, name: Name = None, resume: Resume = False,
+            json: Json = False) -> None:
     """Train a sparse autoencoder from a store.
 
     Writes a folder into runs/ of the home, with the SAE (acting on raw activations), a checkpoint after every epoch,
     metrics.jsonl, loss.png, and config.toml, which --config takes to train the same again. A run that was stopped or
     killed goes on with --resume.
 
+    Numbers of the SAE and of its solver, given several times (--seed 0 --seed 1), make a run of each combination, all
+    trained together from one reading of the store; each is what it is alone.
+
     Example: sae train --solver pam-sgd --act topk --k 32
     """
     session = start(ctx, json)
     try:
         if resume:
-            folder, run = _resumed(session, ctx, name)
+            jobs = [Job(*_resumed(session, ctx, name))]
         else:
-            run = _planned(session, options, solver, act, data)
-            _look_at_hash(session, ctx, run, data_hash)
-            folder = _new_folder(session.home, name, f"{solver}-{act}")
+            store = open_store(session, data)
+            runs = [_planned(store, each, solver, act) for each in options]
+            _look_at_hash(session, ctx, runs[0], data_hash)
+            folders = _new_folders(session.home, name, f"{solver}-{act}", [each.varied for each in options])
+            jobs = [Job(*job) for job in zip(folders, runs, options, strict=True)]
     except KeyboardInterrupt:
         session.report.note("stopped before training began; nothing was changed")
         raise
-    with _held(folder):
-        result = _trained(session, run, folder, None if resume else options)
-    for note in result["notes"]:
-        session.report.note(note)
-    plan = run.plan
-    document = {"run": folder.name, "path": str(folder), "solver": plan.solver.name, "act": plan.activation.name,
-                "data": run.store.name, "d_in": run.store.d_in, "d_sae": plan.training.d_sae, **result}
-    epochs = f"{result['epochs']} epoch{'s' * (result['epochs'] != 1)}"
-    title = f"{folder.name}: {epochs}, {result['steps']:,} steps in {result['seconds']:.0f} s"
-    measures = table(title, ["measure", "value"], [[key, value] for key, value in result["final"].items()])
-    session.report.result(document, measures, f"saved in {folder}")
+    train(session, jobs)
 
 
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Keep other processes from training the same run; leave no folder behind that has nothing to go on from."""
-    try:
-        with locked(folder):
-            try:
-                yield
-            finally:
-                if not (folder / CHECKPOINT).exists():
-                    shutil.rmtree(folder)
-    except BlockingIOError as error:
-        raise RunError(f"another process is training {folder.name}; wait for it, or stop it") from error
-
-
-def _trained(session: Session, run: Run, folder: Path, options: Given | None) -> dict[str, Any]:
-    """Train a run to its end; returns its result. A new one comes with its options."""
-    try:
-        if options is not None:
-            run.write(folder, None)
-            _write_config(folder, run, options)
-        plan = run.plan
-        trainer = Trainer(plan, RunRecord(run, folder))
-        session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
-                            f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
-                            f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
-        with session.report.progress("training", trainer.steps, "steps") as show:
-            result = trainer.result(trainer.train(show))
-        from ..plots import loss_curves  # matplotlib takes a second to import
-
-        loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
-        run.write(folder, result)  # last, so that whatever cuts this short, --resume completes it
-        return result
-    except KeyboardInterrupt:
-        session.report.note(f"stopped; `sae train --resume --name {folder.name}` goes on after the last whole epoch"
-                            if (folder / CHECKPOINT).exists() else "stopped before the end of the first epoch; "
-                            "nothing was saved")
-        raise
-
-
-def _planned(session: Session, options: Given, solver: str, act: str, data: str | None) -> Run:
+def _planned(store: ActivationStore, options: Given, solver: str, act: str) -> Run:
     """A new run, with every default filled in."""
     training = options.config(TrainingConfig)
     chosen_solver = options.choose(SOLVERS, "solver", solver)
     activation = options.choose(ACTIVATIONS, "act", act)
-    store = open_store(session, data)
     training.check_shuffle(store.stored_bytes, available_memory())
     plan = Plan.resolved(training.rows_of(store), training.test_rows_of(store), training, chosen_solver, activation)
     return Run(store, plan, now())
@@ -132,27 +87,34 @@ def _look_at_hash(session: Session, ctx: typer.Context, run: Run, data_hash: str
                             "name; the weights will be others")
 
 
-def _write_config(folder: Path, run: Run, options: Given) -> None:
-    """Write what `--config` takes to train the same again: what was given, and as comments what was filled in."""
-    plan = run.plan
-    chosen = {"solver": plan.solver.name, "act": plan.activation.name, "data": run.store.name,
-              "data_hash": run.store.meta.request_hash}
-    given = {name: options.values[name] for name in options.values if name in options.given}
-    settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
-    if settled["sparsity"] == "none":
-        del settled["sparsity_weight"]
-    heading = [f"sae train --config {CONFIG} trains this run again, to the same weights, on the same rows.",
-               f"Options on the command line win. Written by saecli {__version__}."]
-    write_config(folder / CONFIG, heading, chosen | given,
-                 {name: value for name, value in settled.items() if name not in given})
-
-
-def _new_folder(home: Home, name: str | None, stem: str) -> Path:
-    """Make the folder of a run; two that begin at once get two."""
+def _new_folders(home: Home, name: str | None, stem: str, varied: list[Mapping[str, Any]]) -> list[Path]:
+    """Make the folders of runs; two that begin at once get two. Of several, the name's tell their values too."""
     runs = home.runs.path
-    given = None if name is None else runs / checked_name(name)
+    names = [None if name is None else checked_name("-".join([name, *map(_words, values.items())]))
+             for values in varied]
+    if len(set(names)) < len(names) and name is not None:
+        raise ConfigError(f"--name {name} makes one name of several runs: their values differ in characters that a "
+                          "name cannot hold; leave --name out")
     make_folder(runs)
-    for folder in (runs / f"{stem}-{number}" for number in count(1)) if given is None else [given]:
+    made: list[Path] = []
+    try:
+        for one in names:
+            made.append(_new_folder(runs, one, stem))
+    except BaseException:
+        for folder in made:
+            folder.rmdir()
+        raise
+    return made
+
+
+def _words(value: tuple[str, Any]) -> str:
+    """An option and its value as a part of a run's name: seed1, sparsity_weight0.3."""
+    return re.sub(r"[^A-Za-z0-9._+-]", "_", f"{value[0]}{value[1]:g}" if isinstance(value[1], float) else
+                  f"{value[0]}{value[1]}")
+
+
+def _new_folder(runs: Path, name: str | None, stem: str) -> Path:
+    for folder in (runs / f"{stem}-{number}" for number in count(1)) if name is None else [runs / name]:
         with suppress(FileExistsError):
             folder.mkdir()
             return folder

@@ -8,5 +8,7 @@ from .checkpoints import CHECKPOINT, read_metrics
 from .config import TrainingConfig
 from .loop import Plan, Record, Trainer
 from .run import Run, RunRecord, origin_of
+from .together import Outcome, Share, alone, together
 
-__all__ = ["CHECKPOINT", "Plan", "Record", "Run", "RunRecord", "Trainer", "TrainingConfig", "origin_of", "read_metrics"]
+__all__ = ["CHECKPOINT", "Outcome", "Plan", "Record", "Run", "RunRecord", "Share", "Trainer", "TrainingConfig", "alone",
+           "origin_of", "read_metrics", "together"]

@@ -28,9 +28,10 @@ class TrainingConfig(Config):
 
     d_sae: int | None = option(None, "Number of latents; default: 4 times the width of the activations.", minimum=1)
     epochs: int | None = option(None, "Passes over the training rows; default: as many as make about "
-                                      f"{DEFAULT_STEPS} batches, at most {MOST_DEFAULT_EPOCHS}.", minimum=1)
-    steps: int | None = option(None, "Optimiser steps, in place of --epochs.", minimum=1)
-    batch_size: int = option(256, "Rows in a batch.", minimum=1)
+                                      f"{DEFAULT_STEPS} batches, at most {MOST_DEFAULT_EPOCHS}.",
+                               minimum=1, once=True)
+    steps: int | None = option(None, "Optimiser steps, in place of --epochs.", minimum=1, once=True)
+    batch_size: int = option(256, "Rows in a batch.", minimum=1, once=True)
     lr: float | str = option("auto", "The learning rate at its highest; auto, for Adam, takes it from the rows' size "
                                      "and spread.", choices=("auto",), above=0, maximum=1e30)
     lr_warm_up: float = option(WARM_UP, "Share of all steps over which the learning rate rises.", minimum=0, maximum=1)
@@ -53,22 +54,23 @@ class TrainingConfig(Config):
     sparsity_warm_up: float = option(PENALTY_WARM_UP, "Share of all steps over which the penalty's weight rises.",
                                      minimum=0, maximum=1)
     fraction: float = option(1.0, "Share of the training rows to use; smaller shares lie within larger ones.",
-                             above=0, maximum=1)
-    split_seed: int = option(0, "Seed of the split into training rows and a tenth of test rows.", minimum=0)
-    seed: int = option(0, "Seed of initial weights and batch order.", minimum=0)
+                             above=0, maximum=1, once=True)
+    split_seed: int = option(0, "Seed of the split into training rows and a tenth of test rows.", minimum=0, once=True)
+    seed: int = option(0, "Seed of initial weights and of what training draws.", minimum=0)
+    shuffle_seed: int = option(0, "Seed of the order of the rows, whatever --seed is.", minimum=0, once=True)
     shuffle: str = option("window", "Order of the rows: window mixes neighbours with rows from all over the store and "
                                     "suits any size; exact is a uniform shuffle, for stores that fit in memory.",
-                          choices=SHUFFLES)
+                          choices=SHUFFLES, once=True)
     normalize: str = option("scale", "Normalisation of the rows, folded into the saved weights: scale centres them "
                                      "and divides by one number; standardize gives each dimension unit variance.",
-                            choices=NORMALISATIONS)
+                            choices=NORMALISATIONS, once=True)
     keep_every: int | None = option(None, "Keep the SAE of every so many epochs as well, in RUN/kept/epoch-N, a folder "
-                                          "that eval, sparsity and geometry take.", minimum=1)
+                                          "that eval, sparsity and geometry take.", minimum=1, once=True)
     tensorboard: bool = option(False, "Write TensorBoard event files too, in RUN/tensorboard; needs the extra "
                                       "saecli[tensorboard].")
-    device: str = option("auto", "Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one.")
+    device: str = option("auto", "Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one.", once=True)
     dtype: str = option("float32", "Precision of weights and steps; the decoder step sums in float64 in any case.",
-                        choices=tuple(DTYPES))
+                        choices=tuple(DTYPES), once=True)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:

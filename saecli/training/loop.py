@@ -21,6 +21,7 @@ from .array_rows import ArrayRows
 from .config import DTYPES, TrainingConfig
 from .normalise import Normalisation, fit_normalisation
 from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae, raw_batches
+from .together import Share, alone
 
 Measures = dict[str, Any]  # as of `metrics.reconstruction`
 
@@ -101,27 +102,29 @@ class Trainer:
     Args:
         plan: what to train.
         record: what is kept of it meanwhile.
+        trainings: how many share the memory.
 
     Raises:
         ConfigError: the solver needs more memory than is free, or the device is unknown.
     """
 
-    def __init__(self, plan: Plan, record: Record) -> None:
-        self.plan, self.record = plan, record
+    def __init__(self, plan: Plan, record: Record, trainings: int = 1) -> None:
+        self.plan, self.record, self.share = plan, record, alone
         training = plan.training
         self.train_rows, self.test_rows = plan.train_rows, plan.test_rows
         self.device = device_named(training.device)
-        self.memory = self._demand_memory()
+        self.memory = self._demand_memory(trainings)
         self.batches = training.epoch_batches(self.train_rows.rows)
         per_epoch = self.batches * plan.solver.steps_per_batch
         self.steps = training.steps or training.epochs * per_epoch
         self.epochs = math.ceil(self.steps / per_epoch)
 
-    def train(self, show: Step) -> SAE:
+    def train(self, show: Step, share: Share = alone) -> SAE:
         """Train to the end.
 
         Args:
             show: told the steps done, and a few words on how it goes.
+            share: how passes over the rows are gone through, those of `result` too.
 
         Returns:
             The SAE, acting on raw activations.
@@ -129,6 +132,7 @@ class Trainer:
         Raises:
             TrainingError: the loss became NaN or infinite; the last checkpoint stands.
         """
+        self.share = share
         solver, normalisation, progress = self._begin(self.record.checkpoint())
         self.solver, self.progress, self.test = solver, progress, None
         rows = self._rows(normalisation)
@@ -141,7 +145,7 @@ class Trainer:
                 progress.seconds += time.monotonic() - began
                 sae = on_raw_rows(solver.sae(), normalisation)
                 demand_finite(sae, solver.step)
-                self.test = None if self.test_rows is None else self._measured(self.test_rows, sae)
+                self.test = None if self.test_rows is None else self._measured("test", sae)
                 tested = {f"test_{name}": self.test[name] for name in ("fvu", "l0")} if self.test else {}
                 self.record.line({"step": solver.step, "epoch": progress.epoch, **tested, **solver.record()})
                 state = {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
@@ -162,7 +166,7 @@ class Trainer:
         Cost: a pass over the training rows.
         """
         solver, progress = self.solver, self.progress
-        train, test = self._measured(self.train_rows, sae), self.test or self._measured(self.test_rows, sae)
+        train, test = self._measured("train", sae), self.test or self._measured("test", sae)
         rate = {} if solver.optimizer.to_tolerance else {"lr": solver.task.lr}
         return {
             "rows_train": self.train_rows.rows, "rows_test": self.test_rows.rows, "epochs": progress.epoch,
@@ -173,24 +177,27 @@ class Trainer:
 
     def _rows(self, normalisation: Normalisation) -> TrainingRows:
         training = self.plan.training
-        return TrainingRows(self.train_rows, normalisation, training.batch_size, training.seed,
-                            training.shuffle == "exact")
+        return TrainingRows(self.train_rows, normalisation, training.batch_size, training.shuffle_seed,
+                            training.shuffle == "exact", self.share)
 
-    def _demand_memory(self) -> int:
-        """The bytes that are free for the solver."""
+    def _demand_memory(self, trainings: int) -> int:
+        """The bytes that are free for the solver, which is one of several trainings'."""
         solver, d_sae = self.plan.solver, self.plan.training.d_sae
         batch = 3 * 4 * max(self.plan.training.batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
         needed = solver.memory(self.train_rows.rows, self.plan.training.batch_size, self.train_rows.d_in, d_sae) + batch
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
+        free //= trainings
         if needed > free:
+            beside = "" if trainings == 1 else f" for each of {trainings} trainings"
             raise ConfigError(f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, "
-                              f"{free / 2**30:.1f} GiB are free; {solver.memory_advice}")
+                              f"{free / 2**30:.1f} GiB are free{beside}; {solver.memory_advice}")
         return free - batch
 
     def _begin(self, checkpoint: tuple[dict, dict] | None) -> tuple[Solver, Normalisation, Progress]:
         training = self.plan.training
         if checkpoint is None:
-            normalisation = fit_normalisation(training.normalize, self.train_rows.spread(), DTYPES[training.dtype])
+            (spread,) = self.share("spread", lambda: iter([self.train_rows.spread()]))
+            normalisation = fit_normalisation(training.normalize, spread, DTYPES[training.dtype])
         else:
             kept = {name: checkpoint[0][f"normalisation.{name}"] for name in ("mean", "scale", "variance")}
             normalisation = Normalisation(**kept)
@@ -232,8 +239,10 @@ class Trainer:
         look()
         return seen
 
-    def _measured(self, stored: StoredRows | ArrayRows, sae: SAE) -> Measures:
-        return reconstruction(sae, (batch.to(sae.W_enc) for batch in raw_batches(stored)))
+    def _measured(self, split: str, sae: SAE) -> Measures:
+        stored = self.train_rows if split == "train" else self.test_rows
+        batches = self.share(split, lambda: raw_batches(stored))
+        return reconstruction(sae, (batch.to(sae.W_enc) for batch in batches))
 
 
 def averages(reports: list[StepReport], variance: Tensor) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ..sae import SAE
 from ..store import Rows as StoredRows
 from .array_rows import ArrayRows
 from .normalise import Normalisation
+from .together import Share, alone
 
 STREAMED_ROWS = 2048  # rows at a time where their order does not matter
 SUMMED_ROWS = 4096  # the same for sums over all rows, of which each block's go through all of a d_sae x d_sae matrix
@@ -29,6 +30,7 @@ class TrainingRows:
     batch_size: int
     seed: int
     exact: bool = False
+    share: Share = alone
 
     @property
     def rows(self) -> int:
@@ -42,12 +44,12 @@ class TrainingRows:
 
     def shuffled(self, epoch: int) -> Iterator[Tensor]:
         """Every row once, in batches (B, D), in an order that is a pure function of seed and epoch."""
-        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch,
-                                                     exact=self.exact))
+        return self.share("shuffled", lambda: self._normalised(self.stored.batches(
+            self.batch_size, seed=self.seed, epoch=epoch, exact=self.exact)), epoch)
 
     def sequential(self) -> Iterator[Tensor]:
         """Every row once, in batches (B, D), in stored order."""
-        return self._normalised(self.stored.sequential(SUMMED_ROWS))
+        return self.share("sequential", lambda: self._normalised(self.stored.sequential(SUMMED_ROWS)))
 
     def sample(self) -> Tensor:
         """The first rows of the shuffled order, `SAMPLED_ROWS` or all there are, (n, D)."""

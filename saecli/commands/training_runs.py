@@ -1,0 +1,169 @@
+"""Trains the runs that `sae train` has planned, and tells what came of them."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..errors import RunError, SaeError
+from ..files import locked
+from ..report import Step, table
+from ..training import CHECKPOINT, Run, RunRecord, Share, Trainer, alone, read_metrics, together
+from .config_file import CONFIG, write_config
+from .options import Given, Session
+
+SHOWN = ("train_fvu", "test_fvu", "l0", "dead_fraction", "lr", "alpha")  # of several runs, where they have it
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to train.
+
+    Args:
+        folder: the run's folder, which exists.
+        run: what to train, on which store.
+        options: what was given, of a new run; None for one that is gone on with.
+    """
+
+    folder: Path
+    run: Run
+    options: Given | None = None
+
+
+def train(session: Session, jobs: Sequence[Job]) -> None:
+    """Train runs to their ends, several of them together, and print what came of them.
+
+    Raises:
+        KeyboardInterrupt: they were interrupted; those that have a checkpoint can be gone on with.
+        SaeError: what ended the only run, or the first of several; the others go on to their ends.
+    """
+    if len(jobs) == 1:
+        (job,) = jobs
+        document = _trained(session, job)
+        _tell_notes(session, document["notes"])
+        epochs = f"{document['epochs']} epoch{'s' * (document['epochs'] != 1)}"
+        title = f"{document['run']}: {epochs}, {document['steps']:,} steps in {document['seconds']:.0f} s"
+        measures = table(title, ["measure", "value"], [[key, value] for key, value in document["final"].items()])
+        session.report.result(document, measures, f"saved in {document['path']}")
+    else:
+        _train_together(session, jobs)
+
+
+def _train_together(session: Session, jobs: Sequence[Job]) -> None:
+    """Train several runs from one reading of the store."""
+    with session.report.progress(f"training {len(jobs)} SAEs", None, "steps") as show:
+        progress = _Progress(show)
+        outcomes = together([partial(_trained, session, job, len(jobs), progress) for job in jobs])
+    errors = {job.folder.name: outcome.error for job, outcome in zip(jobs, outcomes, strict=True) if outcome.error}
+    if any(isinstance(error, KeyboardInterrupt) for error in errors.values()):
+        raise KeyboardInterrupt
+    varied = [*jobs[0].options.varied]
+    done = [outcome.result | {"varied": dict(job.options.varied)}
+            for job, outcome in zip(jobs, outcomes, strict=True) if not outcome.error]
+    for document in done:
+        _tell_notes(session, document["notes"], f"{document['run']}: ")
+    names = [name for name in SHOWN if name not in varied]
+    rows = [[document["run"], *document["varied"].values(), *(document["final"].get(name) for name in names)]
+            for document in done]
+    columns = ["run", *(name.replace("_", " ") for name in [*varied, *names])]
+    session.report.result({"runs": done}, table(None, columns, rows), f"saved in {jobs[0].folder.parent}")
+    for place, (name, error) in enumerate(errors.items()):
+        if not isinstance(error, SaeError):
+            raise error
+        if place == len(errors) - 1:
+            raise type(error)(f"{name}: {error}") from error
+        session.report.note(f"{name}: {error}")
+
+
+class _Progress:
+    """How far several trainings have come, on one display."""
+
+    def __init__(self, show: Step) -> None:
+        self._show = show
+        self._done: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[Step]:
+        """What one of them tells its steps to."""
+
+        def step(done: float, words: str = "") -> None:
+            self._done[name] = done
+            self._show(sum(self._done.values()), f"{name}: {words}")
+
+        yield step
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keep other processes from training the same run; leave no folder behind that has nothing to go on from."""
+    try:
+        with locked(folder):
+            try:
+                yield
+            finally:
+                if not (folder / CHECKPOINT).exists():
+                    shutil.rmtree(folder)
+    except BlockingIOError as error:
+        raise RunError(f"another process is training {folder.name}; wait for it, or stop it") from error
+
+
+def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress | None = None,
+             share: Share = alone) -> dict[str, Any]:
+    """Train a run to its end; returns what is to be told of it.
+
+    Args:
+        session: the command's session.
+        job: the run.
+        trainings: how many are trained together.
+        progress: the display that they share; None for one of its own.
+        share: how passes over the rows are gone through.
+    """
+    folder, run, plan = job.folder, job.run, job.run.plan
+    with _held(folder):
+        try:
+            if job.options is not None:
+                run.write(folder, None)
+                _write_config(folder, run, job.options)
+            trainer = Trainer(plan, RunRecord(run, folder), trainings)
+            session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} "
+                                f"latents on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
+                                f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
+            display = (session.report.progress("training", trainer.steps, "steps") if progress is None
+                       else progress.of(folder.name))
+            with display as show:
+                result = trainer.result(trainer.train(show, share))
+            from ..plots import loss_curves  # matplotlib takes a second to import
+
+            loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
+            run.write(folder, result)  # last, so that whatever cuts this short, --resume completes it
+        except KeyboardInterrupt:
+            session.report.note(f"stopped; `sae train --resume --name {folder.name}` goes on after the last whole "
+                                "epoch" if (folder / CHECKPOINT).exists() else
+                                f"stopped before the end of the first epoch; nothing was saved of {folder.name}")
+            raise
+    return {"run": folder.name, "path": str(folder), "solver": plan.solver.name, "act": plan.activation.name,
+            "data": run.store.name, "d_in": run.store.d_in, "d_sae": plan.training.d_sae, **result}
+
+
+def _tell_notes(session: Session, notes: Sequence[str], before: str = "") -> None:
+    for note in notes:
+        session.report.note(f"{before}{note}")
+
+
+def _write_config(folder: Path, run: Run, options: Given) -> None:
+    """Write what `--config` takes to train the same again: what was given, and as comments what was filled in."""
+    plan = run.plan
+    chosen = {"solver": plan.solver.name, "act": plan.activation.name, "data": run.store.name,
+              "data_hash": run.store.meta.request_hash}
+    given = {name: options.values[name] for name in options.values if name in options.given}
+    settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
+    if settled["sparsity"] == "none":
+        del settled["sparsity_weight"]
+    heading = [f"sae train --config {CONFIG} trains this run again, to the same weights, on the same rows.",
+               f"Options on the command line win. Written by saecli {__version__}."]
+    write_config(folder / CONFIG, heading, chosen | given,
+                 {name: value for name, value in settled.items() if name not in given})
