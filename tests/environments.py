@@ -18,6 +18,9 @@ import torch
 PINNED = {"saelens": "sae-lens==6.54.12", "sparsify": "eai-sparsify==1.3.3",
           "dictionary-learning": "dictionary-learning==0.1.0"}
 
+# Named among its requirements, imported nowhere there; PyPI's is built for one torch and fails beside another.
+UNUSED = {"dictionary-learning": "torchvision"}
+
 
 def python_with(library: str) -> Path:
     """The Python of an environment that has a library; the test is skipped where there can be none."""
@@ -30,19 +33,22 @@ def python_with(library: str) -> Path:
         pytest.skip(f"an environment with {PINNED[library]} is only made inside a virtual environment")
     folder = Path(sys.prefix) / "libraries" / library
     if not (folder / PINNED[library]).exists():
-        _install(PINNED[library], folder)
+        _install(library, folder)
     return folder / "bin" / "python"
 
 
-def _install(pinned: str, folder: Path) -> None:
+def _install(library: str, folder: Path) -> None:
     venv.create(folder, clear=True)
-    python = folder / "bin" / "python"
+    pinned, python = PINNED[library], folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python]
     asked = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
                            capture_output=True, text=True, check=True)
     (Path(asked.stdout.strip()) / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     # What is there is taken where it will do; torch is named, lest a newer one come with gigabytes for a GPU.
-    done = subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", "-q", pinned,
-                           f"torch=={torch.__version__}"], capture_output=True, text=True)
+    done = subprocess.run([*pip, "install", "-q", pinned, f"torch=={torch.__version__}"], capture_output=True,
+                          text=True)
     if done.returncode:
         pytest.skip(f"{pinned} could not be installed: {done.stderr.strip().splitlines()[-1]}")
+    if library in UNUSED:
+        subprocess.run([*pip, "uninstall", "-q", "-y", UNUSED[library]], check=True)
     (folder / pinned).touch()
