@@ -130,9 +130,11 @@ def test_a_signed_topk_is_native_where_saelens_would_change_rows_and_says_so(sae
     done = sae("push", "clipped", "someone/saes", "--format", "saelens", "--json")
     assert done.json["deviation"]["rows_that_differ"] > 0
     files = hub.repos["someone/saes"].files
-    assert {name for name in files if name.startswith("clipped/")} == {"clipped/cfg.json",
-                                                                      "clipped/sae_weights.safetensors"}
-    assert "`clipped`: saelens has no topk: wrote relu-topk" in files["README.md"].decode()
+    assert {name for name in files if name.startswith("clipped/")} == {  # native's are gone
+        "clipped/cfg.json", "clipped/sae_weights.safetensors"}
+    assert sae("push", "positive", "someone/saes").status == 0  # which keeps what is said of the others
+    card = hub.repos["someone/saes"].files["README.md"].decode()
+    assert "\n- `clipped`: saelens has no topk: wrote relu-topk" in card
 
 
 def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(

@@ -9,12 +9,9 @@ from .. import formats
 from ..errors import ConfigError
 from ..runs import find_subject
 from .conversions import converted
-from .options import Json, run_names, start
+from .options import Json, Run, start
 from .subjects import Data
 
-Run = Annotated[str | None, typer.Argument(
-    help="Run name, folder that holds an SAE, or such as user/repo/folder@revision on the Hugging Face hub.",
-    show_default="the newest run", autocompletion=run_names)]
 To = Annotated[Literal["saelens", "sparsify", "dictionary-learning", "gemma-scope"], typer.Option(
     "--to", help="The library, or gemma-scope for params.npz.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]

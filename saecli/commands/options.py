@@ -41,6 +41,10 @@ def _home(ctx: typer.Context) -> Home:
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, everything else on stderr.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Save a picture here (PNG, PDF or SVG by its ending).")]
+Run = Annotated[str | None, typer.Argument(
+    metavar="RUN", help="Run name, folder that holds an SAE, or such as user/repo/folder@revision on the Hugging Face "
+                        "hub.",
+    show_default="the newest run", autocompletion=run_names)]
 Runs = Annotated[list[str] | None, typer.Argument(
     metavar="RUN", help="Run names, folders that hold an SAE, or such as user/repo/folder@revision on the Hugging Face "
                         "hub.",

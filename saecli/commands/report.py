@@ -13,7 +13,7 @@ from ..latents import COLUMNS, Examples, in_blocks, neighbours, survey
 from ..pages import Details, Readings, overview, write_pages
 from ..report import size_words
 from ..training import read_metrics
-from .options import Device, Json, Session, run_names, start
+from .options import Device, Json, Run, Session, start
 from .report_words import Words, facts, heading, words_for
 from .subjects import Data, Measured, SplitName, measured
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and stores without to
 MOST_PAGES = 4096  # that are written unasked
 NEIGHBOURS, OUTPUT_TOKENS = 10, 10
 
-Run = Annotated[str | None, typer.Argument(
-    help="Run name, or folder that holds an SAE.", show_default="the newest run", autocompletion=run_names)]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
 Latents = Annotated[str | None, typer.Option(
     "--latents", metavar="all|NUMBERS", help="Latents that get a page of their own: all, or numbers and ranges such as "

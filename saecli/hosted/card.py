@@ -59,13 +59,15 @@ def card_with(entry: Entry, present: str | None) -> str | None:
         Its text; None where the card that is there was written by someone else, and is left to them.
     """
     if present is None:
-        return f"{_metadata(entry)}\n# {entry.address.repo}\n\n{_written(entry, [])}\n"
+        return f"{_metadata(entry)}\n# {entry.address.repo}\n\n{_written(entry, [], [])}\n"
     before, start, rest = present.partition(START)
     inside, end, after = rest.partition(END)
     if not (start and end):
         return None
-    others = [line for line in inside.splitlines() if line.startswith("| `") and not line.startswith(_key(entry))]
-    return before + _written(entry, others) + after
+    own = f"`{entry.address.folder}`"
+    lines = [line for line in inside.splitlines() if line.startswith("| `") and not line.startswith(f"| {own} |")]
+    remarks = [line for line in inside.splitlines() if line.startswith("- `") and not line.startswith(f"- {own}:")]
+    return before + _written(entry, lines, remarks) + after
 
 
 def _metadata(entry: Entry) -> str:
@@ -79,19 +81,17 @@ def _metadata(entry: Entry) -> str:
     return f"---\n{data.to_yaml()}\n---\n"
 
 
-def _written(entry: Entry, others: list[str]) -> str:
-    shown = (f"`{entry.address.folder}`", entry.activations, entry.activation, number(entry.d_in), number(entry.d_sae),
+def _written(entry: Entry, lines: list[str], remarks: list[str]) -> str:
+    """What stands between the two marks: the SAE beside the lines and remarks of others."""
+    own = f"`{entry.address.folder}`"
+    shown = (own, entry.activations, entry.activation, number(entry.d_in), number(entry.d_sae),
              *(number(entry.measures.get(name)) for name in MEASURES))
-    lines = sorted([*others, f"| {' | '.join(shown)} |"])
-    table = "\n".join([f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *lines])
-    remark = f"\n\n`{entry.address.folder}`: {entry.remark}." if entry.remark else ""
-    return (f"{START}\nSparse autoencoders, measured by `sae eval` on held-out rows: {FORMULAS}.\n\n{table}{remark}\n\n"
-            f"With saecli:\n\n    sae eval {entry.address} --data STORE\n\n```python\nimport saecli\n"
-            f'sae = saecli.load_sae("{entry.address}")\n```\n\n{_elsewhere(entry)}\n{END}')
-
-
-def _key(entry: Entry) -> str:
-    return f"| `{entry.address.folder}` |"
+    table = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *sorted([*lines, f"| {' | '.join(shown)} |"])]
+    told = sorted([*remarks, *([f"- {own}: {entry.remark}."] if entry.remark else [])])
+    return "\n".join([
+        START, f"Sparse autoencoders, measured by `sae eval` on held-out rows: {FORMULAS}.", "", *table, "",
+        *([*told, ""] if told else []), "With saecli:", "", f"    sae eval {entry.address} --data STORE", "",
+        "```python", "import saecli", f'sae = saecli.load_sae("{entry.address}")', "```", "", _elsewhere(entry), END])
 
 
 def _elsewhere(entry: Entry) -> str:

@@ -1,6 +1,6 @@
 """Fetching an SAE from the Hugging Face hub: its own files, and no others, into the cache of the hub's client."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -83,12 +83,12 @@ def _choose(address: Address, names: Iterable[str], note: Callable[[str], None])
     raise HubError(f"no SAE found in {address}: expected a folder with {known}, got {there}")
 
 
-def _download(address: Address, files: Iterable[str], commit: str) -> Path:
+def _download(address: Address, files: Sequence[str], commit: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     prefix = f"{address.folder}/" if address.folder else ""
     with told(address), bars_on_terminals():
         paths = [Path(hf_hub_download(address.repo, prefix + file, revision=commit)) for file in files]
         # The cache learns which commit the branch is, so that without a network it is found by its name.
-        hf_hub_download(address.repo, prefix + next(iter(files)), revision=address.revision)
+        hf_hub_download(address.repo, prefix + files[0], revision=address.revision)
     return paths[0].parent
