@@ -61,6 +61,7 @@ def test_every_command_prints_json_on_demand_and_every_option_says_what_it_does(
     parameters = load(name).params
     assert "--json" in [opt for parameter in parameters for opt in parameter.opts]
     assert all(parameter.help and parameter.help.endswith((".", ")")) for parameter in parameters)
+    assert not [parameter.help for parameter in parameters if re.search(r"\[[a-z]", parameter.help)]  # taken for markup
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -66,8 +66,8 @@ class TrainingConfig(Config):
                             choices=NORMALISATIONS, once=True)
     keep_every: int | None = option(None, "Keep the SAE of every so many epochs as well, in RUN/kept/epoch-N, a folder "
                                           "that eval, sparsity and geometry take.", minimum=1, once=True)
-    tensorboard: bool = option(False, "Write TensorBoard event files too, in RUN/tensorboard; needs the extra "
-                                      "saecli[tensorboard].")
+    tensorboard: bool = option(False, "Write TensorBoard event files too, in RUN/tensorboard; needs the package "
+                                      "tensorboard.")
     device: str = option("auto", "Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one.", once=True)
     dtype: str = option("float32", "Precision of weights and steps; the decoder step sums in float64 in any case.",
                         choices=tuple(DTYPES), once=True)
