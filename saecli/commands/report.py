@@ -107,7 +107,6 @@ def _report(session: Session, one: Measured, chosen: list[int] | None, most: int
     found = survey(sae, in_blocks(one.batches(session), one.rows, one.batch_rows), examples)
     if chosen is None:
         chosen = sorted(found.firing.frequency.argsort(descending=True, stable=True)[:most].tolist())
-        examples.keep(chosen)
     details = Details(found, _readings(session, one, chosen, words))
     notes = [*words.notes, *_which(chosen, sae.d_sae)]
     content = overview(heading(one), found, read_metrics(one.subject.folder), facts(session.home, one), notes)

@@ -4,17 +4,39 @@ Shapes: B rows, W windows, C latents, N examples a latent, T tokens of an excerp
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..metrics import in_cache
 from .blocks import Block
 
 TOKENS, BEFORE = 48, 31  # of an excerpt at most, and of those before its peak
+WINDOWS = 128  # looked at before the smallest examples are known anew
 FACTOR = 0x9E3779B97F4A7C15  # odd, so that it can be divided by modulo 2^64
 INVERSE = pow(FACTOR, -1, 1 << 64)
+
+
+class Peaks(NamedTuple):
+    """The largest codes of some latents in some windows of a block, (n,) each.
+
+    Args:
+        rows: where in the block they are.
+        latents: whose they are, as places among the latents looked at.
+        sizes: `|z|`.
+        begins: where in the block the excerpts about them begin.
+        ends: where these end.
+        marks: of the excerpts; equal ones read the same.
+    """
+
+    rows: np.ndarray
+    latents: np.ndarray
+    sizes: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+    marks: np.ndarray
 
 
 class Examples:
@@ -28,82 +50,102 @@ class Examples:
         d_sae: number of all latents.
         count: N, examples a latent.
         tokens: whether the rows have tokens, which need room: `8 TOKENS C N` bytes.
-
-    Attributes:
-        found: arrays by name, (C, N) each, the largest first: `size`, 0 where there is none; `number`, the peak's row
-            within the store. With tokens further `document` and `position`, the peak's; `peak`, its place in the
-            excerpt; `gap`, (C, N, T), whether rows are missing before a token; `token`, (C, N, T), the excerpt's token
-            ids, -1 after its end. In any case `code`, the codes, (C, N, T), T being 1 without tokens.
     """
 
     def __init__(self, latents: Sequence[int], d_sae: int, count: int, tokens: bool) -> None:
-        self._latents = None if len(latents) == d_sae else torch.tensor(latents)
+        self._latents, self._all = np.array(latents), len(latents) == d_sae
         shape, width = (len(latents), count), TOKENS if tokens else 1
-        self.found = {"size": np.zeros(shape, np.float32), "number": np.zeros(shape, np.int64),
-                      "code": np.zeros((*shape, width), np.float32)}
+        self._sizes = np.zeros(shape, np.float32)  # the largest first; 0 where there is none
         self._marks = np.zeros(shape, np.uint64)  # of excerpts; equal ones read the same
+        self._slots = np.zeros(shape, np.int64)  # where in `_kept`, which is never sorted, the rest of each is
+        self._kept = {"number": np.zeros(shape, np.int64), "code": np.zeros((*shape, width), np.float32)}
         if tokens:
-            self.found |= {"document": np.zeros(shape, np.int64), "position": np.zeros(shape, np.int32),
+            self._kept |= {"document": np.zeros(shape, np.int64), "position": np.zeros(shape, np.int32),
                            "peak": np.zeros(shape, np.int16), "gap": np.zeros((*shape, width), bool),
-                           "token": np.full((*shape, width), -1, np.int32)}
+                           "token": np.zeros((*shape, width), np.int32)}
+
+    def of(self, latents: Sequence[int]) -> dict[str, np.ndarray]:
+        """The examples of some of its latents.
+
+        Returns:
+            Arrays by name, (C, N) each, the largest first: `size`, 0 where there is none; `number`, the peak's row
+            within the store; and `code`, the codes, (C, N, T), T being 1 without tokens. With tokens further `document`
+            and `position`, the peak's; `peak`, its place in the excerpt; `token`, (C, N, T), the excerpt's token ids,
+            -1 after its end; `gap`, (C, N, T), whether rows are missing before a token.
+        """
+        places = np.searchsorted(self._latents, np.array(latents))[:, None]
+        slots = self._slots[places[:, 0]]
+        return {"size": self._sizes[places[:, 0]], **{name: kept[places, slots] for name, kept in self._kept.items()}}
 
     @torch.no_grad()
     def update(self, z: Tensor, block: Block) -> None:
         """Look at the codes of a block, (B, F)."""
-        if self._latents is not None:
-            z = z[:, self._latents.to(z.device)]
-        rows, latents, sizes = self._candidates(z)
+        if not self._all:
+            z = z[:, torch.from_numpy(self._latents).to(z.device)]
         starts = block.starts
-        windows = np.searchsorted(starts, rows, side="right") - 1
-        best = _first_of_each(np.lexsort((-sizes, latents, windows)), windows, latents)
-        rows, latents, sizes, windows = rows[best], latents[best], sizes[best], windows[best]
+        for first in range(0, len(starts) - 1, WINDOWS):
+            self._merge(z, block, self._peaks(z, block, starts[first : first + WINDOWS + 1]))
+
+    def _peaks(self, z: Tensor, block: Block, starts: np.ndarray) -> Peaks:
+        """The peaks, in windows that begin and end at `starts`, (W + 1,), that are larger than the smallest example of
+        their latent: few, once some windows have been seen."""
+        least = torch.from_numpy(self._sizes[:, -1].copy()).to(z)
+        rows = z[starts[0] : starts[-1]]
+        if len(rows) == len(starts) - 1:  # a row a window
+            sizes = rows.abs()
+        else:
+            sizes = torch.stack([z[begin:end].abs().amax(0) for begin, end in pairwise(starts.tolist())])
+        windows, latents = np.nonzero((sizes > least).cpu().numpy())
+        rows = _rows_of(z, starts, windows, latents)
         begins, ends = _excerpts(rows, starts[windows], starts[windows + 1])
-        marks = block.numbers[rows].astype(np.uint64) if block.columns is None else _marks(block.columns[2], begins,
-                                                                                           ends)
-        self._merge(z, block, rows, latents, sizes, begins, ends, marks)
+        numbers = block.numbers[rows].astype(np.uint64)
+        marks = numbers if block.columns is None else _marks(block.columns[2], begins, ends)
+        return Peaks(rows, latents, sizes[windows, latents].cpu().numpy(), begins, ends, marks)
 
-    def keep(self, latents: Sequence[int]) -> None:
-        """Forget all but the examples of some latents, by their numbers, where those of all are there."""
-        self.found = {name: values[latents] for name, values in self.found.items()}
-
-    def _candidates(self, z: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows, latents and sizes, (n,) each, of the codes that are larger than the smallest example of their latent:
-        few, once some windows have been seen."""
-        least = torch.from_numpy(self.found["size"][:, -1].copy()).to(z)
-        row, width, parts = 0, z.shape[1], []
-        for some in in_cache(z):
-            sizes = some.abs()
-            flat = np.flatnonzero((sizes > least).cpu().numpy())
-            chosen = sizes.flatten()[torch.from_numpy(flat).to(z.device)].cpu().numpy()
-            parts.append((row + flat // width, flat % width, chosen))
-            row += len(some)
-        return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
-
-    def _merge(self, z: Tensor, block: Block, rows: np.ndarray, latents: np.ndarray, sizes: np.ndarray,
-               begins: np.ndarray, ends: np.ndarray, marks: np.ndarray) -> None:
-        """Let new windows, (n,) each, take their places among the examples of their latents."""
+    def _merge(self, z: Tensor, block: Block, peaks: Peaks) -> None:
+        """Let peaks take their places among the examples of their latents."""
         count = self._marks.shape[1]
-        touched, owner = np.unique(latents, return_inverse=True)
+        touched, owner = np.unique(peaks.latents, return_inverse=True)
         stored = len(touched) * count  # those already there come first, then the new ones
         owner = np.concatenate([np.arange(len(touched)).repeat(count), owner])
-        sizes = np.concatenate([self.found["size"][touched].ravel(), sizes])
-        marks = np.concatenate([self._marks[touched].ravel(), marks])
+        sizes = np.concatenate([self._sizes[touched].ravel(), peaks.sizes])
+        marks = np.concatenate([self._marks[touched].ravel(), peaks.marks])
         order = np.lexsort((-sizes, owner))
         order = order[sizes[order] > 0]
         order = order[np.sort(_first_of_each(np.lexsort((marks[order], owner[order])), owner[order], marks[order]))]
-        rank = np.arange(len(order)) - np.searchsorted(owner[order], np.arange(len(touched)))[owner[order]]
+        rank = _numbered(owner[order])
         order, rank = order[rank < count], rank[rank < count]
-        old = order < stored
-        new = order[~old] - stored
-        values = {"size": sizes[stored:][new], "number": block.numbers[rows[new]],
-                  **_read(z, block, rows[new], latents[new], begins[new], ends[new], self.found["code"].shape[-1])}
-        for state, fresh in ((self._marks, marks[stored:][new]), *((self.found[name], values[name])
-                                                                    for name in self.found)):
-            before = state[touched].reshape(stored, *state.shape[2:])
-            after = np.zeros_like(before).reshape(len(touched), *state.shape[1:])
-            after[owner[order[old]], rank[old]] = before[order[old]]
-            after[owner[order[~old]], rank[~old]] = fresh
+        old, new = order[order < stored], order[order >= stored]
+        slots = self._slots[touched].ravel()
+        taken = np.zeros((len(touched), count), bool)
+        taken[owner[old], slots[old]] = True
+        free = np.argsort(taken, axis=1, kind="stable")
+        slots = np.concatenate([slots, np.zeros(len(owner) - stored, np.int64)])
+        slots[new] = free[owner[new], _numbered(owner[new])]
+        for state, values in ((self._sizes, sizes), (self._marks, marks), (self._slots, slots)):
+            after = np.zeros((len(touched), count), state.dtype)
+            after[owner[order], rank] = values[order]
             state[touched] = after
+        came = Peaks(*(values[new - stored] for values in peaks))
+        for name, values in _read(z, block, came, self._kept["code"].shape[-1]).items():
+            self._kept[name][touched[owner[new]], slots[new]] = values
+
+
+def _rows_of(z: Tensor, starts: np.ndarray, windows: np.ndarray, latents: np.ndarray) -> np.ndarray:
+    """The first row in which the code of a latent is largest in a window, for pairs of these in the order of windows,
+    (n,)."""
+    ends = np.searchsorted(windows, np.arange(len(starts))).tolist()
+    found = [np.empty(0, np.int64)]
+    for window, (first, last) in enumerate(pairwise(ends)):
+        if last > first:
+            codes = z[starts[window] : starts[window + 1], latents[first:last]]
+            found.append(starts[window] + codes.abs().argmax(0).cpu().numpy())
+    return np.concatenate(found)
+
+
+def _numbered(owners: np.ndarray) -> np.ndarray:
+    """The number of each among its owner's, from 0, of owners in ascending order."""
+    return np.arange(len(owners)) - np.searchsorted(owners, owners)
 
 
 def _first_of_each(order: np.ndarray, *keys: np.ndarray) -> np.ndarray:
@@ -130,18 +172,17 @@ def _marks(tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarr
     return (sums[ends] - sums[begins]) * np.cumprod(steps)[begins]
 
 
-def _read(z: Tensor, block: Block, rows: np.ndarray, latents: np.ndarray, begins: np.ndarray, ends: np.ndarray,
-          width: int) -> dict[str, np.ndarray]:
-    """What `Examples.found` holds of excerpts beside size and number, their codes and tokens read, (m, T) each."""
-    places = begins[:, None] + np.arange(width)
-    inside = places < ends[:, None]
-    places = np.where(inside, places, begins[:, None])
-    codes = z[torch.from_numpy(places).to(z.device), torch.from_numpy(latents[:, None]).to(z.device)]
-    values = {"code": codes.float().cpu().numpy() * inside}
-    if block.columns is not None:
-        documents, positions, tokens = block.columns
-        gaps = np.diff(positions, prepend=positions[:1]) > 1
-        values |= {"document": documents[rows], "position": positions[rows], "peak": rows - begins,
-                   "gap": gaps[places] & inside & (np.arange(width) > 0),
-                   "token": np.where(inside, tokens[places], -1)}
-    return values
+def _read(z: Tensor, block: Block, peaks: Peaks, width: int) -> dict[str, np.ndarray]:
+    """What `Examples` keeps of peaks and their excerpts, (n,) or (n, width) each."""
+    places = peaks.begins[:, None] + np.arange(width)
+    inside = places < peaks.ends[:, None]
+    places = np.where(inside, places, peaks.begins[:, None])
+    codes = z[torch.from_numpy(places).to(z.device), torch.from_numpy(peaks.latents[:, None]).to(z.device)]
+    values = {"number": block.numbers[peaks.rows], "code": codes.float().cpu().numpy() * inside}
+    if block.columns is None:
+        return values
+    documents, positions, tokens = block.columns
+    gaps = np.diff(positions, prepend=positions[:1]) > 1
+    return values | {"document": documents[peaks.rows], "position": positions[peaks.rows],
+                     "peak": peaks.rows - peaks.begins, "gap": gaps[places] & inside & (np.arange(width) > 0),
+                     "token": np.where(inside, tokens[places], -1)}

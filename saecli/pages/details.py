@@ -67,13 +67,8 @@ class Details:
     """
 
     def __init__(self, survey: Survey, readings: Readings) -> None:
-        self._found, self._readings, self._texts = survey.examples.found, readings, readings.texts
+        self._found, self._readings, self._texts = survey.examples.of(readings.chosen), readings, readings.texts
         self._histograms, self._largest = survey.magnitudes.histograms, survey.magnitudes.largest
-
-    @property
-    def files(self) -> int:
-        """How many files there are."""
-        return -(-len(self._readings.chosen) // PER_FILE)
 
     def contents(self, show: Callable[[int], None]) -> Iterator[dict[str, Any]]:
         """Each file's content in turn; `show` is told how many latents are done."""

@@ -43,7 +43,7 @@ function excerpt(example, strings, scale) {
     shaded(strings[string], example.codes[place] * scale, 1000 * scale, place === example.peak)]);
   return h("li", { class: "example" },
     h("p", { class: "source" }, h("b", { class: "value" }, number(+example.code.toPrecision(4))), " at ",
-      chip(strings[example.tokens[example.peak]]), h("span", { class: "muted" },
+      chip(strings[example.tokens[example.peak]]), h("span", { class: "muted", title: `row ${number(example.row)} of the store` },
         ` document ${number(example.document)}, position ${number(example.position)}`)),
     h("p", { class: "words", dir: "auto" }, pieces));
 }
