@@ -17,8 +17,9 @@ import typer
 from typer.core import TyperGroup
 
 from . import __version__
-from .errors import SaeError
+from .errors import ConfigError, PeerError, SaeError
 from .home import Home
+from .launch import rank, world
 from .root_help import show_root_help
 
 COMMANDS = {
@@ -34,6 +35,9 @@ COMMANDS = {
     "list": "Show the stores and runs in the home folder, newest first.",
     "demo": "Run the whole chain offline, printing each command first.",
 }
+
+
+TOGETHER = ("extract", "train")  # commands that several processes run together, started by torchrun
 
 
 def load(name: str) -> Any:
@@ -100,6 +104,13 @@ def root(
     Without a network, `sae demo` runs all of it on a small bundled model.
     """
     ctx.obj = Home(home)
+    if world() > 1:
+        from .distributed import join  # which imports torch
+
+        join()
+        if ctx.invoked_subcommand not in TOGETHER:
+            raise ConfigError(f"sae {ctx.invoked_subcommand} runs in one process: expected {' or '.join(TOGETHER)}, "
+                              f"which run in several, got {world()} processes; run it without torchrun")
 
 
 def sentence_for(error: BaseException) -> str | None:
@@ -126,10 +137,20 @@ def _pass_on(ignored: Any) -> None:
 
 
 def main() -> None:
-    """Run the command line, and end with its exit status."""
+    """Run the command line, and end with its exit status; of several processes only the first says what is not an
+    error."""
     sys.unraisablehook = _pass_on
+    errors = sys.stderr
+    if rank() > 0 and not os.environ.get("SAE_DEBUG"):
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
     try:
         app(prog_name="sae")
+    except SystemExit as stop:
+        if world() > 1 and not stop.code:
+            from .distributed import leave
+
+            leave()
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:  # the outermost boundary: whatever was not foreseen is named as a bug
@@ -138,5 +159,16 @@ def main() -> None:
         sentence = sentence_for(error)
         if sentence is None:
             sentence = f"unexpected {type(error).__name__}: {error}; SAE_DEBUG=1 shows where, please report it"
-        print(f"sae: {' '.join(sentence.split())}", file=sys.stderr)
+        sentence = " ".join(sentence.split())
+        if world() == 1:
+            print(f"sae: {sentence}", file=errors)
+        elif _is_first_to_say(sentence, error):
+            print(f"sae: process {rank()} of {world()}: {sentence}", file=errors)
         sys.exit(1)
+
+
+def _is_first_to_say(sentence: str, error: Exception) -> bool:
+    """Whether none of the other processes that run this command has said it."""
+    from .distributed import is_first_to_say
+
+    return is_first_to_say(sentence, blames_another=isinstance(error, PeerError))

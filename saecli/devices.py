@@ -3,6 +3,7 @@
 import torch
 
 from .errors import ConfigError
+from .launch import local_world
 
 
 def device_named(name: str) -> torch.device:
@@ -13,6 +14,9 @@ def device_named(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda:") and local_world() > 1:
+        raise ConfigError(f"--device {name} gives one GPU to all {local_world()} processes of this machine: expected "
+                          f"one each; use --device cuda, which does, or cpu")
     try:
         device = torch.device(name)
         torch.zeros(1, dtype=torch.float64, device=device)  # sums are float64, which not every device has

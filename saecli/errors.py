@@ -7,7 +7,8 @@
     |-- RunError      (ValueError)   a training run that is missing, foreign or unfinished
     |-- ModelError    (OSError)      a language model or text that cannot be loaded
     |-- HubError      (OSError)      a repository of SAEs on the Hugging Face hub that cannot be read or written
-    `-- TrainingError (RuntimeError) a training run that cannot go on
+    |-- TrainingError (RuntimeError) a training run that cannot go on
+    `-- PeerError     (RuntimeError) another process of the same command that has ended
 
 Each message is one sentence: what failed; expected X, got Y; what to do.
 """
@@ -43,6 +44,10 @@ class HubError(SaeError, OSError):
 
 class TrainingError(SaeError, RuntimeError):
     """A training run that cannot go on."""
+
+
+class PeerError(SaeError, RuntimeError):
+    """Another process of the same command that has ended, or that ends this one."""
 
 
 def one_line(error: BaseException) -> str:

@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "saecli"
 
 FLOORS = [
-    {"errors", "files", "hub", "machine", "assets"},
-    {"config", "devices", "home", "products", "report"},
+    {"errors", "files", "hub", "launch", "machine", "assets"},
+    {"config", "devices", "distributed", "home", "products", "report"},
     {"activations", "arrays", "language_model", "ridge", "store", "texts"},
     {"harvest", "sae"},
     {"formats", "geometry", "metrics"},

@@ -1,7 +1,7 @@
 """`sae extract`."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -16,11 +16,28 @@ from torch import Tensor
 
 from ..config import Config, option
 from ..devices import device_named
+from ..distributed import agreed, gathered, is_main
 from ..errors import ConfigError
-from ..harvest import COLUMNS, POSITIONS, Cursor, Forward, Spot, Target, Windows, batch_tokens, fill, in_blocks
+from ..harvest import (
+    COLUMNS,
+    POSITIONS,
+    Block,
+    Cursor,
+    Forward,
+    SharedTarget,
+    Spot,
+    Target,
+    Windows,
+    batch_tokens,
+    fill,
+    fill_together,
+    in_blocks,
+    mend_together,
+)
 from ..language_model import MODEL_DTYPES, SITES, TINY_GEMMA2, LanguageModel, ModelSource, Place, find_model
+from ..launch import rank, world
 from ..report import Step, size_words
-from ..store import DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request
+from ..store import DTYPES, ActivationStore, SharedWriter, StoreMeta, StoreWriter, hash_request, made_by_several
 from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, Document, TextSource
 from .options import Device, Given, Json, Session, configured, start
 from .stores import (
@@ -153,13 +170,14 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
         context = allowed if config.context is None else config.context
         config = replace(config, context=context, model_dtype=source.dtype_on(where, config.model_dtype))
         source.check_context(context)
-        text = text.pinned(session.report.note)
+        text = agreed(lambda: text.pinned(session.report.note))
         stores = _wanted(session, config, source, text, layer, site, name)
         folders += [store.folder for store in stores]
-        before = {store.place for store in stores if store.is_finished(session)}
+        before = agreed(lambda: {store.place for store in stores if store.is_finished(session)})
         if missing := [store for store in stores if store.place not in before]:
             _extract(session, config, LanguageModel(source, where, dtype=config.model_dtype), text, missing)
-    say_stored(session, [(ActivationStore.open(store.folder), store.place in before) for store in stores])
+    if is_main():
+        say_stored(session, [(ActivationStore.open(store.folder), store.place in before) for store in stores])
 
 
 def _text_source(config: ExtractConfig, options: Given) -> TextSource:
@@ -221,6 +239,11 @@ def _extract(session: Session, config: ExtractConfig, model: LanguageModel, text
     def documents_from(spot: Spot) -> Iterator[Document]:
         return text.documents(spot.document, spot.mark, session.report.note)
 
+    def blocks_from(cursor: Cursor) -> Iterator[Block]:
+        return in_blocks(documents_from, new_windows(), config.rows, cursor)
+
+    together = world() > 1 or any(made_by_several(store.folder) for store in stores)
+    open_writer = partial(SharedWriter.open, rank=rank(), exchange=gathered) if together else StoreWriter.open
     with ExitStack() as open_writers:
         writers = []
         for store, width in zip(stores, widths, strict=True):
@@ -228,20 +251,38 @@ def _extract(session: Session, config: ExtractConfig, model: LanguageModel, text
                              request_hash=hash_request(store.request), dtype=config.dtype, d_in=width,
                              shard_rows=config.shard_rows, columns=COLUMNS,
                              max_norm_multiple=config.max_norm_multiple)
-            writers.append(open_writers.enter_context(StoreWriter.open(store.folder, meta, limit=config.rows)))
+            writers.append(open_writers.enter_context(open_writer(store.folder, meta, limit=config.rows)))
+        if together:
+            _fill_together(session, config, writers, places, forward, blocks_from)
+            return
         start = _first_cursor(_targets(writers, places))
         with filling(session, writers, "extracting", max(0, config.rows - start.offered)) as show:
             # Shards that are damaged take passes of their own.
             while targets := _targets(writers, places):
-                blocks = in_blocks(documents_from, new_windows(), config.rows, _first_cursor(targets))
-                fill(targets, blocks, forward, config.rows, Progress(show, targets))
+                fill(targets, blocks_from(_first_cursor(targets)), forward, config.rows, Progress(show, targets))
                 for target in targets:
                     target.finish()
+
+
+def _fill_together(session: Session, config: ExtractConfig, writers: list[SharedWriter], places: list[Place],
+                   forward: Forward, blocks_from: Callable[[Cursor], Iterator[Block]]) -> None:
+    """Write this process' part of the stores; or all of it where it is alone now, and was not before."""
+    targets = [SharedTarget(place, writer) for place, writer in zip(places, writers, strict=True)]
+    unfinished = [target for target in targets if not target.writer.complete]
+    start = _first_cursor(unfinished) if unfinished else Cursor(offered=config.rows)
+    with filling(session, writers, "extracting", max(0, config.rows - start.offered)) as show:
+        for target in targets:
+            mend_together(target, blocks_from, forward)
+        if unfinished:
+            fill_together(unfinished, blocks_from(start), forward, config.rows, Progress(show, unfinished), rank(),
+                          world())
+        for target in unfinished:
+            target.finish()
 
 
 def _targets(writers: list[StoreWriter], places: list[Place]) -> list[Target]:
     return [Target(place, writer) for place, writer in zip(places, writers, strict=True) if not writer.complete]
 
 
-def _first_cursor(targets: list[Target]) -> Cursor:
+def _first_cursor(targets: Sequence[Target | SharedTarget]) -> Cursor:
     return min((target.cursor for target in targets), key=lambda cursor: cursor.place)

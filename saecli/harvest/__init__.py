@@ -3,7 +3,8 @@
 from .blocks import Block, Cursor, in_blocks
 from .forward import Forward, batch_tokens
 from .stores import COLUMNS, Target, fill
+from .together import SharedTarget, fill_together, mend_together
 from .windows import POSITIONS, Spot, Windows
 
-__all__ = ["COLUMNS", "POSITIONS", "Block", "Cursor", "Forward", "Spot", "Target", "Windows", "batch_tokens", "fill",
-           "in_blocks"]
+__all__ = ["COLUMNS", "POSITIONS", "Block", "Cursor", "Forward", "SharedTarget", "Spot", "Target", "Windows",
+           "batch_tokens", "fill", "fill_together", "in_blocks", "mend_together"]

@@ -58,21 +58,41 @@ class Target:
             StoreError: the disk refuses it, the text is not that of an interrupted store, or none of very many rows
                 could be stored.
         """
-        dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
-        if found is not None:
-            dropped["special"] = found.special_norms
-        rows = np.empty((0, self._writer.meta.d_in), np.float32) if found is None else found.rows
-        self._writer.append(rows, block.columns, block.cursor.to_json(), dropped)
-        dtype = self._writer.meta.dtype
-        if block.offered >= NONFINITE_ROWS and not self.rows:
-            remedy = ("the model itself gives them, so check its weights" if dtype == "float32" else
-                      f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != dtype)}")
-            raise StoreError(f"no row can be stored: expected rows that are finite in {dtype}, got "
-                             f"{block.offered:,} that are not and none that is; {remedy}")
+        rows, columns, dropped = parts_of(block, found, self._writer.meta.d_in)
+        self._writer.append(rows, columns, block.cursor.to_json(), dropped)
+        demand_some(self.rows, block.offered, self._writer.meta.dtype)
 
     def finish(self) -> None:
         """Say that the text has ended, or no more is wanted; see `StoreWriter.finish`."""
         self._writer.finish()
+
+
+def parts_of(block: Block, found: Found | None,
+             d_in: int) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """A block as a store's writer takes it: rows, columns, and norms of what was left out, by reason.
+
+    Args:
+        block: the block.
+        found: what it gave; None where it has no tokens.
+        d_in: width of the rows.
+    """
+    dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
+    if found is None:
+        return np.empty((0, d_in), np.float32), block.columns, dropped
+    return found.rows, block.columns, dropped | {"special": found.special_norms}
+
+
+def demand_some(stored: int, offered: int, dtype: str) -> None:
+    """Refuse to go on where so many rows were offered and none could be stored.
+
+    Raises:
+        StoreError: it is so.
+    """
+    if offered >= NONFINITE_ROWS and not stored:
+        remedy = ("the model itself gives them, so check its weights" if dtype == "float32" else
+                  f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != dtype)}")
+        raise StoreError(f"no row can be stored: expected rows that are finite in {dtype}, got "
+                         f"{offered:,} that are not and none that is; {remedy}")
 
 
 def fill(targets: Sequence[Target], blocks: Iterator[Block], forward: Forward, rows: int,

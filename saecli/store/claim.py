@@ -1,7 +1,9 @@
 """Claiming a folder for one writer, to begin a store in or to go on with one."""
 
+import errno
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,46 @@ from typing import Any
 from ..errors import StoreError
 from ..files import LOCK, lock_folder
 from ..home import STORE_MARKER
+from .checks import changed, find_damage
 from .schema import SHARDS, StoreMeta, read_meta, write_meta
 
 
-def take_lock(path: Path) -> int:
-    """Lock a store against other writers; its folder is made if need be.
+def claim(path: Path, meta: StoreMeta, show: Callable[[float], None]) -> tuple[int, StoreMeta, list[int]]:
+    """Claim a folder, to begin a store in it, or to go on with one that was interrupted or of which shards are damaged.
+
+    Args:
+        path: the store's folder; made if need be.
+        meta: what it is to hold.
+        show: told how many bytes are read to check shards that may have changed since they were written.
+
+    Returns:
+        The lock, a descriptor to close when done; the `store.json` to go on from; and the numbers of damaged shards.
+
+    Raises:
+        StoreError: another process is writing it, or it holds something else.
+    """
+    try:
+        lock = take_lock(path)
+    except OSError as error:
+        raise refused(path, 0, error) from error
+    new = not (path / STORE_MARKER).exists()
+    try:
+        there = begin(path, meta)
+        return lock, there, sorted(find_damage(path, there, changed(path, there), show))
+    except OSError as error:
+        if not (path / STORE_MARKER).exists():
+            forsake(path)
+        os.close(lock)
+        raise refused(path, 0, error) from error
+    except BaseException:
+        if new:  # an interrupt leaves no store without a shard
+            remove_empty(path)
+        os.close(lock)
+        raise
+
+
+def take_lock(path: Path, together: bool = False) -> int:
+    """Lock a store against other writers, or `together` with others that do; its folder is made if need be.
 
     Returns:
         A descriptor to close when done; the system closes it, and lets go of the lock, if the process dies.
@@ -23,7 +60,7 @@ def take_lock(path: Path) -> int:
         OSError: the folder cannot be made.
     """
     try:
-        return lock_folder(path)
+        return lock_folder(path, together)
     except BlockingIOError as error:
         raise StoreError(f"cannot write to {path}: another process is writing it; "
                          "wait for that one, or choose another --name") from error
@@ -65,6 +102,17 @@ def begin(path: Path, meta: StoreMeta) -> StoreMeta:
         raise StoreError(f"{path} holds something else: expected {wanted}, got {got}; "
                          "choose another --name, or remove that store")
     return there
+
+
+def refused(path: Path, rows: int, error: Exception) -> Exception:
+    """What to raise when the disk refuses to write, with so many rows safe; a StoreError says its own already."""
+    if isinstance(error, StoreError):
+        return error
+    number = getattr(error, "errno", None)
+    reason = os.strerror(number) if number else " ".join(str(error).split())
+    remedy = "free some space" if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
+    return StoreError(f"cannot write to {path}: {reason}; {remedy} and run the same command again, "
+                      f"which goes on after the {rows} rows that are safe")
 
 
 def _difference(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> tuple[str, str]:

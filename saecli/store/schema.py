@@ -23,7 +23,9 @@ The format, version 1:
   of these, `norm_bin`, (K,) int32 ascending, and `norm_count`, (K,) int64 above 0: bin 0 is for norms of 0, bin i for
   those from `2^((i - 1) / 40 - 149)` on and below `2^(i / 40 - 149)`.
 - `store.json` MAY lack `max_norm_multiple`, `median_norm`, `norms`, `norm_quantiles`, `dropped_norms` and a shard's
-  `frame`: older versions wrote none of them.
+  `frame` and `pieces`: older versions wrote none of them.
+- A shard's `pieces` are empty where one process wrote all shards, in the order of its rows. Where several did, they
+  say which rows of which of the producer's blocks the shard holds.
 """
 
 import dataclasses
@@ -96,6 +98,25 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Rows of one of a producer's blocks, in a shard of several processes, which take turns at blocks.
+
+    Args:
+        block: the block's number, from 0 for the first that several processes were given.
+        cursor: the producer's own note of where it begins; see `Resume`.
+        begin: the first of its kept rows that are meant.
+        end: the one after the last of them.
+        kept: how many rows are kept of it in all.
+    """
+
+    block: int
+    cursor: dict[str, Any]
+    begin: int
+    end: int
+    kept: int
+
+
+@dataclass(frozen=True)
 class Frame:
     """What surrounds a shard's activations: HDF5's headers, the columns, the checksums of chunks.
 
@@ -120,6 +141,8 @@ class ShardRecord:
         resume: where the producer goes on after it.
         dropped_norms: norms of the rows dropped, by reason.
         frame: by which it is checked while it is read; None where all of it is checked before.
+        pieces: what rows it holds, in their order, where several processes made the store; its `resume` then says of
+            the last of them only where it ends.
     """
 
     file: str
@@ -129,6 +152,7 @@ class ShardRecord:
     resume: Resume
     dropped_norms: dict[str, Norms] = field(default_factory=dict)
     frame: Frame | None = None
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -206,6 +230,9 @@ class StoreMeta:
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `store.json`."""
         document = dataclasses.asdict(self)
+        for shard in document["shards"]:
+            if not shard["pieces"]:
+                del shard["pieces"]
         return {name: document[name] for name in ("format_version", "created", "complete", *document)}
 
     @classmethod
@@ -281,7 +308,16 @@ def _shard(entry: Any, index: int) -> ShardRecord:
     frame = None if entry.get("frame") is None else _take(entry, "frame", dict)
     return ShardRecord(name, rows, _take(entry, "sha256", str), _counts(entry),
                        Resume(_take(resume, "cursor", dict), _take(resume, "skip", int)), _dropped_norms(entry),
-                       frame and Frame(_take(frame, "start", int), _take(frame, "xxh3", str)))
+                       frame and Frame(_take(frame, "start", int), _take(frame, "xxh3", str)), _pieces(entry))
+
+
+def _pieces(entry: dict[str, Any]) -> tuple[Piece, ...]:
+    """None where one process made the shard."""
+    if "pieces" not in entry:
+        return ()
+    numbers = ("begin", "end", "kept")
+    return tuple(Piece(_take(piece, "block", int), _take(piece, "cursor", dict),
+                       *(_take(piece, name, int) for name in numbers)) for piece in _take(entry, "pieces", list))
 
 
 def shard_name(index: int) -> str:

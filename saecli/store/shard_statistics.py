@@ -1,7 +1,7 @@
 """The statistics that each shard holds of its own rows, and what they tell of a store or a split without a pass."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -11,7 +11,7 @@ from .checks import MEND_SHARD
 from .dropped import Norms
 from .schema import SHARDS, ShardRecord, StoreMeta
 from .shard import HDF5_ERRORS, read_layout
-from .statistics import BINS, Spread, Statistics
+from .statistics import BINS, QUANTILES, Spread, Statistics
 
 if TYPE_CHECKING:
     from .rows import Rows
@@ -87,6 +87,32 @@ def stored_statistics(path: Path, meta: StoreMeta) -> Statistics | None:
             return None
         total = found if total is None else total + found
     return total
+
+
+def with_shard(path: Path, meta: StoreMeta, before: Statistics | None, found: Statistics | None) -> Statistics | None:
+    """The statistics of a store and one more shard.
+
+    Args:
+        path: the store's folder.
+        meta: its `store.json`, which does not know of the shard.
+        before: those of its rows; None to read them from its shards.
+        found: those of the shard.
+
+    Returns:
+        None where an earlier version wrote some of the shards.
+    """
+    if not meta.shards:
+        return found
+    before = before or stored_statistics(path, meta)
+    return before + found if before and found else None
+
+
+def norm_fields(statistics: Statistics | None) -> dict[str, Any]:
+    """The fields of `store.json` that tell of the norms of the rows stored."""
+    if statistics is None:
+        return {}
+    return {"norms": statistics.norms,
+            "norm_quantiles": {f"{share:g}": statistics.norm_quantile(share) for share in QUANTILES}}
 
 
 def spread_of(rows: "Rows") -> Spread:

@@ -77,8 +77,11 @@ class ShardWriter:
             if self._filled == len(self._chunk):
                 self._flush_chunk()
 
-    def commit(self) -> tuple[str, Frame]:
+    def commit(self, path: Path | None = None) -> tuple[str, Frame]:
         """Finish the shard, flush it to disk and let it appear.
+
+        Args:
+            path: where, in the same folder, if not where it was said to be at first.
 
         Returns:
             The SHA-256 of the file, and its frame.
@@ -106,8 +109,24 @@ class ShardWriter:
         digest = file_sha256(temporary)
         with temporary.open("rb", buffering=0) as file:
             frame = Frame(start, frame_checksum(file, start, self._end))
-        settle(temporary, self.path)
+        settle(temporary, path or self.path)
         return digest, frame
+
+    def lay_open(self) -> tuple[Path, int, dict[str, np.ndarray]]:
+        """Flush what there is to disk, for another process to take; nothing can be appended any more.
+
+        Returns:
+            The file, the byte offset of the rows in it, which lie there one after the other as they are stored, and
+            their columns, (rows,) each.
+
+        Raises:
+            OSError: the disk refuses it.
+        """
+        if self._filled:
+            _write(self._file, memoryview(self._chunk[: self._filled]).cast("B"), self._end)
+        os.fsync(self._file)
+        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        return partial_path(self.path), self._start, columns
 
     def abandon(self) -> None:
         """Remove what was written; calling it after `commit` does nothing."""

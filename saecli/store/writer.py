@@ -4,7 +4,6 @@ Legend: R rows, D = d_in.
 """
 
 import dataclasses
-import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,17 +16,16 @@ import numpy as np
 
 from ..errors import StoreError
 from ..home import STORE_MARKER
-from .checks import changed, find_damage, no_show, suspect
-from .claim import begin, forsake, remove_empty, take_lock
-from .dropped import Dropped, row_norms
+from .admission import Admission
+from .checks import no_show, suspect
+from .claim import claim, refused, remove_empty
+from .dropped import Dropped
 from .dtypes import DTYPES
 from .schema import SHARDS, Resume, ShardRecord, StoreMeta, shard_name, write_meta
-from .shard_statistics import stored_statistics
+from .shard_statistics import norm_fields, with_shard
 from .shard_writer import ShardWriter
-from .statistics import QUANTILES, Statistics
+from .statistics import Statistics
 
-NONFINITE = "nonfinite"
-HIGH_NORM = "high_norm"
 SOURCE_CHANGED = "the source has changed, so remove the store and make it again"
 
 
@@ -61,7 +59,7 @@ class StoreWriter:
         self._damaged = sorted(damaged)
         self.altered: list[str] = []
         self._statistics: Statistics | None = None  # of all shards, once one has been added
-        self._median = meta.median_norm
+        self._admit = Admission(path, meta)
         self._failed = False
         self._begin()
 
@@ -91,25 +89,8 @@ class StoreWriter:
         Raises:
             StoreError: another process is writing it, or it holds something else.
         """
-        try:
-            lock = take_lock(path)
-        except OSError as error:
-            raise _refused(path, 0, error) from error
-        new = not (path / STORE_MARKER).exists()
-        try:
-            there = begin(path, meta)
-            damaged = find_damage(path, there, changed(path, there), show)
-            return cls(path, there, lock, limit, damaged)
-        except OSError as error:
-            if not (path / STORE_MARKER).exists():
-                forsake(path)
-            os.close(lock)
-            raise _refused(path, 0, error) from error
-        except BaseException:
-            if new:  # an interrupt leaves no store without a shard
-                remove_empty(path)
-            os.close(lock)
-            raise
+        lock, there, damaged = claim(path, meta, show)
+        return cls(path, there, lock, limit, damaged)
 
     @property
     def cursor(self) -> dict[str, Any] | None:
@@ -177,14 +158,9 @@ class StoreWriter:
         if self.complete and not self._mended:
             raise StoreError(f"{self.path} is complete, with {self.rows} rows; expected one to go on with; "
                              "choose another --name, or remove that store")
-        rows, cursor = self._checked(activations, columns), json.loads(json.dumps(cursor))
-        self._ended, self._current = self._ended + self._current, Dropped.of(dropped or {})
-        rows, columns = self._dropping(NONFINITE, ~DTYPES[self._meta.dtype].keeps(rows), rows, columns)
-        if self._meta.max_norm_multiple is not None and len(rows):
-            norms = self._row_norms(rows)
-            self._median = float(np.median(norms)) if self._median is None else self._median
-            high = norms > self._meta.max_norm_multiple * self._median
-            rows, columns = self._dropping(HIGH_NORM, high, rows, columns)
+        rows, columns, left_out = self._admit(activations, columns, dropped or {})
+        cursor = json.loads(json.dumps(cursor))
+        self._ended, self._current = self._ended + self._current, left_out
         begin, end = self._after_stored(len(rows), cursor), len(rows)
         if self._damaged or self._mended:
             end = min(end, begin + (0 if self._mended else self._room - (self._shard.rows if self._shard else 0)))
@@ -240,42 +216,7 @@ class StoreWriter:
         except OSError as error:
             self._failed = True
             self._drop_shard()
-            raise _refused(self.path, self._meta.rows, error) from error
-
-    def _checked(self, activations: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-        meta = self._meta
-        if activations.ndim != 2 or activations.shape[1] != meta.d_in:
-            raise ValueError(f"a block does not fit {self.path}: expected shape (rows, {meta.d_in}), "
-                             f"got {activations.shape}")
-        if columns.keys() != set(meta.columns):
-            raise ValueError(f"a block does not fit {self.path}: expected columns {list(meta.columns)}, "
-                             f"got {list(columns)}")
-        for name, column in columns.items():
-            if column.shape != (len(activations),) or column.dtype.kind not in "iu":
-                raise ValueError(f"column {name} does not fit {self.path}: expected {len(activations)} integers, "
-                                 f"got {column.dtype} of shape {column.shape}")
-        if activations.dtype == DTYPES[meta.dtype].storage:
-            return activations
-        if activations.dtype.kind != "f":
-            raise ValueError(f"a block does not fit {self.path}: expected floats, got {activations.dtype}")
-        with np.errstate(over="ignore"):  # what overflows is infinite, and dropped
-            return activations.astype(np.float32, copy=False)
-
-    def _dropping(self, reason: str, unwanted: np.ndarray, rows: np.ndarray,
-                  columns: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
-        """The rows and columns without some, which are counted."""
-        if not unwanted.any():
-            return rows, columns
-        self._current += Dropped.of({reason: self._row_norms(rows[unwanted])})
-        return rows[~unwanted], {name: columns[name][~unwanted] for name in self._meta.columns}
-
-    def _row_norms(self, rows: np.ndarray) -> np.ndarray:
-        """Norms, (R,), of rows as they came; infinite where one is not finite in the stored type's own bits."""
-        if rows.dtype.kind == "f":
-            return row_norms(rows)
-        decoded = np.empty(rows.shape, np.float32)
-        DTYPES[self._meta.dtype].decode_rows(rows, decoded)
-        return row_norms(decoded)
+            raise refused(self.path, self._meta.rows, error) from error
 
     def _after_stored(self, kept: int, cursor: dict[str, Any]) -> int:
         """How many of the block's kept rows are stored already, as those before an interruption are."""
@@ -335,28 +276,15 @@ class StoreWriter:
         if self._shard:
             assert self._last is not None
             digest, frame = self._shard.commit()
-            self._statistics = self._total(self._shard.statistics)
+            self._statistics = with_shard(self.path, self._meta, self._statistics, self._shard.statistics)
             shards += (ShardRecord(self._shard.path.name, self._shard.rows, digest, dict(self._ended.counts),
                                    self._last, dict(self._ended.norms), frame),)
         dropped = Dropped(self._meta.dropped, self._meta.dropped_norms) + self._ended
         meta = dataclasses.replace(self._meta, complete=complete, shards=shards, dropped=dict(dropped.counts),
-                                   dropped_norms=dict(dropped.norms), median_norm=self._median, **self._norms())
+                                   dropped_norms=dict(dropped.norms), median_norm=self._admit.median,
+                                   **norm_fields(self._statistics))
         write_meta(self.path, meta)
         self._meta, self._shard, self._ended = meta, None, Dropped()
-
-    def _total(self, found: Statistics | None) -> Statistics | None:
-        """The statistics of the shards and one more; None where an earlier version wrote some of them."""
-        if not self._meta.shards:
-            return found
-        before = self._statistics or stored_statistics(self.path, self._meta)
-        return before + found if before and found else None
-
-    def _norms(self) -> dict[str, Any]:
-        """The fields of `store.json` that tell of the norms of the rows stored."""
-        if self._statistics is None:
-            return {}
-        quantiles = {f"{share:g}": self._statistics.norm_quantile(share) for share in QUANTILES}
-        return {"norms": self._statistics.norms, "norm_quantiles": quantiles}
 
     def _drop_shard(self) -> None:
         if self._shard:
@@ -369,14 +297,3 @@ class StoreWriter:
         else:
             expected = f"{self._resume.skip} rows or more at {self._resume.cursor}"
         return StoreError(f"cannot go on with {self.path}: expected {expected}, got {got}; {SOURCE_CHANGED}")
-
-
-def _refused(path: Path, rows: int, error: Exception) -> Exception:
-    """What to raise when the disk refuses to write; a StoreError says its own already."""
-    if isinstance(error, StoreError):
-        return error
-    number = getattr(error, "errno", None)
-    reason = os.strerror(number) if number else " ".join(str(error).split())
-    remedy = "free some space" if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
-    return StoreError(f"cannot write to {path}: {reason}; {remedy} and run the same command again, "
-                      f"which goes on after the {rows} rows that are safe")

@@ -1,0 +1,171 @@
+"""Several processes that run one command together, started by torchrun: torch.distributed, as far as it is needed.
+
+In a world of one process every function here gives back what it was given. All processes must come to the same calls in
+the same order. Tensors on a CPU go by gloo, those on a GPU by NCCL, objects by gloo. Where a process has ended, the
+calls of the others raise `PeerError`.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import ConfigError, PeerError
+from .launch import local_rank, local_world, rank, world
+
+Value = TypeVar("Value")
+
+PATIENCE = timedelta(days=1)  # others wait in silence while one solves; one that has ended is noticed at once
+STORE_PATIENCE = timedelta(seconds=10)
+BLAME_SECONDS = 3.0  # that a process which lost another waits for it to say why
+SAID = "sae-said"
+_launcher: list[Any] = []  # the key-value store that torchrun keeps, once this process has joined
+
+
+def join() -> None:
+    """Join the processes of this command; from then on SIGTERM, which torchrun sends where one has failed, raises
+    `PeerError`.
+
+    Raises:
+        ConfigError: this machine has fewer GPUs than processes.
+        PeerError: the others cannot be reached.
+    """
+    signal.signal(signal.SIGTERM, _terminated)
+    if torch.cuda.is_available():
+        if local_world() > torch.cuda.device_count():
+            raise ConfigError(f"there are {local_world()} processes on a machine of {torch.cuda.device_count()} GPUs: "
+                              f"expected a GPU for each; lower --nproc-per-node, or hide the GPUs by "
+                              f"CUDA_VISIBLE_DEVICES= to compute on the CPU")
+        torch.cuda.set_device(local_rank())
+    with _reaching():
+        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+        _launcher.append(store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.PrefixStore("sae", store), rank=rank(), world_size=world(),
+                                timeout=PATIENCE)
+
+
+def leave() -> None:
+    """Leave the others, all of which come to this: not where one failed, as it would wait for those that are gone."""
+    dist.destroy_process_group()
+
+
+def is_main() -> bool:
+    """Whether this process is the one that prints, writes what there is one of, and solves."""
+    return rank() == 0
+
+
+def add_up(tensor: Tensor) -> Tensor:
+    """Put the sum over all processes into a contiguous tensor, on each of them; returns it."""
+    if world() > 1:
+        with _reaching():
+            dist.all_reduce(tensor)
+    return tensor
+
+
+def add_up_on_main(tensor: Tensor) -> Tensor:
+    """Put the sum over all processes into a contiguous tensor of the main one; on the others zero. Returns it."""
+    if world() > 1:
+        with _reaching():
+            dist.reduce(tensor, 0)
+        if not is_main():
+            tensor.zero_()
+    return tensor
+
+
+def least(tensor: Tensor) -> Tensor:
+    """Put the least value of all processes into each entry of a contiguous tensor; returns it."""
+    if world() > 1:
+        with _reaching():
+            dist.all_reduce(tensor, dist.ReduceOp.MIN)
+    return tensor
+
+
+def from_main(tensor: Tensor) -> Tensor:
+    """Put the main process' values into a contiguous tensor of all others; returns it."""
+    if world() > 1:
+        with _reaching():
+            dist.broadcast(tensor, 0)
+    return tensor
+
+
+def rows_on_main(rows: Tensor) -> Tensor:
+    """All processes' rows, (n, ...), one process' after the other's, on the main one; the others get their own back."""
+    if world() == 1:
+        return rows
+    counts = gathered(len(rows))
+    with _reaching():
+        if not is_main():
+            if len(rows):
+                dist.send(rows.contiguous(), 0)
+            return rows
+        parts = [rows]
+        for other in range(1, world()):
+            part = rows.new_empty(counts[other], *rows.shape[1:])
+            if len(part):
+                dist.recv(part, other)
+            parts.append(part)
+    return torch.cat(parts)
+
+
+def gathered(value: Value) -> list[Value]:
+    """Each process' value, by rank; values can be pickled."""
+    if world() == 1:
+        return [value]
+    values: list[Any] = [None] * world()
+    with _reaching():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def agreed(find: Callable[[], Value]) -> Value:
+    """What the main process finds, on all; the others do not look."""
+    if world() == 1:
+        return find()
+    values = [find() if is_main() else None]
+    with _reaching():
+        dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def is_first_to_say(sentence: str, blames_another: bool) -> bool:
+    """Whether no other process has said this sentence; one that `blames_another` also yields to any other sentence.
+
+    Where all fail alike one says so, and where one fails the others, which lose it, leave the word to it.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is being said is why
+    if not _launcher:
+        return True
+    try:
+        _launcher[0].set_timeout(STORE_PATIENCE)
+        if blames_another:
+            waited_until = time.monotonic() + BLAME_SECONDS
+            while time.monotonic() < waited_until:
+                if _launcher[0].check([SAID]):
+                    return False
+                time.sleep(0.1)
+        first = _launcher[0].add(f"{SAID}-{sentence}", 1) == 1
+        _launcher[0].add(SAID, 1)
+        return first
+    except RuntimeError:  # the launcher is gone, and with it who could know
+        return True
+
+
+def _terminated(number: int, frame: Any) -> None:
+    raise PeerError("told to end, as torchrun does where another process failed or was stopped; run the same command "
+                    "again to go on from what was saved (`sae train` with --resume)")
+
+
+@contextmanager
+def _reaching() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # which torch's own errors of distribution are
+        raise PeerError(f"lost the others of {world()} processes, one of which has ended; run the same command again "
+                        f"to go on from what was saved (`sae train` with --resume)") from error

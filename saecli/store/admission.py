@@ -1,0 +1,98 @@
+"""Which rows of a producer's blocks a store takes.
+
+Legend: R rows, D = d_in.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from .dropped import Dropped, row_norms
+from .dtypes import DTYPES
+from .schema import StoreMeta
+
+NONFINITE = "nonfinite"
+HIGH_NORM = "high_norm"
+
+Columns = Mapping[str, np.ndarray]
+
+
+class Admission:
+    """Leaves out, and counts, rows that are not finite in the stored type or too large.
+
+    Too large is a norm above `max_norm_multiple` times the median norm of the first block that has a finite row.
+
+    Args:
+        path: the store's folder.
+        meta: what it holds.
+
+    Attributes:
+        median: that median; None before there was such a block, and where no norm is too large.
+    """
+
+    def __init__(self, path: Path, meta: StoreMeta) -> None:
+        self._path, self._meta = path, meta
+        self.median = meta.median_norm
+
+    @property
+    def waits(self) -> bool:
+        """Whether a median is still wanted."""
+        return self._meta.max_norm_multiple is not None and self.median is None
+
+    def __call__(self, activations: np.ndarray, columns: Columns,
+                 dropped: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Columns, Dropped]:
+        """What is taken of a block, and what of it was left out.
+
+        Args:
+            activations: (R, D) float, or uint16 bits where the store is bfloat16; R may be 0.
+            columns: (R,) integers for each of the store's columns.
+            dropped: norms of the rows of this block that the producer itself left out, by reason; NaN for a row whose
+                norm it does not know.
+
+        Raises:
+            ValueError: shapes or types do not fit the store.
+        """
+        rows, out = self._checked(activations, columns), Dropped.of(dropped)
+        rows, columns, out = self._without(NONFINITE, ~DTYPES[self._meta.dtype].keeps(rows), rows, columns, out)
+        if self._meta.max_norm_multiple is not None and len(rows):
+            norms = self._row_norms(rows)
+            self.median = float(np.median(norms)) if self.median is None else self.median
+            high = norms > self._meta.max_norm_multiple * self.median
+            rows, columns, out = self._without(HIGH_NORM, high, rows, columns, out)
+        return rows, columns, out
+
+    def _checked(self, activations: np.ndarray, columns: Columns) -> np.ndarray:
+        meta = self._meta
+        if activations.ndim != 2 or activations.shape[1] != meta.d_in:
+            raise ValueError(f"a block does not fit {self._path}: expected shape (rows, {meta.d_in}), "
+                             f"got {activations.shape}")
+        if columns.keys() != set(meta.columns):
+            raise ValueError(f"a block does not fit {self._path}: expected columns {list(meta.columns)}, "
+                             f"got {list(columns)}")
+        for name, column in columns.items():
+            if column.shape != (len(activations),) or column.dtype.kind not in "iu":
+                raise ValueError(f"column {name} does not fit {self._path}: expected {len(activations)} integers, "
+                                 f"got {column.dtype} of shape {column.shape}")
+        if activations.dtype == DTYPES[meta.dtype].storage:
+            return activations
+        if activations.dtype.kind != "f":
+            raise ValueError(f"a block does not fit {self._path}: expected floats, got {activations.dtype}")
+        with np.errstate(over="ignore"):  # what overflows is infinite, and dropped
+            return activations.astype(np.float32, copy=False)
+
+    def _without(self, reason: str, unwanted: np.ndarray, rows: np.ndarray, columns: Columns,
+                 out: Dropped) -> tuple[np.ndarray, Columns, Dropped]:
+        """The rows and columns without some, which are counted."""
+        if not unwanted.any():
+            return rows, columns, out
+        out += Dropped.of({reason: self._row_norms(rows[unwanted])})
+        return rows[~unwanted], {name: columns[name][~unwanted] for name in self._meta.columns}, out
+
+    def _row_norms(self, rows: np.ndarray) -> np.ndarray:
+        """Norms, (R,), of rows as they came; infinite where one is not finite in the stored type's own bits."""
+        if rows.dtype.kind == "f":
+            return row_norms(rows)
+        decoded = np.empty(rows.shape, np.float32)
+        DTYPES[self._meta.dtype].decode_rows(rows, decoded)
+        return row_norms(decoded)

@@ -1,0 +1,90 @@
+"""Running `sae` in several processes, started by PyTorch's own launcher; none of them outlives a test."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from homes import Done
+
+PATIENCE = 100.0  # seconds
+
+
+def torchrun(processes: int, *more: str) -> list[str]:
+    """The launcher's command line, up to the script or module; for one machine where it is not told of others."""
+    alone = [] if more else ["--standalone"]
+    return [sys.executable, "-m", "torch.distributed.run", *alone, *more, "--nproc-per-node", str(processes)]
+
+
+@dataclass
+class Launched:
+    """A launcher under way.
+
+    Args:
+        process: the launcher's own.
+    """
+
+    process: subprocess.Popen
+
+    def ranks(self) -> dict[int, int]:
+        """The process id of each process that it started, by rank."""
+        found = {}
+        for child in _children(self.process.pid):
+            environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            found |= {int(entry[5:]): child for entry in environment if entry.startswith(b"RANK=")}
+        return found
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Wait until that is so."""
+        begun = time.monotonic()
+        while not reached():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() - begun < PATIENCE
+            time.sleep(0.005)
+
+    def done(self) -> Done:
+        """What it left in the end."""
+        out, err = self.process.communicate(timeout=PATIENCE)
+        return Done(self.process.returncode, out, err)
+
+
+def _children(process: int) -> list[int]:
+    try:
+        return [int(child) for task in Path(f"/proc/{process}/task").iterdir()
+                for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+
+
+@contextmanager
+def launched(command: list[str], *words: str | Path) -> Iterator[Launched]:
+    """Start `sae` under a launcher; what is left of it is killed in the end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(
+        [*command, "-m", "saecli", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    started = Launched(process)
+    try:
+        yield started
+    finally:
+        for one in [process.pid, *started.ranks().values()] if process.poll() is None else []:
+            os.kill(one, signal.SIGKILL)
+        process.communicate()
+
+
+def together(processes: int, *words: str | Path) -> Done:
+    """Run `sae` in so many processes to its end."""
+    with launched(torchrun(processes), *words) as started:
+        return started.done()
+
+
+def own_words(err: str) -> list[str]:
+    """The lines of stderr that are the command's own, without the launcher's."""
+    begins = ("W1", "E1", "I1", "W0", "E0", "I0", "Traceback", " ", "torch.", "=", "-", "saecli FAILED", "Failures:",
+              "Root Cause", "[", "*")
+    return [line for line in err.splitlines() if line and not line.startswith(begins)]
