@@ -56,14 +56,24 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
+def processes() -> int:
+    """How many processes run this command together; 1 where this one has not joined any."""
+    return world() if _launcher else 1
+
+
+def own_rank() -> int:
+    """The number of this process among them, from 0."""
+    return rank() if _launcher else 0
+
+
 def is_main() -> bool:
     """Whether this process is the one that prints, writes what there is one of, and solves."""
-    return rank() == 0
+    return own_rank() == 0
 
 
 def add_up(tensor: Tensor) -> Tensor:
     """Put the sum over all processes into a contiguous tensor, on each of them; returns it."""
-    if world() > 1:
+    if processes() > 1:
         with _reaching():
             dist.all_reduce(tensor)
     return tensor
@@ -71,7 +81,7 @@ def add_up(tensor: Tensor) -> Tensor:
 
 def add_up_on_main(tensor: Tensor) -> Tensor:
     """Put the sum over all processes into a contiguous tensor of the main one; on the others zero. Returns it."""
-    if world() > 1:
+    if processes() > 1:
         with _reaching():
             dist.reduce(tensor, 0)
         if not is_main():
@@ -81,7 +91,7 @@ def add_up_on_main(tensor: Tensor) -> Tensor:
 
 def least(tensor: Tensor) -> Tensor:
     """Put the least value of all processes into each entry of a contiguous tensor; returns it."""
-    if world() > 1:
+    if processes() > 1:
         with _reaching():
             dist.all_reduce(tensor, dist.ReduceOp.MIN)
     return tensor
@@ -89,7 +99,7 @@ def least(tensor: Tensor) -> Tensor:
 
 def from_main(tensor: Tensor) -> Tensor:
     """Put the main process' values into a contiguous tensor of all others; returns it."""
-    if world() > 1:
+    if processes() > 1:
         with _reaching():
             dist.broadcast(tensor, 0)
     return tensor
@@ -97,7 +107,7 @@ def from_main(tensor: Tensor) -> Tensor:
 
 def rows_on_main(rows: Tensor) -> Tensor:
     """All processes' rows, (n, ...), one process' after the other's, on the main one; the others get their own back."""
-    if world() == 1:
+    if processes() == 1:
         return rows
     counts = gathered(len(rows))
     with _reaching():
@@ -106,7 +116,7 @@ def rows_on_main(rows: Tensor) -> Tensor:
                 dist.send(rows.contiguous(), 0)
             return rows
         parts = [rows]
-        for other in range(1, world()):
+        for other in range(1, processes()):
             part = rows.new_empty(counts[other], *rows.shape[1:])
             if len(part):
                 dist.recv(part, other)
@@ -116,9 +126,9 @@ def rows_on_main(rows: Tensor) -> Tensor:
 
 def gathered(value: Value) -> list[Value]:
     """Each process' value, by rank; values can be pickled."""
-    if world() == 1:
+    if processes() == 1:
         return [value]
-    values: list[Any] = [None] * world()
+    values: list[Any] = [None] * processes()
     with _reaching():
         dist.all_gather_object(values, value)
     return values
@@ -126,12 +136,22 @@ def gathered(value: Value) -> list[Value]:
 
 def agreed(find: Callable[[], Value]) -> Value:
     """What the main process finds, on all; the others do not look."""
-    if world() == 1:
+    if processes() == 1:
         return find()
     values = [find() if is_main() else None]
     with _reaching():
         dist.broadcast_object_list(values, 0)
     return values[0]
+
+
+def main_first(find: Callable[[], Value]) -> Value:
+    """What each process finds, the others once the main one has: what it remembers of a check they need not make."""
+    if is_main():
+        value = find()
+        gathered(None)
+        return value
+    gathered(None)
+    return find()
 
 
 def is_first_to_say(sentence: str, blames_another: bool) -> bool:
@@ -167,5 +187,5 @@ def _reaching() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # which torch's own errors of distribution are
-        raise PeerError(f"lost the others of {world()} processes, one of which has ended; run the same command again "
-                        f"to go on from what was saved (`sae train` with --resume)") from error
+        raise PeerError(f"lost the others of {processes()} processes, one of which has ended; run the same command "
+                        f"again to go on from what was saved (`sae train` with --resume)") from error

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .distributed import add_up, processes
 from .errors import ConfigError
 from .products import NonZeros
 from .sae import SAE
@@ -65,6 +66,18 @@ class Reconstruction:
         self._mean += shift * (len(x) / total)
         self.rows = total
 
+    def add_up(self, device: torch.device) -> None:
+        """Count what several processes have counted, on each of them; sums are on this device."""
+        if processes() == 1:
+            return
+        self._mean, self._sums, self._fired = (t.to(device) for t in (self._mean, self._sums, self._fired))
+        counts = add_up(torch.cat([self._mean * self.rows, self._mean.new_tensor([self.rows])]))
+        mean = counts[:-1] / counts[-1].clamp(min=1)
+        self._sums[0] += self.rows * (self._mean - mean).square().sum()  # the scatter, now about the mean of all
+        self._mean, self.rows = mean, int(counts[-1])
+        add_up(self._sums)
+        self._fired = add_up(self._fired.to(torch.int32)) > 0
+
     def result(self) -> dict[str, Any]:
         """The measures over all rows so far.
 
@@ -90,7 +103,7 @@ class Reconstruction:
 
 @torch.no_grad()
 def reconstruction(sae: SAE, batches: Iterable[Tensor]) -> dict[str, Any]:
-    """The measures of `Reconstruction.result` of an SAE over rows, in one pass.
+    """The measures of `Reconstruction.result` of an SAE over rows, in one pass; over those of all processes.
 
     Args:
         sae: the autoencoder.
@@ -101,6 +114,7 @@ def reconstruction(sae: SAE, batches: Iterable[Tensor]) -> dict[str, Any]:
         codes = sae.encode(x)
         z = NonZeros.of(codes) or codes
         found.update(x, sae.decode(z), z)
+    found.add_up(sae.W_enc.device)
     return found.result()
 
 

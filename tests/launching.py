@@ -62,9 +62,9 @@ def _children(process: int) -> list[int]:
 
 
 @contextmanager
-def launched(command: list[str], *words: str | Path) -> Iterator[Launched]:
-    """Start `sae` under a launcher; what is left of it is killed in the end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+def launched(command: list[str], *words: str | Path, **variables: str) -> Iterator[Launched]:
+    """Start `sae` under a launcher, with these environment variables; what is left of it is killed in the end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1]), **variables}
     process = subprocess.Popen(
         [*command, "-m", "saecli", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))

@@ -11,8 +11,8 @@ PACKAGE = ROOT / "saecli"
 
 FLOORS = [
     {"errors", "files", "hub", "launch", "machine", "assets"},
-    {"config", "devices", "distributed", "home", "products", "report"},
-    {"activations", "arrays", "language_model", "ridge", "store", "texts"},
+    {"config", "distributed", "home", "products", "report"},
+    {"activations", "arrays", "devices", "language_model", "ridge", "store", "texts"},
     {"harvest", "sae"},
     {"formats", "geometry", "metrics"},
     {"hosted"},

@@ -9,6 +9,7 @@ from saecli.ridge import Moments
 from saecli.solvers import Task
 from saecli.solvers.alternation import LAST_ROWS, RUNNING_ROWS
 from saecli.solvers.pam_sgd import PamSgd
+from saecli.solvers.portions import as_portion
 from saecli.solvers.running import Running
 from saecli.training.rows import initial_sae
 
@@ -31,12 +32,12 @@ def test_rows_before_a_decoder_step_count_for_as_much_less_as_there_are_rows_aft
     running, sae = running_of(activation)
     first, second = batches(2, sae, 0), batches(3, sae, 1)
     for z, x in first:
-        running.add(z, x, lambda: (sae.W_dec, sae.b_dec))
+        running.add(z, as_portion(x), lambda: (sae.W_dec, sae.b_dec))
     one = running.gathered()
     assert one.system.rows == 60 and one.fired.equal(torch.cat([z for z, _ in first]).any(0))
     running.rescale(2.0)  # as a balancing after the step
     for z, x in second:
-        running.add(z, x, lambda: (sae.W_dec, sae.b_dec))
+        running.add(z, as_portion(x), lambda: (sae.W_dec, sae.b_dec))
     found, keep = running.gathered(), 1 - 60 / WINDOW
     z_before, x_before = (torch.cat(parts).double() for parts in zip(*first, strict=True))
     z_after, x_after = (torch.cat(parts).double() for parts in zip(*second, strict=True))
@@ -52,12 +53,12 @@ def test_rows_before_a_decoder_step_count_for_as_much_less_as_there_are_rows_aft
 def test_more_rows_than_the_window_leave_nothing_of_those_before():
     running, sae = running_of(TopK(k=3))
     for z, x in batches(4, sae, 0):
-        running.add(z, x, lambda: (sae.W_dec, sae.b_dec))
+        running.add(z, as_portion(x), lambda: (sae.W_dec, sae.b_dec))
     running.gathered()
     after = batches(2, sae, 1)
     fresh = Moments(sae.d_in, F)
     for z, x in after:
-        running.add(z, x, lambda: (sae.W_dec, sae.b_dec))
+        running.add(z, as_portion(x), lambda: (sae.W_dec, sae.b_dec))
         fresh.add(z, x)
     torch.testing.assert_close(running.gathered().system.zx, fresh.zx, rtol=1e-6, atol=1e-6)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..config import option
+from ..distributed import add_up, least, own_rank, processes
 from ..errors import ConfigError
 from .base import Activation, Parameters
 from .largest import KeepsK
@@ -170,14 +171,26 @@ class BatchTopK(Thresholded, KeepsK):
 
     def training_codes(self, pre: Tensor, parameters: Parameters) -> Tensor:
         """`max(pre, 0)` at the `B k` places of the batch where it is largest, else 0, (B, F)."""
+        if processes() > 1:
+            return self._shared_codes(pre.relu())
         flat = pre.relu().flatten()
         kept = flat.topk(self.k * len(pre), sorted=False).indices
         return torch.zeros_like(flat).scatter(0, kept, flat[kept]).view_as(pre)
 
+    def _shared_codes(self, positive: Tensor) -> Tensor:
+        """The same where several processes have shares of the batch: each says which are its largest."""
+        count = self.k * int(add_up(torch.tensor([len(positive)])).item())
+        largest = positive.new_zeros(processes(), count)
+        own = positive.detach().flatten().topk(min(count, positive.numel())).values
+        largest[own_rank(), :len(own)] = own
+        least_kept = add_up(largest).flatten().topk(count).values[-1]
+        return torch.where(positive >= least_kept, positive, 0.0)
+
     def estimated(self, codes: Tensor, parameters: Parameters) -> Parameters:
         """The running mean moved towards the smallest positive code, which starts it; a batch without one moves
         nothing."""
-        smallest = torch.where(codes > 0, codes, torch.inf).amin()
+        nothing = codes.new_tensor(torch.inf)
+        smallest = least(torch.where(codes > 0, codes, nothing).amin() if codes.numel() else nothing)
         threshold = parameters["threshold"]
         moved = torch.where(threshold > 0, threshold.lerp(smallest, THRESHOLD_RATE), smallest)
         return {"threshold": torch.where(smallest.isfinite(), moved, threshold)}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..config import Config, option
 from ..devices import device_named
-from ..distributed import agreed, gathered, is_main
+from ..distributed import agreed, gathered, is_main, own_rank, processes
 from ..errors import ConfigError
 from ..harvest import (
     COLUMNS,
@@ -35,7 +35,6 @@ from ..harvest import (
     mend_together,
 )
 from ..language_model import MODEL_DTYPES, SITES, TINY_GEMMA2, LanguageModel, ModelSource, Place, find_model
-from ..launch import rank, world
 from ..report import Step, size_words
 from ..store import DTYPES, ActivationStore, SharedWriter, StoreMeta, StoreWriter, hash_request, made_by_several
 from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, Document, TextSource
@@ -242,8 +241,8 @@ def _extract(session: Session, config: ExtractConfig, model: LanguageModel, text
     def blocks_from(cursor: Cursor) -> Iterator[Block]:
         return in_blocks(documents_from, new_windows(), config.rows, cursor)
 
-    together = world() > 1 or any(made_by_several(store.folder) for store in stores)
-    open_writer = partial(SharedWriter.open, rank=rank(), exchange=gathered) if together else StoreWriter.open
+    together = processes() > 1 or any(made_by_several(store.folder) for store in stores)
+    open_writer = partial(SharedWriter.open, rank=own_rank(), exchange=gathered) if together else StoreWriter.open
     with ExitStack() as open_writers:
         writers = []
         for store, width in zip(stores, widths, strict=True):
@@ -274,8 +273,8 @@ def _fill_together(session: Session, config: ExtractConfig, writers: list[Shared
         for target in targets:
             mend_together(target, blocks_from, forward)
         if unfinished:
-            fill_together(unfinished, blocks_from(start), forward, config.rows, Progress(show, unfinished), rank(),
-                          world())
+            fill_together(unfinished, blocks_from(start), forward, config.rows, Progress(show, unfinished), own_rank(),
+                          processes())
         for target in unfinished:
             target.finish()
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, PeerError, StoreError
 from ..home import STORE_MARKER, Home
 from ..report import Step, number, table
 from ..store import ActivationStore, Norms, StoreWriter, remembers
@@ -95,7 +95,7 @@ def told_when_stopped(session: Session) -> Iterator[list[Path]]:
     folders: list[Path] = []
     try:
         yield folders
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, PeerError):
         if any((folder / STORE_MARKER).exists() and ActivationStore.open(folder).rows for folder in folders):
             session.report.note("stopped; the same command goes on after the last whole shard")
         elif folders:

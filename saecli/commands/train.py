@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..activations import ACTIVATIONS, activation_from_json
+from ..distributed import agreed, main_first
 from ..errors import ConfigError, RunError
 from ..files import make_folder
 from ..home import Home, now
@@ -54,12 +55,13 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     session = start(ctx, json)
     try:
         if resume:
-            jobs = [Job(*_resumed(session, ctx, name))]
+            jobs = [Job(*main_first(lambda: _resumed(session, ctx, name)))]
         else:
-            store = open_store(session, data)
+            store = main_first(lambda: open_store(session, data))
             runs = [_planned(store, each, solver, act) for each in options]
             _look_at_hash(session, ctx, runs[0], data_hash)
-            folders = _new_folders(session.home, name, f"{solver}-{act}", [each.varied for each in options])
+            folders = agreed(lambda: _new_folders(session.home, name, f"{solver}-{act}",
+                                                  [each.varied for each in options]))
             jobs = [Job(*job) for job in zip(folders, runs, options, strict=True)]
     except KeyboardInterrupt:
         session.report.note("stopped before training began; nothing was changed")

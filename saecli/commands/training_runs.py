@@ -2,17 +2,18 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..errors import RunError, SaeError
+from ..distributed import is_main
+from ..errors import PeerError, RunError, SaeError
 from ..files import locked
 from ..report import Step, table
-from ..training import CHECKPOINT, Run, RunRecord, Share, Trainer, alone, read_metrics, together
+from ..training import CHECKPOINT, Record, Run, RunRecord, Share, Trainer, alone, read_metrics, together
 from .config_file import CONFIG, write_config
 from .options import Given, Session
 
@@ -123,12 +124,12 @@ def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress
         share: how passes over the rows are gone through.
     """
     folder, run, plan = job.folder, job.run, job.run.plan
-    with _held(folder):
+    with _held(folder) if is_main() else nullcontext():
         try:
-            if job.options is not None:
+            if job.options is not None and is_main():
                 run.write(folder, None)
                 _write_config(folder, run, job.options)
-            trainer = Trainer(plan, RunRecord(run, folder), trainings)
+            trainer = Trainer(plan, RunRecord(run, folder) if is_main() else Record(), trainings)
             session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} "
                                 f"latents on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
                                 f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
@@ -136,11 +137,12 @@ def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress
                        else progress.of(folder.name))
             with display as show:
                 result = trainer.result(trainer.train(show, share))
-            from ..plots import loss_curves  # matplotlib takes a second to import
+            if is_main():
+                from ..plots import loss_curves  # matplotlib takes a second to import
 
-            loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
-            run.write(folder, result)  # last, so that whatever cuts this short, --resume completes it
-        except KeyboardInterrupt:
+                loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
+                run.write(folder, result)  # last, so that whatever cuts this short, --resume completes it
+        except (KeyboardInterrupt, PeerError):
             session.report.note(f"stopped; `sae train --resume --name {folder.name}` goes on after the last whole "
                                 "epoch" if (folder / CHECKPOINT).exists() else
                                 f"stopped before the end of the first epoch; nothing was saved of {folder.name}")

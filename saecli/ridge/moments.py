@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..distributed import add_up, add_up_on_main, from_main, is_main, processes
 from ..products import NonZeros
 from .cholesky import Cholesky, Update
 from .systems import Factor
@@ -76,6 +77,39 @@ class Moments:
         self.z_0 *= factor
         for sums, scale in ((self.sum_z, factor), (self.sum_x, 1.0), (self.gram.matrix, factor**2), (self.zx, factor)):
             sums *= share * scale
+
+    def add_up_on_main(self) -> float:
+        """Put the sums over all processes' rows into those of the main one, and forget the others': what is added later
+        adds to them.
+
+        Returns:
+            How many rows there are in all.
+
+        Cost: of each other process `F^2 / 2 + F D` numbers of float64 are sent, a part of them at a time.
+        """
+        if processes() == 1:
+            return self.rows
+        self._count_from(from_main(self.z_0.clone()), from_main(self.x_0.clone()))
+        rows = add_up(torch.tensor([self.rows], dtype=torch.float64, device=self.zx.device)).item()
+        self.rows = rows if is_main() else 0.0
+        for sums in (self.sum_z, self.sum_x, self.zx):
+            add_up_on_main(sums)
+        zz = self.gram.matrix
+        for begin in range(0, len(zz), COLUMNS):
+            end = begin + COLUMNS
+            zz[begin:end, :end] = add_up_on_main(zz[begin:end, :end].contiguous())
+        return rows
+
+    def _count_from(self, z_0: Tensor, x_0: Tensor) -> None:
+        """Take the sums to be of z - z_0 and x - x_0 for other offsets."""
+        z, x = self.z_0 - z_0, self.x_0 - x_0
+        if z.any() or x.any():
+            self.gram.matrix.addr_(z, self.sum_z).addr_(self.sum_z + self.rows * z, z)
+            self.zx.addr_(z, self.sum_x).addr_(self.sum_z + self.rows * z, x)
+            self.sum_z += self.rows * z
+            self.sum_x += self.rows * x
+            self.z_0, self.x_0 = z_0, x_0
+            self._has_offsets = bool(z_0.any() or x_0.any())
 
     @property
     def z_bar(self) -> Tensor:

@@ -6,10 +6,24 @@ To add one, write its file (a configuration whose `build` makes a `Solver`) and 
 from .base import DECAY, DEFAULT_STEPS, PENALTY_WARM_UP, WARM_UP, Rows, Solver, SolverConfig, StepReport, Task
 from .optimizers import OPTIMIZERS
 from .pam_sgd import PamSgd
+from .portions import Portion
 from .sgd import Sgd
 from .smoothing import WIDEST
 
 SOLVERS: dict[str, type[SolverConfig]] = {kind.name: kind for kind in (Sgd, PamSgd)}
 
-__all__ = ["DECAY", "DEFAULT_STEPS", "OPTIMIZERS", "PENALTY_WARM_UP", "SOLVERS", "WARM_UP", "WIDEST", "Rows", "Solver",
-           "SolverConfig", "StepReport", "Task"]
+__all__ = [
+           "DECAY",
+           "DEFAULT_STEPS",
+           "OPTIMIZERS",
+           "PENALTY_WARM_UP",
+           "SOLVERS",
+           "WARM_UP",
+           "WIDEST",
+           "Portion",
+           "Rows",
+           "Solver",
+           "SolverConfig",
+           "StepReport",
+           "Task",
+]

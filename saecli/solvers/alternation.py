@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..ridge import Decoder, Terms, choose_alpha, effective_dof, solve
+from ..distributed import from_main, is_main, processes
+from ..errors import ConfigError
+from ..ridge import Terms, choose_alpha, effective_dof, solve
 from ..ridge.iterative import TOLERANCE
 from ..sae import SAE
 from .base import Rows, Solver, StepReport, Task
 from .gather import Gathered, Iteration, SomeRows, gather
+from .portions import Portion, joined, mixed, portions_of
 from .revival import directions_of_worst
 from .running import Running
 
@@ -54,6 +57,10 @@ class PamSgdSolver(Solver):
         self._running: Running | None = None
         self._counting = False
         self._budget = config.budget(task, initial.d_in, initial.d_sae)
+        if self._budget is not None and processes() > 1:
+            raise ConfigError("--solve iterative, which is also taken where a d_sae x d_sae matrix does not fit in "
+                              f"memory, runs in one process: expected room for that matrix, or one process, got "
+                              f"{processes()}; use a smaller --d-sae, or run it without torchrun")
 
     def decoder(self) -> tuple[Tensor, Tensor]:
         """W_dec (F, D), differentiable through c W_enc', and b_dec (D,)."""
@@ -69,13 +76,13 @@ class PamSgdSolver(Solver):
         inner = self.config.inner_steps
         self._running = None  # before there are others: two Gram matrices need not fit in memory
         self._running = self._running_sums(every)
-        window: list[Tensor] = []
-        for index, x in enumerate(rows.shuffled(epoch), 1):
+        window: list[Portion] = []
+        for index, portion in enumerate(portions_of(rows.shuffled(epoch)), 1):
             if self.step >= self.task.steps:
                 break
             if index > 1 and (index - 1) % every == 0:
                 self.solve_decoder(rows, last=False)
-            window.append(x)
+            window.append(portion)
             if len(window) == (1 if inner == 1 else WINDOW) or index % every == 0:
                 yield from self._inner_steps(window, self._batches_left(index, every, len(window)))
                 window = []
@@ -100,38 +107,39 @@ class PamSgdSolver(Solver):
         steps_left = (self.task.steps - self.step) / self.config.inner_steps - waiting
         return min(-index % every, self.task.batches - index, steps_left)
 
-    def _inner_steps(self, window: list[Tensor], left: float) -> Iterator[StepReport]:
+    def _inner_steps(self, window: list[Portion], left: float) -> Iterator[StepReport]:
         """`inner_steps` rounds over the batches of a window, their rows mixed anew in each: that many steps in a row on
         one batch would fit the encoder to that batch, and with a decoder that is held fixed they drift. So many batches
         are left before the next decoder step."""
         if not window:
             return
-        inner, mixed, rows = self.config.inner_steps, window, torch.cat(window)
-        near = self._running is not None and left * len(window[0]) < self._running.window
+        inner, size, batches = self.config.inner_steps, window[0].size, window
+        whole = joined(window) if inner > 1 else None
+        near = self._running is not None and left * size < self._running.window
         rounds = min(inner, math.ceil((self.task.steps - self.step) / len(window)))
         for round_ in range(rounds):
-            if inner > 1:
-                order = torch.randperm(len(rows), generator=self.draws(self.step, MIXING)).to(rows.device)
-                mixed = rows[order].split(len(window[0]))
+            if whole is not None:
+                order = torch.randperm(whole.size, generator=self.draws(self.step, MIXING))
+                batches = mixed(whole, order, size)
             self._counting = near and round_ == rounds - 1  # each row once
-            for x in mixed:
+            for batch in batches:
                 if self.step >= self.task.steps:
                     return
-                yield self.descend(x)
+                yield self.descend(batch)
 
-    def _loss(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _loss(self, portion: Portion) -> tuple[Tensor, Tensor, Tensor]:
         """That of every solver; the batch counts for the next decoder step where that is made from encoder steps."""
-        loss, squared_error, z = super()._loss(x)
+        loss, squared_error, z = super()._loss(portion)
         if self._running is not None and self._counting:
-            self._running.add(z.detach(), x, self.decoder)
+            self._running.add(z.detach(), portion, self.decoder)
         return loss, squared_error, z
 
     @torch.no_grad()
-    def solve_decoder(self, rows: Rows, last: bool) -> Decoder:
+    def solve_decoder(self, rows: Rows, last: bool) -> None:
         """The decoder step; the proximal terms then refer to what it leaves.
 
         It is over one pass of all rows, or over the rows of the latest encoder steps, where the objective's other terms
-        count for the share that those are of all.
+        count for the share that those are of all. Of several processes the main one solves.
 
         Args:
             rows: the training rows.
@@ -149,11 +157,25 @@ class PamSgdSolver(Solver):
         gathered = self._gather(rows, W_dec, last)
         if self._silence(gathered, W_dec) and last:
             gathered = self._gather(rows, W_dec, last)
-        share = gathered.system.rows / self.task.rows
+        share = gathered.rows / self.task.rows
         terms = Terms(0.0, share * self.config.beta, share * self.weight("mu_dec"), share * self.weight("nu_dec"),
                       self.trained["W_enc"].T if residual else None, W_dec, b_dec,
                       self._decay(W_dec, gathered.norm_weights) * (not last), self.config.bias == "joint")
-        choosing, near = is_choosing_step(int(self.outer)), None
+        choosing = is_choosing_step(int(self.outer))
+        self.outer += 1
+        if is_main():
+            self._solve(gathered, terms, share, choosing, last)
+        for name in OWN_STATE:
+            from_main(getattr(self, name))
+        enough = gathered.rows >= REVIVAL_ROWS * len(W_dec)
+        if self.config.revive and enough and self.step < REVIVAL * self.task.steps:
+            self._revive(gathered)
+        self._balance()
+        self._hold_encoder()
+
+    def _solve(self, gathered: Gathered, terms: Terms, share: float, choosing: bool, last: bool) -> None:
+        """Choose alpha, where it is time to, and solve; `share` is that of the rows gathered of all."""
+        residual, near = terms.direction is not None, None
         if self.config.alpha == "auto":
             pulled = bool(gathered.norm_weights.any()) and self.task.sparsity_weight > 0
             new_problem = bool(self.alpha.isnan()) or (last and pulled)
@@ -163,11 +185,10 @@ class PamSgdSolver(Solver):
                 choice = choose_alpha(gathered.system, terms, gathered.z, gathered.x, before)
                 self.alpha.fill_(choice.alpha / share)
                 near = choice.factored
-        self.outer += 1
         terms = replace(terms, alpha=share * self.alpha.item())
         solved = solve(gathered.system, terms, None if last else near)
         if last or self.outer == self._outers:
-            whole = len(gathered.z) == gathered.system.rows
+            whole = len(gathered.z) == gathered.rows
             some = gathered.z if whole else gathered.z[:: math.ceil(len(gathered.z) / DOF_ROWS)]
             self.dof.fill_(effective_dof(gathered.system, terms, some))
         self.c.fill_(solved.c)
@@ -178,12 +199,6 @@ class PamSgdSolver(Solver):
             self.residual.fill_(solved.residual)
         if solved.raised:
             self.raised.fill_(max(self.raised.item(), solved.ridge))
-        enough = gathered.system.rows >= REVIVAL_ROWS * len(W_dec)
-        if self.config.revive and enough and self.step < REVIVAL * self.task.steps:
-            self._revive(gathered)
-        self._balance()
-        self._hold_encoder()
-        return solved
 
     def _decay(self, W_dec: Tensor, norm_weights: Tensor) -> Tensor:
         """The quadratic in each `||W_i||` that touches the penalty from above at the decoder as it is, (F,).
@@ -213,7 +228,7 @@ class PamSgdSolver(Solver):
         """Turn off latents whose contribution a penalty has driven to nothing, and say whether there are any: left to
         themselves they shrink until nothing can be computed with them, and the last decoder step, which does without
         the penalty, would bring them back."""
-        contribution = gathered.norm_weights * W_dec.double().norm(dim=1) / gathered.system.rows  # (F,)
+        contribution = gathered.norm_weights * W_dec.double().norm(dim=1) / gathered.rows  # (F,)
         gone = (gathered.norm_weights > 0) & (contribution < SILENT * math.sqrt(W_dec.shape[1]))
         self.trained["W_enc"][:, gone] = 0
         self.trained["b_enc"][gone] = 0
@@ -226,8 +241,11 @@ class PamSgdSolver(Solver):
         if not 0 < len(dead) < len(gathered.fired):
             return
         W_dec, b_dec = self.decoder()
-        found = directions_of_worst(gathered.x - gathered.z @ W_dec - b_dec, len(dead),
-                                    self.draws(int(self.outer), REVIVING))
+        found = W_dec.new_empty(len(dead), W_dec.shape[1])
+        if is_main():  # which has the rows
+            found.copy_(directions_of_worst(gathered.x - gathered.z @ W_dec - b_dec, len(dead),
+                                            self.draws(int(self.outer), REVIVING)))
+        from_main(found)
         W_enc = self.trained["W_enc"]
         W_enc[:, dead] = W_enc[:, gathered.fired].norm(dim=0).mean() * found.T
         self.Delta[dead] = 0

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from ..config import Config, option
+from ..distributed import processes
 from ..errors import ConfigError
 from ..products import pre_activations, reconstructions
 from ..sae import SAE
 from .optimizers import OPTIMIZERS
+from .portions import Portion, as_portion
 from .schedules import check_schedule, weight_at
 from .smoothing import Smoothing
 
@@ -27,16 +29,19 @@ PENALTY_WARM_UP = 0.2  # share of all steps over which the sparsity penalty rise
 
 
 class Rows(Protocol):
-    """Rows to train on, streamed as often as a solver asks; a batch handed out is not written to again."""
+    """Rows to train on, streamed as often as a solver asks; a batch handed out is not written to again.
+
+    Where several processes train together, each is handed its share of every batch, be it empty.
+    """
 
     rows: int
     d_in: int
 
-    def shuffled(self, epoch: int) -> Iterator[Tensor]:
+    def shuffled(self, epoch: int) -> Iterator[Tensor | Portion]:
         """Every row once, in batches (B, D), in an order that is a pure function of the epoch."""
 
-    def sequential(self) -> Iterator[Tensor]:
-        """Every row once, in batches (B, D), in stored order."""
+    def sequential(self) -> Iterator[Tensor | Portion]:
+        """Every row once, in batches (B, D), in stored order, each of which one process has whole."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ class Task:
 @dataclass(frozen=True)
 class StepReport:
     """What one batch, smoothed, showed before the step that it caused; tensors, so that nothing waits for a device.
+
+    Of several processes each tells its part of the measures, which are the parts' sums.
 
     Args:
         step: the step's number, from 1.
@@ -178,13 +185,14 @@ class Solver(ABC):
                        W_dec.detach().clone(), b_dec.detach().clone(), self.activation,
                        {name: value.detach().clone() for name, value in self._parameters().items()})
 
-    def descend(self, x: Tensor) -> StepReport:
-        """One step of the optimiser on a batch x, (B, D)."""
-        x = self.smoothing(x, self.draws(self.step))
+    def descend(self, batch: Tensor | Portion) -> StepReport:
+        """One step of the optimiser on a batch (B, D), of which this process may have but a portion."""
+        portion = as_portion(batch)
+        portion = replace(portion, x=self.smoothing(portion, self.draws(self.step)))
         evaluations: list[list[Tensor]] = []  # the first and the latest
 
         def loss() -> Tensor:
-            found = self._loss(x)
+            found = self._loss(portion)
             evaluations[1:] = [[tensor.detach() for tensor in found]]
             return found[0]
 
@@ -194,7 +202,7 @@ class Solver(ABC):
             for name, value in self.activation.estimated(evaluations[-1][2], self._parameters()).items():
                 self.trained[name].copy_(value)
         self.step += 1
-        return StepReport(self.step, len(x), before, squared_error, z.count_nonzero() / len(x))
+        return StepReport(self.step, portion.size, before, squared_error, z.count_nonzero().double() / portion.size)
 
     @torch.no_grad()
     def calibrate(self) -> None:
@@ -205,17 +213,21 @@ class Solver(ABC):
         for name, value in self.activation.calibrated(pre, self._parameters()).items():
             self.trained[name].copy_(value)
 
-    def _loss(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of a batch x, (B, D), its squared error and its codes, (B, F)."""
+    def _loss(self, portion: Portion) -> tuple[Tensor, Tensor, Tensor]:
+        """What a portion adds to the loss of its batch and to its squared error, and its codes, (b, F)."""
         W_dec, b_dec = self.decoder()
-        pre = pre_activations(x, self.trained["W_enc"], self.trained["b_enc"])  # (B, F)
+        x = portion.x
+        pre = pre_activations(x, self.trained["W_enc"], self.trained["b_enc"])  # (b, F)
         z = self.activation.training_codes(pre, self._parameters())
+        if not len(x):
+            nothing = 0.0 * self.trained["b_enc"].sum()
+            return nothing + self.extra_loss() / processes(), nothing, z
         x_hat = torch.addmm(b_dec, z, W_dec) if self.activation.moves_zeros else reconstructions(z, W_dec, b_dec)
-        squared_error = (x_hat - x).square().sum(-1).mean()
-        loss = squared_error + self.extra_loss()
-        if self.task.sparsity != "none":
+        squared_error = (x_hat - x).square().sum(-1).sum() / portion.size
+        loss = squared_error + self.extra_loss() / processes()
+        if self.task.sparsity != "none":  # a mean over the rows that there are here
             penalty = self.activation.penalty(self.task.sparsity, pre, z, W_dec, self._parameters())
-            loss = loss + self.task.penalty_weight(self.step) * penalty
+            loss = loss + self.task.penalty_weight(self.step) * (len(x) / portion.size) * penalty
         return loss, squared_error, z
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:

@@ -5,14 +5,16 @@ Shapes: B rows in a block, n sampled, D = d_in, F = d_sae.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..distributed import add_up, processes, rows_on_main
 from ..ridge import CodeProducts, HeldRows, Moments, System
 from ..sae import SAE
 from .base import Rows
+from .portions import Portion, joined, portions_of
 from .smoothing import Smoothing
 
 BLOCK_ROWS = 4096  # at a time, at least, where batches are put together
@@ -24,14 +26,16 @@ class Gathered:
     """What a decoder step takes from the rows.
 
     Args:
-        system: the normal equations.
+        system: the normal equations; of several processes the main one has them, the others nothing of use.
+        rows: N, or the sum of their weights where some count for less.
         z: codes of the sampled rows, (n, F); all rows where there are fewer than `SAMPLED_ROWS` and none weigh less.
-        x: those rows, (n, D).
+        x: those rows, (n, D); both the main process has, the others only what they took themselves.
         norm_weights: what the penalty weighs each decoder norm with, (F,).
         fired: the latents that fired on any row, (F,).
     """
 
     system: System
+    rows: float
     z: Tensor
     x: Tensor
     norm_weights: Tensor
@@ -63,14 +67,14 @@ class SomeRows:
         """How many."""
         return min(self.most, self.all.rows)
 
-    def sequential(self) -> Iterator[Tensor]:
+    def sequential(self) -> Iterator[Portion]:
         """Each of them once, in batches (B, D)."""
         left, pending = self.rows, []
-        for x in self.all.sequential() if left == self.all.rows else self.all.shuffled(0):
-            pending.append(x[:left])
-            left -= len(pending[-1])
-            if not left or sum(map(len, pending)) >= BLOCK_ROWS:
-                yield torch.cat(pending)
+        for portion in portions_of(self.all.sequential() if left == self.all.rows else self.all.shuffled(0)):
+            pending.append(portion.first(left))
+            left -= pending[-1].size
+            if not left or sum(portion.size for portion in pending) >= BLOCK_ROWS:
+                yield joined(pending)
                 pending = []
             if not left:
                 return
@@ -88,11 +92,11 @@ def gather(rows: Rows | SomeRows, sae: SAE, sparsity: str, smoothing: Smoothing 
         draws: gives the random numbers for it, from their first.
         iteration: where the normal equations are to be solved by iteration.
     """
-    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+    def blocks() -> Iterator[tuple[Tensor, Portion]]:
         drawn = draws()
-        for stored in rows.sequential():
-            x = stored if smoothing is None else smoothing(stored, drawn)
-            yield sae.encode(x), x
+        for portion in portions_of(rows.sequential()):
+            x = portion.x if smoothing is None else smoothing(portion, drawn)
+            yield sae.encode(x), replace(portion, x=x)
 
     def codes() -> Iterator[Tensor]:
         return (z for z, _ in blocks())
@@ -106,17 +110,54 @@ def gather(rows: Rows | SomeRows, sae: SAE, sparsity: str, smoothing: Smoothing 
         system = Moments(sae.d_in, sae.d_sae, device)
     norm_weights = torch.zeros(sae.d_sae, dtype=torch.float64, device=device)
     fired = torch.zeros(sae.d_sae, dtype=torch.bool, device=device)
-    kept_z, kept_x, seen = [], [], 0
-    for z, x in blocks():
-        first = -seen % stride
-        kept_z.append(z if system is None else z[first::stride].clone())
-        kept_x.append(x if system is None else x[first::stride].clone())
+    kept_z, kept_x, places, seen = [sae.W_enc.new_empty(0, sae.d_sae)], [sae.W_enc.new_empty(0, sae.d_in)], [], 0
+    for z, portion in blocks():
+        numbers = portion.numbers() + seen
+        kept = (numbers % (1 if system is None else stride) == 0).nonzero()[:, 0]
+        seen += portion.size
+        if not len(portion.x):
+            continue
+        here = kept.to(device)
+        kept_z.append(z[here])
+        kept_x.append(portion.x[here])
+        places.append(numbers[kept])
         if system is not None:
-            system.add(z, x)
+            system.add(z, portion.x)
         norm_weights += sae.activation.norm_weights(sparsity, z, sae.W_dec)
         fired |= (z != 0).any(0)
-        seen += len(x)
-    z, x = torch.cat(kept_z), torch.cat(kept_x)
+    taken = torch.cat(kept_z), torch.cat(kept_x), torch.cat([torch.arange(0), *places])
     if system is not None:
-        return Gathered(system, z, x, norm_weights, fired)
-    return Gathered(HeldRows(z, x), z[::stride], x[::stride], norm_weights, fired)
+        return gathered_on_main(system, *taken, norm_weights, fired)
+    z, x = in_order_on_main(*taken)
+    return Gathered(HeldRows(z, x), rows.rows, z[::stride], x[::stride], add_up(norm_weights), fired_anywhere(fired))
+
+
+def gathered_on_main(system: Moments | CodeProducts, z: Tensor, x: Tensor, places: Tensor, norm_weights: Tensor,
+                     fired: Tensor) -> Gathered:
+    """What all processes took from their rows, put together on the main one.
+
+    Args:
+        system: the sums over this process' rows.
+        z: codes of the sampled rows among them, (n, F).
+        x: those rows, (n, D).
+        places: their numbers among those of all processes, (n,), on the CPU.
+        norm_weights: this process' part, (F,).
+        fired: the latents that fired on its rows, (F,).
+    """
+    z, x = in_order_on_main(z, x, places)
+    rows = system.add_up_on_main() if isinstance(system, Moments) else system.rows
+    return Gathered(system, rows, z, x, add_up(norm_weights.clone()), fired_anywhere(fired))
+
+
+def in_order_on_main(z: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """All processes' codes and rows on the main one, in the order of their places."""
+    if processes() == 1:
+        return z, x
+    order = rows_on_main(places).argsort().to(z.device)
+    z, x = rows_on_main(z), rows_on_main(x)
+    return z[order], x[order]
+
+
+def fired_anywhere(fired: Tensor) -> Tensor:
+    """The latents that fired on any process' rows."""
+    return add_up(fired.to(torch.int32)) > 0

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..distributed import add_up, processes
 from ..errors import ConfigError
 
 LBFGS_STEPS = 100  # quasi-Newton iterations after which a subproblem is left as it is
@@ -60,6 +61,21 @@ class Optimizer:
         """
         raise TypeError(f"{type(self).__name__} does not say how it descends")
 
+    def _gradients(self, value: Tensor) -> list[Tensor | None]:
+        """The gradient of a loss in each tensor, None where it has none; of several processes' losses together."""
+        return self._together(torch.autograd.grad(value, list(self.tensors.values()), allow_unused=True))
+
+    @torch.no_grad()
+    def _together(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """All processes' gradients added up, by way of one buffer; those of one process as they are."""
+        if processes() == 1:
+            return list(gradients)
+        tensors = list(self.tensors.values())
+        flat = add_up(torch.cat([tensor.new_zeros(tensor.numel()) if gradient is None else gradient.reshape(-1)
+                                 for tensor, gradient in zip(tensors, gradients, strict=True)]))
+        return [torch.empty_like(tensor).copy_(total.view_as(tensor))  # lies in memory as the tensor does
+                for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True)]
+
     @torch.no_grad()
     def _clip(self, gradients: Sequence[Tensor | None]) -> None:
         """Scale gradients down, in place, to `clip_norm` together."""
@@ -98,7 +114,10 @@ class Adam(Optimizer):
         """One step."""
         self._adam.zero_grad(set_to_none=True)
         loss().backward()
-        self._clip([tensor.grad for tensor in self.tensors.values()])
+        gradients = self._together([tensor.grad for tensor in self.tensors.values()])
+        for tensor, gradient in zip(self.tensors.values(), gradients, strict=True):
+            tensor.grad = gradient
+        self._clip(gradients)
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()
@@ -161,7 +180,7 @@ class GradientDescent(Optimizer):
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
         """One step."""
-        gradients = torch.autograd.grad(loss(), list(self.tensors.values()), allow_unused=True)
+        gradients = self._gradients(loss())
         self._clip(gradients)
         with torch.no_grad():
             for tensor, gradient in zip(self.tensors.values(), gradients, strict=True):
@@ -217,14 +236,13 @@ class Lbfgs(Optimizer):
 
         def evaluate() -> Tensor:
             value = loss()
-            gradients = torch.autograd.grad(value, list(self.tensors.values()), allow_unused=True)
-            for tensor, gradient in zip(self.tensors.values(), gradients, strict=True):
+            for tensor, gradient in zip(self.tensors.values(), self._gradients(value), strict=True):
                 tensor.grad = None if gradient is None else gradient.contiguous()  # torch's L-BFGS takes no other
-            return value
+            return add_up(value.detach().clone())
 
         before = solver.step(evaluate).detach()
         with torch.no_grad():
-            if not loss() <= before:  # at a kink, or by rounding, a line search can end higher
+            if not add_up(loss().detach().clone()) <= before:  # at a kink, or by rounding, a line search can end higher
                 for name, tensor in self.tensors.items():
                     tensor.copy_(begun[name])
                 loss()  # whoever gave it sees the codes of where the tensors are

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..ridge import Moments
 from ..sae import SAE
-from .gather import BLOCK_ROWS, Gathered
+from .gather import BLOCK_ROWS, Gathered, gathered_on_main
+from .portions import Portion, joined
 
 LATEST_ROWS = 1024  # that stand for all that have been counted
 
@@ -38,20 +39,22 @@ class Running:
         self._begin()
 
     @torch.no_grad()
-    def add(self, z: Tensor, x: Tensor, decoder: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """Count a batch: codes z, (B, F), and rows x, (B, D); a penalty weighs the norms of the decoder, (F, D)."""
+    def add(self, z: Tensor, portion: Portion, decoder: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """Count a batch: this process' codes z, (b, F), and its portion of the rows; a penalty weighs the norms of the
+        decoder, (F, D)."""
         if self._solved:
             keep = max(0.0, 1 - self._rows / self.window)
             self._moments.fade(keep, self._factor)
             self._norm_weights *= keep * self._factor
             self._begin()
-        self._rows += len(x)
+        x = portion.x
+        self._rows += portion.size
         if self._sparsity != "none":
             self._norm_weights += self._activation.norm_weights(self._sparsity, z, decoder()[0])
         self._fired |= (z != 0).any(0)
         self._pending.append((z, x))
-        self._latest.append((z, x))
-        while sum(len(x) for _, x in self._latest[1:]) >= LATEST_ROWS:
+        self._latest.append((z, portion))
+        while sum(portion.size for _, portion in self._latest[1:]) >= LATEST_ROWS:
             del self._latest[0]
         if sum(len(x) for _, x in self._pending) >= BLOCK_ROWS:
             self._flush()
@@ -60,8 +63,9 @@ class Running:
         """What has been counted; what comes next counts towards the next decoder step."""
         self._flush()
         self._solved = True
-        z, x = (torch.cat(parts) for parts in zip(*self._latest, strict=True))
-        return Gathered(self._moments, z, x, self._norm_weights, self._fired)
+        latest = joined([portion for _, portion in self._latest])
+        return gathered_on_main(self._moments, torch.cat([z for z, _ in self._latest]), latest.x, latest.numbers(),
+                                self._norm_weights, self._fired)
 
     def rescale(self, factor: float) -> None:
         """Take the encoder's codes to have been multiplied by a factor since."""
@@ -70,7 +74,7 @@ class Running:
     def _begin(self) -> None:
         self._rows, self._factor, self._solved = 0, 1.0, False
         self._fired = torch.zeros(self._sizes[1], dtype=torch.bool, device=self._device)
-        self._latest: list[tuple[Tensor, Tensor]] = []
+        self._latest: list[tuple[Tensor, Portion]] = []
 
     def _flush(self) -> None:
         if self._pending:

@@ -45,10 +45,10 @@ class SgdSolver(Solver):
 
     def epoch(self, rows: Rows, epoch: int) -> Iterator[StepReport]:
         """One step a batch."""
-        for x in rows.shuffled(epoch):
+        for batch in rows.shuffled(epoch):
             if self.step >= self.task.steps:
                 break
-            yield self.descend(x)
+            yield self.descend(batch)
         self.outer += 1
         self._hold_encoder()
         if self.step >= self.task.steps:

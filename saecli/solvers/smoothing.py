@@ -16,6 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .portions import Portion, as_portion
+
 WIDEST = 0.55  # width where rows are few
 
 
@@ -49,18 +51,23 @@ class Smoothing:
     def _squares(self) -> Tensor:
         return (self.sample - self._mean).square().sum(1)
 
-    def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Rows x, (B, D), each moved by about `width` of its own norm.
+    def __call__(self, rows: Tensor | Portion, generator: torch.Generator) -> Tensor:
+        """Rows, (B, D), each moved by about `width` of its own norm.
 
         Args:
-            x: the rows; not written to.
+            rows: the rows; not written to. Of a batch that several processes share, one process' own: draws are made
+                for all of it.
             generator: on the CPU, so that the draws are the same on every device.
         """
+        portion = as_portion(rows)
+        x = portion.x
         if not self.moves:
             return x
         n = len(self.sample)
-        first = torch.randint(n, (len(x),), generator=generator)
-        second = (first + 1 + torch.randint(n - 1, (len(x),), generator=generator)) % n  # another row each
+        first = torch.randint(n, (portion.size,), generator=generator)
+        second = (first + 1 + torch.randint(n - 1, (portion.size,), generator=generator)) % n  # another row each
+        if portion.places is not None:
+            first, second = first[portion.places], second[portion.places]
         first, second = first.to(x.device), second.to(x.device)
         both = self._squares[first] + self._squares[second]
         relative = ((x - self._mean).square().sum(1) / both.clamp(min=torch.finfo(x.dtype).tiny)).sqrt()

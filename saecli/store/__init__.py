@@ -10,9 +10,11 @@ from .shard_statistics import spread_of
 from .shared_writer import SharedWriter, made_by_several
 from .split import TEST_FRACTION, Which, is_test
 from .statistics import Spread
+from .stream import Part
 from .windows import window_starts
 from .writer import SOURCE_CHANGED, StoreWriter
 
-__all__ = ["COLUMNS", "DTYPES", "SOURCE_CHANGED", "TEST_FRACTION", "ActivationStore", "Norms", "Resume", "Rows",
-           "ShardRecord", "SharedWriter", "Spread", "StoreMeta", "StoreWriter", "Which", "hash_request", "is_test",
-           "made_by_several", "remembers", "rows_per_chunk", "rows_per_shard", "spread_of", "window_starts"]
+__all__ = ["COLUMNS", "DTYPES", "SOURCE_CHANGED", "TEST_FRACTION", "ActivationStore", "Norms", "Part", "Resume",
+           "Rows", "ShardRecord", "SharedWriter", "Spread", "StoreMeta", "StoreWriter", "Which", "hash_request",
+           "is_test", "made_by_several", "remembers", "rows_per_chunk", "rows_per_shard", "spread_of",
+           "window_starts"]

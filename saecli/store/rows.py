@@ -13,7 +13,7 @@ from .shard_statistics import spread_of
 from .shuffle import Deal
 from .split import Split
 from .statistics import Spread
-from .stream import Source, in_order, shuffled
+from .stream import WHOLE, Part, Source, in_order, shuffled
 
 if TYPE_CHECKING:
     from .reader import ActivationStore
@@ -48,7 +48,7 @@ class Rows:
         return self.store.d_in
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, exact: bool = False,
-                window_bytes: int = WINDOW_BYTES) -> Iterator[np.ndarray]:
+                window_bytes: int = WINDOW_BYTES, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches; the next ones are prepared by threads meanwhile.
 
         Every row comes exactly once. A batch holds no more pairs of rows of one document than a uniform shuffle's
@@ -62,6 +62,8 @@ class Rows:
                 otherwise runs of 64 KiB are.
             window_bytes: size of a window as stored. Two are held, or none where the store lies in the system's page
                 cache, from which rows are then gathered; a store smaller than a window is shuffled uniformly.
+            part: the part of every batch that is yielded, where several processes share them; one that it has no rows
+                of is left out. Only its own rows are read.
 
         Yields:
             (B, D) float32, writable. Valid until the next batch is asked for: its memory is used again then.
@@ -73,13 +75,14 @@ class Rows:
         row_bytes = self.store.meta.row_bytes
         deal = Deal(self.store.rows, self.rows, self._keeps, (seed, epoch), window_bytes // row_bytes,
                     1 if exact else UNIT_BYTES // row_bytes, batch_size)
-        return shuffled(self._source, deal, batch_size)
+        return shuffled(self._source, deal, batch_size, part)
 
-    def sequential(self, batch_size: int) -> Iterator[np.ndarray]:
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in stored order; the next batches are prepared by threads meanwhile.
 
         Args:
             batch_size: rows of a batch, at least 1; the last may be short.
+            part: the part of the batches that is yielded, where several processes share them.
 
         Yields:
             (B, D) float32, writable. Valid until the next batch is asked for: its memory is used again then.
@@ -88,7 +91,7 @@ class Rows:
             StoreError: a shard is missing or damaged.
         """
         _check_batch_size(batch_size)
-        return in_order(self._source, batch_size)
+        return in_order(self._source, batch_size, part)
 
     def spread(self) -> Spread:
         """Their mean and scatter; see `spread_of`."""

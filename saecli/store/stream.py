@@ -34,6 +34,26 @@ Block = tuple[list[Future[None]], np.ndarray]  # what fills it, and its rows, (R
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of several equal parts of things in a row, which different processes take.
+
+    Args:
+        number: which, from 0.
+        parts: how many there are.
+    """
+
+    number: int = 0
+    parts: int = 1
+
+    def of(self, count: int) -> tuple[int, int]:
+        """The first of so many things that belong to it, and the one after the last."""
+        return count * self.number // self.parts, count * (self.number + 1) // self.parts
+
+
+WHOLE = Part()
+
+
+@dataclass(frozen=True)
 class Source:
     """Rows of a store.
 
@@ -63,37 +83,39 @@ class Source:
         return rows[begin:end] if kept is None else rows[kept[begin:end]]
 
 
-def in_order(source: Source, batch_size: int) -> Iterator[np.ndarray]:
+def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray]:
     """The wanted rows in stored order.
 
     Args:
         source: where they come from.
         batch_size: rows of a batch; the last may be short.
+        part: of the batches, which lie one after the other.
 
     Yields:
         (B, D) float32, valid until the next is asked for.
     """
     ends = np.cumsum(source.counts)
     total = int(ends[-1])
-    buffers = _Buffers(source, batch_size, total)
+    first, stop = (min(total, batch_size * batch) for batch in part.of(-(-total // batch_size)))
+    buffers = _Buffers(source, batch_size, stop - first)
 
     def fill(begin: int, end: int, out: np.ndarray) -> None:
         at, chunk = begin, int(np.searchsorted(ends, begin, side="right"))
         while at < end:
-            first, stop = int(ends[chunk] - source.counts[chunk]), min(end, int(ends[chunk]))
-            if stop > at:
-                rows = source.rows(chunk, at - first, stop - first)
-                _decode(rows, out[at - begin : stop - begin])
-            at, chunk = stop, chunk + 1
+            before, until = int(ends[chunk] - source.counts[chunk]), min(end, int(ends[chunk]))
+            if until > at:
+                rows = source.rows(chunk, at - before, until - before)
+                _decode(rows, out[at - begin : until - begin])
+            at, chunk = until, chunk + 1
 
     def blocks(pool: ThreadPoolExecutor) -> Iterator[Block]:
-        for begin in range(0, total, buffers.rows):
-            yield buffers.fill(pool, fill, begin, min(begin + buffers.rows, total))
+        for begin in range(first, stop, buffers.rows):
+            yield buffers.fill(pool, fill, begin, min(begin + buffers.rows, stop))
 
     return _read_ahead(blocks, buffers.ahead, batch_size)
 
 
-def shuffled(source: Source, deal: Deal, batch_size: int) -> Iterator[np.ndarray]:
+def shuffled(source: Source, deal: Deal, batch_size: int, part: Part) -> Iterator[np.ndarray]:
     """The wanted rows once each, shuffled.
 
     Where the store lies in memory already, in the system's page cache, batches are gathered from there. Else each row
@@ -104,23 +126,28 @@ def shuffled(source: Source, deal: Deal, batch_size: int) -> Iterator[np.ndarray
         source: where they come from.
         deal: which rows each window takes, and their order.
         batch_size: rows of a batch; the last may be short.
+        part: of the rows of every batch; one that it has no rows of is left out.
 
     Yields:
         (B, D) float32, valid until the next is asked for.
     """
     run = max(1, RUN_BYTES // source.store.meta.row_bytes)
-    buffers = _Buffers(source, batch_size, int(source.counts.sum()), run)
+    own_size = part.of(batch_size)[1] - part.of(batch_size)[0]
+    buffers = _Buffers(source, own_size, int(source.counts.sum()), run)
+
+    def leaving_here(pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
+        return (_part_of_batches(leaving, batch_size, part) for leaving in _leaving(deal, batch_size, run, pool))
 
     def gathered(pool: ThreadPoolExecutor) -> Iterator[Block]:
-        for leaving in _leaving(deal, batch_size, run, pool):
-            gather = partial(_gather, source, source.store.whole_shards(), leaving, batch_size, run)
+        for leaving in leaving_here(pool):
+            gather = partial(_gather, source, source.store.whole_shards(), leaving, own_size, run)
             for begin in range(0, len(leaving), buffers.rows):
                 yield buffers.fill(pool, gather, begin, min(begin + buffers.rows, len(leaving)))
 
     def from_windows(pool: ThreadPoolExecutor) -> Iterator[Block]:
         memory = [np.empty((0, source.d_in), source.stored.storage)] * 2
         window = memory[0]
-        for turn, leaving in enumerate(chain(_leaving(deal, batch_size, run, pool), [np.empty(0, np.int64)])):
+        for turn, leaving in enumerate(chain(leaving_here(pool), [np.empty(0, np.int64)])):
             if len(leaving) > len(memory[turn % 2]):
                 memory[turn % 2] = np.empty((len(leaving), source.d_in), source.stored.storage)
             following = memory[turn % 2][: len(leaving)]
@@ -141,7 +168,17 @@ def shuffled(source: Source, deal: Deal, batch_size: int) -> Iterator[np.ndarray
     def blocks(pool: ThreadPoolExecutor) -> Iterator[Block]:
         return gathered(pool) if source.store.in_memory() else from_windows(pool)
 
-    return _read_ahead(blocks, buffers.ahead, batch_size)
+    return _read_ahead(blocks, buffers.ahead, own_size)
+
+
+def _part_of_batches(leaving: np.ndarray, batch_size: int, part: Part) -> np.ndarray:
+    """Of rows in the order in which they leave, those that are a part of each batch."""
+    if part.parts == 1:
+        return leaving
+    whole = len(leaving) - len(leaving) % batch_size
+    (begin, end), (first, stop) = part.of(batch_size), part.of(len(leaving) - whole)
+    return np.concatenate([leaving[:whole].reshape(-1, batch_size)[:, begin:end].ravel(),
+                           leaving[whole:][first:stop]])
 
 
 def _leaving(deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
@@ -169,12 +206,19 @@ def _runs(rows: int, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
         yield from ((begin, min(begin + run, end)) for begin in range(batch, end, run))
 
 
+def _ascending(rows: np.ndarray, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
+    """Where runs begin and end: a part of a batch may take the end of one sorted run and the beginning of another."""
+    for begin, end in _runs(len(rows), batch_size, run):
+        falls = np.flatnonzero(np.diff(rows[begin:end]) < 0) + 1 + begin
+        yield from pairwise([begin, *falls.tolist(), end])
+
+
 def _gather(source: Source, shards: Sequence[np.ndarray], leaving: np.ndarray, batch_size: int, run: int, begin: int,
             end: int, out: np.ndarray) -> None:
     """Decode rows `begin` to `end` of those that leave a window, from shards in memory, run by run."""
     shard_rows = source.store.meta.shard_rows
     scratch = np.empty((min(run, end - begin), source.d_in), source.stored.storage)
-    for start, stop in _runs(end - begin, batch_size, run):
+    for start, stop in _ascending(leaving[begin:end], batch_size, run):
         rows = leaving[begin + start : begin + stop]
         first, last = int(rows[0] // shard_rows), int(rows[-1] // shard_rows)
         ends = np.searchsorted(rows, np.arange(first + 1, last + 2) * shard_rows).tolist()

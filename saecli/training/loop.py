@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..devices import device_named
+from ..distributed import add_up, agreed, least, processes
 from ..errors import ConfigError, TrainingError
+from ..launch import local_world
 from ..machine import available_memory
 from ..metrics import reconstruction
 from ..report import Step
@@ -113,6 +115,7 @@ class Trainer:
         training = plan.training
         self.train_rows, self.test_rows = plan.train_rows, plan.test_rows
         self.device = device_named(training.device)
+        self._demand_portions(trainings)
         self.memory = self._demand_memory(trainings)
         self.batches = training.epoch_batches(self.train_rows.rows)
         per_epoch = self.batches * plan.solver.steps_per_batch
@@ -133,7 +136,7 @@ class Trainer:
             TrainingError: the loss became NaN or infinite; the last checkpoint stands.
         """
         self.share = share
-        solver, normalisation, progress = self._begin(self.record.checkpoint())
+        solver, normalisation, progress = self._begin(agreed(self.record.checkpoint))
         self.solver, self.progress, self.test = solver, progress, None
         rows = self._rows(normalisation)
         self.record.begin(progress.step, self.epochs)
@@ -180,12 +183,29 @@ class Trainer:
         return TrainingRows(self.train_rows, normalisation, training.batch_size, training.shuffle_seed,
                             training.shuffle == "exact", self.share)
 
+    def _demand_portions(self, trainings: int) -> None:
+        """Refuse what several processes cannot do together."""
+        if processes() == 1:
+            return
+        training = self.plan.training
+        if trainings > 1:
+            raise ConfigError(f"options given several times train {trainings} SAEs in one process: expected one, got "
+                              f"{processes()}; run it without torchrun, or give each value to a command of its own")
+        if training.batch_size < processes():
+            raise ConfigError(f"--batch-size must be at least the number of processes, {processes()}, which share "
+                              f"every batch, got {training.batch_size}")
+        if training.sparsity == "kl":
+            raise ConfigError(f"--sparsity kl runs in one process, since its firing rates are those of a whole batch: "
+                              f"expected one, got {processes()}; run it without torchrun, or use another penalty")
+
     def _demand_memory(self, trainings: int) -> int:
         """The bytes that are free for the solver, which is one of several trainings'."""
         solver, d_sae = self.plan.solver, self.plan.training.d_sae
         batch = 3 * 4 * max(self.plan.training.batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
         needed = solver.memory(self.train_rows.rows, self.plan.training.batch_size, self.train_rows.d_in, d_sae) + batch
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
+        free = (torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else
+                available_memory() // (local_world() if processes() > 1 else 1))
+        free = int(least(torch.tensor([free], dtype=torch.float64)).item())  # that every process has
         free //= trainings
         if needed > free:
             beside = "" if trainings == 1 else f" for each of {trainings} trainings"
@@ -196,7 +216,7 @@ class Trainer:
     def _begin(self, checkpoint: tuple[dict, dict] | None) -> tuple[Solver, Normalisation, Progress]:
         training = self.plan.training
         if checkpoint is None:
-            (spread,) = self.share("spread", lambda: iter([self.train_rows.spread()]))
+            (spread,) = self.share("spread", lambda: iter([agreed(self.train_rows.spread)]))
             normalisation = fit_normalisation(training.normalize, spread, DTYPES[training.dtype])
         else:
             kept = {name: checkpoint[0][f"normalisation.{name}"] for name in ("mean", "scale", "variance")}
@@ -234,7 +254,8 @@ class Trainer:
                 if len(pending) == LOG_EVERY:
                     look()
         except TrainingError:
-            look()  # a loss that is no number explains the failure better
+            if processes() == 1:  # of several the others, which have not failed, do not look
+                look()  # a loss that is no number explains the failure better
             raise
         look()
         return seen
@@ -246,7 +267,7 @@ class Trainer:
 
 
 def averages(reports: list[StepReport], variance: Tensor) -> dict[str, Any]:
-    """The means over the rows of some consecutive batches, as a line of `metrics.jsonl`.
+    """The means over the rows of some consecutive batches, as a line of `metrics.jsonl`; of all processes' portions.
 
     Args:
         reports: the reports.
@@ -255,7 +276,7 @@ def averages(reports: list[StepReport], variance: Tensor) -> dict[str, Any]:
     Raises:
         TrainingError: one of the losses is NaN or infinite; names the step.
     """
-    losses = torch.stack([report.loss for report in reports])
+    losses = add_up(torch.stack([report.loss for report in reports]))
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
         first = reports[int(bad[0])]
@@ -263,8 +284,8 @@ def averages(reports: list[StepReport], variance: Tensor) -> dict[str, Any]:
                             f"last checkpoint, if it came to one, stands; lower --lr, or look at the data")
     rows = torch.tensor([report.rows for report in reports]).to(losses)
     share = rows / rows.sum()
-    error = share @ torch.stack([report.squared_error for report in reports])
-    l0 = share @ torch.stack([report.l0 for report in reports]).to(share)
+    error = share @ add_up(torch.stack([report.squared_error for report in reports]))
+    l0 = share @ add_up(torch.stack([report.l0 for report in reports]).to(share))
     return {"step": reports[-1].step, "loss": (share @ losses).item(), "train_fvu": (error / variance).item(),
             "l0": l0.item()}
 

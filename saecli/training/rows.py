@@ -1,5 +1,6 @@
 """Where batches of activations enter training, and the SAE that it starts from."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,7 +9,10 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
+from ..distributed import own_rank, processes
 from ..sae import SAE
+from ..solvers import Portion
+from ..store import Part
 from ..store import Rows as StoredRows
 from .array_rows import ArrayRows
 from .normalise import Normalisation
@@ -42,24 +46,50 @@ class TrainingRows:
         """Their width."""
         return self.stored.d_in
 
-    def shuffled(self, epoch: int) -> Iterator[Tensor]:
-        """Every row once, in batches (B, D), in an order that is a pure function of seed and epoch."""
-        return self.share("shuffled", lambda: self._normalised(self.stored.batches(
-            self.batch_size, seed=self.seed, epoch=epoch, exact=self.exact)), epoch)
+    def shuffled(self, epoch: int) -> Iterator[Tensor | Portion]:
+        """Every row once, in batches (B, D), in an order that is a pure function of seed and epoch; of several
+        processes each has its portion of every batch."""
+        if processes() > 1:
+            return self._portions(self._batches(epoch, part=own_part()))
+        return self.share("shuffled", lambda: self._batches(epoch), epoch)
 
-    def sequential(self) -> Iterator[Tensor]:
-        """Every row once, in batches (B, D), in stored order."""
+    def sequential(self) -> Iterator[Tensor | Portion]:
+        """Every row once, in batches (B, D), in stored order; of several processes each has some of the batches."""
+        if processes() > 1:
+            return self._blocks(self._normalised(self.stored.sequential(SUMMED_ROWS, part=own_part())))
         return self.share("sequential", lambda: self._normalised(self.stored.sequential(SUMMED_ROWS)))
 
     def sample(self) -> Tensor:
-        """The first rows of the shuffled order, `SAMPLED_ROWS` or all there are, (n, D)."""
+        """The first rows of the shuffled order, `SAMPLED_ROWS` or all there are, (n, D); the same in all processes."""
         batches, seen = [], 0
-        for batch in self.shuffled(0):
+        for batch in self._batches(0) if processes() > 1 else self.shuffled(0):
             batches.append(batch)
             seen += len(batch)
             if seen >= SAMPLED_ROWS:
                 break
         return torch.cat(batches)[:SAMPLED_ROWS]
+
+    def _batches(self, epoch: int, **part: Part) -> Iterator[Tensor]:
+        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, exact=self.exact,
+                                                    **part))
+
+    def _portions(self, own: Iterator[Tensor]) -> Iterator[Portion]:
+        """This process' portion of every batch, which is empty where it has none."""
+        for begin in range(0, self.rows, self.batch_size):
+            size = min(self.batch_size, self.rows - begin)
+            first, stop = own_part().of(size)
+            yield Portion(next(own) if stop > first else self._nothing(), size, torch.arange(first, stop))
+
+    def _blocks(self, own: Iterator[Tensor]) -> Iterator[Portion]:
+        """All blocks, of which another process' are empty."""
+        first, stop = own_part().of(math.ceil(self.rows / SUMMED_ROWS))
+        for block, begin in enumerate(range(0, self.rows, SUMMED_ROWS)):
+            size = min(SUMMED_ROWS, self.rows - begin)
+            here = first <= block < stop
+            yield Portion(next(own), size) if here else Portion(self._nothing(), size, torch.arange(0))
+
+    def _nothing(self) -> Tensor:
+        return self.normalisation.mean.new_empty(0, self.d_in)
 
     def _normalised(self, batches: Iterator[np.ndarray]) -> Iterator[Tensor]:
         mean = self.normalisation.mean
@@ -67,9 +97,16 @@ class TrainingRows:
             yield self.normalisation(torch.from_numpy(batch).to(mean.device, mean.dtype))
 
 
+def own_part() -> Part:
+    """The part of the rows that this process takes."""
+    return Part(own_rank(), processes())
+
+
 def raw_batches(stored: StoredRows | ArrayRows) -> Iterator[Tensor]:
-    """The rows as stored, in batches (B, D), float32; each is valid until the next."""
-    return map(torch.from_numpy, stored.sequential(STREAMED_ROWS))
+    """The rows as stored, of several processes each one's own, in batches (B, D), float32; each is valid until the
+    next."""
+    part = {"part": own_part()} if processes() > 1 else {}
+    return map(torch.from_numpy, stored.sequential(STREAMED_ROWS, **part))
 
 
 def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) -> SAE:

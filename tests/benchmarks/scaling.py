@@ -1,0 +1,140 @@
+"""What several processes send each other, against what they compute, and how much faster they are.
+
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/benchmarks/scaling.py [--processes 1,2] [--d-in 512] [--d-sae 4096]
+
+Trains an SAE by PAM-SGD on random rows, and extracts activations of tiny-gemma2, in one process and in several that
+torchrun starts on this machine, with one thread each. Bytes are those of the tensors that a process hands to each
+collective, counted where torch.distributed is called; those of the other processes' sums are not told apart. What the
+links then carry depends on the algorithm: a ring all-reduce sends 2 (P - 1) / P times the tensor from each of P
+processes. Operations are counted as in the README's tables: 10 D F a row of an encoder step (topk skips some of them on
+a CPU), D F to D F + F^2 / 2 multiplications and additions a row of a decoder step's sums, F^3 / 3 a factorisation.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from saecli import distributed
+from saecli.activations import TopK
+from saecli.report import table
+from saecli.solvers.alternation import PamSgdSolver
+from saecli.solvers.pam_sgd import PamSgd
+from saecli.store import ActivationStore, StoreMeta, StoreWriter
+from saecli.training import Plan, Record, Trainer, TrainingConfig
+
+ROWS, BATCH, SEED = 32_768, 2_048, 0
+COUNTED = ("all_reduce", "reduce", "broadcast", "send", "recv")
+EXTRACTED = 200_000
+EXTRACT = ("extract", "--model", "tiny-gemma2", "--rows", str(EXTRACTED))
+
+
+class Traffic:
+    """Counts the bytes that this process hands to torch.distributed, by what they are for."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[str] = Counter()
+        self.purpose = "other"
+        for name in COUNTED:
+            setattr(dist, name, self._counting(getattr(dist, name)))
+
+    def _counting(self, call: Any) -> Any:
+        def counted(tensor: torch.Tensor, *words: Any, **named: Any) -> Any:
+            self.bytes[self.purpose] += tensor.nbytes
+            return call(tensor, *words, **named)
+
+        return counted
+
+
+def work(home: Path, d_sae: int) -> None:
+    """What each process does: train, and tell seconds and bytes of steps and of decoder steps."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        distributed.join()
+    traffic, seconds, calls = Traffic(), Counter(), Counter()
+
+    def told(purpose: str, method: Any) -> Any:
+        def timed(*words: Any, **named: Any) -> Any:
+            before, traffic.purpose, started = traffic.purpose, purpose, time.perf_counter()
+            found = method(*words, **named)
+            seconds[purpose] += time.perf_counter() - started
+            calls[purpose] += 1
+            traffic.purpose = before
+            return found
+
+        return timed
+
+    PamSgdSolver.descend = told("step", PamSgdSolver.descend)
+    PamSgdSolver.solve_decoder = told("outer", PamSgdSolver.solve_decoder)
+    PamSgdSolver._solve = told("solve", PamSgdSolver._solve)
+    store = ActivationStore.open(home / "activations" / "rows")
+    training = TrainingConfig(d_sae=d_sae, epochs=2, batch_size=BATCH, smoothing=0.0)
+    plan = Plan.resolved(training.rows_of(store), None, training, PamSgd(inner_steps=1), TopK(k=32))
+    Trainer(plan, Record()).train(lambda done, words="": None)
+    if distributed.is_main():
+        print(json.dumps({"rows": plan.train_rows.rows, "seconds": seconds, "calls": calls, "bytes": traffic.bytes}))
+    if distributed.processes() > 1:
+        distributed.leave()
+
+
+def launched(processes: int, *words: str) -> str:
+    """What a command prints, run by so many processes."""
+    prefix = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run([sys.executable, *(prefix if processes > 1 else []), *words], check=True, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
+
+
+def make_rows(home: Path, d_in: int) -> None:
+    """A store of rows of a subspace and noise."""
+    rng = np.random.default_rng(SEED)
+    rows = rng.normal(size=(ROWS, 64)) @ rng.normal(size=(64, d_in)) + rng.normal(size=(ROWS, d_in))
+    meta = StoreMeta({"kind": "array"}, "scaling", "float32", d_in, ROWS)
+    with StoreWriter.open(home / "activations" / "rows", meta) as writer:
+        writer.append(rows.astype(np.float32), {}, {"row": 0})
+        writer.finish()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--processes", default="1,2")
+    parser.add_argument("--d-in", type=int, default=512)
+    parser.add_argument("--d-sae", type=int, default=4096)
+    parser.add_argument("--home", type=Path, help="of a process that this script starts")
+    given = parser.parse_args()
+    if given.home is not None:
+        work(given.home, given.d_sae)
+        return
+    D, F = given.d_in, given.d_sae
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        make_rows(home, D)
+        lines = []
+        for processes in map(int, given.processes.split(",")):
+            words = (__file__, "--home", str(home), "--d-sae", str(F))
+            found = json.loads(launched(processes, *words).strip().splitlines()[-1])
+            calls, sent, seconds = found["calls"], found["bytes"], found["seconds"]
+            began = time.perf_counter()
+            launched(processes, "-m", "saecli", "--home", str(home), *EXTRACT, "--name", f"of-{processes}")
+            per_step = sent.get("step", 0) / calls["step"]
+            lines.append([str(processes), 2 * found["rows"] / seconds["step"], per_step / 1e6,
+                          10e-9 * D * F * BATCH, seconds["outer"] / calls["outer"], seconds["solve"] / calls["solve"],
+                          (sent.get("outer", 0) + sent.get("solve", 0)) / calls["outer"] / 1e6,
+                          EXTRACTED / (time.perf_counter() - began)])
+    columns = ["processes", "rows/s of steps", "MB a step", "Gflop a step", "s a decoder step", "of it solving",
+               "MB a decoder step", "rows/s extracted"]
+    Console(width=140).print(table(f"d_in {D}, d_sae {F}, topk 32, batch {BATCH}, float32; processes of one thread",
+                                   columns, lines))
+
+
+if __name__ == "__main__":
+    main()
