@@ -43,11 +43,11 @@ def assert_same_rows(home: Path, name: str, expected: str) -> None:
 
 
 def test_two_processes_store_the_rows_of_one_and_one_of_them_speaks(sae: CommandLine):
-    words = (*WORDS, "--site", "mlp_out", "--rows", "12345", "--shard-rows", "1000")
+    words = (*WORDS, "--site", "mlp_out", "--rows", "11000", "--shard-rows", "900")
     assert sae(*words, "--name", "one").status == 0
     done = together(2, "--home", sae.home, *words, "--name", "two", "--json")
     assert done.status == 0, done.err
-    assert [store["rows"] for store in done.json["stores"]] == [12345, 12345]
+    assert [store["rows"] for store in done.json["stores"]] == [11_000, 11_000]
     assert own_words(done.err) == []
     for site in ("l1-resid_post", "l1-mlp_out"):
         assert_same_rows(sae.home, f"two-{site}", f"one-{site}")

@@ -61,7 +61,8 @@ def same_result(found: dict, wanted: dict) -> None:
 
 def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
-    words = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "2", "--batch-size", "255")
+    words = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "2", "--batch-size", "255", "--inner-steps",
+             "2")
     one = sae(*words, "--name", "one").json
     done = together(2, "--home", sae.home, *words, "--name", "two")
     assert done.status == 0, done.err
