@@ -1,6 +1,7 @@
 """SAEs on the Hugging Face hub: a server on this machine, the hub's own client, and what `sae` says of refusals."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from model_hub import READER, WRITER, ModelHub, serving
 
 import saecli
 from saecli.activations import JumpRelu, Relu, SoftTopK, TopK
-from saecli.formats import SavedSAE, load, save
-from saecli.hosted import Address
+from saecli.formats import SavedSAE, load, save, save_native
+from saecli.hosted import Address, Entry, card_with
 
 # The hub's client uploads large files by a call that its own HTTP library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -114,6 +115,29 @@ def test_the_card_has_metadata_a_line_for_every_sae_and_how_to_load_the_last(sae
     done = sae("push", "one", "someone/saes")
     assert "was not written by `sae push` and is left as it is" in done.err
     assert hub.repos["someone/saes"].files["README.md"] == b"All mine."
+
+
+def test_a_card_names_model_and_text_where_the_hub_has_them() -> None:
+    entry = Entry(Address("someone/saes", "first"), "native", "google/gemma-2-2b, layer 12", "swish", 8, 20,
+                  {"rows": 10, "fvu": 0.5}, base_model="google/gemma-2-2b", dataset="Salesforce/wikitext")
+    card = ModelCard(card_with(entry, None))
+    assert (card.data.library_name, card.data.base_model, card.data.datasets) == (
+        "saecli", "google/gemma-2-2b", ["Salesforce/wikitext"])
+    assert "The files are in the format native." in card.text and "SAELens" not in card.text
+    without = ModelCard(card_with(replace(entry, base_model=None, dataset=None), None))
+    assert (without.data.base_model, without.data.datasets) == (None, None)
+
+
+@pytest.mark.parametrize("form", ["saelens", "native"])
+def test_no_path_of_this_machine_is_pushed(sae: CommandLine, hub: ModelHub, form: str) -> None:
+    make_store(sae.home, "rows", some_rows())
+    folder = make_run(sae.home, "run", random_sae())
+    save_native(SavedSAE(random_sae(), {"model": "/home/me/models/llama", "layer": 3, "site": "resid_post"}), folder)
+    assert sae("push", "run", "someone/saes", "--format", form).status == 0
+    files = hub.repos["someone/saes"].files
+    assert not any(b"/home/me" in content for content in files.values())
+    assert "llama, layer 3, resid_post" in files["README.md"].decode()
+    assert ModelCard(files["README.md"].decode()).data.base_model is None
 
 
 def test_a_signed_topk_is_native_where_saelens_would_change_rows_and_says_so(sae: CommandLine, hub: ModelHub) -> None:

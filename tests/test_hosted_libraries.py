@@ -38,7 +38,7 @@ def test_a_pushed_run_loads_from_the_hub_in_the_library_and_here(
     with serving() as hub:
         settings = {"env": environment(hub, tmp_path), "capture_output": True, "text": True, "cwd": tmp_path}
         for words in (("push", "first", "someone/saes", "--format", library),
-                      ("geometry", "someone/saes", "--rows", "200"), ("sparsity", "someone/saes/first@main")):
+                      ("geometry", "someone/saes/first@main", "--rows", "200")):
             done = subprocess.run([sys.executable, "-m", "saecli", *words], **settings)
             assert done.returncode == 0, done.stderr
             assert WRITER not in done.stdout + done.stderr
