@@ -13,7 +13,7 @@ from ..distributed import is_main
 from ..errors import PeerError, RunError, SaeError
 from ..files import locked
 from ..report import Step, table
-from ..training import CHECKPOINT, Record, Run, RunRecord, Share, Trainer, alone, read_metrics, together
+from ..training import CHECKPOINT, Record, Run, RunRecord, Share, Trainer, alone, in_step, read_metrics
 from .config_file import CONFIG, write_config
 from .options import Given, Session
 
@@ -58,7 +58,7 @@ def _train_together(session: Session, jobs: Sequence[Job]) -> None:
     """Train several runs from one reading of the store."""
     with session.report.progress(f"training {len(jobs)} SAEs", None, "steps") as show:
         progress = _Progress(show)
-        outcomes = together([partial(_trained, session, job, len(jobs), progress) for job in jobs])
+        outcomes = in_step([partial(_trained, session, job, len(jobs), progress) for job in jobs])
     errors = {job.folder.name: outcome.error for job, outcome in zip(jobs, outcomes, strict=True) if outcome.error}
     if any(isinstance(error, KeyboardInterrupt) for error in errors.values()):
         raise KeyboardInterrupt

@@ -8,7 +8,7 @@ from .checkpoints import CHECKPOINT, read_metrics
 from .config import TrainingConfig
 from .loop import Plan, Record, Trainer
 from .run import Run, RunRecord, origin_of
-from .together import Outcome, Share, alone, together
+from .shared_passes import Outcome, Share, alone, in_step
 
 __all__ = ["CHECKPOINT", "Outcome", "Plan", "Record", "Run", "RunRecord", "Share", "Trainer", "TrainingConfig", "alone",
-           "origin_of", "read_metrics", "together"]
+           "in_step", "origin_of", "read_metrics"]

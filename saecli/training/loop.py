@@ -23,7 +23,7 @@ from .array_rows import ArrayRows
 from .config import DTYPES, TrainingConfig
 from .normalise import Normalisation, fit_normalisation
 from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae, raw_batches
-from .together import Share, alone
+from .shared_passes import Share, alone
 
 Measures = dict[str, Any]  # as of `metrics.reconstruction`
 

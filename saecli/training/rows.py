@@ -16,7 +16,7 @@ from ..store import Part
 from ..store import Rows as StoredRows
 from .array_rows import ArrayRows
 from .normalise import Normalisation
-from .together import Share, alone
+from .shared_passes import Share, alone
 
 STREAMED_ROWS = 2048  # rows at a time where their order does not matter
 SUMMED_ROWS = 4096  # the same for sums over all rows, of which each block's go through all of a d_sae x d_sae matrix

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from saecli.training.together import Share, alone, together
+from saecli.training.shared_passes import Share, alone, in_step
 
 
 class Source:
@@ -44,7 +44,7 @@ def training(source: Source, extra: int = 0, epochs: int = 3):
 def test_each_sees_what_it_sees_alone_and_equal_trainings_read_every_batch_once():
     expected = training(Source())(alone)
     source = Source()
-    outcomes = together([training(source)] * 4)
+    outcomes = in_step([training(source)] * 4)
     assert [outcome.result for outcome in outcomes] == [expected] * 4
     assert len(source.read) == len(set(source.read)) == 3 * 2 * source.length
     assert source.closed == 6
@@ -52,7 +52,7 @@ def test_each_sees_what_it_sees_alone_and_equal_trainings_read_every_batch_once(
 
 def test_one_with_passes_of_its_own_is_waited_for_and_shares_again():
     source = Source()
-    first, second = together([training(source), training(source, extra=2)])
+    first, second = in_step([training(source), training(source, extra=2)])
     assert first.result == training(Source())(alone)
     assert second.result == training(Source(), extra=2)(alone)
     assert len(source.read) == 3 * 2 * source.length + 2 * source.length
@@ -76,7 +76,7 @@ def test_a_pass_within_a_pass_and_a_pass_left_early():
     source = Source()
     expected = [case(alone) for case in cases]
     source.read.clear()
-    assert [outcome.result for outcome in together(cases)] == expected
+    assert [outcome.result for outcome in in_step(cases)] == expected
     assert source.read.count(("shuffled", 0, 4)) == 1
     assert source.read.count(("inner", 0, 0)) == 2  # twice at batch 1 at once, once at batch 3
 
@@ -88,7 +88,7 @@ def test_a_failure_leaves_the_others_to_go_on():
             raise ValueError("diverged")
 
     source = Source()
-    good, bad = together([training(source), fails])
+    good, bad = in_step([training(source), fails])
     assert str(bad.error) == "diverged"
     assert good.result == training(Source())(alone)
 
@@ -102,7 +102,7 @@ def test_rows_that_cannot_be_read_are_told_to_all_that_share_them():
         for _ in share("shuffled", damaged, 0):
             pass
 
-    outcomes = together([reads, reads])
+    outcomes = in_step([reads, reads])
     assert [str(outcome.error) for outcome in outcomes] == ["damaged", "damaged"]
 
 
@@ -114,7 +114,7 @@ def test_an_interrupt_reaches_all():
 
     source = Source(1000)
     before = threading.active_count()
-    outcomes = together([interrupts, training(source)])
+    outcomes = in_step([interrupts, training(source)])
     assert [type(outcome.error) for outcome in outcomes] == [KeyboardInterrupt] * 2
     assert len(source.read) < 10 and threading.active_count() == before
 
@@ -130,9 +130,9 @@ def test_one_thread_at_a_time():
                 pass
             running.pop()
 
-    assert all(outcome.error is None for outcome in together([action] * 3))
+    assert all(outcome.error is None for outcome in in_step([action] * 3))
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_none_and_one(count):
-    assert len(together([training(Source())] * count)) == count
+    assert len(in_step([training(Source())] * count)) == count

@@ -103,7 +103,7 @@ class _Member:
     def _run(self) -> None:
         try:
             outcome = Outcome(self._action(self._share))
-        except BaseException as error:  # none is lost: `together` hands it on
+        except BaseException as error:  # none is lost: `in_step` hands it on
             outcome = Outcome(error=error)
         self._asked.put(outcome)
 
@@ -118,7 +118,7 @@ class _Member:
             shared.leave(self)
 
 
-def together(actions: Sequence[Callable[[Share], Any]]) -> list[Outcome]:
+def in_step(actions: Sequence[Callable[[Share], Any]]) -> list[Outcome]:
     """Run several trainings that share their passes.
 
     Args:

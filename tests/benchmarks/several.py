@@ -1,6 +1,6 @@
 """Several SAEs trained together, from one reading of the store, against the same trained one after the other.
 
-    PYTHONPATH=. python tests/benchmarks/together.py [--runs 4] [--rows 100000] [--d-in 768] [--steps 400] [--rounds 3]
+    PYTHONPATH=. python tests/benchmarks/several.py [--runs 4] [--rows 100000] [--d-in 768] [--steps 400] [--rounds 3]
 
 Writes a bfloat16 store of random rows, and trains SAEs of several seeds on it by `sae train`: all in one process, by
 `--seed 0 --seed 1 ...`, and one process a seed. The two take turns; the least of each counts. "alone" is what one
