@@ -1,0 +1,128 @@
+# Sourced by the scripts beside it: their options, and training runs side by side. Needs bash, and `sae` on the PATH.
+#
+# A script names itself in `section` before. Runs are called GROUP-ACT-WAY-VALUE-SEED, which is how `measured.py` finds
+# them again; those that are finished are not trained anew, so that an interrupted script goes on where it stopped.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+quick=false out=results/$section seeds=1 data="" jobs=""
+given=""  # what decides the results, for the report
+
+usage() {
+    cat <<TEXT
+usage: $0 [--quick] [--out DIR] [--seeds N] [--jobs N]${takes:+ [--data FILE]}
+
+  --quick     offline, in minutes on two cores
+  --out DIR   folder of stores, runs, tables (CSV, JSON) and figures [results/$section]
+  --seeds N   seeds of every run [1]
+  --jobs N    runs at a time [with --quick one a core, else one]${takes:+
+  --data FILE $takes}
+TEXT
+}
+
+while (($#)); do
+    case $1 in
+        --quick) quick=true given+=" --quick" ;;
+        --out | --seeds | --jobs | --data)
+            (($# > 1)) || { echo "$0: $1 needs a value; see $0 --help" >&2; exit 2; }
+            [[ $1 != --data || -n ${takes:-} ]] || { echo "$0: --data does nothing here; leave it out" >&2; exit 2; }
+            [[ $1 != --seeds && $1 != --data ]] || given+=" $1 $2"
+            printf -v "${1#--}" %s "$2"; shift ;;
+        -h | --help) usage; exit ;;
+        *) echo "$0: there is no option $1; see $0 --help" >&2; exit 2 ;;
+    esac
+    shift
+done
+[[ $seeds =~ ^[1-9][0-9]*$ ]] || { echo "$0: --seeds must be a whole number above 0, got $seeds" >&2; exit 2; }
+[[ $jobs =~ ^([1-9][0-9]*)?$ ]] || { echo "$0: --jobs must be a whole number above 0, got $jobs" >&2; exit 2; }
+
+cores=$(getconf _NPROCESSORS_ONLN)
+if [[ -z $jobs ]]; then
+    if $quick; then jobs=$cores; else jobs=1; fi  # a GPU, or all cores, for each run in turn
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + jobs - 1) / jobs))}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+export SAE_HOME=$out/home
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}  # for `measured.py`
+todo=$out/todo
+: > "$todo"
+
+# per FACTOR...: their product, such as the weight beside the sum over N rows of a term in a mean over rows and dimensions.
+per() {
+    awk 'BEGIN { product = 1; for (i = 1; i < ARGC; i++) product *= ARGV[i]; printf "%.9g", product }' "$@"
+}
+
+# settled OPTION...: the same, of an option that is given twice only the last.
+settled() {
+    awk 'BEGIN {
+        for (i = 1; i < ARGC; i++) {
+            if (ARGV[i] !~ /^--/) { values[name] = values[name] " " ARGV[i]; continue }
+            name = ARGV[i]
+            if (!(name in values)) names[++count] = name
+            values[name] = ""
+        }
+        for (i = 1; i <= count; i++) printf "%s%s%s", (i > 1 ? " " : ""), names[i], values[names[i]]
+        print ""
+    }' "$@"
+}
+
+# train GROUP ACT WAY VALUE OPTION...: put a run on the list, with every seed.
+train() {
+    local seed name run
+    for ((seed = 0; seed < seeds; seed++)); do
+        name=$1-$2-$3-$4-$seed
+        run=$SAE_HOME/runs/$name/run.json
+        if [[ ! -f $run ]]; then
+            # shellcheck disable=SC2068
+            settled --name "$name" --seed $seed ${@:5} >> "$todo"
+        elif ! grep -q '"complete": true' "$run"; then
+            echo "--resume --name $name" >> "$todo"
+        fi
+    done
+}
+
+# trained: train what is on the list.
+trained() {
+    echo "$(wc -l < "$todo") runs to train, $jobs at a time" >&2
+    xargs -P "$jobs" -L 1 sae train < "$todo" > /dev/null
+    rm "$todo"
+}
+
+# activations EPOCHS: the paper's rows of Gemma-2-2B, layer 12, each the last token of a text; with --quick rows of tiny-gemma2,
+# and widths in the same proportion to them (2.2 rows and 0.08 active latents for each latent, as with K = 320). Sets
+# d_in, d_sae, rows (all the training rows that an experiment has), share (of the store's, that they are), batch, and
+# settings: the options that all runs have. What stands after these changes them: of an option given twice the last counts.
+activations() {
+    local epochs=$1
+    if $quick; then
+        d_in=128 d_sae=256 rows=562 share=0.416 batch=32
+        set -- --model tiny-gemma2 --rows 1500
+    else
+        d_in=2304 d_sae=4096 rows=9000 share=1 batch=256
+        set -- --model google/gemma-2-2b --layer 12 --rows 10000
+    fi
+    sae extract "$@" --site resid_pre --positions last --context 128 --dtype float32 --name activations > /dev/null
+    settings="--data activations --d-sae $d_sae --normalize standardize --epochs $epochs"
+}
+
+# paper_pam SHARE [MU], paper_sgd SHARE [MU], paper_l1 LAMBDA: options for the solvers as the paper's code for
+# language models has them, on so large a share of the rows. Its loss is a mean over rows and dimensions: its weights come
+# here times d_in, and times N where they stand beside a sum over rows.
+paper_pam() {
+    local mu
+    mu=$(per "${2:-0.001}" "$d_in" "$rows" "$1")
+    echo "$(paper_steps "$1") --solver pam-sgd --decoder free --alpha 1e-10 --bias after --decoder-first" \
+        "--clip-norm $d_in --mu-enc $mu --nu-enc $mu --smoothing 0 --no-revive --inner-steps 1"
+}
+paper_sgd() {
+    local mu
+    mu=$(per "${2:-0.001}" "$d_in" "$rows" "$1")
+    echo "$(paper_steps "$1") --solver sgd --tied --mu-enc $mu --nu-enc $mu"
+}
+paper_steps() {
+    echo "$settings --fraction $(per "$share" "$1") --batch-size $batch --lr 0.001 --lr-warm-up 0 --lr-decay 0"
+}
+paper_l1() {
+    echo "--sparsity l1-codes --sparsity-weight $(per "$1" "$d_in") --sparsity-warm-up 0"
+}

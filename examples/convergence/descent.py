@@ -1,0 +1,158 @@
+"""The paper's convergence theory on a small case; run by `run.sh`.
+
+PAM with exact subproblems: the encoder step to tolerance, by L-BFGS in float64 on all rows, and the decoder's closed
+form, both with proximal terms, on smooth activations. The objective is that of Algorithm 3.1 over all N rows, and a
+decay of the encoder, without which it would grow without bound, the decoder shrinking:
+
+    L = sum ||z W + b - x||^2 + alpha ||W||^2 + beta ||b||^2 + gamma ||W_enc||^2
+
+The theory says that L never rises, that squared steps have a finite sum, which mu bounds, and that iterates converge
+at a rate that the Kurdyka-Lojasiewicz exponent theta of L gives: linearly at 1/2, as a power of t above it. With
+gap_t = L_t - L_*, descent and the inequality give L_t - L_{t+1} ~ gap_t^(2 theta), so that theta is half the slope of
+the one against the other, both logarithmic. L_* is what makes them straightest.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from measured import Claim, arguments, rows_of, write_claims, write_series
+from torch import Tensor
+
+from saecli.activations import Activation, SoftTopK, Swish
+from saecli.plots.style import COLOURS, figure, legend_below, log_scale
+from saecli.solvers import Task
+from saecli.solvers.alternation import PamSgdSolver
+from saecli.solvers.pam_sgd import PamSgd
+from saecli.training.rows import initial_sae
+
+ROWS, LATENTS, OUTERS = 100, 16, 120
+ALPHA, BETA, GAMMA, MU = 5.0, 1.0, 5.0, 1.0
+ACTIVATIONS: dict[str, Activation] = {"swish": Swish(), "soft-topk": SoftTopK(k=3, temperature=0.5)}
+TAIL = 0.5  # share of the iterations, the last, from which the exponent is estimated
+ROUNDING = 1e-11  # of the objective: differences below are float64's
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All rows at once, as solvers take them."""
+
+    x: Tensor
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return len(self.x)
+
+    @property
+    def d_in(self) -> int:
+        """Their width."""
+        return self.x.shape[1]
+
+    def shuffled(self, epoch: int) -> Iterator[Tensor]:
+        """The rows, in one batch."""
+        yield self.x
+
+    def sequential(self) -> Iterator[Tensor]:
+        """The same."""
+        yield self.x
+
+
+def descended(x: Tensor, activation: Activation) -> tuple[list[float], list[float]]:
+    """The objective after each half step, from the start, and the squared step of each outer iteration."""
+    config = PamSgd(optimizer="lbfgs", decoder="free", alpha=ALPHA, beta=BETA, weight_decay=GAMMA, revive=False,
+                    mu_enc=MU, nu_enc=MU, mu_dec=MU, nu_dec=MU).resolved(OUTERS)
+    solver = config.build(initial_sae(activation, LATENTS, x, seed=0), Task(len(x), OUTERS, 1.0, "none", 0.0))
+    rows, values, points = Whole(x), [objective(solver, x)], [point(solver)]
+    for _ in range(OUTERS):
+        solver.descend(x)
+        values.append(objective(solver, x))
+        solver.solve_decoder(rows, last=False)
+        values.append(objective(solver, x))
+        points.append(point(solver))
+    return values, [(after - before).square().sum().item() for before, after in pairwise(points)]
+
+
+def point(solver: PamSgdSolver) -> Tensor:
+    """All unknowns in a row."""
+    sae = solver.sae()
+    return torch.cat([tensor.flatten() for tensor in (sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec)])
+
+
+def objective(solver: PamSgdSolver, x: Tensor) -> float:
+    """L where the solver stands."""
+    sae = solver.sae()
+    terms = ((1.0, sae(x) - x), (ALPHA, sae.W_dec), (BETA, sae.b_dec), (GAMMA, sae.W_enc))
+    return sum(weight * part.square().sum().item() for weight, part in terms)
+
+
+def exponent(values: list[float]) -> tuple[float, float, float]:
+    """The exponent theta from the tail of an objective by outer iterations, its limit, and how straight the line is."""
+    tail = np.array(values[round((1 - TAIL) * len(values)):])
+    falls = -np.diff(tail)
+    known = falls > ROUNDING * tail[-1]
+    best = (np.nan, tail[-1], -np.inf)
+    for share in np.geomspace(1e-3, 1e2, 400):  # how far below the last value the limit lies, in last falls
+        limit = tail[-1] - share * falls[known][-1]
+        logs = np.log(tail[:-1][known] - limit), np.log(falls[known])
+        slope, straight = np.polyfit(*logs, 1)[0], np.corrcoef(*logs)[0, 1] ** 2
+        if straight > best[2]:
+            best = (slope / 2, limit, straight)
+    return best
+
+
+def draw(out: Path, found: dict[str, tuple[list[float], list[float]]], limits: dict[str, float]) -> None:
+    """The gap to the limit, the steps and their sum, by iterations."""
+    with figure(out / "descent.png", 10.5, 3.4) as drawn:
+        panels = drawn.subplots(1, 3)
+        for (name, (values, steps)), colour in zip(found.items(), COLOURS, strict=False):
+            whole = np.array(values[::2])
+            panels[0].plot(whole - limits[name], color=colour, label=name)
+            panels[1].plot(range(1, len(steps) + 1), steps, color=colour)
+            panels[2].plot(range(1, len(steps) + 1), np.cumsum(steps), color=colour)
+            panels[2].axhline((whole[0] - whole[-1]) / MU, color=colour, linestyle=":", linewidth=1)
+        for axes, label in zip(panels, ("objective above its limit", "squared step",
+                                        "sum of squared steps, and its bound"), strict=True):
+            axes.set(xlabel="outer iteration t", ylabel=label)
+            log_scale(axes, "y")
+        legend_below(drawn, *panels[0].get_legend_handles_labels())
+
+
+def main() -> None:
+    given = arguments(__doc__.splitlines()[0], acts=f"activations, of {', '.join(ACTIVATIONS)}")
+    torch.set_num_threads(1)  # on so few rows a second one costs more than it brings
+    x = rows_of(given.out, "digits", "train")[:ROWS].double()
+    x = (x - x.mean(0)) / x.std()
+    found = {name: descended(x, ACTIVATIONS[name]) for name in given.acts}
+    estimates = {name: exponent(values[::2]) for name, (values, _) in found.items()}
+    draw(given.out, found, {name: limit for name, (_, limit, _) in estimates.items()})
+    write_series(given.out, "descent", {f"{name} {what}": series for name, (values, steps) in found.items()
+                                        for what, series in (("objective", values[::2]), ("squared step", steps))})
+    rises = {name: max(after - before for before, after in pairwise(values)) / values[0]
+             for name, (values, _) in found.items()}
+    spent = {name: MU * sum(steps) / (values[0] - values[-1]) for name, (values, steps) in found.items()}
+    later = {name: sum(steps[OUTERS // 2:]) / sum(steps) for name, (_, steps) in found.items()}
+    write_claims(given.out, "Convergence", given.command, [
+        Claim("PAM with exact subproblems and a smooth activation never raises its objective",
+              "holds" if max(rises.values()) <= ROUNDING else "does not hold",
+              "largest rise of a half step, of the objective at the start: "
+              + "; ".join(f"{name} {max(rise, 0):.1g}" for name, rise in rises.items()), "descent.png"),
+        Claim("Its steps are square-summable, mu times their sum at most what the objective falls by",
+              "holds" if max(spent.values()) <= 1 else "does not hold",
+              "mu times the sum over the fall: " + "; ".join(f"{name} {share:.2g}" for name, share in spent.items())
+              + "; share of the sum in the second half of the iterations: "
+              + "; ".join(f"{name} {share:.1g}" for name, share in later.items()), "descent.png"),
+        Claim("It converges at a rate that a Kurdyka-Lojasiewicz exponent gives",
+              "holds" if all(0 < theta < 1 and straight > 0.95 for theta, _, straight in estimates.values())
+              else "does not hold",
+              "exponent from the last half of the iterations: "
+              + "; ".join(f"{name} {theta:.2f} (R^2 {straight:.3f})"
+                          for name, (theta, _, straight) in estimates.items())
+              + "; 0.5 is linear convergence, more is slower", "descent.png")])
+
+
+if __name__ == "__main__":
+    main()

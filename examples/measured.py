@@ -1,0 +1,205 @@
+"""What the scripts of this folder share: runs read back from their names, tables, curves, and claims with verdicts.
+
+A run is called GROUP-ACT-WAY-VALUE-SEED (see `common.sh`). Errors are the fraction of variance unexplained (FVU) of
+held-out rows: the paper's mean squared error over that of predicting the mean.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from saecli.formats import load
+from saecli.sae import SAE
+from saecli.store import ActivationStore
+from saecli.training import read_metrics
+
+WAYS = {
+    "sgd": "SGD, tied, as in the paper's code",
+    "paper": "PAM-SGD, as in the paper's code",
+    "default": "PAM-SGD, the tool's defaults",
+}
+SHARE = "{:.0%} of the rows"
+LEVEL = 0.02  # errors that differ by less of themselves count as the same
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its name's parts, its folder, and what `run.json` says of it."""
+
+    group: str
+    act: str
+    way: str
+    value: float
+    seed: int
+    folder: Path
+    document: Mapping[str, Any]
+
+    @property
+    def final(self) -> Mapping[str, float]:
+        """The measures that training ended with."""
+        return self.document["result"]["final"]
+
+    @cached_property
+    def sae(self) -> SAE:
+        """The SAE, acting on the store's rows."""
+        return load(self.folder).sae
+
+    def curve(self) -> tuple[list[int], list[float]]:
+        """Epochs, and the test FVU after each."""
+        lines = [line for line in read_metrics(self.folder) if "test_fvu" in line]
+        return [line["epoch"] for line in lines], [line["test_fvu"] for line in lines]
+
+    def kept(self) -> dict[int, SAE]:
+        """The SAE after each epoch that was kept."""
+        return {int(path.name.removeprefix("epoch-")): load(path).sae for path in sorted(self.folder.glob("kept/*"))}
+
+
+def runs_of(out: Path) -> list[Run]:
+    """The finished runs below an output folder, by name."""
+    found = []
+    for path in sorted(out.glob("home/runs/*/run.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["complete"]:
+            group, act, way, value, seed = path.parent.name.split("-")
+            found.append(Run(group, act, way, float(value), int(seed), path.parent, document))
+    return found
+
+
+def rows_of(out: Path, store: str, which: Literal["train", "test"], fraction: float = 1.0) -> torch.Tensor:
+    """The training rows of a store, or so large a share of them, or the held-out ones, (N, D), in stored order."""
+    split = ActivationStore.open(out / "home" / "activations" / store).split(which, fraction=fraction)
+    return torch.from_numpy(np.concatenate([batch.copy() for batch in split.sequential(4096)]))
+
+
+Errors = dict[float, list[float]]  # by value, one a seed
+
+
+def errors(runs: Iterable[Run], key: str = "test_fvu") -> Errors:
+    """A measure of some runs by their values, in order."""
+    found: Errors = defaultdict(list)
+    for run in sorted(runs, key=lambda run: (run.value, run.seed)):
+        found[run.value].append(run.final[key])
+    return dict(found)
+
+
+def means(found: Errors) -> dict[float, float]:
+    """The mean over seeds for each value."""
+    return {value: statistics.mean(seeds) for value, seeds in found.items()}
+
+
+def select(runs: Iterable[Run], **wanted: Any) -> list[Run]:
+    """The runs whose parts are the ones wanted, `group="size", act="topk"`."""
+    return [run for run in runs if all(getattr(run, name) == part for name, part in wanted.items())]
+
+
+def with_base(runs: Sequence[Run], group: str, value: float) -> list[Run]:
+    """The runs of a group; and under a value that it lacks, those of `base`, which are what it varies from."""
+    varied = select(runs, group=group)
+    if any(run.value == value for run in varied):
+        return varied
+    return varied + [replace(run, group=group, value=value) for run in select(runs, group="base")]
+
+
+def write_table(out: Path, name: str, runs: Iterable[Run]) -> None:
+    """Write what runs came to as `NAME.csv` and `NAME.json`, a line a run."""
+    lines = [{"group": run.group, "act": run.act, "way": run.way, "value": run.value, "seed": run.seed,
+              "run": run.folder.name, "rows_train": run.document["result"]["rows_train"],
+              **{key: run.final[key] for key in ("train_fvu", "test_fvu", "test_mse", "l0", "dead_fraction")}}
+             for run in runs]
+    (out / f"{name}.json").write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
+    with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def write_series(out: Path, name: str, series: Mapping[str, Sequence[float]]) -> None:
+    """Write columns of numbers by their names as `NAME.csv` and `NAME.json`; shorter ones end earlier."""
+    (out / f"{name}.json").write_text(json.dumps(series, indent=1) + "\n", encoding="utf-8")
+    with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([list(series), *zip_longest(*series.values())])
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of the paper, and what came of it here.
+
+    Args:
+        statement: what the paper says, in words of this page.
+        verdict: "holds", "does not hold", or "holds when ...".
+        evidence: the figures behind it, in words.
+        figure: a picture beside it.
+    """
+
+    statement: str
+    verdict: str
+    evidence: str
+    figure: str
+
+
+def verdict(ratios: Mapping[str, float]) -> str:
+    """What errors over those of a baseline, by setting, say of the statement that they are lower."""
+    won = [setting for setting, ratio in ratios.items() if ratio < 1 - LEVEL]
+    if len(won) == len(ratios):
+        return "holds"
+    return f"holds for {'; '.join(won)} only" if won else "does not hold"
+
+
+def told(ratios: Mapping[str, float]) -> str:
+    """Ratios by setting, in words."""
+    return "; ".join(f"{setting}: {ratio:.3g}" for setting, ratio in ratios.items())
+
+
+def ratios(ours: Errors, theirs: Errors, form: str = "{:g}") -> dict[str, float]:
+    """Mean error over mean error, for each value that both have, which stands there in the form."""
+    above, below = means(ours), means(theirs)
+    return {form.format(value): above[value] / below[value] for value in above if value in below}
+
+
+def efficiency_claims(by_size: Mapping[str, Mapping[str, Errors]], titles: Mapping[str, str],
+                      where: str) -> list[Claim]:
+    """What a section says of the error by share of the rows, from errors by activation and way."""
+    claims = []
+    for act, title in titles.items():
+        ours, tools = (ratios(by_size[act][way], by_size[act]["sgd"], SHARE) for way in ("paper", "default"))
+        claims.append(Claim(f"{where}, {title}: PAM-SGD reaches a lower test error than SGD, above all with few rows",
+                            verdict(ours), f"FVU over SGD's: {told(ours)}. Of the tool's "
+                            f"defaults: {told(tools)}", "sizes.png"))
+    return claims
+
+
+def ablation_claims(over: Mapping[str, Mapping[str, float]], where: str) -> list[Claim]:
+    """What a section says of inner steps, weight decay and proximal weights, from errors over those without."""
+    words = {"inner": "more encoder steps on each batch lower PAM-SGD's test error",
+             "decay": "weight decay lowers the test error",
+             "proximal": "proximal weights mu and nu lower the test error"}
+    return [Claim(f"{where}: {words[group]}", verdict(found), f"FVU over that without: {told(found)}", "ablations.png")
+            for group, found in over.items()]
+
+
+def write_claims(out: Path, section: str, command: str, claims: Sequence[Claim]) -> None:
+    """Write the claims of a section for `report.py`."""
+    document = {"section": section, "command": command, "claims": [asdict(claim) for claim in claims]}
+    (out / "claims.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def arguments(description: str, **lists: str) -> argparse.Namespace:
+    """The options of the scripts that draw: the output folder, the command that filled it, and lists of words, by name
+    with what each is."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("out", type=Path, help="folder that the runs are in, and figures and tables go to")
+    parser.add_argument("--command", default="", help="the command that made them, for the report")
+    for name, words in lists.items():
+        parser.add_argument(f"--{name}", nargs="+", required=True, help=words)
+    return parser.parse_args()

@@ -1,0 +1,98 @@
+"""The scripts that reproduce the paper, run in their quick form as a user would, and the report that they make."""
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SECTIONS = sorted(path.parent.name for path in EXAMPLES.glob("*/run.sh"))
+FIGURES = {
+    "mnist": {"curves", "sizes", "ablations", "reconstructions", "filters", "patterns"},
+    "gemma": {"curves", "sizes", "ablations", "k_and_density", "frontier"},
+    "paper_settings": {"peaks", "small_k", "gap"},
+    "convergence": {"descent"},
+    "partitions": {"bridge", "voronoi_to_power", "orders", "lift", "kth_order_or_not"},
+}
+TABLES = {"mnist": "runs", "gemma": "runs", "paper_settings": "runs", "convergence": "descent"}
+# What theory or arithmetic settles, whatever the machine: the rest is measured, and may come out either way.
+SETTLED = {
+    "paper_settings": ["The peak at 45% of the rows is where", "The peak vanishes with a ridge"],
+    "convergence": ["PAM with exact subproblems", "Its steps are square-summable"],
+    "partitions": ["The cells of a TopK SAE are"],
+}
+
+
+def script(section: str, *words: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """A section's script, with the `sae` and the `python` of this environment."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run([EXAMPLES / section / "run.sh", *words], cwd=home, env=os.environ | {"PATH": path},
+                          capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", SECTIONS)
+def test_quick_form_writes_figures_tables_and_claims_that_the_report_takes(section: str, tmp_path: Path):
+    done = script(section, "--quick", "--out", "results", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "results"
+    assert {path.stem for path in out.glob("*.png")} == FIGURES[section]
+    found = json.loads((out / "claims.json").read_text())
+    assert found["command"] == f"examples/{section}/run.sh --quick"
+    verdicts = {claim["statement"]: claim["verdict"] for claim in found["claims"]}
+    for start in SETTLED.get(section, []):
+        assert [verdict for statement, verdict in verdicts.items() if statement.startswith(start)] == ["holds"]
+    if section in TABLES:
+        table = json.loads((out / f"{TABLES[section]}.json").read_text())
+        with (out / f"{TABLES[section]}.csv").open() as file:
+            lines = list(csv.reader(file))
+        columns = table if isinstance(table, dict) else table[0]
+        rows = table if isinstance(table, list) else max(table.values(), key=len)
+        assert (lines[0], len(lines) - 1) == (list(columns), len(rows))
+    report = subprocess.run([sys.executable, EXAMPLES / "report.py", out, "--out", tmp_path], capture_output=True,
+                            text=True)
+    assert report.returncode == 0, report.stderr
+    written = (tmp_path / "REPORT.md").read_text()
+    assert all(f"| {statement} | **{verdict}** |" in written for statement, verdict in verdicts.items())
+    assert all((tmp_path / path).exists() for path in re.findall(r"\]\(([^)]*)\)", written))
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (("--fast",), "there is no option --fast; see "), (("--out",), "--out needs a value"),
+    (("--seeds", "many"), "--seeds must be a whole number above 0, got many"),
+    (("--data", "x.npy"), "--data does nothing here; leave it out"),
+])
+def test_what_a_script_does_not_take_is_said_in_a_sentence(words: tuple, sentence: str, tmp_path: Path):
+    done = script("convergence", *words, home=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sentence in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_names_the_options_of_each_section(tmp_path: Path):
+    for section in SECTIONS:
+        done = script(section, "--help", home=tmp_path)
+        assert (done.returncode, "--data FILE" in done.stdout) == (0, section == "mnist"), section
+        assert f"[results/{section}]" in done.stdout
+
+
+def test_the_readmes_verdicts_are_the_reports():
+    def rows(name: str, columns: int) -> list[tuple[str, str]]:
+        lines = re.findall(r"^\| (.*) \|$", (EXAMPLES / name).read_text().split("<!-- results -->")[-1], re.MULTILINE)
+        parts = [line.split(" | ") for line in lines if len(line.split(" | ")) == columns]
+        return [(part[0], part[1].strip("*")) for part in parts if part[0] != "statement"]
+
+    report, readme = rows("REPORT.md", 3), rows("README.md", 2)
+    assert len(report) > 20
+    assert [row for row in readme if row in report] == report
+
+
+def test_report_without_a_finished_section_names_it(tmp_path: Path):
+    done = subprocess.run([sys.executable, EXAMPLES / "report.py", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"found none in {tmp_path}" in done.stderr
