@@ -146,11 +146,16 @@ def test_a_store_without_tokens_gives_row_numbers_and_says_so(sae: CommandLine, 
     assert index_of(tmp_path / "out")["curves"]["loss"][0]["points"] == []
 
 
-def test_tokens_whose_tokenizer_is_gone_are_shown_as_numbers_and_that_is_said(sae: CommandLine, tmp_path: Path):
-    texts, _ = make_text_run(sae.home, str(tmp_path / "gone"))
+@pytest.mark.parametrize(("model", "said"), [
+    ("/gone", "tokens are shown as their numbers, for want of a tokenizer"),
+    (None, "texts does not say which model its tokens are of, so they are shown as numbers; --model names it"),
+])
+def test_tokens_whose_tokenizer_cannot_be_had_are_shown_as_numbers_and_that_is_said(
+        sae: CommandLine, tmp_path: Path, model: str | None, said: str):
+    texts, _ = make_text_run(sae.home, model)
     done = sae("report", "run", "--out", tmp_path / "out", "--latents", "0")
     assert done.status == 0
-    assert "tokens are shown as their numbers" in done.err
+    assert said in done.err
     example = pages_of(tmp_path / "out")[0]["examples"][0]
     start = 30 * example["document"]
     assert example["tokens"] == [f"[{token}]" for token in texts.columns["token_id"][start : start + 30]]

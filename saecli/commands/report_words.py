@@ -61,10 +61,14 @@ def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
         return Words(has_tokens, TokenTexts(loaded.tokenizer), Unembedding(loaded), notes)
     if not has_tokens:
         return Words(has_tokens, notes=notes)
+    if named is None:
+        notes.append(f"{store.name} does not say which model its tokens are of, so they are shown as numbers; --model "
+                     f"names it")
+        return Words(has_tokens, notes=notes)
     from ..language_model import TokenTexts
 
     try:
-        return Words(has_tokens, TokenTexts.of_model(str(named)), notes=notes)
+        return Words(has_tokens, TokenTexts.of_model(named), notes=notes)
     except ModelError as error:
         notes.append(f"tokens are shown as their numbers, for want of a tokenizer: {error}")
         return Words(has_tokens, notes=notes)
