@@ -43,6 +43,13 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + jobs - 1) / jobs))}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
+if $quick; then form=quick; else form=full; fi
+form+=${data:+ form of $data}
+if [[ -f $out/form && $(< "$out/form") != "$form" ]]; then
+    echo "$0: $out holds runs of another form, $(< "$out/form"), and not $form; give another --out" >&2
+    exit 2
+fi
+echo "$form" > "$out/form"
 export SAE_HOME=$out/home
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}  # for `measured.py`
 todo=$out/todo
@@ -85,7 +92,9 @@ train() {
 # trained: train what is on the list.
 trained() {
     echo "$(wc -l < "$todo") runs to train, $jobs at a time" >&2
-    xargs -P "$jobs" -L 1 sae train < "$todo" > /dev/null
+    if [[ -s $todo ]]; then
+        xargs -P "$jobs" -L 1 sae train < "$todo" > /dev/null
+    fi
     rm "$todo"
 }
 

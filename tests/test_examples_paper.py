@@ -74,6 +74,50 @@ def test_what_a_script_does_not_take_is_said_in_a_sentence(words: tuple, sentenc
     assert not list(tmp_path.iterdir())
 
 
+def shell(words: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Some words of bash after common.sh."""
+    return subprocess.run(["bash", "-c", f"section=test; . '{EXAMPLES}/common.sh' --out '{home}'; {words}"],
+                          capture_output=True, text=True)
+
+
+def test_of_an_option_given_twice_the_last_counts(tmp_path: Path):
+    done = shell("settled --k 1 --tied --alpha 1e-10 --k 5 --act relu --alpha auto", tmp_path)
+    assert done.stdout == "--k 5 --tied --alpha auto --act relu\n"
+
+
+def test_where_every_run_is_finished_none_is_trained(tmp_path: Path):
+    folder = tmp_path / "home" / "runs" / "base-topk-sgd-1-0"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"complete": true}')
+    done = shell("train base topk sgd 1 --solver sgd; trained", tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("0 runs to train")
+
+
+def test_a_run_that_was_cut_short_is_gone_on_with(tmp_path: Path):
+    folder = tmp_path / "home" / "runs" / "base-topk-sgd-1-0"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"complete": false}')
+    done = shell("seeds=2; train base topk sgd 1 --solver sgd; cat $todo", tmp_path)
+    assert done.stdout == ("--resume --name base-topk-sgd-1-0\n"
+                           "--name base-topk-sgd-1-1 --seed 1 --solver sgd\n")
+
+
+def test_a_folder_of_the_full_form_is_not_taken_for_the_quick_one(tmp_path: Path):
+    assert shell("true", tmp_path).returncode == 0
+    done = script("convergence", "--quick", "--out", str(tmp_path), home=tmp_path)
+    assert done.returncode == 2
+    assert "holds runs of another form, full, and not quick; give another --out" in done.stderr
+
+
+def test_images_that_cannot_be_read_are_named_in_a_sentence(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("no image")
+    done = script("mnist", "--quick", "--data", "notes.txt", "--out", "out", home=tmp_path)
+    assert done.returncode == 1
+    assert "notes.txt" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_help_names_the_options_of_each_section(tmp_path: Path):
     for section in SECTIONS:
         done = script(section, "--help", home=tmp_path)

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from saecli.arrays import open_array
+from saecli.errors import HubError, SaeError, one_line
+from saecli.hub import why_unreachable
 
 MEAN, DEVIATION, WHITE = 0.1307, 0.3081, 255  # of MNIST's training images, as fractions of white
 
@@ -19,6 +21,8 @@ MEAN, DEVIATION, WHITE = 0.1307, 0.3081, 255  # of MNIST's training images, as f
 def images(source: str) -> np.ndarray:
     """Pixels as they come, (N, pixels) float32."""
     if source == "hub":
+        if (why := why_unreachable()) is not None:
+            raise HubError(f"cannot fetch MNIST: expected the Hugging Face hub, got {why}; give its file by --data")
         from datasets import load_dataset  # takes seconds to import
 
         return np.stack([np.asarray(image, np.float32).ravel() for image in load_dataset("ylecun/mnist", split="train")
@@ -28,7 +32,10 @@ def images(source: str) -> np.ndarray:
 
 def main() -> None:
     source, out = sys.argv[1:]
-    x = images(source)
+    try:
+        x = images(source)
+    except (SaeError, OSError) as error:
+        sys.exit(one_line(error))
     mean, deviation = (x.mean(), x.std()) if source == "digits" else (MEAN * WHITE, DEVIATION * WHITE)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     np.save(out, (x - mean) / deviation)
