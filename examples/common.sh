@@ -35,6 +35,9 @@ while (($#)); do
 done
 [[ $seeds =~ ^[1-9][0-9]*$ ]] || { echo "$0: --seeds must be a whole number above 0, got $seeds" >&2; exit 2; }
 [[ $jobs =~ ^([1-9][0-9]*)?$ ]] || { echo "$0: --jobs must be a whole number above 0, got $jobs" >&2; exit 2; }
+for needed in sae python; do
+    command -v "$needed" > /dev/null || { echo "$0: expected $needed on the PATH, got none; install saecli" >&2; exit 2; }
+done
 
 cores=$(getconf _NPROCESSORS_ONLN)
 if [[ -z $jobs ]]; then

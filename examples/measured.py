@@ -137,7 +137,7 @@ class Claim:
 
     Args:
         statement: what the paper says, in words of this page.
-        verdict: "holds", "does not hold", or "holds when ...".
+        verdict: "holds", "does not hold", or "holds when:" and the settings for which it does.
         evidence: the figures behind it, in words.
         figure: a picture beside it.
     """
@@ -153,7 +153,7 @@ def verdict(ratios: Mapping[str, float]) -> str:
     won = [setting for setting, ratio in ratios.items() if ratio < 1 - LEVEL]
     if len(won) == len(ratios):
         return "holds"
-    return f"holds for {'; '.join(won)} only" if won else "does not hold"
+    return f"holds when: {'; '.join(won)}" if won else "does not hold"
 
 
 def told(ratios: Mapping[str, float]) -> str:
@@ -188,9 +188,10 @@ def ablation_claims(over: Mapping[str, Mapping[str, float]], where: str) -> list
             for group, found in over.items()]
 
 
-def write_claims(out: Path, section: str, command: str, claims: Sequence[Claim]) -> None:
-    """Write the claims of a section for `report.py`."""
-    document = {"section": section, "command": command, "claims": [asdict(claim) for claim in claims]}
+def write_claims(out: Path, section: str, command: str, claims: Sequence[Claim], also: Sequence[str] = ()) -> None:
+    """Write the claims of a section for `report.py`, and the figures that it should show besides theirs."""
+    document = {"section": section, "command": command, "claims": [asdict(claim) for claim in claims],
+                "also": list(also)}
     (out / "claims.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

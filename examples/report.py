@@ -40,7 +40,7 @@ def section(found: Section, folder: Path, figures: Path) -> str:
     lines = [f"## {found['section']}", "", f"    {found['command']}", "", "| statement | verdict | figures behind it |",
              "|---|---|---|"]
     stem = found["section"].lower().replace(" ", "-").replace("'", "")
-    names = dict.fromkeys(claim["figure"] for claim in found["claims"])
+    names = dict.fromkeys([*(claim["figure"] for claim in found["claims"]), *found["also"]])
     for name in names:
         shrunk(folder / name, figures / f"{stem}-{name}")
     for claim in found["claims"]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+HERE = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # its `sae`, `python`
 SECTIONS = sorted(path.parent.name for path in EXAMPLES.glob("*/run.sh"))
 FIGURES = {
     "mnist": {"curves", "sizes", "ablations", "reconstructions", "filters", "patterns"},
@@ -29,10 +30,8 @@ SETTLED = {
 
 
 def script(section: str, *words: str, home: Path) -> subprocess.CompletedProcess[str]:
-    """A section's script, with the `sae` and the `python` of this environment."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run([EXAMPLES / section / "run.sh", *words], cwd=home, env=os.environ | {"PATH": path},
-                          capture_output=True, text=True)
+    """A section's script, run in a folder."""
+    return subprocess.run([EXAMPLES / section / "run.sh", *words], cwd=home, env=HERE, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -77,7 +76,7 @@ def test_what_a_script_does_not_take_is_said_in_a_sentence(words: tuple, sentenc
 def shell(words: str, home: Path) -> subprocess.CompletedProcess[str]:
     """Some words of bash after common.sh."""
     return subprocess.run(["bash", "-c", f"section=test; . '{EXAMPLES}/common.sh' --out '{home}'; {words}"],
-                          capture_output=True, text=True)
+                          env=HERE, capture_output=True, text=True)
 
 
 def test_of_an_option_given_twice_the_last_counts(tmp_path: Path):
@@ -116,6 +115,13 @@ def test_images_that_cannot_be_read_are_named_in_a_sentence(tmp_path: Path):
     assert done.returncode == 1
     assert "notes.txt" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_without_the_tool_a_script_says_so(tmp_path: Path):
+    done = subprocess.run(["/bin/bash", EXAMPLES / "convergence" / "run.sh", "--quick"], cwd=tmp_path,
+                          env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "expected sae on the PATH, got none" in done.stderr
 
 
 def test_help_names_the_options_of_each_section(tmp_path: Path):

@@ -95,7 +95,7 @@ def main() -> None:
     over_k = ratios(by_k["k"]["paper"], by_k["k"]["sgd"], "K = {:g}")
     worse = [k for k in over_k if over_k[k] > 1.25 * list(over_k.values())[-1]]
     claims.append(Claim("PAM-SGD does worse against SGD the smaller K is",
-                        "holds" if len(worse) == len(over_k) - 1 else f"holds for {', '.join(worse)} only" if worse
+                        "holds" if len(worse) == len(over_k) - 1 else f"holds when: {'; '.join(worse)}" if worse
                         else "does not hold", f"FVU over SGD's: {told(over_k)}. Of the tool's defaults: "
                         f"{told(ratios(by_k['k']['default'], by_k['k']['sgd'], 'K = {:g}'))}", "k_and_density.png"))
     dense, tools = (ratios(by_k["density"][way], by_k["density"]["sgd"], SHARE) for way in ("paper", "default"))
@@ -103,7 +103,7 @@ def main() -> None:
                         f"active latents over SGD's: {told(dense)}. Of the tool's defaults: {told(tools)}. All at "
                         "other errors, which the figure shows", "frontier.png"))
     write_claims(out, "Language model", given.command,
-                 claims + ablation_claims(by_ablation["topk"], "On activations, TopK"))
+                 claims + ablation_claims(by_ablation["topk"], "On activations, TopK"), ["curves.png"])
 
 
 if __name__ == "__main__":

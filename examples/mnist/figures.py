@@ -99,7 +99,8 @@ def main() -> None:
     filters(out, {way: first[way] for way in ("sgd", "paper")}, x)
     patterns(out, runs, x)
     claims = efficiency_claims(by_size, ACTS, "On images")
-    write_claims(out, "Images", given.command, claims + ablation_claims(by_ablation["topk"], "On images, TopK"))
+    write_claims(out, "Images", given.command, claims + ablation_claims(by_ablation["topk"], "On images, TopK"),
+                 ["curves.png", "reconstructions.png", "filters.png", "patterns.png"])
 
 
 if __name__ == "__main__":
