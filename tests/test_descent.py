@@ -67,7 +67,7 @@ def rises(solver: PamSgdSolver, rows: RowsInMemory) -> list[float]:
     return [after - before for before, after in pairwise(values)]
 
 
-@pytest.mark.parametrize("decoder", ["residual", "free"])
+@pytest.mark.parametrize("decoder", ["residual", pytest.param("free", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("activation", [SMOOTH[0], pytest.param(SMOOTH[1], marks=pytest.mark.slow)],
                          ids=lambda activation: activation.name)
 def test_each_half_step_lowers_the_objective_by_its_proximal_term_and_steps_go_to_zero(activation, decoder):
@@ -88,6 +88,7 @@ def test_each_half_step_lowers_the_objective_by_its_proximal_term_and_steps_go_t
     assert all(later < earlier for earlier, later in pairwise(sum(steps[i : i + 10]) for i in range(0, OUTER, 10)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", ["residual", "free"])
 def test_the_objective_rises_where_the_decoder_step_ignores_the_penalty(decoder):
     rows = sparse_mixture(150)

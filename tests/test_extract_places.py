@@ -102,7 +102,7 @@ def test_several_places_killed_at_different_shards_equal_those_never_stopped(sae
         assert meta.to_json() == {**expected.to_json(), "created": meta.created}
 
 
-@pytest.mark.parametrize("extra", [(), ("--packed",)])
+@pytest.mark.parametrize("extra", [(), pytest.param(("--packed",), marks=pytest.mark.slow)])
 def test_rows_do_not_depend_on_the_batch_but_for_their_last_bits(sae: CommandLine, model, text, extra):
     words = ("extract", "--model", model, "--layer", "1", "--dataset", text, "--context", "16", "--dtype", "float32")
     for size in ("auto", "1", "3", "1000"):
