@@ -1,9 +1,11 @@
 """What several processes send each other, against what they compute, and how much faster they are.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/benchmarks/scaling.py [--processes 1,2] [--d-in 512] [--d-sae 4096]
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/benchmarks/scaling.py [--processes 1,2] [--d-in 512] [--d-sae 2048]
+        [--turns 3]
 
 Trains an SAE by PAM-SGD on random rows, and extracts activations of tiny-gemma2, in one process and in several that
-torchrun starts on this machine, with one thread each. Bytes are those of the tensors that a process hands to each
+torchrun starts on this machine, with one thread each; they take turns, and the least of each one's times counts. Bytes
+are those of the tensors that a process hands to each
 collective, counted where torch.distributed is called; those of the other processes' sums are not told apart. What the
 links then carry depends on the algorithm: a ring all-reduce sends 2 (P - 1) / P times the tensor from each of P
 processes. Operations are counted as in the README's tables: 10 D F a row of an encoder step (topk skips some of them on
@@ -12,7 +14,6 @@ a CPU), D F to D F + F^2 / 2 multiplications and additions a row of a decoder st
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from saecli import distributed
+from saecli import distributed, launch
 from saecli.activations import TopK
 from saecli.report import table
 from saecli.solvers.alternation import PamSgdSolver
@@ -34,9 +35,9 @@ from saecli.solvers.pam_sgd import PamSgd
 from saecli.store import ActivationStore, StoreMeta, StoreWriter
 from saecli.training import Plan, Record, Trainer, TrainingConfig
 
-ROWS, BATCH, SEED = 32_768, 2_048, 0
+ROWS, BATCH, SEED = 24_576, 2_048, 0
 COUNTED = ("all_reduce", "reduce", "broadcast", "send", "recv")
-EXTRACTED = 200_000
+EXTRACTED = 60_000
 EXTRACT = ("extract", "--model", "tiny-gemma2", "--rows", str(EXTRACTED))
 
 
@@ -59,7 +60,7 @@ class Traffic:
 
 def work(home: Path, d_sae: int) -> None:
     """What each process does: train, and tell seconds and bytes of steps and of decoder steps."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if launch.world() > 1:
         distributed.join()
     traffic, seconds, calls = Traffic(), Counter(), Counter()
 
@@ -87,11 +88,37 @@ def work(home: Path, d_sae: int) -> None:
         distributed.leave()
 
 
-def launched(processes: int, *words: str) -> str:
-    """What a command prints, run by so many processes."""
+def work_extract() -> None:
+    """What each process does: `sae extract`, by the command line's own arguments; tells the seconds of its pass."""
+    from saecli import cli
+    from saecli.commands import extract
+
+    seconds = Counter()
+
+    def timed(fill: Any) -> Any:
+        def filling(*words: Any, **named: Any) -> None:
+            started = time.perf_counter()
+            fill(*words, **named)
+            seconds["fill"] += time.perf_counter() - started
+
+        return filling
+
+    extract.fill, extract.fill_together = timed(extract.fill), timed(extract.fill_together)
+    try:
+        cli.main()
+    except SystemExit as stop:
+        if stop.code:
+            raise
+    if launch.rank() == 0:
+        print(json.dumps({"seconds": seconds}))
+
+
+def launched(processes: int, *words: str) -> dict[str, Any]:
+    """What this script tells, run by so many processes."""
     prefix = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.run([sys.executable, *(prefix if processes > 1 else []), *words], check=True, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
+    done = subprocess.run([sys.executable, *(prefix if processes > 1 else []), __file__, *words], check=True, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def make_rows(home: Path, d_in: int) -> None:
@@ -108,33 +135,43 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--processes", default="1,2")
     parser.add_argument("--d-in", type=int, default=512)
-    parser.add_argument("--d-sae", type=int, default=4096)
+    parser.add_argument("--d-sae", type=int, default=2048)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--home", type=Path, help="of a process that this script starts")
     given = parser.parse_args()
     if given.home is not None:
         work(given.home, given.d_sae)
         return
-    D, F = given.d_in, given.d_sae
+    numbers = [int(number) for number in given.processes.split(",")]
+    trained, extracted = {number: [] for number in numbers}, {number: [] for number in numbers}
     with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder)
-        make_rows(home, D)
-        lines = []
-        for processes in map(int, given.processes.split(",")):
-            words = (__file__, "--home", str(home), "--d-sae", str(F))
-            found = json.loads(launched(processes, *words).strip().splitlines()[-1])
-            calls, sent, seconds = found["calls"], found["bytes"], found["seconds"]
-            began = time.perf_counter()
-            launched(processes, "-m", "saecli", "--home", str(home), *EXTRACT, "--name", f"of-{processes}")
-            per_step = sent.get("step", 0) / calls["step"]
-            lines.append([str(processes), 2 * found["rows"] / seconds["step"], per_step / 1e6,
-                          10e-9 * D * F * BATCH, seconds["outer"] / calls["outer"], seconds["solve"] / calls["solve"],
-                          (sent.get("outer", 0) + sent.get("solve", 0)) / calls["outer"] / 1e6,
-                          EXTRACTED / (time.perf_counter() - began)])
+        make_rows(Path(folder), given.d_in)
+        for turn in range(given.turns):
+            for number in numbers:
+                trained[number].append(launched(number, "--home", folder, "--d-sae", str(given.d_sae)))
+                extracted[number].append(launched(number, "--home", folder, *EXTRACT, "--name", f"{number}-{turn}"))
+    show(given, trained, extracted)
+
+
+def show(given: argparse.Namespace, trained: dict[int, list[dict]], extracted: dict[int, list[dict]]) -> None:
+    """Print the table of what all turns told, by number of processes."""
+    lines = []
+    for number, found in trained.items():
+        seconds = {name: min(one["seconds"][name] / one["calls"][name] for one in found)
+                   for name in ("step", "outer", "solve")}
+        calls, sent = found[0]["calls"], Counter(found[0]["bytes"])
+        lines.append([str(number), BATCH / seconds["step"], sent["step"] / calls["step"] / 1e6,
+                      10e-9 * given.d_in * given.d_sae * BATCH, seconds["outer"], seconds["solve"],
+                      (sent["outer"] + sent["solve"]) / calls["outer"] / 1e6,
+                      EXTRACTED / min(one["seconds"]["fill"] for one in extracted[number])])
     columns = ["processes", "rows/s of steps", "MB a step", "Gflop a step", "s a decoder step", "of it solving",
                "MB a decoder step", "rows/s extracted"]
-    Console(width=140).print(table(f"d_in {D}, d_sae {F}, topk 32, batch {BATCH}, float32; processes of one thread",
-                                   columns, lines))
+    Console(width=140).print(table(f"d_in {given.d_in}, d_sae {given.d_sae}, topk 32, batch {BATCH}, float32; processes "
+                                   "of one thread", columns, lines))
 
 
 if __name__ == "__main__":
-    main()
+    if "extract" in sys.argv:
+        work_extract()
+    else:
+        main()
