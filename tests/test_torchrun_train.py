@@ -24,6 +24,7 @@ VARIANTS = {
     "jumprelu-clipped": ("--act", "jumprelu", "--clip-norm", "0.5", "--optimizer", "sgd", "--lr", "0.01"),
     "batchtopk": ("--act", "batchtopk", "--k", "3"),
     "from-running-sums": ("--act", "topk", "--k", "3", "--decoder-every", "7", "--inner-steps", "1", "--epochs", "1"),
+    "iterative": ("--solve", "iterative", "--act", "topk", "--k", "3", "--inner-steps", "2"),
     "few-rows": ("--fraction", "0.003", "--act", "abs-topk", "--k", "4", "--batch-size", "10", "--epochs", "5"),
     "paper": ("--decoder", "free", "--alpha", "0.1", "--act", "swish", "--mu-enc", "2:0.1", "--nu-dec", "1",
               "--decoder-first", "--smoothing", "0"),
@@ -53,10 +54,10 @@ def assert_same_run(home: Path, run: str, expected: str, rel: float = 1e-7) -> N
         np.testing.assert_allclose(weights[name], others[name], rtol=1e-5, atol=1e-6)
 
 
-def same_result(found: dict, wanted: dict) -> None:
+def assert_same_result(found: dict, wanted: dict, rel: float = 1e-7) -> None:
     for name in ("rows_train", "rows_test", "epochs", "steps"):
         assert found[name] == wanted[name]
-    assert found["final"] == pytest.approx(wanted["final"], rel=1e-7)
+    assert found["final"] == pytest.approx(wanted["final"], rel=rel)
 
 
 def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine):
@@ -66,7 +67,7 @@ def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine
     one = sae(*words, "--name", "one").json
     done = together(2, "--home", sae.home, *words, "--name", "two")
     assert done.status == 0, done.err
-    same_result(done.json, one)
+    assert_same_result(done.json, one)
     assert_same_run(sae.home, "two", "one")
     assert [line.partition(":")[0] for line in own_words(done.err)] == ["two", "decoder"]
 
@@ -81,9 +82,10 @@ def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant
     processes = 3 if variant in ("few-rows", "batchtopk") else 2
     done = together(processes, "--home", sae.home, *words, "--name", "several")
     assert done.status == 0, done.err
-    same_result(done.json, one.json)
+    rel = 1e-5 if variant == "lbfgs" else 1e-7  # it goes to where the matrix is all but singular
+    assert_same_result(done.json, one.json, rel)
     assert (one.json["final"].get("revived", 0) > 0) == (variant == "dead-latents")
-    assert_same_run(sae.home, "several", "one", rel=1e-5 if variant == "lbfgs" else 1e-7)
+    assert_same_run(sae.home, "several", "one", rel)
 
 
 @pytest.mark.slow
@@ -122,7 +124,7 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "sentence"), [
     (("--sparsity", "kl", "--act", "relu"), "--sparsity kl runs in one process"),
-    (("--solve", "iterative",), "--solve iterative, which is also taken where"),
+    (("--device", "cuda:1"), "--device cuda:1 gives one GPU to all 2 processes of this machine"),
     (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
     (("--solver", "sgd", "--optimizer", "sgd", "--lr", "1e5"), "the loss became"),
     (("--seed", "0", "--seed", "1"), "options given several times train 2 SAEs in one process")])

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..distributed import add_up, add_up_on_main, from_main, processes
 from ..errors import TrainingError
 from ..products import NonZeros
 from .gradient import Descent, conjugate_gradient
@@ -51,6 +52,7 @@ class CodeProducts:
         self._kept: list[NonZeros | Tensor] | None = []
         self._pending: list[NonZeros] = []
         self._start = start
+        self._others_stream = False
 
     def add(self, z: Tensor, x: Tensor) -> None:
         """Add a block of rows: codes z, (B, F), which are not written to again, and inputs x, (B, D)."""
@@ -95,8 +97,33 @@ class CodeProducts:
 
     @property
     def streams(self) -> bool:
-        """Whether codes are made again in every iteration, since they did not fit."""
-        return self._kept is None
+        """Whether codes are made again in every iteration, since they did not fit, here or in another process."""
+        return self._kept is None or self._others_stream
+
+    def add_up_on_main(self) -> float:
+        """Put the sums over all processes' rows into those of the main one, which solves; the others then `serve` it.
+
+        Returns:
+            How many rows there are in all.
+        """
+        if processes() == 1:
+            return self.rows
+        counts = add_up(torch.tensor([self.rows, int(self._kept is None)]))
+        self.rows, self._others_stream = int(counts[0]), bool(counts[1])
+        for sums in (self.sum_z, self.sum_x, self.squares, self.zx):
+            add_up_on_main(sums)
+        return self.rows
+
+    def serve(self) -> None:
+        """In another process than the main one: multiply by the codes that are here, as often as it asks."""
+        self._join()
+        while columns := int(from_main(torch.zeros(1, dtype=torch.int64))):
+            asked = from_main(self._start.new_empty(len(self._start) + 1, columns))
+            self._products(asked[:-1], asked[-1])
+
+    def dismiss(self) -> None:
+        """In the main process: end what the others do in `serve`."""
+        from_main(torch.zeros(1, dtype=torch.int64))
 
     def cross(self, centre: Tensor) -> Tensor:
         """`sum z (x - centre)'`, (F, D)."""
@@ -149,13 +176,22 @@ class CodeProducts:
         """`A V`, in products of the codes' precision and sums of float64."""
         z_bar = self.z_bar
         apart = z_bar @ V  # (C,)
-        narrow, offset = V.to(self._start.dtype), apart.to(self._start.dtype)
-        total, sums = torch.zeros_like(V), torch.zeros_like(apart)
+        asked = torch.cat([V, apart[None]]).to(self._start.dtype)
+        from_main(torch.tensor([V.shape[1]]))
+        from_main(asked)
+        total, sums = self._products(asked[:-1], asked[-1])
+        return total.addr_(z_bar, (1 - shrink) * self.rows * apart - sums)
+
+    def _products(self, narrow: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """`sum z y'`, (F, C), and `sum y`, (C,), float64, for `y = z V - offset` over all rows, on the main process."""
+        both = self.zx.new_zeros(len(narrow) + 1, narrow.shape[1])
+        total, sums = both[:-1], both[-1]
         for block in self._blocks():
             y = times(block, narrow) - offset
             total += transposed_times(block, y)
             sums += y.sum(0, dtype=torch.float64)
-        return total.addr_(z_bar, (1 - shrink) * self.rows * apart - sums)
+        add_up_on_main(both)
+        return total, sums
 
     def _blocks(self) -> Iterator[NonZeros | Tensor]:
         return iter(self._kept) if self._kept is not None else (NonZeros.of(z) or z for z in self._again())

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..distributed import from_main, is_main, processes
-from ..errors import ConfigError
+from ..distributed import from_main, is_main
 from ..ridge import Terms, choose_alpha, effective_dof, solve
 from ..ridge.iterative import TOLERANCE
 from ..sae import SAE
@@ -57,10 +56,6 @@ class PamSgdSolver(Solver):
         self._running: Running | None = None
         self._counting = False
         self._budget = config.budget(task, initial.d_in, initial.d_sae)
-        if self._budget is not None and processes() > 1:
-            raise ConfigError("--solve iterative, which is also taken where a d_sae x d_sae matrix does not fit in "
-                              f"memory, runs in one process: expected room for that matrix, or one process, got "
-                              f"{processes()}; use a smaller --d-sae, or run it without torchrun")
 
     def decoder(self) -> tuple[Tensor, Tensor]:
         """W_dec (F, D), differentiable through c W_enc', and b_dec (D,)."""
@@ -163,8 +158,7 @@ class PamSgdSolver(Solver):
                       self._decay(W_dec, gathered.norm_weights) * (not last), self.config.bias == "joint")
         choosing = is_choosing_step(int(self.outer))
         self.outer += 1
-        if is_main():
-            self._solve(gathered, terms, share, choosing, last)
+        gathered.on_main(lambda: self._solve(gathered, terms, share, choosing, last))
         for name in OWN_STATE:
             from_main(getattr(self, name))
         enough = gathered.rows >= REVIVAL_ROWS * len(W_dec)

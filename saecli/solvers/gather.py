@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..distributed import add_up, processes, rows_on_main
+from ..distributed import add_up, is_main, processes, rows_on_main
 from ..ridge import CodeProducts, HeldRows, Moments, System
 from ..sae import SAE
 from .base import Rows
@@ -40,6 +40,16 @@ class Gathered:
     x: Tensor
     norm_weights: Tensor
     fired: Tensor
+
+    def on_main(self, solve: Callable[[], None]) -> None:
+        """Have the main process solve; where codes are multiplied by and not summed, the others do so for it."""
+        products = self.system if isinstance(self.system, CodeProducts) and processes() > 1 else None
+        if is_main():
+            solve()
+            if products is not None:
+                products.dismiss()
+        elif products is not None:
+            products.serve()
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,7 @@ def gather(rows: Rows | SomeRows, sae: SAE, sparsity: str, smoothing: Smoothing 
             yield sae.encode(x), replace(portion, x=x)
 
     def codes() -> Iterator[Tensor]:
-        return (z for z, _ in blocks())
+        return (z for z, _ in blocks() if len(z))
 
     stride = math.ceil(rows.rows / SAMPLED_ROWS)
     device = sae.W_enc.device
@@ -145,7 +155,7 @@ def gathered_on_main(system: Moments | CodeProducts, z: Tensor, x: Tensor, place
         fired: the latents that fired on its rows, (F,).
     """
     z, x = in_order_on_main(z, x, places)
-    rows = system.add_up_on_main() if isinstance(system, Moments) else system.rows
+    rows = system.add_up_on_main()
     return Gathered(system, rows, z, x, add_up(norm_weights.clone()), fired_anywhere(fired))
 
 

@@ -166,8 +166,8 @@ def show(given: argparse.Namespace, trained: dict[int, list[dict]], extracted: d
                       EXTRACTED / min(one["seconds"]["fill"] for one in extracted[number])])
     columns = ["processes", "rows/s of steps", "MB a step", "Gflop a step", "s a decoder step", "of it solving",
                "MB a decoder step", "rows/s extracted"]
-    Console(width=140).print(table(f"d_in {given.d_in}, d_sae {given.d_sae}, topk 32, batch {BATCH}, float32; processes "
-                                   "of one thread", columns, lines))
+    title = f"d_in {given.d_in}, d_sae {given.d_sae}, topk 32, batch {BATCH}, float32; processes of one thread"
+    Console(width=140).print(table(title, columns, lines))
 
 
 if __name__ == "__main__":
