@@ -1,15 +1,14 @@
 """What several processes send each other, against what they compute, and how much faster they are.
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python tests/benchmarks/scaling.py [--processes 1,2] [--d-in 512] [--d-sae 2048]
-        [--turns 3]
+        [--turns 2]
 
 Trains an SAE by PAM-SGD on random rows, and extracts activations of tiny-gemma2, in one process and in several that
-torchrun starts on this machine, with one thread each; they take turns, and the least of each one's times counts. Bytes
-are those of the tensors that a process hands to each
-collective, counted where torch.distributed is called; those of the other processes' sums are not told apart. What the
-links then carry depends on the algorithm: a ring all-reduce sends 2 (P - 1) / P times the tensor from each of P
-processes. Operations are counted as in the README's tables: 10 D F a row of an encoder step (topk skips some of them on
-a CPU), D F to D F + F^2 / 2 multiplications and additions a row of a decoder step's sums, F^3 / 3 a factorisation.
+torchrun starts on this machine, with one thread each. Rows per second are those of all processes by the processor time
+of the first, since machines are shared: its waiting for the others is not in them. They take turns, and the least of
+each one's times counts. Bytes are those of the tensors that the first process hands to torch.distributed. What links
+then carry depends on the algorithm: a ring all-reduce sends 2 (P - 1) / P times the tensor from each of P processes.
+Operations are 10 D F a row of an encoder step; topk skips some of them on a CPU.
 """
 
 import argparse
@@ -66,9 +65,9 @@ def work(home: Path, d_sae: int) -> None:
 
     def told(purpose: str, method: Any) -> Any:
         def timed(*words: Any, **named: Any) -> Any:
-            before, traffic.purpose, started = traffic.purpose, purpose, time.perf_counter()
+            before, traffic.purpose, started = traffic.purpose, purpose, time.process_time()
             found = method(*words, **named)
-            seconds[purpose] += time.perf_counter() - started
+            seconds[purpose] += time.process_time() - started
             calls[purpose] += 1
             traffic.purpose = before
             return found
@@ -97,9 +96,9 @@ def work_extract() -> None:
 
     def timed(fill: Any) -> Any:
         def filling(*words: Any, **named: Any) -> None:
-            started = time.perf_counter()
+            started = time.process_time()
             fill(*words, **named)
-            seconds["fill"] += time.perf_counter() - started
+            seconds["fill"] += time.process_time() - started
 
         return filling
 
@@ -136,7 +135,7 @@ def main() -> None:
     parser.add_argument("--processes", default="1,2")
     parser.add_argument("--d-in", type=int, default=512)
     parser.add_argument("--d-sae", type=int, default=2048)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--home", type=Path, help="of a process that this script starts")
     given = parser.parse_args()
     if given.home is not None:
