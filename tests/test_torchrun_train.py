@@ -24,6 +24,7 @@ VARIANTS = {
     "jumprelu-clipped": ("--act", "jumprelu", "--clip-norm", "0.5", "--optimizer", "sgd", "--lr", "0.01"),
     "batchtopk": ("--act", "batchtopk", "--k", "3"),
     "from-running-sums": ("--act", "topk", "--k", "3", "--decoder-every", "7", "--inner-steps", "1", "--epochs", "1"),
+    "one-block": ("--fraction", "0.1", "--act", "swish", "--inner-steps", "2"),  # of sums: one process has none
     "iterative": ("--solve", "iterative", "--act", "topk", "--k", "3", "--inner-steps", "2"),
     "few-rows": ("--fraction", "0.003", "--act", "abs-topk", "--k", "4", "--batch-size", "10", "--epochs", "5"),
     "paper": ("--decoder", "free", "--alpha", "0.1", "--act", "swish", "--mu-enc", "2:0.1", "--nu-dec", "1",
