@@ -14,7 +14,7 @@ from ..ridge.iterative import TOLERANCE
 from ..sae import SAE
 from .base import Rows, Solver, StepReport, Task
 from .gather import Gathered, Iteration, SomeRows, gather
-from .portions import Portion, joined, mixed, portions_of
+from .portions import Portion, as_portion, joined, mixed, portions_of
 from .revival import directions_of_worst
 from .running import Running
 
@@ -122,11 +122,11 @@ class PamSgdSolver(Solver):
                     return
                 yield self.descend(batch)
 
-    def _loss(self, portion: Portion) -> tuple[Tensor, Tensor, Tensor]:
+    def _loss(self, batch: Tensor | Portion) -> tuple[Tensor, Tensor, Tensor]:
         """That of every solver; the batch counts for the next decoder step where that is made from encoder steps."""
-        loss, squared_error, z = super()._loss(portion)
+        loss, squared_error, z = super()._loss(batch)
         if self._running is not None and self._counting:
-            self._running.add(z.detach(), portion, self.decoder)
+            self._running.add(z.detach(), as_portion(batch), self.decoder)
         return loss, squared_error, z
 
     @torch.no_grad()

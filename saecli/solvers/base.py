@@ -213,9 +213,10 @@ class Solver(ABC):
         for name, value in self.activation.calibrated(pre, self._parameters()).items():
             self.trained[name].copy_(value)
 
-    def _loss(self, portion: Portion) -> tuple[Tensor, Tensor, Tensor]:
+    def _loss(self, batch: Tensor | Portion) -> tuple[Tensor, Tensor, Tensor]:
         """What a portion adds to the loss of its batch and to its squared error, and its codes, (b, F)."""
         W_dec, b_dec = self.decoder()
+        portion = as_portion(batch)
         x = portion.x
         pre = pre_activations(x, self.trained["W_enc"], self.trained["b_enc"])  # (b, F)
         z = self.activation.training_codes(pre, self._parameters())
