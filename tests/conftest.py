@@ -1,9 +1,15 @@
 """Fixtures that many tests share."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Tests run side by side: threads of each that wait for cores would take longer than one. Before torch is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from homes import CommandLine
 from store_producer import Producer
 
