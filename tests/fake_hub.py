@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from answering import Answering
+
 DATASET = "some/texts"
 COMMIT = "c0ffee" * 6 + "c0de"
 
@@ -46,7 +48,7 @@ def serving(folder: Path) -> Iterator[FakeHub]:
         hub.shutdown()
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(Answering, http.server.BaseHTTPRequestHandler):
     server: FakeHub
     protocol_version = "HTTP/1.1"
 
@@ -54,7 +56,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if self.server.failures:
             self.server.failures -= 1
-            return self._answer(503, b"busy", {})
+            return self.answer(503, b"busy", {})
         if match := re.fullmatch(f"/datasets/{DATASET}/resolve/[^/]+/(.*)", path):
             return self._file(self.server.folder / match[1])
         api = f"/api/datasets/{DATASET}"
@@ -92,22 +94,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             content, status = content[start : end + 1], 206
         if self.command == "GET":
             self.server.sent[path.name] += len(content)
-        return self._answer(status, content, headers)
+        return self.answer(status, content, headers)
 
     def _json(self, document: Any) -> None:
-        self._answer(200, json.dumps(document).encode(), {"Content-Type": "application/json"})
+        self.answer(200, json.dumps(document).encode(), {"Content-Type": "application/json"})
 
     def _missing(self) -> None:
         code = "EntryNotFound" if DATASET in self.path else "RepoNotFound"
-        self._answer(404, b"", {"X-Error-Code": "RevisionNotFound" if "/revision/" in self.path else code})
-
-    def _answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, *args: object) -> None:
-        pass
+        self.answer(404, b"", {"X-Error-Code": "RevisionNotFound" if "/revision/" in self.path else code})

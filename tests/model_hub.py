@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
+from answering import Answering
 
 WRITER, READER = "hf_writer-0123456789", "hf_reader-0123456789"  # tokens, and what they may do
 ROLES = {WRITER: "write", READER: "read"}
@@ -85,7 +86,7 @@ def serving() -> Iterator[ModelHub]:
         hub.shutdown()
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(Answering, http.server.BaseHTTPRequestHandler):
     server: ModelHub
     protocol_version = "HTTP/1.1"
 
@@ -152,8 +153,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.objects[digest] = content
             headers |= {"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{digest}"',
                         "Location": f"http://localhost:{self.server.server_port}/lfs/{digest}"}
-            return self._answer(302, b"", headers)
-        return self._answer(200, content, headers)
+            return self.answer(302, b"", headers)
+        return self.answer(200, content, headers)
 
     def _whoami(self) -> None:
         if self.role is None:
@@ -198,8 +199,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if hashlib.sha256(self.body).hexdigest() != digest:
                 return self._refuse(400, "", "the bytes are not those announced")
             self.server.objects[digest] = self.body
-            return self._answer(200, b"", {})
-        return self._answer(200, self.server.objects[digest], {"ETag": f'"{digest}"'})
+            return self.answer(200, b"", {})
+        return self.answer(200, self.server.objects[digest], {"ETag": f'"{digest}"'})
 
     def _commit(self, name: str) -> None:
         if (repo := self._repo(name, writing=True)) is None:
@@ -217,23 +218,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return self._json({"commitUrl": f"{self.server.address}/{name}/commit/{commit}", "commitOid": commit})
 
     def _json(self, document: Any, status: int = 200) -> None:
-        self._answer(status, json.dumps(document).encode(), {"Content-Type": "application/json"})
+        self.answer(status, json.dumps(document).encode(), {"Content-Type": "application/json"})
 
     def _refuse(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
         named = {"X-Error-Code": code} if code else {}
-        self._answer(status, json.dumps({"error": message}).encode(),
+        self.answer(status, json.dumps({"error": message}).encode(),
                      {"Content-Type": "application/json", "X-Error-Message": message, **named, **(headers or {})})
-
-    def _answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, *args: object) -> None:
-        pass
 
 
 REPO = "([^/]+/[^/]+)"
