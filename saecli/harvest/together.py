@@ -52,7 +52,6 @@ class SharedTarget:
             self._met = self._first
         return self._met if self._met is not None and self.writer.missing(self._met) else None
 
-
     def finish(self) -> None:
         """Say that the text has ended, or no more is wanted; see `SharedWriter.finish`.
 

@@ -12,24 +12,22 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from ..errors import StoreError
 from ..home import STORE_MARKER
-from .admission import Admission, Columns
+from .admission import Columns
 from .checks import no_show
-from .claim import claim, refused, remove_empty, take_lock
+from .claim import claim, remove_empty, take_lock
 from .dropped import Dropped
 from .dtypes import DTYPES
+from .open_writer import OpenWriter
 from .schema import SHARDS, Piece, Resume, ShardRecord, StoreMeta, read_meta, shard_name, write_meta
 from .shard_statistics import norm_fields, with_shard
 from .shard_writer import ShardWriter
-from .statistics import Statistics
 from .turns import Finished, Held, Known, Offer, Rest
 from .writer import SOURCE_CHANGED
 
@@ -45,7 +43,7 @@ def made_by_several(path: Path) -> bool:
     return (path / STORE_MARKER).exists() and any(shard.pieces for shard in read_meta(path).shards)
 
 
-class SharedWriter:
+class SharedWriter(OpenWriter):
     """One of the processes that write a store. All come to the same calls in the same order:
 
         with SharedWriter.open(path, meta, limit=limit, rank=rank, exchange=exchange) as writer:
@@ -57,19 +55,12 @@ class SharedWriter:
             writer.finish()
 
     Leaving the `with` without `finish` keeps the whole shards; a store without a shard is removed.
-
-    Attributes:
-        path: the store's folder.
-        altered: damaged shards that were written anew, but not with the bytes that were recorded.
     """
 
     def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int, damaged: list[int], rank: int,
                  exchange: Exchange) -> None:
-        self.path, self._lock, self._limit, self._rank, self._exchange = path, lock, limit, rank, exchange
-        self._meta, self._damaged = meta, damaged
-        self.altered: list[str] = []
-        self._admit = Admission(path, meta)
-        self._statistics: Statistics | None = None
+        super().__init__(path, meta, lock, damaged, claimed=rank == 0)
+        self._limit, self._rank, self._exchange = limit, rank, exchange
         self._numbered = len(meta.shards)  # shards that are whole or will be at the end of this turn
         self._fill = [0] * len(exchange(None))  # rows in each process' unfinished shard
         self._held: Held | None = None
@@ -141,11 +132,6 @@ class SharedWriter:
         if self._meta.complete:
             return self._meta.rows
         return self._numbered * self._meta.shard_rows + sum(self._fill)
-
-    @property
-    def damaged(self) -> list[str]:
-        """The shards that are still to be written anew, by the names of their files."""
-        return [self._meta.shards[index].file for index in self._damaged]
 
     @property
     def complete(self) -> bool:
@@ -237,10 +223,7 @@ class SharedWriter:
                 own = Rest(self._pieces, self._left_out, self._shard.rows, *self._shard.lay_open())
         rests = self._exchange(own)
         if not self.rows:
-            counts = sum((rest.left_out for rest in rests), Dropped()).counts
-            words = ", ".join(f"{count} {reason}" for reason, count in counts.items())
-            raise StoreError(f"there are no rows to store in {self.path}; expected at least one, got none "
-                             f"(dropped: {words or 'none'}); give more or other data")
+            raise self._without_rows(sum((rest.left_out for rest in rests), Dropped()))
         if self._rank == 0:
             with self._reporting():
                 self._join(rests[1:])
@@ -266,7 +249,8 @@ class SharedWriter:
                         raise StoreError(f"cannot mend shard {old.file} of {self.path}: expected {piece.kept} rows at "
                                          f"{piece.cursor}, got {len(rows)}; {SOURCE_CHANGED}")
                     part = slice(piece.begin, piece.end)
-                    self._append(rows[part], {name: column[part] for name, column in columns.items()})
+                    self._shard.append(self._as_stored(rows[part]),
+                                       {name: column[part] for name, column in columns.items()})
                 digest, frame = self._shard.commit()
             self._shard = None
             found.append(Finished(number, dataclasses.replace(old, sha256=digest, frame=frame), None))
@@ -279,25 +263,13 @@ class SharedWriter:
         if self._rank == 0:
             write_meta(self.path, self._meta)  # younger than the shards, even where none came out otherwise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        try:
-            self._drop_shard()
-        finally:
-            if self._rank == 0 and not self._meta.shards:
-                remove_empty(self.path)
-            os.close(self._lock)
-
     def _count(self) -> None:
         """Sum up how many rows are kept of the blocks before each, as far as all of them are known."""
         while len(self._before) - 1 in self._blocks:
             self._before.append(self._before[-1] + self._blocks[len(self._before) - 1].kept)
 
     def _begin_shard(self) -> None:
-        self._shard: ShardWriter | None = None
+        self._shard = None
         self._pieces: list[Piece] = []
         self._left_out = Dropped()
         self._finished: list[Finished] = []
@@ -311,19 +283,14 @@ class SharedWriter:
         while len(rows):
             self._shard = self._shard or ShardWriter(self.path / SHARDS / f"{self._rank}.h5", self._meta)
             count = min(len(rows), self._meta.shard_rows - self._shard.rows)
-            self._append(rows[:count], {name: column[:count] for name, column in columns.items()})
+            self._shard.append(self._as_stored(rows[:count]),
+                               {name: column[:count] for name, column in columns.items()})
             self._pieces.append(dataclasses.replace(piece, end=piece.begin + count))
             self._left_out += left_out if count == len(rows) else Dropped()
             if self._shard.rows == self._meta.shard_rows:
                 self._commit(next(numbers))
             rows, columns = rows[count:], {name: column[count:] for name, column in columns.items()}
             piece = dataclasses.replace(piece, begin=piece.begin + count)
-
-    def _append(self, rows: np.ndarray, columns: Columns) -> None:
-        stored = DTYPES[self._meta.dtype]
-        if rows.dtype != stored.storage:
-            rows = stored.encode_rows(np.ascontiguousarray(rows))
-        self._shard.append(rows, columns)
 
     def _commit(self, number: int) -> None:
         digest, frame = self._shard.commit(self.path / SHARDS / shard_name(number))
@@ -379,16 +346,3 @@ class SharedWriter:
     def _differs(self, known: Known, got: str) -> StoreError:
         return StoreError(f"cannot go on with {self.path}: expected {known.kept} rows at {known.cursor}, got {got}; "
                           f"{SOURCE_CHANGED}")
-
-    def _drop_shard(self) -> None:
-        if self._shard:
-            self._shard.abandon()
-            self._shard = None
-
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._drop_shard()
-            raise refused(self.path, self._meta.rows, error) from error

@@ -5,31 +5,26 @@ Legend: R rows, D = d_in.
 
 import dataclasses
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from ..errors import StoreError
 from ..home import STORE_MARKER
-from .admission import Admission
 from .checks import no_show, suspect
-from .claim import claim, refused, remove_empty
+from .claim import claim
 from .dropped import Dropped
-from .dtypes import DTYPES
+from .open_writer import OpenWriter
 from .schema import SHARDS, Resume, ShardRecord, StoreMeta, shard_name, write_meta
 from .shard_statistics import norm_fields, with_shard
 from .shard_writer import ShardWriter
-from .statistics import Statistics
 
 SOURCE_CHANGED = "the source has changed, so remove the store and make it again"
 
 
-class StoreWriter:
+class StoreWriter(OpenWriter):
     """Appends a producer's blocks of rows to a store, in shards that appear whole or not at all.
 
     A producer is anything that yields deterministic blocks, each at a cursor: a small JSON object from which
@@ -47,25 +42,16 @@ class StoreWriter:
     After an interruption the first block comes a second time; the writer discards of it what is stored.
     Leaving the `with` without `finish` keeps the whole shards and drops the rows of the unfinished one; a store
     without a shard is removed.
-
-    Attributes:
-        path: the store's folder.
-        altered: damaged shards that were written anew, but not with the bytes that were recorded, as another machine
-            rounds in other ways.
     """
 
     def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int | None, damaged: Iterable[int]) -> None:
-        self.path, self._meta, self._lock, self._limit = path, meta, lock, limit
-        self._damaged = sorted(damaged)
-        self.altered: list[str] = []
-        self._statistics: Statistics | None = None  # of all shards, once one has been added
-        self._admit = Admission(path, meta)
-        self._failed = False
+        super().__init__(path, meta, lock, sorted(damaged))
+        self._limit = limit
         self._begin()
 
     def _begin(self) -> None:
         """Get ready for a producer that starts at the cursor."""
-        self._shard: ShardWriter | None = None
+        self._shard = None
         self._resume = self._meta.shards[self._index - 1].resume if self._index else None
         self._mended = False  # whether the damaged shard that this was about is whole
         self._last: Resume | None = None  # where the last row stored came from
@@ -102,11 +88,6 @@ class StoreWriter:
         """Rows stored, without those of damaged shards, with those of the unfinished shard."""
         lost = sum(self._meta.shards[index].rows for index in self._damaged)
         return self._meta.rows - lost + (self._shard.rows if self._shard else 0)
-
-    @property
-    def damaged(self) -> list[str]:
-        """The shards that are still to be written anew, by the names of their files."""
-        return [self._meta.shards[index].file for index in self._damaged]
 
     @property
     def full(self) -> bool:
@@ -187,36 +168,10 @@ class StoreWriter:
             raise self._differs(f"{self._shard.rows} rows" if self._shard else "nothing")
         self._ended, self._current = self._ended + self._current, Dropped()
         if not self.rows:
-            counts = ", ".join(f"{count} {reason}" for reason, count in self._ended.counts.items())
-            raise StoreError(f"there are no rows to store in {self.path}; expected at least one, got none "
-                             f"(dropped: {counts or 'none'}); give more or other data")
+            raise self._without_rows(self._ended)
         with self._reporting():
             self._record(complete=True)
         return self._meta
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        try:
-            self._drop_shard()
-        finally:
-            if not self._meta.shards:
-                remove_empty(self.path)
-            os.close(self._lock)
-
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Turn what the disk refuses into a StoreError, after which this writer takes no more."""
-        if self._failed:
-            raise StoreError(f"cannot write to {self.path}: an earlier write failed; open it again to go on")
-        try:
-            yield
-        except OSError as error:
-            self._failed = True
-            self._drop_shard()
-            raise refused(self.path, self._meta.rows, error) from error
 
     def _after_stored(self, kept: int, cursor: dict[str, Any]) -> int:
         """How many of the block's kept rows are stored already, as those before an interruption are."""
@@ -229,15 +184,12 @@ class StoreWriter:
 
     def _store(self, rows: np.ndarray, columns: Mapping[str, np.ndarray], begin: int, end: int,
                cursor: dict[str, Any]) -> None:
-        stored = DTYPES[self._meta.dtype]
         while begin < end:
             if self._shard is None:
                 self._shard = ShardWriter(self.path / SHARDS / shard_name(self._index), self._meta)
             stop = min(end, begin + self._room - self._shard.rows)
-            part = rows[begin:stop]
-            if part.dtype != stored.storage:
-                part = stored.encode_rows(np.ascontiguousarray(part))
-            self._shard.append(part, {name: columns[name][begin:stop] for name in self._meta.columns})
+            self._shard.append(self._as_stored(rows[begin:stop]),
+                               {name: columns[name][begin:stop] for name in self._meta.columns})
             self._last = Resume(cursor, stop)
             if self._shard.rows == self._room:
                 (self._mend if self._damaged else self._record)()
@@ -285,11 +237,6 @@ class StoreWriter:
                                    **norm_fields(self._statistics))
         write_meta(self.path, meta)
         self._meta, self._shard, self._ended = meta, None, Dropped()
-
-    def _drop_shard(self) -> None:
-        if self._shard:
-            self._shard.abandon()
-            self._shard = None
 
     def _differs(self, got: str) -> StoreError:
         if self._resume is None:
