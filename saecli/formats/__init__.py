@@ -15,8 +15,8 @@ from . import dictionary_learning, gemma_scope, native, saelens, sparsify
 from .common import SavedSAE
 from .native import load_native, save_native
 
-__all__ = ["FORMATS", "STAND_INS", "Format", "SavedSAE", "format_of", "load", "load_native", "recognise", "save",
-           "save_native"]
+__all__ = ["FORMATS", "STAND_INS", "Format", "SavedSAE", "format_of", "known_files", "load", "load_native", "recognise",
+           "save", "save_native"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ def format_of(names: Iterable[str]) -> str | None:
     return next((name for name, form in FORMATS.items() if there.issuperset(form.files)), None)
 
 
+def known_files() -> str:
+    """The files that folders of the known formats hold, in words."""
+    return "; ".join(f"{' and '.join(form.files)} ({name})" for name, form in FORMATS.items())
+
+
 def load(folder: Path) -> SavedSAE:
     """Read the SAE in a folder, in whichever format it is.
 
@@ -74,9 +79,8 @@ def load(folder: Path) -> SavedSAE:
     """
     name = recognise(folder)
     if name is None:
-        known = "; ".join(f"{' and '.join(form.files)} ({name})" for name, form in FORMATS.items())
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
-        raise FormatError(f"no SAE found in {folder}; expected {known}, got {there or 'an empty folder'}")
+        raise FormatError(f"no SAE found in {folder}; expected {known_files()}, got {there or 'an empty folder'}")
     return FORMATS[name].load(folder)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ..errors import HubError, one_line
-from ..formats import FORMATS, format_of
+from ..formats import FORMATS, format_of, known_files
 from ..hub import why_unreachable
 from .address import Address, cached_snapshot
 from .sentences import bars_on_terminals, is_passing, told
@@ -78,9 +78,8 @@ def _choose(address: Address, names: Iterable[str], note: Callable[[str], None])
         shown = ", ".join(str(address.at(folder)) for folder in list(inside)[:SHOWN])
         raise HubError(f"{address} holds {len(inside):,} SAEs: name one of them, {shown}"
                        f"{', ...' if len(inside) > SHOWN else ''}")
-    known = "; ".join(f"{' and '.join(form.files)} ({name})" for name, form in FORMATS.items())
     there = ", ".join(sorted(folder or "files at its top" for folder in folders)[:SHOWN]) or "no file"
-    raise HubError(f"no SAE found in {address}: expected a folder with {known}, got {there}")
+    raise HubError(f"no SAE found in {address}: expected a folder with {known_files()}, got {there}")
 
 
 def _download(address: Address, files: Sequence[str], commit: str) -> Path:
