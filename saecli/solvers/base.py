@@ -26,6 +26,7 @@ DEFAULT_STEPS = 4000  # optimiser steps that defaults aim at
 WARM_UP = 0.02  # share of all steps over which the learning rate rises
 DECAY = 0.5  # share of all steps, the last ones, over which it falls to zero
 PENALTY_WARM_UP = 0.2  # share of all steps over which the sparsity penalty rises
+PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options that weigh how far a tensor moves in an outer iteration
 
 
 class Rows(Protocol):
@@ -153,9 +154,9 @@ class Solver(ABC):
     def extra_loss(self) -> Tensor | float:
         """The encoder's proximal terms and the decay of what descent trains, divided by N."""
         total: Tensor | float = 0.0
-        for weight, name in ((self.weight("mu_enc"), "W_enc"), (self.weight("nu_enc"), "b_enc")):
-            if weight:
-                total = total + weight * (self.trained[name] - self._held[name]).square().sum()
+        for name, held in self._held.items():
+            if weight := self.weight(PROXIMAL[name]):
+                total = total + weight * (self.trained[name] - held).square().sum()
         if self.config.weight_decay:
             weights = (self.trained[name] for name in ("W_enc", "W_dec") if name in self.trained)
             total = total + self.config.weight_decay * sum(tensor.square().sum() for tensor in weights)
@@ -166,8 +167,9 @@ class Solver(ABC):
         return weight_at(getattr(self.config, name), int(self.outer), self._outers)
 
     def _hold_encoder(self) -> None:
-        """Let the proximal terms refer to the encoder as it is."""
-        self._held = {name: self.trained[name].detach().clone() for name in ("W_enc", "b_enc")}
+        """Let the proximal terms, where there are any, refer to the encoder as it is."""
+        self._held = {name: self.trained[name].detach().clone() for name, weight in PROXIMAL.items()
+                      if getattr(self.config, weight)}
 
     def record(self) -> dict[str, float]:
         """Figures of the solver's own for `metrics.jsonl` and the final summary."""

@@ -26,8 +26,9 @@ class Sgd(SolverConfig):
         return SgdSolver(initial, task, self)
 
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
-        """Weights, their gradients, what the optimiser keeps, and the encoder as it was, in float32."""
-        return 4 * ((2 + OPTIMIZERS[self.optimizer].vectors) * (1 if self.tied else 2) + 1) * d_in * d_sae
+        """Weights, their gradients, what the optimiser keeps, and for `mu_enc` the encoder as it was, in float32."""
+        matrices = (2 + OPTIMIZERS[self.optimizer].vectors) * (1 if self.tied else 2) + bool(self.mu_enc)
+        return 4 * matrices * d_in * d_sae
 
 
 class SgdSolver(Solver):
