@@ -48,6 +48,10 @@ class Shelf:
                  for path in self.path.glob(f"*/{self.marker}")}
         return dict(sorted(found.items(), key=lambda entry: (_created(entry[1]), entry[0]), reverse=True))
 
+    def unfinished(self) -> list[str]:
+        """The names of entries that were begun and not finished, newest first."""
+        return [name for name, marker in self.markers().items() if marker and not marker.get("complete")]
+
     def unmarked(self) -> dict[str, str]:
         """The folders that hold something but no marker, by name, each with a sentence on what to do about it.
 

@@ -32,7 +32,7 @@ def run_names(ctx: typer.Context) -> list[str]:
 
 def unfinished_names(ctx: typer.Context) -> list[str]:
     """What a shell completes to the name of a run to go on with."""
-    return [name for name, marker in _home(ctx).runs.markers().items() if marker and not marker.get("complete")]
+    return _home(ctx).runs.unfinished()
 
 
 def _home(ctx: typer.Context) -> Home:
@@ -118,20 +118,21 @@ def configured(*configs: type[Config], repeated: bool = False, **tables: Mapping
             several entries share become one option, and each help text says which entries take it.
     """
     parameters, keys = {}, {}
+
+    def declare(declared: tuple, panel: str, note: str = "", one_default: bool = True) -> None:
+        f, annotation, rule = declared
+        several = repeated and _repeats(annotation, rule)
+        parameters[f.name] = _parameter(f.name, annotation, rule, f.default, panel, note, one_default, several)
+        keys[f.name] = Key.of_field(annotation, rule, several)
+
     for config in configs:
-        for f, annotation, rule in fields(config):
-            several = repeated and _repeats(annotation, rule)
-            parameters[f.name] = _parameter(f.name, annotation, rule, f.default, config.panel, several=several)
-            keys[f.name] = Key.of_field(annotation, rule, several)
+        for declared in fields(config):
+            declare(declared, config.panel)
     for selector, table in tables.items():
-        for name, takers in _takers(table).items():
-            f, annotation, rule = next(iter(takers.values()))
+        for takers in _takers(table).values():
             defaults = {str(taken[0].default) for taken in takers.values()}
             note = "" if len(takers) == len(table) else f" ({', '.join(takers)})"
-            several = repeated and _repeats(annotation, rule)
-            parameters[name] = _parameter(name, annotation, rule, f.default, f"Options of --{selector}", note,
-                                          one_default=len(defaults) == 1, several=several)
-            keys[name] = Key.of_field(annotation, rule, several)
+            declare(next(iter(takers.values())), f"Options of --{selector}", note, one_default=len(defaults) == 1)
 
     def decorate(function: Callable) -> Callable:
         signature = inspect.signature(function, eval_str=True)
@@ -187,8 +188,8 @@ def _takers(table: Mapping[str, type[Config]]) -> dict[str, dict[str, tuple]]:
     return takers
 
 
-def _parameter(name: str, annotation: Any, rule: Option, default: Any, panel: str, note: str = "",
-               one_default: bool = True, several: bool = False) -> inspect.Parameter:
+def _parameter(name: str, annotation: Any, rule: Option, default: Any, panel: str, note: str, one_default: bool,
+               several: bool) -> inspect.Parameter:
     kinds = tuple(t for t in scalar_types(annotation) if t is not types.NoneType)
     settings: dict[str, Any] = {"help": rule.help + note, "rich_help_panel": panel, "metavar": rule.metavar,
                                 "show_default": one_default and default is not None and default is not MISSING}

@@ -132,7 +132,7 @@ def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Pa
                           f"the run was begun with; leave it out")
     runs = session.home.runs
     if name is None:
-        unfinished = [n for n, marker in runs.markers().items() if marker and not marker.get("complete")]
+        unfinished = runs.unfinished()
         if not unfinished:
             raise RunError(f"there is no unfinished run in {runs.path}; start one with `sae train`")
         name = unfinished[0]

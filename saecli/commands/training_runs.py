@@ -87,15 +87,14 @@ class _Progress:
         self._show = show
         self._done: dict[str, float] = {}
 
-    @contextmanager
-    def of(self, name: str) -> Iterator[Step]:
+    def of(self, name: str) -> Step:
         """What one of them tells its steps to."""
 
         def step(done: float, words: str = "") -> None:
             self._done[name] = done
             self._show(sum(self._done.values()), f"{name}: {words}")
 
-        yield step
+        return step
 
 
 @contextmanager
@@ -134,7 +133,7 @@ def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress
                                 f"latents on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
                                 f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
             display = (session.report.progress("training", trainer.steps, "steps") if progress is None
-                       else progress.of(folder.name))
+                       else nullcontext(progress.of(folder.name)))
             with display as show:
                 result = trainer.result(trainer.train(show, share))
             if is_main():
