@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .distributed import add_up, processes
+from .distributed import everyone, latents_axis, rows_axis
 from .errors import ConfigError
 from .products import NonZeros
 from .sae import SAE
 
 DENSE_FREQUENCY = 0.1  # a latent that fires on a larger share of the rows counts as dense
 CACHED_CODES = 1 << 18  # 1 MiB in float32
+SUMS_OF_CODES = 3  # the first of a reconstruction's sums that latents add to, each for itself
 
 
 class Reconstruction:
@@ -37,7 +38,7 @@ class Reconstruction:
     def __init__(self, d_in: int, d_sae: int) -> None:
         self.rows = 0
         self._mean = torch.zeros(d_in, dtype=torch.float64)
-        self._sums = torch.zeros(5, dtype=torch.float64)  # scatter, squared error, cosine, l0, l1
+        self._sums = torch.zeros(5, dtype=torch.float64)  # scatter, squared error, cosine; l0, l1
         self._fired = torch.zeros(d_sae, dtype=torch.bool)
 
     @torch.no_grad()
@@ -67,16 +68,18 @@ class Reconstruction:
         self.rows = total
 
     def add_up(self, device: torch.device) -> None:
-        """Count what several processes have counted, on each of them; sums are on this device."""
-        if processes() == 1:
+        """Count what several processes have counted, of other rows or of other latents, on each of them; sums are on
+        this device."""
+        if everyone().size == 1:
             return
         self._mean, self._sums, self._fired = (t.to(device) for t in (self._mean, self._sums, self._fired))
-        counts = add_up(torch.cat([self._mean * self.rows, self._mean.new_tensor([self.rows])]))
+        counts = rows_axis().add_up(torch.cat([self._mean * self.rows, self._mean.new_tensor([self.rows])]))
         mean = counts[:-1] / counts[-1].clamp(min=1)
         self._sums[0] += self.rows * (self._mean - mean).square().sum()  # the scatter, now about the mean of all
         self._mean, self.rows = mean, int(counts[-1])
-        add_up(self._sums)
-        self._fired = add_up(self._fired.to(torch.int32)) > 0
+        rows_axis().add_up(self._sums)
+        latents_axis().add_up(self._sums[SUMS_OF_CODES:])
+        self._fired = latents_axis().side_by_side(rows_axis().add_up(self._fired.to(torch.int32)) > 0)
 
     def result(self) -> dict[str, Any]:
         """The measures over all rows so far.

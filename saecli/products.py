@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
+from .distributed import latents_axis, over_latents
+
 DENSITY = 0.1  # share of non-zeros above which dense products take less time
 PAIRS = 1 << 19  # of non-zeros, worked on at a time
 
@@ -146,11 +148,14 @@ def pre_activations(x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:
     return _PreActivations.apply(x, W_enc, b_enc)
 
 
-def reconstructions(z: Tensor | NonZeros, W_dec: Tensor, b_dec: Tensor) -> Tensor:
-    """`z W_dec + b_dec`, (B, D), differentiable in weights, (F, D), bias, (D,), and codes z, (B, F).
+def reconstructions(z: Tensor | NonZeros, W_dec: Tensor, b_dec: Tensor, moves_zeros: bool = False) -> Tensor:
+    """`z W_dec + b_dec`, (B, D), differentiable in weights, (F, D), bias, (D,), and codes z, (B, F); of all latents,
+    where other processes hold more of them.
 
     Where few codes are not zero, those which are get no gradient. That is exact for activations whose own derivative is
-    zero there.
+    zero there; `moves_zeros` is for the others.
     """
-    non_zeros = NonZeros.of(z) if isinstance(z, Tensor) else z
-    return torch.addmm(b_dec, z, W_dec) if non_zeros is None else non_zeros.times(W_dec) + b_dec
+    non_zeros = z if isinstance(z, NonZeros) else None if moves_zeros else NonZeros.of(z)
+    if non_zeros is None and latents_axis().size == 1:
+        return torch.addmm(b_dec, z, W_dec)
+    return over_latents(z @ W_dec if non_zeros is None else non_zeros.times(W_dec)) + b_dec

@@ -6,6 +6,7 @@ The encoder does not subtract `b_dec`, so that the decoder step moves no code. S
 F = d_sae.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -67,11 +68,14 @@ class SAE:
         return {"W_enc": self.W_enc, "b_enc": self.b_enc, "W_dec": self.W_dec, "b_dec": self.b_dec,
                 **self.parameters}
 
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """The same with other weights, by the names of `tensors`."""
+        own = {name: tensors[name] for name in ("W_enc", "b_enc", "W_dec", "b_dec")}
+        return replace(self, **own, parameters={name: tensors[name] for name in self.parameters})
+
     def to(self, *args: torch.device | torch.dtype | str) -> Self:
         """A copy on another device or of another dtype; takes what `Tensor.to` takes."""
-        return replace(
-            self, W_enc=self.W_enc.to(*args), b_enc=self.b_enc.to(*args), W_dec=self.W_dec.to(*args),
-            b_dec=self.b_dec.to(*args), parameters={name: t.to(*args) for name, t in self.parameters.items()})
+        return self.with_tensors({name: tensor.to(*args) for name, tensor in self.tensors().items()})
 
     def on_raw_rows(self, mean: Tensor, scale: Tensor) -> Self:
         """The SAE that does on raw rows what this one does on rows normalised to `(x - mean) / scale`.

@@ -11,7 +11,8 @@ PACKAGE = ROOT / "saecli"
 
 FLOORS = [
     {"errors", "files", "hub", "launch", "machine", "assets"},
-    {"config", "distributed", "home", "products", "report"},
+    {"config", "distributed", "home", "report"},
+    {"products"},
     {"activations", "arrays", "devices", "language_model", "ridge", "store", "texts"},
     {"harvest", "sae"},
     {"formats", "geometry", "metrics"},

@@ -126,7 +126,7 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "sentence"), [
-    (("--sparsity", "kl", "--act", "relu"), "--sparsity kl runs in one process"),
+    (("--sparsity", "kl", "--act", "relu"), "--sparsity kl takes each batch as a whole"),
     (("--device", "cuda:1"), "--device cuda:1 gives one GPU to all 2 processes of this machine"),
     (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
     (("--solver", "sgd", "--optimizer", "sgd", "--lr", "1e5"), "the loss became"),

@@ -23,7 +23,8 @@ class Activation(Config):
     a method `penalty_NAME(pre, codes, W_dec, parameters)` that gives the mean over the rows of a batch, hyphens in its
     name as underscores.
     `opposites` says whether `phi(v) - phi(-v) = v`: two latents of opposite directions are then linear together.
-    `moves_zeros` says whether a gradient reaches anything through codes that are zero.
+    `moves_zeros` says whether a gradient reaches anything through codes that are zero. `shares_latents` says whether
+    pre-activations and codes may be those of some of the latents, of which other processes hold more.
     """
 
     panel: ClassVar[str] = "Activation"
@@ -31,6 +32,7 @@ class Activation(Config):
     sparsities: ClassVar[tuple[str, ...]] = ("none", "l1", "l1-codes")
     opposites: ClassVar[bool] = False
     moves_zeros: ClassVar[bool] = False
+    shares_latents: ClassVar[bool] = True
 
     def check(self, d_sae: int) -> None:
         """Refuse settings that cannot work with `d_sae` latents.

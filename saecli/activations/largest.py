@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..config import option
+from ..distributed import latents_axis
 from ..errors import ConfigError
 from .base import Activation, Parameters
 
@@ -33,8 +34,18 @@ class Largest(KeepsK):
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
         """`pre` at the `k` latents that rank highest, else 0, (B, F)."""
+        if latents_axis().size > 1:
+            return self._shared_codes(pre)
         kept = self.ranking(pre).topk(self.k, dim=-1, sorted=False).indices  # (B, k)
         return torch.zeros_like(pre).scatter(-1, kept, pre.gather(-1, kept))
+
+    def _shared_codes(self, pre: Tensor) -> Tensor:
+        """The same where several processes have latents of each row: each says which are its largest."""
+        own = self.ranking(pre.detach()).topk(min(self.k, pre.shape[-1]), dim=-1)  # (B, n)
+        candidates = latents_axis().side_by_side(own.values)  # (B, n P)
+        kept = torch.zeros_like(candidates).scatter_(-1, candidates.topk(self.k, dim=-1, sorted=False).indices, 1.0)
+        kept = kept.chunk(latents_axis().size, -1)[latents_axis().place]
+        return torch.zeros_like(pre).scatter(-1, own.indices, pre.gather(-1, own.indices) * kept)
 
 
 @dataclass(frozen=True)

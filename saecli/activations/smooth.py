@@ -47,6 +47,7 @@ class SoftTopK(KeepsK):
     """
 
     name: ClassVar[str] = "soft-topk"
+    shares_latents: ClassVar[bool] = False
 
     temperature: float = option(0.1, "How soft the choice of latents is: a latent's odds change e-fold over it, in "
                                      "units of the codes.", minimum=LEAST_TEMPERATURE)

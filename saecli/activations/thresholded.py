@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..config import option
-from ..distributed import add_up, least, own_rank, processes
+from ..distributed import everyone, latents_axis, rows_axis
 from ..errors import ConfigError
 from .base import Activation, Parameters
 from .largest import KeepsK
@@ -171,26 +171,27 @@ class BatchTopK(Thresholded, KeepsK):
 
     def training_codes(self, pre: Tensor, parameters: Parameters) -> Tensor:
         """`max(pre, 0)` at the `B k` places of the batch where it is largest, else 0, (B, F)."""
-        if processes() > 1:
+        if everyone().size > 1:
             return self._shared_codes(pre.relu())
         flat = pre.relu().flatten()
         kept = flat.topk(self.k * len(pre), sorted=False).indices
         return torch.zeros_like(flat).scatter(0, kept, flat[kept]).view_as(pre)
 
     def _shared_codes(self, positive: Tensor) -> Tensor:
-        """The same where several processes have shares of the batch: each says which are its largest."""
-        count = self.k * int(add_up(torch.tensor([len(positive)])).item())
-        largest = positive.new_zeros(processes(), count)
+        """The same where several processes have parts of the batch or latents of it: each says which are its
+        largest."""
+        count = self.k * int(rows_axis().add_up(torch.tensor([len(positive)])).item())
+        largest = positive.new_zeros(everyone().size, count)
         own = positive.detach().flatten().topk(min(count, positive.numel())).values
-        largest[own_rank(), :len(own)] = own
-        least_kept = add_up(largest).flatten().topk(count).values[-1]
+        largest[everyone().place, :len(own)] = own
+        least_kept = everyone().add_up(largest).flatten().topk(count).values[-1]
         return torch.where(positive >= least_kept, positive, 0.0)
 
     def estimated(self, codes: Tensor, parameters: Parameters) -> Parameters:
         """The running mean moved towards the smallest positive code, which starts it; a batch without one moves
         nothing."""
         nothing = codes.new_tensor(torch.inf)
-        smallest = least(torch.where(codes > 0, codes, nothing).amin() if codes.numel() else nothing)
+        smallest = everyone().least(torch.where(codes > 0, codes, nothing).amin() if codes.numel() else nothing)
         threshold = parameters["threshold"]
         moved = torch.where(threshold > 0, threshold.lerp(smallest, THRESHOLD_RATE), smallest)
         return {"threshold": torch.where(smallest.isfinite(), moved, threshold)}
@@ -198,9 +199,10 @@ class BatchTopK(Thresholded, KeepsK):
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
         """The threshold that `k` pre-activations a row exceed, on average over the rows; 0 where fewer are positive."""
         kept = self.k * len(pre)
-        if kept >= pre.numel():
+        if kept >= pre.numel() * latents_axis().size:
             return {"threshold": torch.zeros_like(parameters["threshold"])}
-        largest = pre.flatten().topk(kept + 1).values
+        own = pre.flatten().topk(min(kept + 1, pre.numel())).values
+        largest = latents_axis().side_by_side(own).topk(kept + 1).values
         return {"threshold": ((largest[-2] + largest[-1]) / 2).clamp(min=0)}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..activations import ACTIVATIONS, activation_from_json
-from ..distributed import agreed, main_first
+from ..distributed import agreed, main_first, share_latents
 from ..errors import ConfigError, RunError
 from ..files import make_folder
 from ..home import Home, now
@@ -35,12 +35,16 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           autocompletion=unfinished_names)]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of that --name, or else with the newest "
                                                        "unfinished one, from its last checkpoint, bit for bit.")]
+LatentShards = Annotated[int, typer.Option(
+    "--latent-shards", min=1, help="Under torchrun: how many processes hold the latents together, each a part of the "
+                                   "weights and of the decoder step's d_sae x d_sae matrix; 1 has each process hold "
+                                   "all of them. Rows are shared among the others.")]
 
 
 @configured(TrainingConfig, repeated=True, solver=SOLVERS, act=ACTIVATIONS)
 def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
             data: Data = None, data_hash: DataHash = None, name: Name = None, resume: Resume = False,
-            json: Json = False) -> None:
+            latent_shards: LatentShards = 1, json: Json = False) -> None:
     """Train a sparse autoencoder from a store.
 
     Writes a folder into runs/ of the home, with the SAE (acting on raw activations), a checkpoint after every epoch,
@@ -53,6 +57,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     Example: sae train --solver pam-sgd --act topk --k 32
     """
     session = start(ctx, json)
+    share_latents(latent_shards)
     try:
         if resume:
             jobs = [Job(*main_first(lambda: _resumed(session, ctx, name)))]
@@ -126,7 +131,7 @@ def _new_folder(runs: Path, name: str | None, stem: str) -> Path:
 def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Path, Run]:
     """A run that was begun before, and its folder first."""
     given = [p for p in ctx.params if ctx.get_parameter_source(p).name == "COMMANDLINE"]
-    other = sorted(set(given) - {"name", "resume", "json"})
+    other = sorted(set(given) - {"name", "resume", "latent_shards", "json"})
     if other:
         raise ConfigError(f"--{other[0].replace('_', '-')} does nothing with --resume, which goes on with the settings "
                           f"the run was begun with; leave it out")

@@ -14,8 +14,9 @@ Source: the paper's theorem on the optimal decoding, which states it with a stac
 columns, T = 0 and no decay. Here T may be a multiple of a given direction, T = c T0, with c optimal jointly with W.
 Where b is fitted after W (`Terms.joint`), W is solved with s = t = 0, and b follows by the last formula as it stands.
 
-The normal equations are gathered in one pass, as `systems.py` says: summed (`moments.py`), as rows where those are few
-(`held.py`), or without a Gram matrix where that does not fit in memory (`iterative.py`). `solve.py` solves them,
+The normal equations are gathered in one pass, as `systems.py` says: summed (`moments.py`, `gram.py`), by processes
+that share the latents too (`shared_gram.py`), as rows where those are few (`held.py`), or without a Gram matrix where
+that does not fit in memory (`iterative.py`). `solve.py` solves them,
 `press.py` has their leave-one-out error, by which `choice.py` chooses alpha.
 """
 
@@ -24,8 +25,9 @@ from .held import HeldRows, memory_needed
 from .iterative import CodeProducts, iterative_memory
 from .moments import Moments
 from .press import effective_dof, press
+from .shared_gram import shared_memory
 from .solve import Decoder, Terms, solve
 from .systems import System
 
 __all__ = ["Choice", "CodeProducts", "Decoder", "HeldRows", "Moments", "System", "Terms", "choose_alpha",
-           "effective_dof", "iterative_memory", "memory_needed", "press", "solve"]
+           "effective_dof", "iterative_memory", "memory_needed", "press", "shared_memory", "solve"]

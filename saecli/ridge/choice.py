@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .press import LEAST_SLACK
-from .solve import Terms, best_multiple, centre_of, factor, shrinkage
+from .solve import Terms, best_multiple, centre_of, factor, shrinkage, total
 from .systems import Factor, System
 
 LEAST, MOST = -7, 3  # powers of ten of A's mean diagonal between which alpha is sought
@@ -219,18 +219,19 @@ def model(equations: Equations, rows: Rows, factored: Factor, decades: float) ->
         u, slack = factored.own_solve(rows.index)
     else:
         u = factored.solve(psi.T)
-        slack = 1 - (psi * u.T).sum(1)
+        slack = 1 - total((psi * u.T).sum(1))
     v = factored.solve(u)
-    fitted, falling = u.T @ equations.right, v.T @ equations.right  # psi' W and its derivative, but for its sign
+    fitted = total(u.T @ equations.right)  # psi' W
+    falling = total(v.T @ equations.right)  # its derivative, but for its sign
     if T0 is not None:
         along, untargeted = factored.solve(torch.cat(equations.mixed, 1)).chunk(2, 1)
         c, slope = best_multiple(equations.mixed[0], untargeted, along, alpha)
-        towards = u.T @ T0
+        towards = total(u.T @ T0)
         fitted += c * alpha * towards
-        falling += c * alpha * (v.T @ T0) - (c + slope * alpha) * towards
+        falling += c * alpha * total(v.T @ T0) - (c + slope * alpha) * towards
     residual = rows.x - equations.centre - fitted
-    leverage = (psi * u.T).sum(1)
-    pole = torch.where(leverage > 0, u.square().sum(0) / leverage, 0.0)
+    leverage = total((psi * u.T).sum(1))
+    pole = torch.where(leverage > 0, total(u.square().sum(0)) / leverage, 0.0)
     squares = torch.stack([residual.square().sum(1), (residual * falling).sum(1), falling.square().sum(1)])
     slack = slack - 1 / (system.rows + terms.beta + terms.nu)
     return Model(decades, alpha, slack, leverage, pole, rows.weight * squares)

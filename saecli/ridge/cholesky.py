@@ -10,6 +10,7 @@ the panels before contribute is subtracted, and the rest is divided by the root 
 Shapes: F the matrix' side, p a panel's rows. All is float64.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator, onenormest
 from torch import Tensor
 
+from ..distributed import Axis, alone
 from ..errors import TrainingError
 from .systems import NOT_FINITE
 
@@ -26,28 +28,36 @@ RAISES = 15  # how often a ridge that fails is raised tenfold before giving up
 Update = tuple[float, Tensor]  # w and u, (F,), of a term w u u'
 
 
-class Cholesky:
-    """A symmetric matrix, and a factor of it with something added.
+class Factorised(ABC):
+    """A symmetric matrix A, and a factor of it with something added.
 
     Args:
-        side: F.
-        device: where it is held.
-
-    Memory: 8 F (F + 1) bytes.
+        axis: the processes that have A together, in equal parts: each hands over and gets back its own F rows of
+            whatever has one for each of A's.
     """
 
-    def __init__(self, side: int, device: torch.device | str = "cpu") -> None:
-        both = torch.zeros(side, side + 1, dtype=torch.float64, device=device)
-        self.matrix = both[:, :-1]  # A; above the diagonal stands what is left of a factor
-        self._factor = both[:, 1:]  # R; below the diagonal stands A
-        self._norm = 0.0
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self._norm = 0.0  # the 1-norm of what was factorised
 
-    @classmethod
-    def of(cls, left: Tensor, right: Tensor) -> "Cholesky":
-        """One that holds the product of (F, n) and (n, F), which is symmetric."""
-        held = cls(len(left), left.device)
-        held.matrix.addmm_(left, right)
-        return held
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """A's, (F,)."""
+
+    @abstractmethod
+    def solve(self, right: Tensor) -> Tensor:
+        """The inverse of what was factorised, times the columns of the right side, (F, *); 2 F^2 operations a
+        column."""
+
+    @abstractmethod
+    def squared_norms(self, right: Tensor) -> Tensor:
+        """`g' M g`, with M that inverse, of each column g of the right side, (F, n): (n,); half the work of solving
+        for it."""
+
+    @abstractmethod
+    def _factorised(self, diagonal: Tensor, updates: Sequence[Update]) -> bool:
+        """Fill in the factor of `A + sum w u u'`, the diagonal of the updates left to `diagonal`, and the 1-norm of
+        what is factorised; false where that is not positive definite."""
 
     def factorise(self, ridge: float, diagonal: Tensor, updates: Sequence[Update] = (),
                   resolution: float = 0.0) -> tuple[float, bool]:
@@ -69,7 +79,7 @@ class Cholesky:
         Cost: F^3 / 3 operations an attempt.
         """
         diagonal = diagonal + sum((weight * vector.square() for weight, vector in updates), start=0.0)
-        mean = (self.matrix.diagonal() + diagonal).abs().mean().item()
+        mean = self.axis.mean((self.diagonal() + diagonal).abs()).item()
         ridge = max(ridge, resolution * (mean or 1.0))
         for attempt in range(RAISES):
             if self._factorised(diagonal + ridge, updates):
@@ -81,8 +91,44 @@ class Cholesky:
                             f"{ridge / 10:.3g}, since the codes' offset is so large against their spread that float32 "
                             f"sums lose it; normalise the rows, e.g. with --normalize scale")
 
+    def condition(self) -> float:
+        """Estimate of the 1-norm condition number of what was factorised (Higham and Tisseur, "A Block Algorithm for
+        Matrix 1-Norm Estimation", 2000), at the cost of a few columns solved for."""
+        rows, device = len(self.diagonal()), self.diagonal().device
+        side = rows * self.axis.size
+
+        def times(columns: np.ndarray) -> np.ndarray:
+            own = torch.from_numpy(columns.reshape(side, -1)).split(rows)[self.axis.place]
+            return self.axis.side_by_side(self.solve(own.to(device)).T).T.cpu().numpy()
+
+        inverse = LinearOperator((side, side), matvec=times, rmatvec=times, matmat=times, rmatmat=times, dtype=float)
+        return self._norm * float(onenormest(inverse, t=1))  # more columns at a time would be drawn at random
+
+
+class Cholesky(Factorised):
+    """A symmetric matrix, and a factor of it with something added.
+
+    Args:
+        side: F.
+        device: where it is held.
+
+    Memory: 8 F (F + 1) bytes.
+    """
+
+    def __init__(self, side: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(alone())
+        both = torch.zeros(side, side + 1, dtype=torch.float64, device=device)
+        self.matrix = both[:, :-1]  # A; above the diagonal stands what is left of a factor
+        self._factor = both[:, 1:]  # R; below the diagonal stands A
+
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor) -> "Cholesky":
+        """One that holds the product of (F, n) and (n, F), which is symmetric."""
+        held = cls(len(left), left.device)
+        held.matrix.addmm_(left, right)
+        return held
+
     def _factorised(self, diagonal: Tensor, updates: Sequence[Update]) -> bool:
-        """Fill in the factor, and the 1-norm of what is factorised; false where that is not positive definite."""
         R, sums, whole = self._factor, torch.zeros_like(diagonal), True
         for begin, end in self._panels():
             panel = self.matrix[begin:, begin:end].T.clone()  # (p, F - begin)
@@ -106,8 +152,12 @@ class Cholesky:
         self._norm = sums.max().item() if sums.isfinite().all() else float("nan")
         return whole
 
+    def diagonal(self) -> Tensor:
+        """A's, (F,)."""
+        return self.matrix.diagonal()
+
     def solve(self, right: Tensor) -> Tensor:
-        """`(R' R)^-1` times the columns of the right side, (F, *); 2 F^2 operations a column."""
+        """`(R' R)^-1` times the columns of the right side, (F, *)."""
         solution = self._forward(right.clone())
         for begin, end in reversed(list(self._panels())):
             solution[begin:end].addmm_(self._factor[begin:end, end:], solution[end:], alpha=-1)
@@ -116,19 +166,8 @@ class Cholesky:
         return solution
 
     def squared_norms(self, right: Tensor) -> Tensor:
-        """`g' (R' R)^-1 g` of each column g of the right side, (F, n): (n,); half the work of solving for it."""
+        """`g' (R' R)^-1 g` of each column g of the right side, (F, n): (n,)."""
         return self._forward(right.clone()).square().sum(0)
-
-    def condition(self) -> float:
-        """Estimate of the 1-norm condition number of what was factorised (Higham and Tisseur, "A Block Algorithm for
-        Matrix 1-Norm Estimation", 2000), at the cost of a few columns solved for."""
-        side, device = len(self._factor), self._factor.device
-
-        def times(columns: np.ndarray) -> np.ndarray:
-            return self.solve(torch.from_numpy(columns.reshape(side, -1)).to(device)).cpu().numpy()
-
-        inverse = LinearOperator((side, side), matvec=times, rmatvec=times, matmat=times, rmatmat=times, dtype=float)
-        return self._norm * float(onenormest(inverse, t=1))  # more columns at a time would be drawn at random
 
     def _forward(self, right: Tensor) -> Tensor:
         """`R'^-1` times the right side, in its place."""
@@ -141,5 +180,9 @@ class Cholesky:
         return self._factor[begin:end, begin:end].triu()
 
     def _panels(self) -> Iterator[tuple[int, int]]:
-        side = len(self._factor)
-        return ((begin, min(begin + PANEL, side)) for begin in range(0, side, PANEL))
+        return panels(len(self._factor))
+
+
+def panels(side: int) -> Iterator[tuple[int, int]]:
+    """Where each panel of so many rows begins and ends."""
+    return ((begin, min(begin + PANEL, side)) for begin in range(0, side, PANEL))

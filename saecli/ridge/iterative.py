@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..distributed import add_up, add_up_on_main, from_main, processes
+from ..distributed import rows_axis
 from ..errors import TrainingError
 from ..products import NonZeros
 from .gradient import Descent, conjugate_gradient
@@ -100,30 +100,30 @@ class CodeProducts:
         """Whether codes are made again in every iteration, since they did not fit, here or in another process."""
         return self._kept is None or self._others_stream
 
-    def add_up_on_main(self) -> float:
-        """Put the sums over all processes' rows into those of the main one, which solves; the others then `serve` it.
+    def add_up_on_first(self) -> float:
+        """Put the sums over all processes' rows into those of the first, which solves; the others then `serve` it.
 
         Returns:
             How many rows there are in all.
         """
-        if processes() == 1:
+        if rows_axis().size == 1:
             return self.rows
-        counts = add_up(torch.tensor([self.rows, int(self._kept is None)]))
+        counts = rows_axis().add_up(torch.tensor([self.rows, int(self._kept is None)]))
         self.rows, self._others_stream = int(counts[0]), bool(counts[1])
         for sums in (self.sum_z, self.sum_x, self.squares, self.zx):
-            add_up_on_main(sums)
+            rows_axis().add_up_on_first(sums)
         return self.rows
 
     def serve(self) -> None:
-        """In another process than the main one: multiply by the codes that are here, as often as it asks."""
+        """In another process than the first: multiply by the codes that are here, as often as it asks."""
         self._join()
-        while columns := int(from_main(torch.zeros(1, dtype=torch.int64))):
-            asked = from_main(self._start.new_empty(len(self._start) + 1, columns))
+        while columns := int(rows_axis().from_place(torch.zeros(1, dtype=torch.int64))):
+            asked = rows_axis().from_place(self._start.new_empty(len(self._start) + 1, columns))
             self._products(asked[:-1], asked[-1])
 
     def dismiss(self) -> None:
-        """In the main process: end what the others do in `serve`."""
-        from_main(torch.zeros(1, dtype=torch.int64))
+        """In the first process: end what the others do in `serve`."""
+        rows_axis().from_place(torch.zeros(1, dtype=torch.int64))
 
     def cross(self, centre: Tensor) -> Tensor:
         """`sum z (x - centre)'`, (F, D)."""
@@ -177,20 +177,20 @@ class CodeProducts:
         z_bar = self.z_bar
         apart = z_bar @ V  # (C,)
         asked = torch.cat([V, apart[None]]).to(self._start.dtype)
-        from_main(torch.tensor([V.shape[1]]))
-        from_main(asked)
+        rows_axis().from_place(torch.tensor([V.shape[1]]))
+        rows_axis().from_place(asked)
         total, sums = self._products(asked[:-1], asked[-1])
         return total.addr_(z_bar, (1 - shrink) * self.rows * apart - sums)
 
     def _products(self, narrow: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-        """`sum z y'`, (F, C), and `sum y`, (C,), float64, for `y = z V - offset` over all rows, on the main process."""
+        """`sum z y'`, (F, C), and `sum y`, (C,), float64, for `y = z V - offset` of all rows, on the first process."""
         both = self.zx.new_zeros(len(narrow) + 1, narrow.shape[1])
         total, sums = both[:-1], both[-1]
         for block in self._blocks():
             y = times(block, narrow) - offset
             total += transposed_times(block, y)
             sums += y.sum(0, dtype=torch.float64)
-        add_up_on_main(both)
+        rows_axis().add_up_on_first(both)
         return total, sums
 
     def _blocks(self) -> Iterator[NonZeros | Tensor]:

@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..distributed import add_up, add_up_on_main, from_main, is_main, processes
+from ..distributed import latents_axis, rows_axis
 from ..products import NonZeros
-from .cholesky import Cholesky, Update
+from .cholesky import Factorised, Update
+from .gram import Gram
+from .shared_gram import SharedGram
 from .systems import Factor
 
-COLUMNS = 256  # of the Gram matrix at a time, of which what lies above the diagonal is left out
-SPARSE_COLUMNS = 1024  # the same where codes are sparse, and a product is not faster the wider it is
-PAIRS_SHARE = 0.2  # pairs of non-zeros, of the Gram matrix' entries, up to which their products are added one by one
 RESOLUTION = 1e-13  # of a matrix' mean diagonal: a smaller ridge is lost in float64's rounding
 OFFSET = 100  # times a code's or an input's variance that its squared mean must exceed for sums to be taken from it
 
@@ -25,7 +24,7 @@ class Moments:
 
     Blocks are multiplied in their own precision and summed in float64. Cost of a row: `F^2 + 2 D F` operations where
     codes are dense; `K^2 + 2 D K`, or `2 F K + 2 D K`, where K of them are not zero. Memory: see `memory_needed`.
-    The Gram matrix is summed on and below its diagonal, in the array that its factor shares.
+    Where processes share the latents, all is of this one's own, F of them, and of the Gram matrix its columns.
 
     Sums are of z - z_0 and x - x_0, so that offsets do not cancel: the first block's means where they are large
     against its spread, else 0, as of any latent that rarely fires. With d = z_bar - z_0 and S the sum of squares,
@@ -42,7 +41,7 @@ class Moments:
         self.x_0 = zeros(d_in)
         self.sum_z = zeros(d_sae)
         self.sum_x = zeros(d_in)
-        self.gram = Cholesky(d_sae, device)
+        self.gram = (Gram if latents_axis().size == 1 else SharedGram)(d_sae, device)
         self.zx = zeros(d_sae, d_in)
 
     def add(self, z: Tensor, x: Tensor) -> None:
@@ -54,57 +53,45 @@ class Moments:
             z, x = z - self.z_0.to(z.dtype), x - self.x_0.to(x.dtype)
         self.rows += len(z)
         self.sum_x += x.sum(0)
-        zz, non_zeros = self.gram.matrix, NonZeros.of(z)
-        if non_zeros is None:
-            self.sum_z += z.sum(0)
-            for begin in range(0, len(zz), COLUMNS):
-                end = begin + COLUMNS
-                zz[begin:end, :end] += z[:, begin:end].T @ z[:, :end]
-            self.zx += z.T @ x
-            return
-        self.sum_z += non_zeros.column_sums()
-        if non_zeros.pairs <= PAIRS_SHARE * zz.numel():
-            non_zeros.add_gram(zz)
-        else:
-            for begin in range(0, len(zz), SPARSE_COLUMNS):
-                end = begin + SPARSE_COLUMNS
-                zz[begin:, begin:end] += non_zeros.transposed_times(z[:, begin:end].contiguous())[begin:]
-        self.zx += non_zeros.transposed_times(x)
+        non_zeros = NonZeros.of(z)
+        self.sum_z += z.sum(0) if non_zeros is None else non_zeros.column_sums()
+        self.gram.add(z, non_zeros)
+        self.zx += z.T @ x if non_zeros is None else non_zeros.transposed_times(x)
 
     def fade(self, share: float, factor: float) -> None:
         """Count the rows so far for a share of what they did, and their codes as if multiplied by a factor."""
         self.rows *= share
         self.z_0 *= factor
-        for sums, scale in ((self.sum_z, factor), (self.sum_x, 1.0), (self.gram.matrix, factor**2), (self.zx, factor)):
+        for sums, scale in ((self.sum_z, factor), (self.sum_x, 1.0), (self.zx, factor)):
             sums *= share * scale
+        self.gram.fade(share * factor**2)
 
-    def add_up_on_main(self) -> float:
-        """Put the sums over all processes' rows into those of the main one, and forget the others': what is added later
-        adds to them.
+    def add_up_on_first(self) -> float:
+        """Put the sums over all processes' rows into those of the first that shares them, and forget the others': what
+        is added later adds to them.
 
         Returns:
             How many rows there are in all.
 
         Cost: of each other process `F^2 / 2 + F D` numbers of float64 are sent, a part of them at a time.
         """
-        if processes() == 1:
+        axis = rows_axis()
+        if axis.size == 1:
             return self.rows
-        self._count_from(from_main(self.z_0.clone()), from_main(self.x_0.clone()))
-        rows = add_up(torch.tensor([self.rows], dtype=torch.float64, device=self.zx.device)).item()
-        self.rows = rows if is_main() else 0.0
+        self._count_from(axis.from_place(self.z_0.clone()), axis.from_place(self.x_0.clone()))
+        rows = axis.add_up(torch.tensor([self.rows], dtype=torch.float64, device=self.zx.device)).item()
+        self.rows = rows if axis.is_first else 0.0
         for sums in (self.sum_z, self.sum_x, self.zx):
-            add_up_on_main(sums)
-        zz = self.gram.matrix
-        for begin in range(0, len(zz), COLUMNS):
-            end = begin + COLUMNS
-            zz[begin:end, :end] = add_up_on_main(zz[begin:end, :end].contiguous())
+            axis.add_up_on_first(sums)
+        self.gram.add_up_on_first()
         return rows
 
     def _count_from(self, z_0: Tensor, x_0: Tensor) -> None:
         """Take the sums to be of z - z_0 and x - x_0 for other offsets."""
         z, x = self.z_0 - z_0, self.x_0 - x_0
-        if z.any() or x.any():
-            self.gram.matrix.addr_(z, self.sum_z).addr_(self.sum_z + self.rows * z, z)
+        if latents_axis().any(z) or x.any():
+            self.gram.add_outer(z, self.sum_z)
+            self.gram.add_outer(self.sum_z + self.rows * z, z)
             self.zx.addr_(z, self.sum_x).addr_(self.sum_z + self.rows * z, x)
             self.sum_z += self.rows * z
             self.sum_x += self.rows * x
@@ -128,8 +115,9 @@ class Moments:
 
     def scale(self, shrink: float) -> float:
         """Mean of A's diagonal, at least 0."""
-        about_mean = self.gram.matrix.diagonal() - self.sum_z.square() / self.rows
-        return max((about_mean + (1 - shrink) * self.rows * self.z_bar.square()).mean().item(), 0.0)
+        about_mean = self.gram.diagonal() - self.sum_z.square() / self.rows
+        diagonal = about_mean + (1 - shrink) * self.rows * self.z_bar.square()
+        return max(latents_axis().mean(diagonal).item(), 0.0)
 
     def factor(self, ridge: float, shrink: float, decay: Tensor) -> Factor:
         """Factorise `A + diag(decay) + ridge I` by Cholesky; costs F^3 / 3 operations."""
@@ -139,7 +127,7 @@ class Moments:
         return direct(self.gram, ridge, decay, self.cross, updates)
 
 
-def direct(matrix: Cholesky, ridge: float, decay: Tensor, cross: Callable[[Tensor], Tensor],
+def direct(matrix: Factorised, ridge: float, decay: Tensor, cross: Callable[[Tensor], Tensor],
            updates: Sequence[Update] = ()) -> Factor:
     """Factorise `A + diag(decay) + ridge I` in F dimensions, where A is a matrix and its updates."""
     held, raised = matrix.factorise(ridge, decay, updates, RESOLUTION)

@@ -10,7 +10,8 @@ rows differ much in norm, as activations do.
 
 from torch import Tensor
 
-from .solve import Terms, factor, rows_share, shrinkage, solve_parts
+from ..distributed import latents_axis
+from .solve import Terms, factor, rows_share, shrinkage, solve_parts, total
 from .systems import Factor, System
 
 LEAST_SLACK = 1e-12  # 1 - h_i from which on a row counts as fitted alone
@@ -33,7 +34,7 @@ def press(system: System, terms: Terms, z: Tensor, x: Tensor) -> float:
     factored = factor(system, terms)
     W, b, _ = solve_parts(system, terms, factored)
     slack = slack_of(system, terms, factored, z).clamp(min=LEAST_SLACK)
-    residual = x.double() - z.double() @ W - b
+    residual = x.double() - total(z.double() @ W) - b
     return (residual.square().sum(1) / slack.square()).mean().item()
 
 
@@ -53,12 +54,13 @@ def effective_dof(system: System, terms: Terms, z: Tensor) -> float:
     Cost: a factorisation, and n F^2 operations for the leverages.
     """
     factored = factor(system, terms)
+    most = min(system.rows, len(system.z_bar) * latents_axis().size + 1)
     if not terms.joint:
         fitted = factored.quadratic(z.double()).mean() * system.rows
         overlap = rows_share(system, terms) * (1 - system.rows * factored.quadratic(system.z_bar[None]))
-        return min((fitted + overlap).item(), system.rows, len(system.z_bar) + 1)
+        return min((fitted + overlap).item(), most)
     slack = slack_of(system, terms, factored, z)
-    return min(system.rows * (1 - slack).mean().item(), system.rows, len(system.z_bar) + 1)
+    return min(system.rows * (1 - slack).mean().item(), most)
 
 
 def slack_of(system: System, terms: Terms, factored: Factor, z: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..distributed import latents_axis
 from .systems import Factor, System
 
 INFINITE_ALPHA = 1e9
@@ -125,7 +126,7 @@ def solve_parts(system: System, terms: Terms, factored: Factor) -> tuple[Tensor,
         along = factored.solve(T0)
         c, _ = best_multiple(T0, W, along, factored.alpha)
         W.add_(along, alpha=c * factored.alpha)
-    return W, bare_bias(system, terms) - rows_share(system, terms) * (system.z_bar @ W), c
+    return W, bare_bias(system, terms) - rows_share(system, terms) * total(system.z_bar @ W), c
 
 
 def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> tuple[float, float]:
@@ -136,9 +137,14 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
     and no decay is `<T0, M C> / <T0, M A T0>`. Where no code varies every c is as good; 1 keeps the encoder's
     gradient. Columns may be left out of all three, or mixed alike: then it is the c that is best for those.
     """
-    curvature = (T0 * (T0 - alpha * along)).sum().item()
-    if curvature <= FLAT * T0.square().sum().item():
+    curvature = total((T0 * (T0 - alpha * along)).sum()).item()
+    if curvature <= FLAT * total(T0.square().sum()).item():
         return 1.0, 0.0
-    c = (T0 * untargeted).sum().item() / curvature
-    falling = (along * (untargeted - c * T0 + c * alpha * along)).sum().item()  # <M T0, W - c T0>, as dM = -M M
+    c = total((T0 * untargeted).sum()).item() / curvature
+    falling = total((along * (untargeted - c * T0 + c * alpha * along)).sum()).item()  # <M T0, W - c T0>; dM = -M M
     return c, -falling / curvature
+
+
+def total(own: Tensor) -> Tensor:
+    """The sum over all latents, given that over those which this process holds; it takes the place of what is given."""
+    return latents_axis().add_up(own)

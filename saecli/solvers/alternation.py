@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..distributed import from_main, is_main
+from ..distributed import latents_axis, over_latents, rows_axis
 from ..ridge import Terms, choose_alpha, effective_dof, solve
 from ..ridge.iterative import TOLERANCE
 from ..sae import SAE
@@ -52,7 +52,7 @@ class PamSgdSolver(Solver):
         self.raised = torch.tensor(0.0, dtype=torch.float64)
         self.residual = torch.tensor(math.nan, dtype=torch.float64)
         self.revived = torch.tensor(0)
-        self._size = initial.W_enc.norm().item()
+        self._size = latents_axis().norm(initial.W_enc).item()
         self._running: Running | None = None
         self._counting = False
         self._budget = config.budget(task, initial.d_in, initial.d_sae)
@@ -91,7 +91,7 @@ class PamSgdSolver(Solver):
     def _running_sums(self, every: float) -> Running | None:
         """What sums up the codes of encoder steps, where decoder steps are made from those: between the ends of epochs,
         with rows enough, and the memory for their Gram matrix."""
-        window = RUNNING_ROWS * len(self.Delta)
+        window = RUNNING_ROWS * self.d_sae
         if every == math.inf or self.task.rows <= window or self._budget is not None:
             return None
         return Running(self.sae(), self.task.sparsity, window)
@@ -134,7 +134,7 @@ class PamSgdSolver(Solver):
         """The decoder step; the proximal terms then refer to what it leaves.
 
         It is over one pass of all rows, or over the rows of the latest encoder steps, where the objective's other terms
-        count for the share that those are of all. Of several processes the main one solves.
+        count for the share that those are of all. Of processes that share rows the first solves.
 
         Args:
             rows: the training rows.
@@ -158,10 +158,10 @@ class PamSgdSolver(Solver):
                       self._decay(W_dec, gathered.norm_weights) * (not last), self.config.bias == "joint")
         choosing = is_choosing_step(int(self.outer))
         self.outer += 1
-        gathered.on_main(lambda: self._solve(gathered, terms, share, choosing, last))
+        gathered.on_first(lambda: self._solve(gathered, terms, share, choosing, last))
         for name in OWN_STATE:
-            from_main(getattr(self, name))
-        enough = gathered.rows >= REVIVAL_ROWS * len(W_dec)
+            rows_axis().from_place(getattr(self, name))
+        enough = gathered.rows >= REVIVAL_ROWS * self.d_sae
         if self.config.revive and enough and self.step < REVIVAL * self.task.steps:
             self._revive(gathered)
         self._balance()
@@ -171,7 +171,7 @@ class PamSgdSolver(Solver):
         """Choose alpha, where it is time to, and solve; `share` is that of the rows gathered of all."""
         residual, near = terms.direction is not None, None
         if self.config.alpha == "auto":
-            pulled = bool(gathered.norm_weights.any()) and self.task.sparsity_weight > 0
+            pulled = latents_axis().any(gathered.norm_weights) and self.task.sparsity_weight > 0
             new_problem = bool(self.alpha.isnan()) or (last and pulled)
             settled = last and self.smoothing.moves
             if new_problem or ((choosing or last) and not settled):
@@ -203,7 +203,7 @@ class PamSgdSolver(Solver):
         """
         norms = W_dec.double().norm(dim=1)
         weight = self.task.penalty_weight(self.step - 1)
-        mean = max(norms.mean().item(), LEAST_SIZE * self._size / math.sqrt(len(norms)))
+        mean = max(latents_axis().mean(norms).item(), LEAST_SIZE * self._size / math.sqrt(self.d_sae))
         return weight * norm_weights / (2 * norms.clamp(min=LEAST_NORM * mean))
 
     def _gather(self, rows: Rows | SomeRows, W_dec: Tensor, last: bool) -> Gathered:
@@ -213,7 +213,7 @@ class PamSgdSolver(Solver):
             return self._running.gathered()
         once = self.task.steps <= self.task.batches * self.config.inner_steps
         if self._running is not None and once:
-            rows = SomeRows(rows, LAST_ROWS * len(W_dec))
+            rows = SomeRows(rows, LAST_ROWS * self.d_sae)
         iteration = None if self._budget is None else Iteration(W_dec, self._budget)
         return gather(rows, self.sae(), self.task.sparsity, None if last else self.smoothing,
                       lambda: self.draws(int(self.outer), DECODER_STEP), iteration)
@@ -226,29 +226,36 @@ class PamSgdSolver(Solver):
         gone = (gathered.norm_weights > 0) & (contribution < SILENT * math.sqrt(W_dec.shape[1]))
         self.trained["W_enc"][:, gone] = 0
         self.trained["b_enc"][gone] = 0
-        return bool(gone.any())
+        return latents_axis().any(gone)
 
     def _revive(self, gathered: Gathered) -> None:
         """Re-aim the encoder of latents that never fired at rows reconstructed badly; their decoder is right at the
         next decoder step, and until then is that of a tied latent, or for a free decoder zero."""
-        dead = (~gathered.fired).nonzero()[:, 0]
-        if not 0 < len(dead) < len(gathered.fired):
+        fired, axis = gathered.fired, latents_axis()
+        dead = (~fired).nonzero()[:, 0]
+        counts = axis.each(len(dead))
+        total = sum(counts)
+        if not 0 < total < self.d_sae:
             return
         W_dec, b_dec = self.decoder()
-        found = W_dec.new_empty(len(dead), W_dec.shape[1])
-        if is_main():  # which has the rows
-            found.copy_(directions_of_worst(gathered.x - gathered.z @ W_dec - b_dec, len(dead),
-                                            self.draws(int(self.outer), REVIVING)))
-        from_main(found)
+        found = W_dec.new_empty(total, W_dec.shape[1])
+        if rows_axis().is_first:  # which has the rows
+            residuals = gathered.x - over_latents(gathered.z @ W_dec) - b_dec
+            found.copy_(directions_of_worst(residuals, total, self.draws(int(self.outer), REVIVING)))
+        own = rows_axis().from_place(found).split(counts)[axis.place]
         W_enc = self.trained["W_enc"]
-        W_enc[:, dead] = W_enc[:, gathered.fired].norm(dim=0).mean() * found.T
+
+        def mean_of_fired(values: Tensor) -> Tensor:
+            return axis.add_up(values[fired].sum()) / (self.d_sae - total)
+
+        W_enc[:, dead] = mean_of_fired(W_enc.norm(dim=0)) * own.T
         self.Delta[dead] = 0
         for name in ("b_enc", *self._parameter_names):
             latents = self.trained[name]
-            if latents.shape == gathered.fired.shape:
-                latents[dead] = 0 if name == "b_enc" else latents[gathered.fired].mean()
-        self.optimizer.forget(~gathered.fired)
-        self.revived += len(dead)
+            if latents.shape == fired.shape:
+                latents[dead] = 0 if name == "b_enc" else mean_of_fired(latents)
+        self.optimizer.forget(~fired)
+        self.revived += total
 
     def _balance(self) -> None:
         """Scale codes up and decoder down, or the reverse, so that encoder and decoder are of one size.
@@ -260,11 +267,12 @@ class PamSgdSolver(Solver):
         """
         if self.config.alpha != "auto":
             return
-        W_enc = self.trained["W_enc"]
-        square = self.c.item() if self.config.decoder == "residual" else (self.Delta.norm() / W_enc.norm()).item()
-        if not 0 < square < math.inf or not W_enc.any():
+        size = latents_axis().norm(self.trained["W_enc"]).item()
+        square = (self.c.item() if self.config.decoder == "residual" else
+                  latents_axis().norm(self.Delta).item() / max(size, torch.finfo(self.Delta.dtype).tiny))
+        if not 0 < square < math.inf or not size:
             return
-        factor = max(math.sqrt(square), LEAST_SIZE * self._size / W_enc.norm().item())
+        factor = max(math.sqrt(square), LEAST_SIZE * self._size / size)
         rescaled = self.activation.rescaled(self._parameters(), factor)
         if rescaled is None:
             return
@@ -287,7 +295,7 @@ class PamSgdSolver(Solver):
 
     def notes(self) -> list[str]:
         """What the last decoder step came to, and what was wrong with it where something was."""
-        rows, latents, dof, alpha = self.task.rows, len(self.Delta), self.dof.item(), self.alpha.item()
+        rows, latents, dof, alpha = self.task.rows, self.d_sae, self.dof.item(), self.alpha.item()
         chosen = self.config.alpha == "auto"
         notes = [f"decoder: alpha {alpha:.3g} {'chosen by leave-one-out' if chosen else 'as given'} leaves {dof:,.0f} "
                  f"effective degrees of freedom of {rows:,} rows ({rows / latents:.2g} rows a latent); "

@@ -1,6 +1,7 @@
 """What all solvers share: the batch objective, the descent step with its schedule, and the state that resuming needs.
 
-Shapes: B rows, D = d_in, F = d_sae. Rows are normalised rows throughout (see `normalise.py`).
+Shapes: B rows, D = d_in, F = d_sae. Rows are normalised rows throughout (see `normalise.py`). Where processes share
+latents, tensors of latents are those of this process' own, F of them here.
 """
 
 import math
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config, option
-from ..distributed import processes
+from ..distributed import latents_axis, rows_axis
 from ..errors import ConfigError
 from ..products import pre_activations, reconstructions
 from ..sae import SAE
@@ -98,7 +99,7 @@ class Task:
 class StepReport:
     """What one batch, smoothed, showed before the step that it caused; tensors, so that nothing waits for a device.
 
-    Of several processes each tells its part of the measures, which are the parts' sums.
+    Of several processes each tells its part of the measures, of its rows and latents, which are the parts' sums.
 
     Args:
         step: the step's number, from 1.
@@ -119,7 +120,7 @@ class Solver(ABC):
     """Trains an SAE's encoder by descent on batches; subclasses say what the decoder is.
 
     Args:
-        initial: the SAE to start from.
+        initial: the SAE to start from, of its latents those that this process holds.
         task: what is to be minimised.
         also: tensors trained by descent besides the encoder and the activation's parameters, by name.
         config: the solver's options.
@@ -130,6 +131,7 @@ class Solver(ABC):
         kind = OPTIMIZERS[config.optimizer]
         self.config = config
         self.activation = initial.activation
+        self.d_sae = initial.d_sae * latents_axis().size
         self.task = replace(task, lr=1.0, penalty_warm_up=0.0) if kind.to_tolerance else task
         self.smoothing = Smoothing(task.smoothing, task.sample)
         self.step = 0
@@ -216,7 +218,7 @@ class Solver(ABC):
             self.trained[name].copy_(value)
 
     def _loss(self, batch: Tensor | Portion) -> tuple[Tensor, Tensor, Tensor]:
-        """What a portion adds to the loss of its batch and to its squared error, and its codes, (b, F)."""
+        """What this process adds to the loss of a batch and to its squared error, and the codes of its rows, (b, F)."""
         W_dec, b_dec = self.decoder()
         portion = as_portion(batch)
         x = portion.x
@@ -224,10 +226,10 @@ class Solver(ABC):
         z = self.activation.training_codes(pre, self._parameters())
         if not len(x):
             nothing = 0.0 * self.trained["b_enc"].sum()
-            return nothing + self.extra_loss() / processes(), nothing, z
-        x_hat = torch.addmm(b_dec, z, W_dec) if self.activation.moves_zeros else reconstructions(z, W_dec, b_dec)
-        squared_error = (x_hat - x).square().sum(-1).sum() / portion.size
-        loss = squared_error + self.extra_loss() / processes()
+            return nothing + self.extra_loss() / rows_axis().size, nothing, z
+        x_hat = reconstructions(z, W_dec, b_dec, self.activation.moves_zeros)
+        squared_error = (x_hat - x).square().sum(-1).sum() / (portion.size * latents_axis().size)
+        loss = squared_error + self.extra_loss() / rows_axis().size
         if self.task.sparsity != "none":  # a mean over the rows that there are here
             penalty = self.activation.penalty(self.task.sparsity, pre, z, W_dec, self._parameters())
             loss = loss + self.task.penalty_weight(self.step) * (len(x) / portion.size) * penalty
@@ -308,6 +310,16 @@ class SolverConfig(Config, ABC):
             raise ConfigError(f"--clip-norm does nothing with --optimizer {self.optimizer}, whose line search finds "
                               "its steps; leave it out, or use --optimizer adam or sgd")
 
+    def check_shared_latents(self) -> None:
+        """Refuse options that cannot work where several processes hold the latents together.
+
+        Raises:
+            ConfigError: there are such.
+        """
+        if not OPTIMIZERS[self.optimizer].shares_latents:
+            raise ConfigError(f"--optimizer {self.optimizer} looks at all weights at once, which --latent-shards "
+                              "spreads over processes; leave that out, or use --optimizer adam or sgd")
+
     def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
         """The width by which training rows are smoothed when the user gives none."""
         return 0.0
@@ -318,4 +330,5 @@ class SolverConfig(Config, ABC):
 
     @abstractmethod
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
-        """Bytes that the solver takes at its peak, the codes of a batch left out."""
+        """Bytes that the solver takes at its peak in each process, the codes of a batch left out; d_sae is that of all
+        processes together."""

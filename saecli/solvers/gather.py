@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..distributed import add_up, is_main, processes, rows_on_main
+from ..distributed import latents_axis, rows_axis
 from ..ridge import CodeProducts, HeldRows, Moments, System
 from ..sae import SAE
 from .base import Rows
@@ -26,10 +26,10 @@ class Gathered:
     """What a decoder step takes from the rows.
 
     Args:
-        system: the normal equations; of several processes the main one has them, the others nothing of use.
+        system: the normal equations; of processes that share rows the first has them, the others nothing of use.
         rows: N, or the sum of their weights where some count for less.
         z: codes of the sampled rows, (n, F); all rows where there are fewer than `SAMPLED_ROWS` and none weigh less.
-        x: those rows, (n, D); both the main process has, the others only what they took themselves.
+        x: those rows, (n, D); both that first process has, the others only what they took themselves.
         norm_weights: what the penalty weighs each decoder norm with, (F,).
         fired: the latents that fired on any row, (F,).
     """
@@ -41,10 +41,10 @@ class Gathered:
     norm_weights: Tensor
     fired: Tensor
 
-    def on_main(self, solve: Callable[[], None]) -> None:
-        """Have the main process solve; where codes are multiplied by and not summed, the others do so for it."""
-        products = self.system if isinstance(self.system, CodeProducts) and processes() > 1 else None
-        if is_main():
+    def on_first(self, solve: Callable[[], None]) -> None:
+        """Have the first process solve; where codes are multiplied by and not summed, the others do so for it."""
+        products = self.system if isinstance(self.system, CodeProducts) and rows_axis().size > 1 else None
+        if rows_axis().is_first:
             solve()
             if products is not None:
                 products.dismiss()
@@ -116,7 +116,7 @@ def gather(rows: Rows | SomeRows, sae: SAE, sparsity: str, smoothing: Smoothing 
     system: Moments | CodeProducts | None = None
     if iteration is not None:
         system = CodeProducts(sae.d_in, sae.d_sae, codes, iteration.budget, iteration.start, device)
-    elif rows.rows >= sae.d_sae:
+    elif rows.rows >= sae.d_sae * latents_axis().size or latents_axis().size > 1:
         system = Moments(sae.d_in, sae.d_sae, device)
     norm_weights = torch.zeros(sae.d_sae, dtype=torch.float64, device=device)
     fired = torch.zeros(sae.d_sae, dtype=torch.bool, device=device)
@@ -137,14 +137,15 @@ def gather(rows: Rows | SomeRows, sae: SAE, sparsity: str, smoothing: Smoothing 
         fired |= (z != 0).any(0)
     taken = torch.cat(kept_z), torch.cat(kept_x), torch.cat([torch.arange(0), *places])
     if system is not None:
-        return gathered_on_main(system, *taken, norm_weights, fired)
-    z, x = in_order_on_main(*taken)
-    return Gathered(HeldRows(z, x), rows.rows, z[::stride], x[::stride], add_up(norm_weights), fired_anywhere(fired))
+        return gathered_on_first(system, *taken, norm_weights, fired)
+    z, x = in_order_on_first(*taken)
+    return Gathered(HeldRows(z, x), rows.rows, z[::stride], x[::stride], rows_axis().add_up(norm_weights),
+                    fired_anywhere(fired))
 
 
-def gathered_on_main(system: Moments | CodeProducts, z: Tensor, x: Tensor, places: Tensor, norm_weights: Tensor,
+def gathered_on_first(system: Moments | CodeProducts, z: Tensor, x: Tensor, places: Tensor, norm_weights: Tensor,
                      fired: Tensor) -> Gathered:
-    """What all processes took from their rows, put together on the main one.
+    """What all processes took from their rows, put together on the first.
 
     Args:
         system: the sums over this process' rows.
@@ -154,20 +155,21 @@ def gathered_on_main(system: Moments | CodeProducts, z: Tensor, x: Tensor, place
         norm_weights: this process' part, (F,).
         fired: the latents that fired on its rows, (F,).
     """
-    z, x = in_order_on_main(z, x, places)
-    rows = system.add_up_on_main()
-    return Gathered(system, rows, z, x, add_up(norm_weights.clone()), fired_anywhere(fired))
+    z, x = in_order_on_first(z, x, places)
+    rows = system.add_up_on_first()
+    return Gathered(system, rows, z, x, rows_axis().add_up(norm_weights.clone()), fired_anywhere(fired))
 
 
-def in_order_on_main(z: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """All processes' codes and rows on the main one, in the order of their places."""
-    if processes() == 1:
+def in_order_on_first(z: Tensor, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """All processes' codes and rows on the first, in the order of their places."""
+    axis = rows_axis()
+    if axis.size == 1:
         return z, x
-    order = rows_on_main(places).argsort().to(z.device)
-    z, x = rows_on_main(z), rows_on_main(x)
+    order = axis.on_first(places).argsort().to(z.device)
+    z, x = axis.on_first(z), axis.on_first(x)
     return z[order], x[order]
 
 
 def fired_anywhere(fired: Tensor) -> Tensor:
     """The latents that fired on any process' rows."""
-    return add_up(fired.to(torch.int32)) > 0
+    return rows_axis().add_up(fired.to(torch.int32)) > 0

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..distributed import add_up, processes
+from ..distributed import everyone, latents_axis, of_latents, rows_axis
 from ..errors import ConfigError
 
 LBFGS_STEPS = 100  # quasi-Newton iterations after which a subproblem is left as it is
@@ -23,7 +23,8 @@ class Optimizer:
 
     `to_tolerance` says whether one step solves the problem that a batch poses, which must then stay the same one: no
     learning rate or penalty rises and no row moves from step to step. `vectors` says how many numbers are kept for
-    each trained weight, besides itself and its gradient.
+    each trained weight, besides itself and its gradient. `shares_latents` says whether tensors may be those of some of
+    the latents, of which other processes hold more.
 
     Args:
         tensors: what to move, by name; those that need no gradient stay.
@@ -32,6 +33,7 @@ class Optimizer:
 
     name: ClassVar[str]
     to_tolerance: ClassVar[bool] = False
+    shares_latents: ClassVar[bool] = True
     vectors: ClassVar[int] = 0
 
     def __init__(self, tensors: dict[str, Tensor], clip_norm: float = math.inf) -> None:
@@ -68,11 +70,16 @@ class Optimizer:
     @torch.no_grad()
     def _together(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """All processes' gradients added up, by way of one buffer; those of one process as they are."""
-        if processes() == 1:
+        if latents_axis().size > 1:
+            for (name, tensor), gradient in zip(self.tensors.items(), gradients, strict=True):
+                if of_latents(name, tensor) is None and gradient is not None:  # each adds to it, from its latents
+                    latents_axis().add_up(gradient)
+        if rows_axis().size == 1:
             return list(gradients)
         tensors = list(self.tensors.values())
-        flat = add_up(torch.cat([tensor.new_zeros(tensor.numel()) if gradient is None else gradient.reshape(-1)
-                                 for tensor, gradient in zip(tensors, gradients, strict=True)]))
+        flat = rows_axis().add_up(torch.cat([
+            tensor.new_zeros(tensor.numel()) if gradient is None else gradient.reshape(-1)
+            for tensor, gradient in zip(tensors, gradients, strict=True)]))
         return [torch.empty_like(tensor).copy_(total.view_as(tensor))  # lies in memory as the tensor does
                 for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True)]
 
@@ -81,9 +88,11 @@ class Optimizer:
         """Scale gradients down, in place, to `clip_norm` together."""
         if self.clip_norm == math.inf:
             return
-        present = [gradient for gradient in gradients if gradient is not None]
-        norm = torch.stack([gradient.norm() for gradient in present]).norm()
-        for gradient in present:
+        present = {name: gradient for name, gradient in zip(self.tensors, gradients, strict=True)
+                   if gradient is not None}
+        norm = torch.stack([gradient.norm() if of_latents(name, gradient) is None else latents_axis().norm(gradient)
+                            for name, gradient in present.items()]).norm()
+        for gradient in present.values():
             gradient *= (self.clip_norm / norm).clamp(max=1.0)
 
     def state(self) -> dict[str, Tensor]:
@@ -144,7 +153,8 @@ class Adam(Optimizer):
             if average is not None and average.shape[-1:] == latents.shape:
                 average[..., latents] = 0
                 square = moments["exp_avg_sq"]
-                square[..., latents] = square[..., ~latents].mean(-1, keepdim=True)
+                others = latents_axis().add_up((~latents).sum())
+                square[..., latents] = latents_axis().add_up(square[..., ~latents].sum(-1, keepdim=True)) / others
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
@@ -209,6 +219,7 @@ class Lbfgs(Optimizer):
 
     name = "lbfgs"
     to_tolerance = True
+    shares_latents = False  # torch's takes products of all weights, of which each process has its own
     vectors = 2 * LBFGS_PAIRS + 6
 
     @classmethod
@@ -238,11 +249,12 @@ class Lbfgs(Optimizer):
             value = loss()
             for tensor, gradient in zip(self.tensors.values(), self._gradients(value), strict=True):
                 tensor.grad = None if gradient is None else gradient.contiguous()  # torch's L-BFGS takes no other
-            return add_up(value.detach().clone())
+            return everyone().add_up(value.detach().clone())
 
         before = solver.step(evaluate).detach()
         with torch.no_grad():
-            if not add_up(loss().detach().clone()) <= before:  # at a kink, or by rounding, a line search can end higher
+            # At a kink, or by rounding, a line search can end higher.
+            if not everyone().add_up(loss().detach().clone()) <= before:
                 for name, tensor in self.tensors.items():
                     tensor.copy_(begun[name])
                 loss()  # whoever gave it sees the codes of where the tensors are

@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from ..config import option
+from ..distributed import latents_axis
 from ..errors import ConfigError
-from ..ridge import iterative_memory, memory_needed
+from ..ridge import iterative_memory, memory_needed, shared_memory
 from ..sae import SAE
 from .alternation import REVIVAL_ROWS, RUNNING_ROWS, WINDOW, PamSgdSolver
 from .base import DEFAULT_STEPS, SolverConfig, Task, proximal
-from .gather import SAMPLED_ROWS
+from .gather import BLOCK_ROWS, SAMPLED_ROWS
 from .optimizers import OPTIMIZERS
 from .smoothing import default_width
 
@@ -105,6 +106,17 @@ class PamSgd(SolverConfig):
             raise ConfigError("--decoder-first cannot be used with --decoder-every, which adds decoder steps after "
                               "encoder steps; use one of them")
 
+    def check_shared_latents(self) -> None:
+        """Refuse options that cannot work where several processes hold the latents together.
+
+        Raises:
+            ConfigError: there are such.
+        """
+        super().check_shared_latents()
+        if self.solve == "iterative":
+            raise ConfigError("--solve iterative cannot be used with --latent-shards, which spreads the d_sae x d_sae "
+                              "matrix over processes; leave one of them out")
+
     def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
         """The more latents there are for each row, the more (see `smoothing.py`)."""
         return 0.0 if OPTIMIZERS[self.optimizer].to_tolerance else default_width(rows, d_in, d_sae)
@@ -117,16 +129,19 @@ class PamSgd(SolverConfig):
         """The decoder step's, that of the sample on which alpha is chosen, that of the encoder's weights and optimiser,
         and the window in which inner steps mix rows."""
         sample = min(rows, SAMPLED_ROWS)
-        choosing = 4 * 4 * sample * (d_sae + d_in)
-        weights = 4 * (4 + OPTIMIZERS[self.optimizer].vectors) * d_in * d_sae
+        places = latents_axis().size
+        choosing = 4 * 4 * sample * (d_sae // places + d_in)
+        weights = 4 * (4 + OPTIMIZERS[self.optimizer].vectors) * d_in * d_sae // places
         window = 0 if self.inner_steps == 1 else 3 * 4 * min(rows, WINDOW * batch_size) * d_in  # apart, joined, mixed
+        if places > 1:
+            return shared_memory(d_in, d_sae, max(batch_size, BLOCK_ROWS)) + choosing + weights + window
         ways = {"direct": memory_needed(rows, d_in, d_sae), "iterative": iterative_memory(d_in, d_sae, streams=True)}
         return ways.get(self.solve, min(ways.values())) + choosing + weights + window
 
     def budget(self, task: Task, d_in: int, d_sae: int) -> float | None:
         """Bytes that codes may take where the decoder step is solved by iteration; None where it is solved directly."""
         sizes = task.rows, math.ceil(task.rows / task.batches), d_in, d_sae
-        if self.solve == "direct" or (
+        if self.solve == "direct" or latents_axis().size > 1 or (
                 self.solve == "auto" and replace(self, solve="direct").memory(*sizes) <= task.memory):
             return None
         least = replace(self, solve="iterative").memory(*sizes)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ridge import Moments
 from ..sae import SAE
-from .gather import BLOCK_ROWS, Gathered, gathered_on_main
+from .gather import BLOCK_ROWS, Gathered, gathered_on_first
 from .portions import Portion, joined
 
 LATEST_ROWS = 1024  # that stand for all that have been counted
@@ -64,7 +64,7 @@ class Running:
         self._flush()
         self._solved = True
         latest = joined([portion for _, portion in self._latest])
-        return gathered_on_main(self._moments, torch.cat([z for z, _ in self._latest]), latest.x, latest.numbers(),
+        return gathered_on_first(self._moments, torch.cat([z for z, _ in self._latest]), latest.x, latest.numbers(),
                                 self._norm_weights, self._fired)
 
     def rescale(self, factor: float) -> None:

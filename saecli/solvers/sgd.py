@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..config import option
+from ..distributed import latents_axis
 from ..sae import SAE
 from .base import Rows, Solver, SolverConfig, StepReport, Task
 from .optimizers import OPTIMIZERS
@@ -28,7 +29,7 @@ class Sgd(SolverConfig):
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
         """Weights, their gradients, what the optimiser keeps, and for `mu_enc` the encoder as it was, in float32."""
         matrices = (2 + OPTIMIZERS[self.optimizer].vectors) * (1 if self.tied else 2) + bool(self.mu_enc)
-        return 4 * matrices * d_in * d_sae
+        return 4 * matrices * d_in * d_sae // latents_axis().size
 
 
 class SgdSolver(Solver):

@@ -6,7 +6,8 @@ its decoder step, where it has one, hands codes and rows to `saecli/ridge`.
 
 from .checkpoints import CHECKPOINT, read_metrics
 from .config import TrainingConfig
-from .loop import Plan, Record, Trainer
+from .loop import Record, Trainer
+from .plan import Plan
 from .run import Run, RunRecord, origin_of
 from .shared_passes import Outcome, Share, alone, in_step
 

@@ -3,61 +3,30 @@
 import math
 import time
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..activations import Activation
 from ..devices import device_named
-from ..distributed import add_up, agreed, least, processes
+from ..distributed import agreed, everyone, latents_axis, own_part, processes, whole_on_main
 from ..errors import ConfigError, TrainingError
 from ..launch import local_world
 from ..machine import available_memory
 from ..metrics import reconstruction
 from ..report import Step
 from ..sae import SAE
-from ..solvers import Solver, SolverConfig, StepReport, Task
-from ..store import Rows as StoredRows
-from .array_rows import ArrayRows
-from .config import DTYPES, TrainingConfig
+from ..solvers import Solver, StepReport, Task
+from .config import DTYPES
 from .normalise import Normalisation, fit_normalisation
+from .plan import Plan
 from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae, raw_batches
 from .shared_passes import Share, alone
+from .together import demand_shareable
 
 Measures = dict[str, Any]  # as of `metrics.reconstruction`
 
 LOG_EVERY = 20  # steps between lines of measures, and between looks at whether the loss is a number
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be trained, fully decided.
-
-    Args:
-        train_rows: the rows to train on.
-        test_rows: the rows to measure on after each epoch; None for none.
-        training: the settings, resolved.
-        solver: the solver and its settings, resolved.
-        activation: the activation and its settings.
-    """
-
-    train_rows: StoredRows | ArrayRows
-    test_rows: StoredRows | None
-    training: TrainingConfig
-    solver: SolverConfig
-    activation: Activation
-
-    @classmethod
-    def resolved(cls, train_rows: StoredRows | ArrayRows, test_rows: StoredRows | None, training: TrainingConfig,
-                 solver: SolverConfig, activation: Activation) -> Self:
-        """The plan with every default filled in.
-
-        Raises:
-            ConfigError: settings contradict each other, or do nothing together.
-        """
-        training = training.resolved(activation, solver, train_rows.rows, train_rows.d_in)
-        return cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)), activation)
 
 
 @dataclass
@@ -107,7 +76,8 @@ class Trainer:
         trainings: how many share the memory.
 
     Raises:
-        ConfigError: the solver needs more memory than is free, or the device is unknown.
+        ConfigError: the solver needs more memory than is free, the device is unknown, or several processes cannot
+            do together what is planned.
     """
 
     def __init__(self, plan: Plan, record: Record, trainings: int = 1) -> None:
@@ -115,7 +85,7 @@ class Trainer:
         training = plan.training
         self.train_rows, self.test_rows = plan.train_rows, plan.test_rows
         self.device = device_named(training.device)
-        self._demand_portions(trainings)
+        demand_shareable(plan, trainings)
         self.memory = self._demand_memory(trainings)
         self.batches = training.epoch_batches(self.train_rows.rows)
         per_epoch = self.batches * plan.solver.steps_per_batch
@@ -130,7 +100,7 @@ class Trainer:
             share: how passes over the rows are gone through, those of `result` too.
 
         Returns:
-            The SAE, acting on raw activations.
+            The SAE, acting on raw activations; of its latents those that this process holds.
 
         Raises:
             TrainingError: the loss became NaN or infinite; the last checkpoint stands.
@@ -151,8 +121,9 @@ class Trainer:
                 self.test = None if self.test_rows is None else self._measured("test", sae)
                 tested = {f"test_{name}": self.test[name] for name in ("fvu", "l0")} if self.test else {}
                 self.record.line({"step": solver.step, "epoch": progress.epoch, **tested, **solver.record()})
-                state = {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
-                self.record.epoch(sae, solver.state() | state, progress, self.test)
+                state = whole_on_main(solver.state())
+                state |= {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
+                self.record.epoch(sae.with_tensors(whole_on_main(sae.tensors())), state, progress, self.test)
         finally:
             self.record.end()
         return on_raw_rows(solver.sae(), normalisation)
@@ -183,29 +154,15 @@ class Trainer:
         return TrainingRows(self.train_rows, normalisation, training.batch_size, training.shuffle_seed,
                             training.shuffle == "exact", self.share)
 
-    def _demand_portions(self, trainings: int) -> None:
-        """Refuse what several processes cannot do together."""
-        if processes() == 1:
-            return
-        training = self.plan.training
-        if trainings > 1:
-            raise ConfigError(f"options given several times train {trainings} SAEs in one process: expected one, got "
-                              f"{processes()}; run it without torchrun, or give each value to a command of its own")
-        if training.batch_size < processes():
-            raise ConfigError(f"--batch-size must be at least the number of processes, {processes()}, which share "
-                              f"every batch, got {training.batch_size}")
-        if training.sparsity == "kl":
-            raise ConfigError(f"--sparsity kl runs in one process, since its firing rates are those of a whole batch: "
-                              f"expected one, got {processes()}; run it without torchrun, or use another penalty")
-
     def _demand_memory(self, trainings: int) -> int:
         """The bytes that are free for the solver, which is one of several trainings'."""
         solver, d_sae = self.plan.solver, self.plan.training.d_sae
         batch = 3 * 4 * max(self.plan.training.batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
+        batch //= latents_axis().size
         needed = solver.memory(self.train_rows.rows, self.plan.training.batch_size, self.train_rows.d_in, d_sae) + batch
         free = (torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else
                 available_memory() // (local_world() if processes() > 1 else 1))
-        free = int(least(torch.tensor([free], dtype=torch.float64)).item())  # that every process has
+        free = int(everyone().least(torch.tensor([free], dtype=torch.float64)).item())  # that every process has
         free //= trainings
         if needed > free:
             beside = "" if trainings == 1 else f" for each of {trainings} trainings"
@@ -230,7 +187,7 @@ class Trainer:
         solver = self.plan.solver.build(initial_sae(self.plan.activation, training.d_sae, sample, training.seed), task)
         if checkpoint is None:
             return solver, normalisation, Progress()
-        solver.restore(checkpoint[0])
+        solver.restore(own_part(checkpoint[0]))
         return solver, normalisation, Progress(**checkpoint[1])
 
     def _epoch(self, solver: Solver, rows: TrainingRows, progress: Progress, show: Step) -> int:
@@ -276,7 +233,7 @@ def averages(reports: list[StepReport], variance: Tensor) -> dict[str, Any]:
     Raises:
         TrainingError: one of the losses is NaN or infinite; names the step.
     """
-    losses = add_up(torch.stack([report.loss for report in reports]))
+    losses = everyone().add_up(torch.stack([report.loss for report in reports]))
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
         first = reports[int(bad[0])]
@@ -284,8 +241,8 @@ def averages(reports: list[StepReport], variance: Tensor) -> dict[str, Any]:
                             f"last checkpoint, if it came to one, stands; lower --lr, or look at the data")
     rows = torch.tensor([report.rows for report in reports]).to(losses)
     share = rows / rows.sum()
-    error = share @ add_up(torch.stack([report.squared_error for report in reports]))
-    l0 = share @ add_up(torch.stack([report.l0 for report in reports]).to(share))
+    error = share @ everyone().add_up(torch.stack([report.squared_error for report in reports]))
+    l0 = share @ everyone().add_up(torch.stack([report.l0 for report in reports]).to(share))
     return {"step": reports[-1].step, "loss": (share @ losses).item(), "train_fvu": (error / variance).item(),
             "l0": l0.item()}
 
@@ -296,7 +253,7 @@ def demand_finite(sae: SAE, step: int) -> None:
     Raises:
         TrainingError: one is.
     """
-    if not all(tensor.isfinite().all() for tensor in sae.tensors().values()):
+    if everyone().any(torch.stack([(~tensor.isfinite()).any() for tensor in sae.tensors().values()])):
         raise TrainingError(f"the weights became NaN or infinite at step {step}; the run stops there, and its last "
                             f"checkpoint, if it came to one, stands; lower --lr, or look at the data")
 

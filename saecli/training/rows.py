@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
-from ..distributed import own_rank, processes
+from ..distributed import over_latents, own_part, rows_axis
 from ..sae import SAE
 from ..solvers import Portion
 from ..store import Part
@@ -49,20 +49,20 @@ class TrainingRows:
     def shuffled(self, epoch: int) -> Iterator[Tensor | Portion]:
         """Every row once, in batches (B, D), in an order that is a pure function of seed and epoch; of several
         processes each has its portion of every batch."""
-        if processes() > 1:
-            return self._portions(self._batches(epoch, part=own_part()))
+        if rows_axis().size > 1:
+            return self._portions(self._batches(epoch, part=own_rows()))
         return self.share("shuffled", lambda: self._batches(epoch), epoch)
 
     def sequential(self) -> Iterator[Tensor | Portion]:
         """Every row once, in batches (B, D), in stored order; of several processes each has some of the batches."""
-        if processes() > 1:
-            return self._blocks(self._normalised(self.stored.sequential(SUMMED_ROWS, part=own_part())))
+        if rows_axis().size > 1:
+            return self._blocks(self._normalised(self.stored.sequential(SUMMED_ROWS, part=own_rows())))
         return self.share("sequential", lambda: self._normalised(self.stored.sequential(SUMMED_ROWS)))
 
     def sample(self) -> Tensor:
         """The first rows of the shuffled order, `SAMPLED_ROWS` or all there are, (n, D); the same in all processes."""
         batches, seen = [], 0
-        for batch in self._batches(0) if processes() > 1 else self.shuffled(0):
+        for batch in self._batches(0) if rows_axis().size > 1 else self.shuffled(0):
             batches.append(batch)
             seen += len(batch)
             if seen >= SAMPLED_ROWS:
@@ -77,12 +77,12 @@ class TrainingRows:
         """This process' portion of every batch, which is empty where it has none."""
         for begin in range(0, self.rows, self.batch_size):
             size = min(self.batch_size, self.rows - begin)
-            first, stop = own_part().of(size)
+            first, stop = own_rows().of(size)
             yield Portion(next(own) if stop > first else self._nothing(), size, torch.arange(first, stop))
 
     def _blocks(self, own: Iterator[Tensor]) -> Iterator[Portion]:
         """All blocks, of which another process' are empty."""
-        first, stop = own_part().of(math.ceil(self.rows / SUMMED_ROWS))
+        first, stop = own_rows().of(math.ceil(self.rows / SUMMED_ROWS))
         for block, begin in enumerate(range(0, self.rows, SUMMED_ROWS)):
             size = min(SUMMED_ROWS, self.rows - begin)
             here = first <= block < stop
@@ -97,20 +97,21 @@ class TrainingRows:
             yield self.normalisation(torch.from_numpy(batch).to(mean.device, mean.dtype))
 
 
-def own_part() -> Part:
+def own_rows() -> Part:
     """The part of the rows that this process takes."""
-    return Part(own_rank(), processes())
+    return Part(rows_axis().place, rows_axis().size)
 
 
 def raw_batches(stored: StoredRows | ArrayRows) -> Iterator[Tensor]:
     """The rows as stored, of several processes each one's own, in batches (B, D), float32; each is valid until the
     next."""
-    part = {"part": own_part()} if processes() > 1 else {}
+    part = {"part": own_rows()} if rows_axis().size > 1 else {}
     return map(torch.from_numpy, stored.sequential(STREAMED_ROWS, **part))
 
 
 def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) -> SAE:
-    """An SAE with random unit directions, decoder and encoder aligned, its scale fitted to a batch.
+    """An SAE with random unit directions, decoder and encoder aligned, its scale fitted to a batch; of its latents
+    those which this process holds.
 
     Where the activation is linear on pairs of opposites and there are two latents a dimension, half of the directions
     are the opposites of the others: what decoder there is can then be linear in the rows from the start, which random
@@ -127,13 +128,14 @@ def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) ->
     if activation.opposites and d_sae >= 2 * d_in:
         half = d_sae // 2
         directions[:, half:2 * half] = -directions[:, :half]
-    W_enc = (directions / directions.norm(dim=0)).to(batch)
-    parameters = {name: tensor.to(batch) for name, tensor in activation.parameters(d_sae).items()}
-    x_hat = activation.training_codes(batch @ W_enc, parameters) @ W_enc.T
+    W_enc = own_part({"W_enc": directions / directions.norm(dim=0)})["W_enc"].to(batch)
+    parameters = own_part({name: tensor.to(batch) for name, tensor in activation.parameters(d_sae).items()})
+    x_hat = over_latents(activation.training_codes(batch @ W_enc, parameters) @ W_enc.T)
     size = x_hat.square().sum()
     fit = ((batch * x_hat).sum() / size).clamp(min=1e-3) if size > 0 else batch.new_ones(())
     W_enc = W_enc * fit.sqrt()
-    return SAE(W_enc, batch.new_zeros(d_sae), W_enc.T.contiguous(), batch.new_zeros(d_in), activation, parameters)
+    return SAE(W_enc, batch.new_zeros(W_enc.shape[1]), W_enc.T.contiguous(), batch.new_zeros(d_in), activation,
+               parameters)
 
 
 def fitted_learning_rate(batch: Tensor) -> float:

@@ -16,7 +16,8 @@ from ..sae import SAE
 from ..store import ActivationStore
 from .checkpoints import MetricsLog, load_checkpoint, save_checkpoint
 from .event_files import EventFiles, check_tensorboard
-from .loop import Measures, Plan, Progress, Record
+from .loop import Measures, Progress, Record
+from .plan import Plan
 
 ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
 KEPT = "kept"  # folder of a run, of the run folders of its earlier epochs

@@ -1,8 +1,7 @@
 """Several processes that run one command together, started by torchrun: torch.distributed, as far as it is needed.
 
 In a world of one process every function here gives back what it was given. All processes must come to the same calls in
-the same order. Tensors on a CPU go by gloo, those on a GPU by NCCL, objects by gloo. Where a process has ended, the
-calls of the others raise `PeerError`.
+the same order. Objects go by gloo. Where a process has ended, the calls of the others raise `PeerError`.
 """
 
 import signal
@@ -14,10 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from .errors import ConfigError, PeerError
-from .launch import local_rank, local_world, rank, world
+from ..errors import ConfigError, PeerError
+from ..launch import local_rank, local_world, rank, world
 
 Value = TypeVar("Value")
 
@@ -43,17 +41,12 @@ def join() -> None:
                               f"expected a GPU for each; lower --nproc-per-node, or hide the GPUs by "
                               f"CUDA_VISIBLE_DEVICES= to compute on the CPU")
         torch.cuda.set_device(local_rank())
-    with _reaching():
+    with reaching():
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
         _launcher.append(store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.PrefixStore("sae", store), rank=rank(), world_size=world(),
                                 timeout=PATIENCE)
-
-
-def leave() -> None:
-    """Leave the others, all of which come to this: not where one failed, as it would wait for those that are gone."""
-    dist.destroy_process_group()
 
 
 def processes() -> int:
@@ -71,65 +64,12 @@ def is_main() -> bool:
     return own_rank() == 0
 
 
-def add_up(tensor: Tensor) -> Tensor:
-    """Put the sum over all processes into a contiguous tensor, on each of them; returns it."""
-    if processes() > 1:
-        with _reaching():
-            dist.all_reduce(tensor)
-    return tensor
-
-
-def add_up_on_main(tensor: Tensor) -> Tensor:
-    """Put the sum over all processes into a contiguous tensor of the main one; on the others zero. Returns it."""
-    if processes() > 1:
-        with _reaching():
-            dist.reduce(tensor, 0)
-        if not is_main():
-            tensor.zero_()
-    return tensor
-
-
-def least(tensor: Tensor) -> Tensor:
-    """Put the least value of all processes into each entry of a contiguous tensor; returns it."""
-    if processes() > 1:
-        with _reaching():
-            dist.all_reduce(tensor, dist.ReduceOp.MIN)
-    return tensor
-
-
-def from_main(tensor: Tensor) -> Tensor:
-    """Put the main process' values into a contiguous tensor of all others; returns it."""
-    if processes() > 1:
-        with _reaching():
-            dist.broadcast(tensor, 0)
-    return tensor
-
-
-def rows_on_main(rows: Tensor) -> Tensor:
-    """All processes' rows, (n, ...), one process' after the other's, on the main one; the others get their own back."""
-    if processes() == 1:
-        return rows
-    counts = gathered(len(rows))
-    with _reaching():
-        if not is_main():
-            if len(rows):
-                dist.send(rows.contiguous(), 0)
-            return rows
-        parts = [rows]
-        for other in range(1, processes()):
-            part = rows.new_empty(counts[other], *rows.shape[1:])
-            if len(part):
-                dist.recv(part, other)
-            parts.append(part)
-    return torch.cat(parts)
-
-
 def gathered(value: Value) -> list[Value]:
     """Each process' value, by rank; values can be pickled."""
     if processes() == 1:
         return [value]
     values: list[Any] = [None] * processes()
-    with _reaching():
+    with reaching():
         dist.all_gather_object(values, value)
     return values
 
@@ -139,7 +79,7 @@ def agreed(find: Callable[[], Value]) -> Value:
     if processes() == 1:
         return find()
     values = [find() if is_main() else None]
-    with _reaching():
+    with reaching():
         dist.broadcast_object_list(values, 0)
     return values[0]
 
@@ -183,7 +123,8 @@ def _terminated(number: int, frame: Any) -> None:
 
 
 @contextmanager
-def _reaching() -> Iterator[None]:
+def reaching() -> Iterator[None]:
+    """Around calls of torch.distributed: that another process has ended is a `PeerError`."""
     try:
         yield
     except RuntimeError as error:  # which torch's own errors of distribution are
