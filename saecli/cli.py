@@ -3,11 +3,11 @@
 To add a command, write `saecli/commands/NAME.py` with a function `command`, and a line in `COMMANDS`.
 """
 
-import _thread
 import errno
 import importlib
 import inspect
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -131,7 +131,8 @@ def _pass_on(ignored: Any) -> None:
     """Interrupt the command anew, once the callback is over that an interrupt fell into: Python would print it and go
     on."""
     if issubclass(ignored.exc_type, KeyboardInterrupt):
-        threading.Timer(0.01, _thread.interrupt_main).start()
+        main = threading.main_thread().ident
+        threading.Timer(0.01, lambda: signal.pthread_kill(main, signal.SIGINT)).start()  # wakes it, where it waits
     else:
         sys.__unraisablehook__(ignored)
 
