@@ -56,6 +56,15 @@ def test_many_latents_are_seen_as_float64_sees_them(activation: Activation, offs
     check(Case(sae, torch.from_numpy(rng.normal(size=(300, 64)) + offset)))
 
 
+@pytest.mark.parametrize("activation", [TopK(8), Relu(), JumpRelu()])
+def test_products_and_rows_in_several_pieces_are_seen_as_float64_sees_them(activation: Activation, monkeypatch) -> None:
+    monkeypatch.setattr(screening, "PIECE", 24)
+    monkeypatch.setattr(screening, "CACHED", 500)  # fewer than a row's latents, and some ten pairs'
+    rng = np.random.default_rng(0)
+    sae = sae_of(*encoder(rng, 64, 600, "plain"), activation, rng)
+    check(Case(sae, torch.from_numpy(rng.normal(size=(60, 64)))))
+
+
 def test_few_rows_are_left_to_float64() -> None:
     rng = np.random.default_rng(0)
     sae = sae_of(*encoder(rng, 256, 4096, "plain"), TopK(32), rng)
@@ -66,7 +75,9 @@ def test_few_rows_are_left_to_float64() -> None:
 
 def test_the_bound_on_float32_holds() -> None:
     rng = np.random.default_rng(0)
-    for D in (3, 100, 3000):
+    for D in (3, 100, screening.PIECE, screening.PIECE + 1, 3000):
         x, w = torch.from_numpy(rng.normal(size=(200, D)) + 10), torch.from_numpy(rng.normal(size=(D, 50)))
-        error = (x.float() @ w.float()).double() - x @ w
-        assert (error.abs() <= screening.rounding(D) * x.norm(dim=1)[:, None] * w.norm(dim=0)).all()
+        b = torch.from_numpy(100 * rng.normal(size=50))
+        error = screening.product(x.float(), w.float(), b.float()).double() - torch.addmm(b, x, w)
+        size = x.norm(dim=1)[:, None] * w.norm(dim=0) + b.abs()
+        assert (error.abs() <= screening.rounding(D) * size).all()

@@ -1,23 +1,45 @@
 """Supports and margins in float32, proved in float64: what float32 leaves in doubt is computed again, and no more.
 
 A dot product of D float32 numbers is off by at most `g ||x|| ||w||`, g = D u / (1 - D u), u = 2^-24, in whatever order
-it is summed. So float32 tells which few latents could decide a row's support or its margin, and only these are
-multiplied in float64. The results are those of float64, in half the time of its product.
-Source of the bound: Higham, "Accuracy and Stability of Numerical Algorithms" (2002), section 3.1.
+it is summed; where m pieces of p numbers are summed each from zero, and then added up, p + m takes the place of D. So
+float32 tells which few latents could decide a row's support or its margin, and only these are multiplied in float64.
+The results are those of float64, in half the time of its product.
+Source of the bounds: Higham, "Accuracy and Stability of Numerical Algorithms" (2002), sections 3.1 and 4.2.
 Shapes: B rows, D = d_in, F = d_sae, K = k, L listed latents, P pairs.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
 ENTRANTS = 16  # latents outside the support that are candidates for the nearest swap
 PAIRS = (4, 32)  # swaps whose distance is computed exactly, and for rows for which these do not prove the minimum
+PIECE = 512  # numbers of a dot product that are summed from zero: fewer bound its rounding better, and cost more time
+CACHED = 2**18  # numbers at a time, so that what is made of them stays in a core's own cache
 
 
 def rounding(D: int) -> float:
     """g, with a few roundings more: of the inputs, of the bias and of what is done to the product."""
-    n = (D + 8) * 2.0**-24
+    n = (min(D, PIECE) + math.ceil(D / PIECE) + 8) * 2.0**-24
     return n / (1 - n)
+
+
+def product(x: Tensor, W: Tensor, b: Tensor) -> Tensor:
+    """`x W + b` in float32, (B, F), off by at most `rounding(D) (||x_i|| ||w_j|| + |b_j|)`, of (B, D), (D, F), (F,)."""
+    pieces = [slice(begin, begin + PIECE) for begin in range(0, len(W), PIECE)]
+    total = torch.addmm(b, x[:, pieces[0]], W[pieces[0]])
+    piece = torch.empty_like(total)
+    for some in pieces[1:]:
+        total += torch.mm(x[:, some], W[some], out=piece)
+    return total
+
+
+def dots(x: Tensor, sites: Tensor, row: Tensor, latent: Tensor) -> Tensor:
+    """`x_row . w_latent` of pairs, (P,) each, in float64, of x, (B, D), and sites, (F, D): (P,)."""
+    step = max(1, CACHED // x.shape[1])
+    found = [(x[some] * sites[others]).sum(1) for some, others in zip(row.split(step), latent.split(step), strict=True)]
+    return torch.cat(found)
 
 
 class Switches:
@@ -35,18 +57,22 @@ class Switches:
         self._inverse = (1 / self._norms).masked_fill(never, 0).float()
         slack = rounding(len(W)) * b.abs() / self._norms
         self._slack = slack.masked_fill(never, -torch.inf).float()
+        self._width = 2 * self._slack.clamp(min=0)  # from the lower to the upper bound of a distance
 
     def look(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Which latents are above zero, (B, F), and the distance to the nearest hyperplane, (B,), of rows, (B, D)."""
-        v = torch.addmm(self._quick[1], x.float(), self._quick[0])
-        above = v > 0
-        lower = v.abs_().mul_(self._inverse).sub_(self._slack)  # of the distance, but for what grows with the row
+        v = product(x.float(), *self._quick)
         x = x.double()
-        least, nearest = lower.min(1)
-        error = self._slack[nearest].double().clamp(min=0) + rounding(len(self._W)) * x.norm(dim=1)
-        reach = least.double() + 2 * error
-        row, latent = (lower <= (reach * (1 + 1e-6)).float()[:, None]).nonzero().T
-        exact = (x[row] * self._W.T[latent]).sum(1) + self._b[latent]
+        above, reach = torch.empty_like(v, dtype=torch.bool), 2 * rounding(len(self._W)) * x.norm(dim=1)
+        rows, near = max(1, CACHED // v.shape[1]), []
+        for values, over, far in zip(v.split(rows), above.split(rows), reach.split(rows), strict=True):
+            torch.gt(values, 0, out=over)
+            lower = values.abs_().mul_(self._inverse).sub_(self._slack)  # but for what grows with the row
+            far += (lower + self._width).amin(1)
+            within = (lower <= (far * (1 + 1e-6)).float()[:, None]).nonzero()
+            near.append(within + torch.tensor([len(near) * rows, 0]))
+        row, latent = torch.cat(near).T
+        exact = dots(x, self._W.T, row, latent) + self._b[latent]
         above[row, latent] = exact > 0
         distances = torch.where(self._norms[latent] > 0, exact.abs() / self._norms[latent], torch.inf)
         none = torch.where(reach.isnan(), reach, torch.inf)  # of a row that is no number
@@ -74,7 +100,7 @@ class Swaps:
         What is not proved must be computed otherwise.
         """
         K = self._k
-        top = torch.addmm(self._quick[1], x.float(), self._quick[0]).topk(min(K + ENTRANTS + 1, len(self._b)), dim=1)
+        top = product(x.float(), *self._quick).topk(min(K + ENTRANTS + 1, len(self._b)), dim=1)
         x = x.double()
         error = rounding(x.shape[1]) * (x.norm(dim=1) * self._longest + self._bias)
         values, latents, proved = self._settled(x, top.values.double(), top.indices, error[:, None])
@@ -104,10 +130,14 @@ class Swaps:
 
     def _nearest(self, x: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """The least distance of rows, (B, D), to swaps of latents, (B, P) each, from true differences: (B,)."""
-        apart = self._sites[i] - self._sites[j]  # (B, P, D)
-        exact = torch.bmm(apart, x[:, :, None])[:, :, 0] + self._b[i] - self._b[j]
-        distances = apart.square().sum(2).sqrt()
-        return torch.where(distances > 0, exact / distances, torch.inf).amin(1)
+        found = []
+        step = max(1, CACHED // (i.shape[1] * x.shape[1]))
+        for some, own, others in zip(x.split(step), i.split(step), j.split(step), strict=True):
+            apart = self._sites[own] - self._sites[others]  # (B, P, D)
+            exact = torch.bmm(apart, some[:, :, None])[:, :, 0] + self._b[own] - self._b[others]
+            distances = apart.square().sum(2).sqrt()
+            found.append(torch.where(distances > 0, exact / distances, torch.inf).amin(1))
+        return torch.cat(found)
 
     def _settled(self, x: Tensor, values: Tensor, latents: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values and latents, (B, L) each, the K largest of all first, and whether that is beyond doubt, (B,).
@@ -122,6 +152,6 @@ class Swaps:
         settled = ~doubtful[:, -1] | (values.shape[1] == len(self._b))
         row, place = doubtful.nonzero().T
         latent = latents[row, place]
-        values[row, place] = (x[row] * self._sites[latent]).sum(1) + self._b[latent]
+        values[row, place] = dots(x, self._sites, row, latent) + self._b[latent]
         order = values.sort(dim=1, descending=True, stable=True).indices
         return values.gather(1, order), latents.gather(1, order), settled
