@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -147,13 +147,15 @@ def main() -> None:
     try:
         app(prog_name="sae")
     except SystemExit as stop:
-        if world() > 1 and not stop.code:
+        if isinstance(stop.code, int) and stop.code:
+            _end(stop.code)
+        if world() > 1:
             from .distributed import leave
 
             leave()
         raise
     except KeyboardInterrupt:
-        sys.exit(130)
+        _end(130)
     except Exception as error:  # the outermost boundary: whatever was not foreseen is named as a bug
         if os.environ.get("SAE_DEBUG"):
             raise
@@ -165,7 +167,17 @@ def main() -> None:
             print(f"sae: {sentence}", file=errors)
         elif _is_first_to_say(sentence, error):
             print(f"sae: process {rank()} of {world()}: {sentence}", file=errors)
-        sys.exit(1)
+        _end(1)
+
+
+def _end(status: int) -> NoReturn:
+    """End with a status that says that something failed, or was interrupted."""
+    if world() == 1:
+        sys.exit(status)
+    # What this process still shares with others would wait for those that are gone, or abort as Python tears it down.
+    for stream in (sys.__stdout__, sys.__stderr__):
+        stream.flush()
+    os._exit(status)
 
 
 def _is_first_to_say(sentence: str, error: Exception) -> bool:

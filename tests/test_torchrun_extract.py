@@ -42,6 +42,7 @@ def assert_same_rows(home: Path, name: str, expected: str) -> None:
     assert store.verify() == []
 
 
+@pytest.mark.slow
 def test_two_processes_store_the_rows_of_one_and_one_of_them_speaks(sae: CommandLine):
     words = (*WORDS, "--site", "mlp_out", "--rows", "11000", "--shard-rows", "900")
     assert sae(*words, "--name", "one").status == 0

@@ -8,22 +8,25 @@ import signal
 import pytest
 from homes import CommandLine, make_store
 from launching import launched, own_words, together, torchrun
-from test_torchrun_train import COMMON, VARIANTS, WIDER, assert_same_result, assert_same_run, some_rows
+from test_torchrun_train import COMMON, VARIANTS, assert_same_result, assert_same_run, some_rows
 
+from saecli.errors import ConfigError
+from saecli.solvers import SolverConfig
+from saecli.solvers.pam_sgd import PamSgd
+from saecli.solvers.sgd import Sgd
 from saecli.training import CHECKPOINT
 
 PLAIN = ("--dtype", "float64", "--data", "rows", "--json")
+WIDER = (*PLAIN, "--d-sae", "64")
 TOPK = ("--act", "topk", "--k", "3")
 SHARED = VARIANTS | {
-    "topk-sgd": ("--solver", "sgd", *TOPK, "--clip-norm", "0.3", "--weight-decay", "0.1"),
-    "tied": ("--solver", "sgd", "--tied", "--act", "relu-topk", "--k", "20"),  # more than a process has
-    "free-relu": ("--decoder", "free", "--act", "relu", "--sparsity-weight", "0.5"),
+    "sgd": ("--solver", "sgd", "--act", "relu-topk", "--k", "20", "--clip-norm", "0.3", "--weight-decay",
+            "0.1"),  # more latents kept than a process has
     "kl": ("--act", "relu", "--sparsity", "kl", "--lr", "0.002", "--normalize", "standardize"),
     "panels": ("--d-sae", "1236", *TOPK, "--inner-steps", "1"),  # of the matrix: several each, the last ones narrow
 }
-CASES = [("jumprelu-clipped", 2, 2), ("few-rows", 2, 2), ("paper", 2, 2), ("tied", 2, 2), ("free-relu", 2, 2),
-         ("kl", 2, 2), ("panels", 3, 3), ("batchtopk", 4, 2), ("dead-latents", 4, 2), ("l1", 4, 2),
-         ("from-running-sums", 4, 2), ("topk-sgd", 4, 2)]
+CASES = [("jumprelu-clipped", 2, 2), ("few-rows", 2, 2), ("paper", 2, 2), ("sgd", 2, 2), ("kl", 2, 2),
+         ("panels", 3, 3), ("batchtopk", 4, 2), ("dead-latents", 4, 2), ("l1", 4, 2), ("from-running-sums", 4, 2)]
 
 
 def trained(sae: CommandLine, processes: int, shards: int, *words: str):
@@ -60,10 +63,9 @@ def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
-def test_a_killed_training_goes_on_with_the_latents_shared_otherwise(sae: CommandLine, solver: str):
+def test_a_killed_training_goes_on_with_the_latents_shared_otherwise(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
-    words = ("train", *COMMON, *TOPK, "--epochs", "6", "--solver", solver, "--batch-size", "64")
+    words = ("train", *COMMON, *TOPK, "--epochs", "4", "--inner-steps", "4", "--batch-size", "250")
     assert sae(*words, "--name", "whole").status == 0
     folder = sae.home / "runs" / "killed"
     with launched(torchrun(2), "--home", sae.home, *words, "--latent-shards", "2", "--name", "killed") as started:
@@ -73,17 +75,14 @@ def test_a_killed_training_goes_on_with_the_latents_shared_otherwise(sae: Comman
     assert own_words(done.err)[-1].startswith("sae: process 0 of 2: ")
     assert not json.loads((folder / "run.json").read_text())["complete"]
     resumed = trained(sae, 4, 4, "train", "--resume", "--name", "killed", "--json")
-    assert resumed.json["epochs"] == 6
+    assert resumed.json["epochs"] == 4
     assert_same_run(sae.home, "killed", "whole")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "shards", "words", "sentence"), [
-    (2, 3, (), "--latent-shards must divide the number of processes, 2, got 3"),
     (2, 2, ("--d-sae", "33"), "--d-sae must be a multiple of --latent-shards, 2, got 33; use 32"),
     (2, 2, ("--act", "soft-topk", "--k", "3"), "--act soft-topk looks at all latents of a row at once"),
-    (2, 2, ("--optimizer", "lbfgs", "--batch-size", "20000"), "--optimizer lbfgs looks at all weights at once"),
-    (2, 2, ("--solve", "iterative"), "--solve iterative cannot be used with --latent-shards"),
     (2, 2, ("--solver", "sgd", "--optimizer", "sgd", "--lr", "1e5"), "the loss became"),
     (3, 3, ("--d-sae", "3000000"), "needs ")])
 def test_what_cannot_be_shared_says_so_once_and_leaves_no_run(sae: CommandLine, processes: int, shards: int,
@@ -95,6 +94,15 @@ def test_what_cannot_be_shared_says_so_once_and_leaves_no_run(sae: CommandLine, 
     assert sentence in done.err
     runs = sae.home / "runs"
     assert not runs.exists() or list(runs.iterdir()) == []
+
+
+@pytest.mark.parametrize(("solver", "sentence"), [
+    (PamSgd(solve="iterative"), "--solve iterative cannot be used with --latent-shards"),
+    (PamSgd(optimizer="lbfgs"), "--optimizer lbfgs looks at all weights at once"),
+    (Sgd(optimizer="lbfgs"), "--optimizer lbfgs looks at all weights at once")])
+def test_a_solver_that_needs_all_latents_says_so(solver: SolverConfig, sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        solver.check_shared_latents()
 
 
 def test_one_process_has_nobody_to_share_latents_with(sae: CommandLine):
