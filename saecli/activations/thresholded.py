@@ -181,10 +181,10 @@ class BatchTopK(Thresholded, KeepsK):
         """The same where several processes have parts of the batch or latents of it: each says which are its
         largest."""
         count = self.k * int(rows_axis().add_up(torch.tensor([len(positive)])).item())
-        largest = positive.new_zeros(everyone().size, count)
+        largest = positive.new_zeros(count)
         own = positive.detach().flatten().topk(min(count, positive.numel())).values
-        largest[everyone().place, :len(own)] = own
-        least_kept = everyone().add_up(largest).flatten().topk(count).values[-1]
+        largest[:len(own)] = own
+        least_kept = everyone().side_by_side(largest).topk(count).values[-1]
         return torch.where(positive >= least_kept, positive, 0.0)
 
     def estimated(self, codes: Tensor, parameters: Parameters) -> Parameters:

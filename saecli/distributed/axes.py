@@ -5,7 +5,7 @@
                 v    process 2   process 3
 
 Processes along the axis of rows hold the same latents and take other rows of every batch. Those along the axis of
-latents take the same rows, each for latents of its own: weights, codes, and rows of the Gram matrix. Unless
+latents take the same rows, each for latents of its own: weights, codes, and columns of the Gram matrix. Unless
 `share_latents` says otherwise all processes share rows, and each has all latents.
 
 Along an axis of one place every method gives back what it was given. All processes along an axis must come to the same
@@ -82,7 +82,7 @@ class Axis:
 
     def each(self, number: int) -> list[int]:
         """Every process' number, by place."""
-        return self.add_up(torch.tensor([number * (place == self.place) for place in range(self.size)])).tolist()
+        return [int(one) for one in self.everyones(torch.tensor(number))]
 
     def any(self, mask: Tensor) -> bool:
         """Whether any entry holds, on any of them."""
@@ -185,7 +185,8 @@ def share_latents(places: int) -> None:
             if 1 < axis.size < world:
                 with reaching():
                     group = dist.new_group(list(axis.ranks))
-                _groups.update({axis.ranks: group} if own_rank() in axis.ranks else {})
+                if own_rank() in axis.ranks:
+                    _groups[axis.ranks] = group
         _grid.append(next(axis for axis in axes if own_rank() in axis.ranks))
 
 

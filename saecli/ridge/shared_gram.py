@@ -42,6 +42,11 @@ class Panel:
         """p."""
         return self.end - self.begin
 
+    @property
+    def stop(self) -> int:
+        """The one after its last in the order of elimination."""
+        return self.start + self.width
+
 
 class SharedGram(Factorised):
     """`sum z z'`, and a factor of it with something added.
@@ -59,39 +64,38 @@ class SharedGram(Factorised):
         self._order: list[Panel] = []
         for begin, end in panels(side):
             for place in range(self.axis.size):
-                start = self._order[-1].start + self._order[-1].width if self._order else 0
+                start = self._order[-1].stop if self._order else 0
                 self._order.append(Panel(place, begin, end, start))
-        self._own = [panel for panel in self._order if panel.place == self.axis.place]
-        self._matrix = [self._zeros(panel) for panel in self._own]  # (S - start, p) each
-        self._factor: list[Tensor] = []
+        self._matrix = {panel: self._empty(panel).zero_() for panel in self._order if panel.place == self.axis.place}
+        self._factor: dict[Panel, Tensor] = {}  # of the own panels, as the matrix
 
     def add(self, z: Tensor, non_zeros: NonZeros | None) -> None:
         """Add a block's: codes z of the own latents, (B, F). Whether those of all latents are few is seen here."""
         everything = self._ordered(z)
         few = NonZeros.of(everything)
-        for panel, sums in zip(self._own, self._matrix, strict=True):
+        for panel, sums in self._matrix.items():
             own = z[:, panel.begin:panel.end].contiguous()
             sums += (everything[:, panel.start:].T @ own if few is None else few.transposed_times(own)[panel.start:])
 
     def add_outer(self, left: Tensor, right: Tensor) -> None:
         """Add the product of a column and a row, of each the entries of the own latents, (F,)."""
         column = self._ordered(left)
-        for panel, sums in zip(self._own, self._matrix, strict=True):
+        for panel, sums in self._matrix.items():
             sums.addr_(column[panel.start:], right[panel.begin:panel.end])
 
     def fade(self, factor: float) -> None:
         """Multiply all that has been added."""
-        for sums in self._matrix:
+        for sums in self._matrix.values():
             sums.mul_(factor)
 
     def add_up_on_first(self) -> None:
         """Put the sum over all processes that share rows into the first one's; the others' become zero."""
-        for sums in self._matrix:
+        for sums in self._matrix.values():
             rows_axis().add_up_on_first(sums)
 
     def diagonal(self) -> Tensor:
         """A's entries of the own latents, (F,)."""
-        return torch.cat([sums.diagonal() for sums in self._matrix])
+        return torch.cat([sums.diagonal() for sums in self._matrix.values()])
 
     def solve(self, right: Tensor) -> Tensor:
         """The inverse of what was factorised, times the columns of the right side, of which this process hands over
@@ -102,7 +106,7 @@ class SharedGram(Factorised):
         solution = self._forward(self._by_columns(right))
         for panel in reversed(self._order):
             columns = self._handed_round(panel)
-            rows, below = solution[panel.start:panel.start + panel.width], solution[panel.start + panel.width:]
+            rows, below = solution[panel.start:panel.stop], solution[panel.stop:]
             rows.addmm_(columns[panel.width:].T, below, alpha=-1)
             rows.copy_(torch.linalg.solve_triangular(columns[:panel.width].tril().T, rows, upper=True))
         return self._by_rows(solution)[:, :right.shape[1]]
@@ -116,27 +120,28 @@ class SharedGram(Factorised):
     def _factorised(self, diagonal: Tensor, updates: Sequence[Update]) -> bool:
         vectors = [(weight, vector, self._ordered(vector)) for weight, vector in updates]
         sums = torch.zeros(self._side * self.axis.size, dtype=torch.float64, device=self._device)
-        self._factor = []  # before there is another
-        for panel, columns in zip(self._own, self._matrix, strict=True):
+        self._factor = {}  # before there is another
+        for panel, columns in self._matrix.items():
             left = columns.clone()
             for weight, vector, ordered in vectors:
                 left.addr_(ordered[panel.start:], vector[panel.begin:panel.end], alpha=weight)
             left.diagonal().copy_(columns.diagonal() + diagonal[panel.begin:panel.end])
             sizes = left.abs()
-            sums[panel.start:panel.start + panel.width] += sizes.sum(0)
-            sums[panel.start + panel.width:] += sizes[panel.width:].sum(1)
-            self._factor.append(left)
+            sums[panel.start:panel.stop] += sizes.sum(0)
+            sums[panel.stop:] += sizes[panel.width:].sum(1)
+            self._factor[panel] = left
         self.axis.add_up(sums)
-        self._norm = sums.max().item() if sums.isfinite().all() else float("nan")
-        if not sums.isfinite().all():
+        finite = bool(sums.isfinite().all())
+        self._norm = sums.max().item() if finite else float("nan")
+        if not finite:
             return False
         for panel in self._order:
-            if panel.place == self.axis.place:
-                self._finish(self._factor[self._own.index(panel)], panel.width)
+            if panel in self._factor:
+                self._finish(self._factor[panel], panel.width)
             columns = self._handed_round(panel)
             if not columns[:panel.width].isfinite().all():
                 return False
-            for later, left in zip(self._own, self._factor, strict=True):
+            for later, left in self._factor.items():
                 if later.start > panel.start:
                     rows = columns[later.start - panel.start:]
                     left.addmm_(rows, rows[:later.width].T, alpha=-1)
@@ -154,20 +159,20 @@ class SharedGram(Factorised):
         """The inverse of the factor, times columns, ordered, in their place."""
         for panel in self._order:
             columns = self._handed_round(panel)
-            rows, below = right[panel.start:panel.start + panel.width], right[panel.start + panel.width:]
+            rows, below = right[panel.start:panel.stop], right[panel.stop:]
             rows.copy_(torch.linalg.solve_triangular(columns[:panel.width].tril(), rows, upper=False))
             below.addmm_(columns[panel.width:], rows, alpha=-1)
         return right
 
     def _handed_round(self, panel: Panel) -> Tensor:
         """The factor's columns of a panel, from the rows of its own on, (S - start, p), on every process."""
-        mine = panel.place == self.axis.place
-        columns = self._factor[self._own.index(panel)] if mine else self._zeros(panel)
+        columns = self._factor[panel] if panel in self._factor else self._empty(panel)
         return self.axis.from_place(columns, panel.place)
 
-    def _zeros(self, panel: Panel) -> Tensor:
-        return torch.zeros(self._side * self.axis.size - panel.start, panel.width, dtype=torch.float64,
-                           device=self._device)
+    def _empty(self, panel: Panel) -> Tensor:
+        """Room for a panel, (S - start, p)."""
+        rows = self._side * self.axis.size - panel.start
+        return torch.empty(rows, panel.width, dtype=torch.float64, device=self._device)
 
     def _ordered(self, own: Tensor) -> Tensor:
         """Columns of all latents, ordered, (*, S), of which this process has its own, (*, F)."""
@@ -186,7 +191,7 @@ class SharedGram(Factorised):
         """The own rows of all columns, (F, n), given all rows of some: the way back from `_by_columns`."""
         parts = columns.new_empty(self.axis.size, self._side, columns.shape[1])
         for panel in self._order:
-            parts[panel.place, panel.begin:panel.end] = columns[panel.start:panel.start + panel.width]
+            parts[panel.place, panel.begin:panel.end] = columns[panel.start:panel.stop]
         return torch.cat(list(self.axis.exchanged(parts)), 1)
 
 

@@ -148,12 +148,12 @@ class Adam(Optimizer):
     def forget(self, latents: Tensor) -> None:
         """Zero the first moment, which points to where the latents were going, and give the second the mean of the
         other latents': that of a latent which had no gradient for long would make its first steps several times lr."""
+        others = latents_axis().add_up((~latents).sum())
         for moments in self._adam.state.values():
             average = moments.get("exp_avg")
             if average is not None and average.shape[-1:] == latents.shape:
                 average[..., latents] = 0
                 square = moments["exp_avg_sq"]
-                others = latents_axis().add_up((~latents).sum())
                 square[..., latents] = latents_axis().add_up(square[..., ~latents].sum(-1, keepdim=True)) / others
 
     @torch.no_grad()
