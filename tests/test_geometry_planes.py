@@ -12,7 +12,7 @@ from saecli.activations import AbsTopK, Activation, JumpRelu, Relu, TopK
 from saecli.errors import ConfigError
 from saecli.geometry.colouring import colouring, touching
 from saecli.geometry.partition import cells_of
-from saecli.geometry.plane_cells import PlaneCells, pixel_cells, pixels_for, plane_cells, polygon_cells
+from saecli.geometry.plane_cells import PlaneCells, keys_at, pixel_cells, pixels_for, plane_cells, polygon_cells
 from saecli.geometry.planes import Plane, window_of
 from saecli.plots.cells import cell_image, tints
 
@@ -119,7 +119,7 @@ def test_rows_are_counted_in_the_cells_that_they_fall_in() -> None:
     points = torch.from_numpy(rng.uniform(-1, 1, size=(300, 2)))
     section = cells_of(sae)
     for drawn in (polygon_cells(section, WINDOW), pixel_cells(section, WINDOW, 100)):
-        counts = drawn.occupancy(section, points)
+        counts = drawn.occupancy(keys_at(section, points))
         assert counts.sum() == 300
         assert sorted(counts[counts > 0]) == sorted((sae.encode(points) != 0).unique(dim=0, return_counts=True)[1])
 

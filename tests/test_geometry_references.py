@@ -244,6 +244,21 @@ def test_price_of_shared_vectors_equals_brute_force_over_the_saes_own_cells(sae:
     assert result.price > 0
 
 
+# Of a Top-2 SAE on Gaussian rows, whose cells need 8 training rows each: 100 rows, 20 cells, nine tenths of all rows?
+@pytest.mark.parametrize(("d_sae", "train", "rows", "holds", "enough"), [
+    (16, 1000, 800, (True, True, False), True), (16, 6000, 90, (False, True, True), False),
+    (16, 200, 800, (True, False, False), False), (4, 6000, 800, (True, False, True), True),
+    (4, 6000, 90, (False, False, True), False)])
+def test_a_price_is_worth_reading_with_100_rows_in_20_cells_or_in_those_of_nearly_all_rows(
+        d_sae: int, train: int, rows: int, holds: tuple[bool, bool, bool], enough: bool) -> None:
+    rng, sae = np.random.default_rng(0), a_sae(d_sae, 2)
+    fitted, measured = (rng.normal(size=(count, D)).astype(np.float32) for count in (train, rows))
+    residual = np.square(sae(torch.from_numpy(measured).double()).numpy() - measured).sum(1)
+    found = own_cells(visited(sae, fitted, measured), fitted, measured, residual)
+    assert (found.rows_measured >= 100, found.cells >= 20, found.rows_measured >= 0.9 * rows) == holds
+    assert found.enough is enough
+
+
 def test_cells_with_too_few_rows_give_no_price() -> None:
     sae = a_sae(500, 20)
     found = Bridge.fit(sae, clusters(0), rank=5).measure(clusters(1), visited(sae, clusters(0), clusters(1)))

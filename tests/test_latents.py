@@ -154,6 +154,26 @@ def test_magnitudes_are_numpys_histogram_mean_and_maximum(share: float):
         assert magnitudes.largest[latent] == (sizes.max() if len(sizes) else 0)
 
 
+SMOOTH = {"log-normal": lambda rng, n: rng.lognormal(0.3, 1.1, n), "exponential": lambda rng, n: rng.exponential(2, n),
+          "half a normal": lambda rng, n: np.abs(rng.normal(size=n))}
+
+
+@pytest.mark.parametrize("draw", SMOOTH.values(), ids=SMOOTH)
+def test_counts_of_a_smooth_distribution_rise_to_one_peak_and_fall_but_for_their_sampling_noise(draw):
+    sizes = draw(np.random.default_rng(0), 300_000)
+    magnitudes = Magnitudes(1)
+    magnitudes.update(torch.from_numpy(sizes)[:, None])
+    counts = magnitudes.histograms[0]
+    noise = np.sqrt(counts[1:] + counts[:-1] + 1)
+    rises = np.diff(counts) / noise
+    peak = int(counts.argmax())
+    assert counts.sum() == len(sizes)
+    assert rises[:peak].min() > -4
+    assert rises[peak:].max() < 4
+    widths = np.diff(np.log(bin_edges()))
+    assert widths == pytest.approx(widths[0], rel=1e-9)  # as drawn, on a logarithmic axis
+
+
 def test_neighbours_are_the_largest_cosines_but_a_latents_own():
     W_dec = np.random.default_rng(0).normal(size=(40, 6))
     W_dec[7] = 0

@@ -16,7 +16,7 @@ import pytest
 import torch
 from browsers import open_browser, why_no_browser
 from homes import D, make_run
-from reports import NASTY, index_of, make_text_run, save_model
+from reports import NASTY, index_of, make_text_run, pages_of, save_model
 
 from saecli.activations import TopK
 from saecli.sae import SAE
@@ -135,6 +135,21 @@ def test_texts_are_shown_as_text_whatever_is_in_them(open_page: Any):
         shown = word.replace("\u2028", "").replace("\u202e", "")
         assert shown in read
     assert one.page.locator("img").count() == 0
+    assert one.said == []
+
+
+def test_bars_of_activations_are_equally_wide_and_as_high_as_the_counts_that_they_tell(open_page: Any):
+    one = open_page(at="#latent/3")
+    one.page.wait_for_selector(".example")
+    counts = pages_of(one.folder)[3]["counts"]
+    drawn = one.page.evaluate("""[...document.querySelectorAll("#latent .bar")].map((bar) => {
+        const [hit, shown] = [...bar.querySelectorAll("rect")].map((rect) => rect.getBBox());
+        return [hit.width, shown.height, bar.querySelector("title").textContent];
+    })""")
+    widths, heights, titles = zip(*drawn, strict=True)
+    assert widths == pytest.approx([widths[0]] * len(counts), rel=0.01)
+    assert heights == pytest.approx([count * max(heights) / max(counts) for count in counts], abs=1)
+    assert [title.split(": ")[1] for title in titles] == [f"{count:,} rows" for count in counts]
     assert one.said == []
 
 

@@ -2,8 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -66,22 +65,6 @@ def test_another_ending_is_refused_in_one_sentence_and_nothing_written(name: str
     with pytest.raises(ConfigError, match=r"cannot draw .*: expected an ending out of .*, got (.gif|none); "):
         frontier(tmp_path / name, {})
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved, kept to be looked into."""
-    kept: list[Figure] = []
-    original = runs.figure
-
-    @contextmanager
-    def keeping(*arguments: object) -> Iterator[Figure]:
-        with original(*arguments) as figure:
-            yield figure
-            kept.append(figure)
-
-    monkeypatch.setattr(runs, "figure", keeping)
-    return kept
 
 
 def test_loss_curves_draw_each_measure_against_its_own_steps(drawn: list[Figure], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ..geometry.survey import SAMPLE_ROWS
 from .geometry_measures import Bridges, Wanted, find_out
 from .geometry_pictures import draw_one
 from .geometry_rows import corners_of, rows_at
-from .geometry_tables import one_table, several_table
+from .geometry_tables import disagreement, one_table, several_table
 from .options import Json, Plot, Runs, start
 from .subjects import Data, SplitName, all_measured
 
@@ -35,13 +35,14 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     """Show the spline: cells, power diagram, margins, references.
 
     An SAE is affine on each of its cells, the sets of rows that keep the same latents. Counted are the cells that the
-    rows visit, and for topk and abs-topk how many rows lie in the cell of their nearest power sites, and nearest to
-    their own cell's site: the theory says all. The margin is a row's exact distance to the boundary of its cell; the
-    local complexity, how many boundaries pass within --radius of it.
+    rows visit. For topk and abs-topk they are the cells of a power diagram, by a theorem: on how many rows the two
+    agree is said, in one line. The margin is a row's exact distance to the boundary of its cell; the local complexity,
+    how many boundaries pass within --radius of it.
 
     The references are fitted on training rows: a k-means autoencoder, and local PCA, the best that is affine on each
     of its cells, with the SAE's rank in every cell and with a rank of each cell's own. On the SAE's own cells, those
-    that hold enough rows, local PCA of the SAE's own rank tells the price of shared dictionary vectors.
+    that hold enough training rows, local PCA of the SAE's own rank tells the price of shared dictionary vectors: where
+    that rests on 100 rows, in 20 cells or in fewer that hold nine tenths of all rows. --json has it always.
 
     Several runs, or the epochs of one that `sae train --keep-every` keeps (RUN/kept/*), make one table, and --plot
     draws how they move.
@@ -78,6 +79,10 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
             geometry_runs(plot, documents)
     if plot is not None:
         session.report.note(f"drew {plot}")
+    for document in documents:
+        if where := disagreement(document["power_diagram"]):
+            session.report.note(f"{document['run']}: the power diagram disagrees {where}; by the theorem it agrees on "
+                                f"all, so this is a bug or rounding, please report it")
     if len(documents) == 1:
         session.report.result(documents[0], one_table(documents[0]))
     else:

@@ -1,5 +1,6 @@
 """The picture of one SAE's geometry, from what was found out about it. Shapes: M rows."""
 
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ..geometry.census import spread_out
 from ..geometry.partition import cells_of
-from ..geometry.plane_cells import plane_cells
+from ..geometry.plane_cells import keys_at, plane_cells
 from ..geometry.planes import Plane, window_of
 from ..report import number
 from .geometry_measures import Found
@@ -31,19 +32,22 @@ def draw_one(path: Path, found: Found, through: Plane | None, marked: Mapping[in
 
     one, document, sample = found.one, found.document, found.survey.sample.rows
     plane = through or Plane.principal(sample)
-    points = plane.coordinates(torch.from_numpy(sample))
+    x = torch.from_numpy(sample)
+    points = plane.coordinates(x)
     places = plane.coordinates(torch.stack(list(marked.values()))) if marked else points[:0]
     caption = (f"on the plane through rows {', '.join(map(str, marked))}" if marked
                else "on the plane of principal components 1 and 2" if one.sae.d_in > 2 else "in the space of the rows")
     section = cells_of(plane.section(one.sae))
-    cells = plane_cells(section, window_of(points, places))
+    cells, fallen_on = plane_cells(section, window_of(points, places)), keys_at(section, points)
+    own = found.survey.sample_keys.rows.tolist()
     rows, near = spread_out(sample, ARROWS), document["complexity"]
     compared = document["references"]
     fvus = {"k-means": compared["kmeans_fvu"], "SAE": compared["sae_fvu"], "local PCA": compared["local_pca_fvu"]}
     ends = found.bridge.reconstructions(rows)
     geometry(path, GeometryPicture(
-        title=f"{document['run']} on {document['data']}", caption=caption, cells=cells,
-        occupancy=cells.occupancy(section, points), points=points.numpy(),
+        title=f"{document['run']} on {document['data']}", caption=caption, d_in=one.sae.d_in, cells=cells,
+        occupancy=cells.occupancy(fallen_on), points=points.numpy(), distance=float(plane.distances(x).median()),
+        at_home=sum(map(operator.eq, fallen_on, own)),
         marks=dict(zip(marked, places.numpy(), strict=True)),
         margins={split: some[:, 0] for split, some in found.margins.items()}, complexity=found.complexity,
         near=f"{near['boundary']} within {number(near['radius'])}", growth=found.survey.census.growth,

@@ -4,7 +4,8 @@ A convex cell is found by cutting the window with the inequality that some corne
 none does; its neighbours lie just behind the middles of its sides. Shapes: F = d_sae, P pixels a side, C cells.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,19 +59,23 @@ class PlaneCells:
         """Supports in view."""
         return len(set(self.keys))
 
-    def occupancy(self, cells: Cells, points: Tensor) -> NDArray[np.int64]:
-        """How many of some points of the plane, (M, 2), keep the latents of each cell, (C,).
-
-        Args:
-            cells: the partition of the plane.
-            points: in the plane's coordinates; those outside of the window count too.
-        """
-        counts = dict.fromkeys(self.keys, 0)
-        for some in points.split(max(1, BLOCK // cells.sae.d_sae)):
-            for key in support_keys(cells.supports(cells.pre_activations(some))):
-                if key in counts:
-                    counts[key] += 1
+    def occupancy(self, keys: Iterable[bytes]) -> NDArray[np.int64]:
+        """How many points of the plane lie in each cell, (C,), given the keys of theirs, as `keys_at` has them; those
+        outside of the window count too."""
+        counts = Counter(keys)
         return np.array([counts[key] for key in self.keys])
+
+
+@torch.no_grad()
+def keys_at(cells: Cells, points: Tensor) -> list[bytes]:
+    """The keys of the cells of a plane that some points lie in.
+
+    Args:
+        cells: the partition of the plane.
+        points: in the plane's coordinates, (M, 2).
+    """
+    return [key for some in points.split(max(1, BLOCK // cells.sae.d_sae))
+            for key in support_keys(cells.supports(cells.pre_activations(some)))]
 
 
 @torch.no_grad()

@@ -73,6 +73,10 @@ class Plane:
         """Where rows, (B, D), fall on the plane, (B, 2), projected orthogonally."""
         return (x.double() - self.origin) @ self.basis.T
 
+    def distances(self, x: Tensor) -> Tensor:
+        """How far rows, (B, D), are from the plane, (B,)."""
+        return (x.double() - self.origin - self.coordinates(x) @ self.basis).norm(dim=1)
+
     def section(self, sae: SAE) -> SAE:
         """The SAE of two dimensions that does on the plane's coordinates what this one does on its points; its
         reconstructions are projected on the plane."""

@@ -7,26 +7,23 @@ from torch import Tensor
 from ..metrics import in_cache
 from ..products import NonZeros
 
-# A float32 without its sign, as a whole number, ascends with its value: eight bits of exponent, then the mantissa.
-MANTISSA_BITS = 2  # of the mantissa that tell bins apart: four bins between one power of two and the next
-SHIFT = 23 - MANTISSA_BITS
+OCTAVE = 4  # bins from one power of two to the next: the exponent of a size's fourth power is the number of its bin
 LOWEST, HIGHEST = -24, 24  # powers of two; what lies outside counts in the first or the last bin
-BINS = (HIGHEST - LOWEST) << MANTISSA_BITS
-OFFSET = (LOWEST + 127) << MANTISSA_BITS
+BINS = (HIGHEST - LOWEST) * OCTAVE
+EXPONENT_AT, BIAS = 23, 127  # of a float32 as a whole number
 
 
 def bin_edges() -> np.ndarray:
-    """The edges of the bins, (BINS + 1,): from each power of two to the next, four of equal width."""
-    steps = np.arange(BINS + 1)
-    within = 1 << MANTISSA_BITS
-    return 2.0 ** (LOWEST + steps // within) * (1 + steps % within / within)
+    """The edges of the bins, (BINS + 1,), a step of `2^(1/4)` from each to the next: equally spaced on the logarithmic
+    axis that they are drawn on, where wider ones would show as peaks."""
+    return 2.0 ** (LOWEST + np.arange(BINS + 1) / OCTAVE)
 
 
 class Magnitudes:
     """Histogram, sum and maximum of the sizes `|z|` of each latent's codes that are not zero.
 
-    The bins are the same for all latents and fixed from the start, four to each power of two, so that one pass is
-    enough whatever the codes' scale. Memory: 192 counts a latent.
+    The bins are the same for all latents and fixed from the start, four of equal ratio to each power of two, so that
+    one pass is enough whatever the codes' scale. Memory: 192 counts a latent.
 
     Args:
         d_sae: number of latents.
@@ -57,8 +54,9 @@ class Magnitudes:
 
     def _add(self, values: Tensor, latents: Tensor) -> None:
         """Count values, each of the latent beside it; zeros in a bin of their own."""
-        bits = values.float().abs().view(torch.int32)
-        bins = ((bits >> SHIFT) - OFFSET).clamp_(0, BINS - 1).add_(1).mul_(bits != 0)
+        fourth = values.float().square().square_()  # overflows or underflows only far outside of the bins
+        bins = (fourth.view(torch.int32) >> EXPONENT_AT).sub_(BIAS + OCTAVE * LOWEST)
+        bins = bins.clamp_(0, BINS - 1).add_(1).mul_(values != 0)
         places = latents * (BINS + 1) + bins
         self._counts.scatter_add_(0, places.flatten(), torch.ones_like(places).flatten())
 

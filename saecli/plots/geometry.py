@@ -17,6 +17,7 @@ from .cells import arrows, fill_by_occupancy, fill_by_size, scatter
 from .style import COLOURS, GREY, figure, log_scale, say_empty, short
 
 ROUNDING = 1e-12  # an FVU below is zero
+HEADING = {"fontsize": 10.5, "fontweight": "bold"}
 BRIDGE_COLOURS = (COLOURS[1], COLOURS[0], COLOURS[2])
 
 
@@ -27,9 +28,12 @@ class GeometryPicture:
     Args:
         title: what stands above.
         caption: where the cells are: "on the plane through rows 1, 2, 3".
+        d_in: D; up to 2 the plane is the space of the rows, and nothing is projected.
         cells: the cells on the plane.
-        occupancy: rows that fall in each of them, (C,).
-        points: rows projected on the plane, (M, 2).
+        occupancy: rows that are projected onto each of them, (C,).
+        points: rows projected onto the plane, (M, 2).
+        distance: of these rows to the plane, the median.
+        at_home: how many of them lie in the cell that they are projected onto.
         marks: the rows that the plane goes through, by number, their coordinates (2,).
         margins: distances of rows to their cells' boundaries, (B,), in units of the rows, by the rows' split.
         complexity: boundaries near rows, (B,), by the rows' split.
@@ -42,9 +46,12 @@ class GeometryPicture:
 
     title: str
     caption: str
+    d_in: int
     cells: PlaneCells
     occupancy: NDArray[np.int64]
     points: NDArray
+    distance: float
+    at_home: int
     marks: Mapping[int, NDArray]
     margins: Mapping[str, NDArray]
     complexity: Mapping[str, NDArray]
@@ -65,16 +72,21 @@ def geometry(path: Path, picture: GeometryPicture) -> None:
     Raises:
         ConfigError: the ending is another.
     """
-    with figure(path, 12, 12.4) as drawn:
-        above, middle, below = drawn.subfigures(3, 1, height_ratios=[2, 1.05, 1.35])
+    with figure(path, 12, 13) as drawn:
+        above, middle, below = drawn.subfigures(3, 1, height_ratios=[2, 1.15, 1.4])
         drawn.suptitle(short(picture.title), fontsize=12)
         size, occupancy = above.subplots(1, 2)
         _draw_plane(size, occupancy, picture)
+        shown, whole = ((", projected onto the plane", f", in all {picture.d_in:,} dimensions")
+                        if _projected(picture) else ("", ""))
+        middle.suptitle(f"Cells and margins of the rows{whole}", **HEADING)
         margins, complexity, growth, sizes = middle.subplots(1, 4)
         _draw_margins(margins, picture.margins)
         _draw_complexity(complexity, picture.complexity, picture.near)
         _draw_growth(growth, picture.growth)
         _draw_sizes(sizes, picture.sizes)
+        below.suptitle(f"{counted(len(picture.rows), 'row')} (open) and where they are reconstructed (full){shown}; "
+                       f"FVU of all rows{whole}", **HEADING)
         _draw_bridge(list(below.subplots(1, 3, sharex=True, sharey=True)), picture)
 
 
@@ -84,14 +96,25 @@ def _fvu(value: float) -> str:
     return f"FVU {value if abs(value) > ROUNDING else 0:.3g}"
 
 
+def _projected(picture: GeometryPicture) -> bool:
+    return picture.d_in > 2
+
+
 def _draw_plane(size: Axes, occupancy: Axes, picture: GeometryPicture) -> None:
     fill_by_size(size, picture.cells)
-    scatter(size, picture.points, picture.marks)
-    kept = picture.cells.kept
-    same = f"{counted(int(kept[0]), 'latent')} kept in each" if kept.min() == kept.max() else "by the latents kept"
-    size.set_title(f"{counted(picture.cells.count, 'cell')} {picture.caption}, {same}")
-    fill_by_occupancy(occupancy, picture.cells, picture.occupancy)
-    occupancy.set_title("by the rows that fall in them")
+    dots = counted(scatter(size, picture.points, picture.marks), "row")
+    kept, rows = picture.cells.kept, counted(len(picture.points), "row")
+    same = f"{counted(int(kept[0]), 'latent')} kept in each" if kept.min() == kept.max() else "colour: latents kept"
+    size.set_title(f"{counted(picture.cells.count, 'cell')} {picture.caption}\n"
+                   f"{same}; dots: {dots}{' projected onto it' if _projected(picture) else ''}")
+    if _projected(picture):
+        fill_by_occupancy(occupancy, picture.cells, picture.occupancy, "rows projected onto the cell")
+        occupancy.set_title(f"how many of {rows} are projected onto each cell\n"
+                            f"really in that cell: {picture.at_home:,}; median distance to the plane: "
+                            f"{picture.distance:.3g}")
+    else:
+        fill_by_occupancy(occupancy, picture.cells, picture.occupancy, "rows in the cell")
+        occupancy.set_title(f"how many of {rows} lie in each cell")
     for axes in (size, occupancy):
         axes.set_xlabel("first axis, in units of the rows")
     size.set_ylabel("second axis, in units of the rows")
@@ -110,7 +133,7 @@ def _median(values: Mapping[str, NDArray]) -> str:
 def _draw_margins(axes: Axes, margins: Mapping[str, NDArray]) -> None:
     drawn = {name: some[np.isfinite(some) & (some > 0)] for name, some in margins.items()}
     drawn = {name: some for name, some in drawn.items() if len(some)}
-    axes.set(xlabel="distance to the boundary", ylabel="share of rows", title="margin")
+    axes.set(xlabel="distance to the boundary", ylabel="fraction of rows", title="margin")
     if not drawn:
         say_empty(axes, "no row has\na boundary near")
         return
@@ -135,7 +158,7 @@ def _draw_complexity(axes: Axes, complexity: Mapping[str, NDArray], near: str) -
         style = ({"color": COLOURS[0], "alpha": 0.75} if not index
                  else {"histtype": "step", "color": COLOURS[1], "linewidth": 1.3})
         axes.hist(some, bins, weights=np.full(len(some), 1 / max(1, len(some))), label=f"{name} rows", **style)
-    axes.set(xlabel=near, ylabel="share of rows",
+    axes.set(xlabel=near, ylabel="fraction of rows",
              title=f"local complexity, {_median(complexity)}")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     _legend(axes, len(complexity))
@@ -157,7 +180,7 @@ def _draw_sizes(axes: Axes, sizes: NDArray) -> None:
     ranks = np.arange(1, len(sizes) + 1)
     steps = np.unique(np.r_[0, np.flatnonzero(np.diff(sizes)), np.flatnonzero(np.diff(sizes)) + 1, len(sizes) - 1])
     axes.plot(ranks[steps], sizes[steps], color=COLOURS[0], marker="o", markersize=2.5)
-    axes.set(xlabel="cell, the fullest first", ylabel="rows in it",
+    axes.set(xlabel="cell, the fullest first", ylabel="rows that lie in it",
              title=f"{counted(int((sizes == 1).sum()), 'cell')} with one row")
     log_scale(axes, "x", whole=True)
     axes.set_ylim(0.8, max(10, sizes.max() * 1.5))
@@ -170,4 +193,4 @@ def _draw_bridge(panels: Sequence[Axes], picture: GeometryPicture) -> None:
         arrows(axes, picture.rows, ends, colour)
         axes.set(title=f"{name}: {_fvu(fvu)}", aspect="equal", xlim=(left, right),
                  ylim=(bottom, top), xlabel="first axis")
-    panels[0].set_ylabel("rows (open) and\nreconstructions, second axis")
+    panels[0].set_ylabel("second axis")

@@ -79,7 +79,7 @@ function latentPage(data, latent, content) {
   const figures = [["fires on", percent(share)], ["rows", number(Math.round(share * data.measures.rows))],
     ["mean", number(latents.mean[latent])], ["largest", number(largest)]];
   const histogram = card("Activations", page.counts.length ? bars("histogram of activations", { log: true,
-    label: "size of the activation" }, edges.slice(page.low, page.low + page.counts.length + 1), page.counts, "rows",
+    label: "rows by size of the activation" }, edges.slice(page.low, page.low + page.counts.length + 1), page.counts, "rows",
   (low, high) => `${number(low)} to ${number(high)}`) : muted("It fires on none of these rows."));
   const outputs = page.promoted ? [...page.promoted, ...page.suppressed].map(([, value]) => Math.abs(value)) : [];
   const scale = Math.max(...outputs, 1e-12);
