@@ -7,19 +7,18 @@ import errno
 import importlib
 import inspect
 import os
-import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from . import __version__
-from .errors import ConfigError, PeerError, SaeError
+from . import __version__, interrupts
+from .errors import ConfigError, PeerError, SaeError, one_line
 from .home import Home
 from .launch import rank, world
+from .machine import demand_address_space, is_out_of_memory
 from .root_help import show_root_help
 
 COMMANDS = {
@@ -55,11 +54,10 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command to run, and load it."""
         name, listed, rest = super().resolve_command(ctx, args)
-        try:
-            return name, listed and load(name), rest
-        except KeyboardInterrupt:
-            typer.echo("stopped before it began; nothing was changed", err=True)
-            raise
+        demand_address_space()
+        command = listed and load(name)
+        interrupts.begin()
+        return name, command, rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the page of `sae --help`."""
@@ -117,8 +115,8 @@ def sentence_for(error: BaseException) -> str | None:
     """The one sentence that a user is told of an expected failure; None for a bug of ours."""
     if isinstance(error, SaeError):
         return str(error)
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
-        return "out of memory: the machine refused an allocation; use a smaller --d-sae or --batch-size"
+    if is_out_of_memory(error):
+        return _out_of_memory(error)
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return (f"the disk is full, writing {error.filename or 'a file'}; nothing half-written was kept: "
@@ -127,25 +125,30 @@ def sentence_for(error: BaseException) -> str | None:
     return None
 
 
-def _pass_on(ignored: Any) -> None:
-    """Interrupt the command anew, once the callback is over that an interrupt fell into: Python would print it and go
-    on."""
-    if issubclass(ignored.exc_type, KeyboardInterrupt):
-        main = threading.main_thread().ident
-        threading.Timer(0.01, lambda: signal.pthread_kill(main, signal.SIGINT)).start()  # wakes it, where it waits
-    else:
-        sys.__unraisablehook__(ignored)
+def _out_of_memory(error: BaseException) -> str:
+    """What was refused, and what to do about it."""
+    words = str(error)
+    if isinstance(error, ImportError):
+        return (f"out of memory: a library could not be loaded ({one_line(error)}); raise the limit on address space "
+                "(ulimit -v), or end other programs")
+    if "start new thread" in words:
+        return ("out of memory: the system refused a thread; raise the limits on processes and address space "
+                "(ulimit -u, ulimit -v), or end other programs")
+    where = "the GPU" if "CUDA" in words or "CUBLAS" in words else "the machine"
+    return f"out of memory: {where} refused an allocation; use a smaller --batch-size or, to train, --d-sae"
 
 
 def main() -> None:
     """Run the command line, and end with its exit status; of several processes only the first says what is not an
     error."""
-    sys.unraisablehook = _pass_on
     errors = sys.stderr
     if rank() > 0 and not os.environ.get("SAE_DEBUG"):
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
     try:
-        app(prog_name="sae")
+        try:
+            app(prog_name="sae")
+        finally:
+            interrupts.end()
     except SystemExit as stop:
         if isinstance(stop.code, int) and stop.code:
             _end(stop.code)
@@ -155,13 +158,16 @@ def main() -> None:
             leave()
         raise
     except KeyboardInterrupt:
-        _end(130)
+        _end(interrupts.STATUS)
     except Exception as error:  # the outermost boundary: whatever was not foreseen is named as a bug
+        if interrupts.came():  # which a library turned into an error of its own
+            _end(interrupts.STATUS)
         if os.environ.get("SAE_DEBUG"):
             raise
         sentence = sentence_for(error)
         if sentence is None:
-            sentence = f"unexpected {type(error).__name__}: {error}; SAE_DEBUG=1 shows where, please report it"
+            sentence = (f"unexpected {type(error).__name__}: {one_line(error)}; SAE_DEBUG=1 shows where, please report "
+                        "it")
         sentence = " ".join(sentence.split())
         if world() == 1:
             print(f"sae: {sentence}", file=errors)

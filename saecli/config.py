@@ -7,7 +7,6 @@ into Typer options.
 """
 
 import dataclasses
-import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Set
@@ -16,7 +15,8 @@ from typing import Any, ClassVar, Self
 
 from .errors import ConfigError
 
-LARGEST = 2**53  # whole numbers above it are lost in JSON readers that know only doubles
+# Whole numbers above 2^53 are lost in JSON readers that know only doubles; other numbers are to fit float32.
+LARGEST = {int: 2**53, float: 1e30}
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ def scalar_types(annotation: Any) -> tuple[type, ...]:
 
 def _checked(name: str, annotation: Any, rule: Option, value: Any) -> Any:
     allowed = scalar_types(annotation)
+    if type(value) in LARGEST and not abs(value) <= LARGEST[type(value)]:
+        raise ConfigError(f"{flag_of(name)} must be a number of ordinary size, got {value!s:.40}")
     if float in allowed and type(value) is int:
         value = float(value)
     if type(value) not in allowed:
@@ -88,8 +90,6 @@ def _checked(name: str, annotation: Any, rule: Option, value: Any) -> Any:
             except ValueError as error:
                 raise ConfigError(f"{flag_of(name)} must be {error}, got {value!r}") from None
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        if not abs(value) <= (LARGEST if type(value) is int else sys.float_info.max):
-            raise ConfigError(f"{flag_of(name)} must be a number of ordinary size, got {value}")
         if rule.minimum is not None and not value >= rule.minimum:
             raise ConfigError(f"{flag_of(name)} must be at least {rule.minimum:g}, got {value:g}")
         if rule.above is not None and not value > rule.above:

@@ -8,6 +8,7 @@
     |-- ModelError    (OSError)      a language model or text that cannot be loaded
     |-- HubError      (OSError)      a repository of SAEs on the Hugging Face hub that cannot be read or written
     |-- TrainingError (RuntimeError) a training run that cannot go on
+    |-- MachineError  (RuntimeError) a machine that has too little of something
     `-- PeerError     (RuntimeError) another process of the same command that has ended
 
 Each message is one sentence: what failed; expected X, got Y; what to do.
@@ -44,6 +45,10 @@ class HubError(SaeError, OSError):
 
 class TrainingError(SaeError, RuntimeError):
     """A training run that cannot go on."""
+
+
+class MachineError(SaeError, RuntimeError):
+    """A machine, or what it grants this process, that has too little of something."""
 
 
 class PeerError(SaeError, RuntimeError):

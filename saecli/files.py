@@ -7,12 +7,33 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 LOCK = ".lock"
+KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+         stat.S_IFBLK: "a device"}
+
+
+class NotAFile(OSError):  # noqa: N818 - named as NotADirectoryError is
+    """What stands at a path is no regular file: to open a pipe waits for its other end, a device may never end."""
+
+
+def regular(path: Path) -> Path:
+    """The path, where a regular file stands at it, or a link to one.
+
+    Raises:
+        NotAFile: something else does.
+        FileNotFoundError: nothing does.
+        OSError: the system does not tell.
+    """
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind != stat.S_IFREG:
+        raise NotAFile(f"expected a file, got {KINDS.get(kind, 'something else')}")
+    return path
 
 
 def flush_to_disk(path: Path) -> None:
@@ -25,8 +46,12 @@ def flush_to_disk(path: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal; cost: one read of the file."""
-    with path.open("rb") as file:
+    """The SHA-256 of a file's bytes, in hexadecimal; cost: one read of the file.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read.
+    """
+    with regular(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -61,6 +86,7 @@ def appearing_whole(path: Path) -> Iterator[Path]:
     at `path` before is untouched.
     """
     temporary = partial_path(path)
+    temporary.unlink(missing_ok=True)  # of a process that was killed; or what to write to would wait for ever
     try:
         yield temporary
         settle(temporary, path)
@@ -174,14 +200,4 @@ def lock_folder(folder: Path, together: bool = False) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock; see `lock_folder`."""
-    descriptor = lock_folder(folder)
-    try:
-        yield
-    finally:
         os.close(descriptor)

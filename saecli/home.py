@@ -1,16 +1,85 @@
 """The home folder: `activations/NAME/` holds stores, `runs/NAME/` holds trained SAEs."""
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Ge, Gt, Le
+
+from .documents import demand_version, parse_json, read_json
 from .errors import ConfigError, RunError, SaeError, StoreError
+from .files import regular
 
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
 UNREADABLE = "restore it, or remove the folder to go on without it"  # what to do about a marker that cannot be read
+
+
+RUN_VERSION = 1  # of run.json
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What the marker file of a store or a run says of both.
+
+    Args:
+        created: when it was begun; see `now`.
+        complete: whether it was finished.
+    """
+
+    created: str
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Named:
+    """A solver or an activation with its settings, of which only the name is looked at here."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Settings of a training that say what it was trained on.
+
+    Args:
+        split_seed: seed of the split into training and held-out rows.
+        fraction: share of the training rows.
+        d_sae: number of latents.
+    """
+
+    split_seed: Annotated[int, Ge(0)]
+    fraction: Annotated[float, Gt(0), Le(1)]
+    d_sae: Annotated[int, Ge(1)] | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a training: its measures, and all else that `sae train` prints."""
+
+    final: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunDocument(Marker):
+    """A `run.json`, as far as it tells what the run's SAE is.
+
+    Args:
+        data: name of the store that it was trained on.
+        training: the settings; `sae train --resume` reads the others too.
+        solver: how it was trained.
+        activation: the SAE's.
+        data_hash: request hash of the store; None where no one knows.
+        result: None until it is finished.
+    """
+
+    data: str
+    training: Trained
+    solver: Named
+    activation: Named
+    data_hash: str | None = None
+    result: Result | None = None
 
 
 def now() -> str:
@@ -39,18 +108,19 @@ class Shelf:
     remedy: str
 
     def names(self) -> list[str]:
-        """The names of all entries, newest first."""
+        """The names of all entries, newest first, those whose marker cannot be read last."""
         return list(self.markers())
 
-    def markers(self) -> dict[str, dict]:
-        """The marker of every entry by its name, newest first, one that cannot be read last, as an empty object."""
-        found = {path.parent.name: self._marker_or_nothing(path.parent.name)
-                 for path in self.path.glob(f"*/{self.marker}")}
-        return dict(sorted(found.items(), key=lambda entry: (_created(entry[1]), entry[0]), reverse=True))
+    def markers(self) -> dict[str, Marker | None]:
+        """The marker of every entry by its name, newest first; last, and None, one that cannot be read."""
+        names = [path.parent.name for path in self.path.glob(f"*/{self.marker}")]
+        found = {name: self._marker_or_none(name) for name in names}
+        return dict(sorted(found.items(), key=lambda entry: (entry[1].created if entry[1] else "", entry[0]),
+                           reverse=True))
 
     def unfinished(self) -> list[str]:
         """The names of entries that were begun and not finished, newest first."""
-        return [name for name, marker in self.markers().items() if marker and not marker.get("complete")]
+        return [name for name, marker in self.markers().items() if marker and not marker.complete]
 
     def unmarked(self) -> dict[str, str]:
         """The folders that hold something but no marker, by name, each with a sentence on what to do about it.
@@ -61,28 +131,24 @@ class Shelf:
         return {path.name: f"{path} is no {self.noun}: expected {self.marker} in it, got none; {UNREADABLE}"
                 for path in sorted(folders) if any(path.glob("[!.]*"))}
 
-    def read_marker(self, name: str) -> dict:
+    def read_marker(self, name: str) -> Marker:
         """The marker of an entry.
 
         Raises:
-            SaeError: it is not a JSON object.
+            SaeError: it is none.
         """
         path = self.path / name / self.marker
         try:
-            marker = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            return read_json(path, Marker)
+        except (OSError, ValueError) as error:
             raise self.error(f"cannot read {path}: {error}; {UNREADABLE}") from error
-        if not isinstance(marker, dict):
-            raise self.error(f"cannot read {path}: expected a JSON object, got {type(marker).__name__}; "
-                             f"{UNREADABLE}")
-        return marker
 
-    def _marker_or_nothing(self, name: str) -> dict:
+    def _marker_or_none(self, name: str) -> Marker | None:
         # One damaged entry must not block the commands that are about others.
         try:
             return self.read_marker(name)
         except self.error:
-            return {}
+            return None
 
     def find(self, name: str | None) -> Path:
         """The folder of an entry; without a name, of the newest that is complete, else of the newest.
@@ -98,15 +164,38 @@ class Shelf:
         if not markers:
             raise self.error(f"there is no {self.noun} in {self.path} yet; {self.remedy}")
         if name is None:
-            complete = [n for n, marker in markers.items() if marker.get("complete")]
+            complete = [n for n, marker in markers.items() if marker and marker.complete]
             name = (complete or list(markers))[0]
         self.read_marker(name)  # raises, where none can be read
         return self.path / name
 
 
-def _created(marker: dict) -> str:
-    created = marker.get("created")
-    return created if isinstance(created, str) else ""
+def read_run(path: Path) -> RunDocument:
+    """What a `run.json` says.
+
+    Raises:
+        RunError: it is not what `sae train` writes, or is of a newer version.
+    """
+    return _read_run(path, RunDocument)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """All that a `run.json` says, as it stands there.
+
+    Raises:
+        RunError: as of `read_run`.
+    """
+    return _read_run(path, dict[str, Any])
+
+
+def _read_run(path: Path, kind: type) -> Any:
+    try:
+        text = regular(path).read_bytes()
+        demand_version(text, RUN_VERSION)
+        parse_json(text, RunDocument)
+        return parse_json(text, kind)
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {error}; {UNREADABLE}") from error
 
 
 @dataclass(frozen=True)

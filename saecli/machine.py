@@ -1,9 +1,41 @@
-"""What the machine has left."""
+"""What the machine has left, and whether it has run out."""
 
+import errno
 import os
+import resource
 from pathlib import Path
 
+from .errors import MachineError
+
 CGROUP = Path("/sys/fs/cgroup")
+# What an allocation that failed is called by torch on a CPU and on devices, by CUDA's libraries, by the loader of
+# libraries, and by Python where a thread finds no room for its stack.
+LEAST_ADDRESS_SPACE = 2 << 30  # bytes; with less, libraries abort the process as they are loaded, or wait for threads
+REFUSALS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory", "_ALLOC_FAILED",
+            "bad_alloc", "failed to map segment", "can't start new thread")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory was refused; mostly its words alone tell.
+
+    An access to memory that is not there, as CUDA's "an illegal memory access was encountered", is another thing.
+    """
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    words = str(error).lower()
+    return isinstance(error, RuntimeError | ImportError | OSError) and any(word.lower() in words for word in REFUSALS)
+
+
+def demand_address_space() -> None:
+    """Refuse to begin where libraries cannot be loaded.
+
+    Raises:
+        MachineError: `ulimit -v` leaves less than `LEAST_ADDRESS_SPACE`.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit not in (resource.RLIM_INFINITY, max(limit, LEAST_ADDRESS_SPACE)):
+        raise MachineError(f"too little address space to load the libraries: expected {LEAST_ADDRESS_SPACE >> 20:,} "
+                           f"MiB or more, got {limit >> 20:,} MiB; raise the limit with `ulimit -v`")
 
 
 def available_memory() -> int:

@@ -47,7 +47,7 @@ def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        result.add_row(*(cell if isinstance(cell, str) else number(cell) for cell in row))
+        result.add_row(*(cell if isinstance(cell, str | Text) else number(cell) for cell in row))
     return Group(Text(title, style="bold"), result) if title else result
 
 

@@ -4,18 +4,14 @@ A run folder holds `run.json` (`format_version`, `created`, `complete`, `data`: 
 `solver`, `activation`, `result`), `config.toml`, `metrics.jsonl`, and from the first checkpoint on `sae.safetensors`.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from . import formats
 from .errors import HubError, RunError
-from .home import UNREADABLE, Home
+from .home import Home, read_run
 from .hosted import Address, fetch, is_cached
-
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -98,26 +94,4 @@ def _run(folder: Path, marker: str, name: str) -> Subject:
     if formats.recognise(folder) is None:
         raise RunError(f"the run {name!r} holds no SAE yet: expected {formats.native.FILE_NAME} in {folder}, which the "
                        f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`")
-    training = run["training"]
-    return Subject(name, folder, run["data"], training["split_seed"], training["fraction"], run["complete"],
-                   run.get("data_hash"))
-
-
-def read_run(path: Path) -> dict[str, Any]:
-    """What a `run.json` says.
-
-    Raises:
-        RunError: it is not what `sae train` writes, or is of a newer version.
-    """
-    try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"cannot read {path}: {error}; {UNREADABLE}") from error
-    if (not isinstance(run, dict) or not {"format_version", "complete", "data", "training"} <= run.keys()
-            or not {"split_seed", "fraction"} <= {*run["training"]}):
-        raise RunError(f"cannot read {path}: expected what `sae train` writes, format_version, complete, data and "
-                       f"training, got something else; {UNREADABLE}")
-    if run["format_version"] > FORMAT_VERSION:
-        raise RunError(f"{path} has format version {run['format_version']}, this tool reads up to {FORMAT_VERSION}; "
-                       f"upgrade it with `pip install --upgrade saecli`")
-    return run
+    return Subject(name, folder, run.data, run.training.split_seed, run.training.fraction, run.complete, run.data_hash)

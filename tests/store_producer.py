@@ -2,8 +2,9 @@
 
 Run as a script it reads one JSON object a line, forks a child that writes the store at "path" from where it stands,
 or runs `sae` with the arguments "words" after "imports", and prints how the child ended. The child kills itself at the
-"kill_at"-th thing that it does to a file (or block that it begins), is killed after "kill_after" seconds, finds files
-limited to "file_bytes", or notes in the folder "cuts" what power cuts would leave of the folder two above the store.
+"kill_at"-th thing that it does to a file there (or block that it begins), is killed after "kill_after" seconds, finds
+files limited to "file_bytes", or notes in the folder "cuts" what power cuts would leave of the folder two above the
+store.
 """
 
 import contextlib
@@ -48,13 +49,14 @@ def blocks(since: dict | None) -> Iterator[tuple[dict, np.ndarray, dict, dict]]:
         yield {"block": number}, rows, columns, {"special": rng.lognormal(size=rng.integers(0, 3))}
 
 
-def write(path: Path, limit: int | None = None) -> None:
+def write(path: Path, limit: int | None = None, save_seconds: float = 60.0) -> None:
     """Write the store, from its beginning or from where it was interrupted."""
-    with StoreWriter.open(path, META, limit=limit) as writer:
+    with StoreWriter.open(path, META, limit=limit, save_seconds=save_seconds) as writer:
         while not writer.complete:
             for cursor, rows, columns, dropped in blocks(writer.cursor):
                 sys.audit("store_producer.block")
-                writer.append(rows, columns, cursor, dropped)
+                after = {"block": cursor["block"] + 1} if cursor["block"] % 3 else None
+                writer.append(rows, columns, cursor, dropped, after)
                 if writer.full:
                     break
             writer.finish()
@@ -84,21 +86,26 @@ def _child(order: dict) -> None:
     if order.get("file_bytes"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_bytes"], resource.RLIM_INFINITY))
     if order.get("kill_at"):
-        events = itertools.count(1)
-        watched = {"open", "os.rename", "os.remove", "os.mkdir", "fcntl.flock", "store_producer.block"}
+        events, root = itertools.count(1), str(Path(order["path"]).parent)
+        watched = {"os.fsync", "fcntl.flock", "store_producer.block"}
+        if order.get("words"):
+            root = str(Path(order["path"]).parents[1])
 
-        def hook(event: str, _: tuple) -> None:
-            if event in watched and next(events) == order["kill_at"]:
+        def hook(event: str, arguments: tuple) -> None:
+            inside = event in ("open", "os.rename", "os.remove", "os.mkdir") and str(arguments[0]).startswith(root)
+            if (inside or event in watched) and next(events) == order["kill_at"]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(hook)
+        fsync = os.fsync
+        os.fsync = lambda descriptor: (hook("os.fsync", ()), fsync(descriptor))[1]
     if order.get("cuts"):
         disk = Disk(Path(order["path"]).parents[1], Path(order["cuts"]))
     try:
         if order.get("words"):
             _command(["sae", "--home", str(Path(order["path"]).parents[1]), *order["words"]])
         else:
-            write(Path(order["path"]), order.get("limit"))
+            write(Path(order["path"]), order.get("limit"), order.get("save_seconds", 60.0))
         if order.get("cuts"):
             disk.cut(last=True)
     except StoreError as error:

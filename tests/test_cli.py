@@ -4,12 +4,14 @@ import importlib
 import inspect
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from homes import CommandLine, make_store, some_rows
 
 from saecli import __version__
@@ -163,11 +165,32 @@ def test_a_full_disk_is_told_in_a_sentence():
     assert sentence_for(KeyError("x")) is None
 
 
-def test_an_interrupt_that_falls_into_a_callback_still_stops_the_command():
-    program = ("import signal, time, saecli.cli as cli\n"
-               "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-               "class Late:\n    def __del__(self): raise KeyboardInterrupt\n"
-               "def app(**_):\n    late = Late()\n    del late\n    time.sleep(30)\n    print('went on')\n"
-               "cli.app = app\ncli.main()")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+@pytest.mark.parametrize(("error", "said"), [
+    (MemoryError(), "out of memory: the machine refused an allocation; use a smaller --batch-size"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "out of memory: the GPU refused"),
+    (RuntimeError("CUDA error: out of memory"), "out of memory: the GPU refused"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "out of memory: the GPU"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to "
+                  "allocate 40 bytes. Error code 12 (Cannot allocate memory)"), "out of memory: the machine refused"),
+    (RuntimeError("can't start new thread"), "out of memory: the system refused a thread"),
+    (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory: a library could not be"),
+    (OSError(12, "Cannot allocate memory"), "out of memory: the machine refused"),
+    (RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."), None),
+    (RuntimeError("Expected memory format contiguous"), None),
+    (ImportError("no module named x"), None),
+])
+def test_memory_that_was_refused_is_told_from_other_errors_that_speak_of_memory(error: Exception, said: str | None):
+    sentence = sentence_for(error)
+    assert sentence is None if said is None else sentence.startswith(said)
+
+
+@pytest.mark.parametrize("limit", [100, 410, 980, 2047])  # MiB; by 410 and 980 a library aborts as it is loaded
+def test_too_little_address_space_is_told_in_a_sentence(tmp_path: Path, limit: int):
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit << 20, limit << 20))
+
+    done = subprocess.run([sys.executable, "-m", "saecli", "--home", str(tmp_path), "train"], capture_output=True,
+                          text=True, check=False, preexec_fn=limited)
+    assert done.returncode == 1
+    assert done.stderr == (f"sae: too little address space to load the libraries: expected 2,048 MiB or more, got "
+                           f"{limit:,} MiB; raise the limit with `ulimit -v`\n")

@@ -34,8 +34,9 @@ def test_import_of_the_digits_from_a_shell(tmp_path):
     command = shell("--home", home, "import", "digits", "--json")
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     document = json.loads(done.stdout)
-    assert list(document) == [*KEYS, "dropped", "dropped_norms", "norms"]
+    assert list(document) == [*KEYS, "dropped", "dropped_norms", "norms", "source"]
     norms = document.pop("norms")
+    assert document.pop("source")["file"] == "digits"
     assert document == {
         "name": "digits", "path": str(home / "activations" / "digits"), "rows": 1797, "d_in": 64, "dtype": "float32",
         "shards": 1, "cached": False, "dropped": {}, "dropped_norms": {}}
@@ -145,7 +146,7 @@ def test_a_killed_import_goes_on_and_equals_one_that_was_never_killed(sae, tmp_p
 
 @pytest.mark.parametrize(("words", "said"), [
     (["nowhere.npy"], "there is no file nowhere.npy"),
-    (["digits", "--key", "x"], "leave out --key and --labels"),
+    (["digits", "--key", "x"], "leave out --key, --labels and --flatten"),
     (["digits", "--name", "a/b"], "--name must be a plain folder name"),
     (["digits", "--name", ""], "--name must be a plain folder name, got an empty one"),
     (["digits", "--shard-rows", "0"], "--shard-rows must be at least 1, got 0"),

@@ -128,6 +128,6 @@ def test_what_is_wrong_is_told_with_the_file_and_the_key(sae: CommandLine, tmp_p
 
 def test_a_file_that_cannot_be_read_is_told(sae: CommandLine, tmp_path: Path):
     assert "nowhere.toml: No such file or directory" in sae("train", "--config", tmp_path / "nowhere.toml").err
-    assert "Is a directory" in sae("train", "--config", tmp_path).err
+    assert "expected a file, got a folder" in sae("train", "--config", tmp_path).err
     np.save(tmp_path / "array.npy", np.ones(3))
     assert "expected TOML" in sae("import", "digits", "--config", tmp_path / "array.npy").err

@@ -46,7 +46,8 @@ def test_a_damaged_marker_that_is_the_only_one_is_refused(tmp_path, damaged):
 
 @pytest.mark.parametrize("created", [5, None, [], {}])
 def test_a_date_that_is_no_text_is_the_oldest(tmp_path, created):
-    assert shelf_of(tmp_path, odd={"created": created}, good={"created": "2026"}).names() == ["good", "odd"]
+    shelf = shelf_of(tmp_path, odd={"created": created, "complete": True}, good={"created": "2026", "complete": True})
+    assert shelf.names() == ["good", "odd"]
 
 
 def test_a_home_that_is_a_file_is_refused(tmp_path):

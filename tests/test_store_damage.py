@@ -206,14 +206,16 @@ def test_a_shard_replaced_while_the_store_is_open_is_read_as_it_is_now(tmp_path,
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"format_version": 2}, "expected format version 1 or older, got 2; upgrade saecli"),
-    ({"format_version": None}, "expected field 'format_version' to be of type int, got None"),
-    ({"d_in": "4"}, "expected field 'd_in' to be of type int, got '4'"),
+    ({"format_version": None}, "format_version: expected a valid integer, got None"),
+    ({"d_in": "4"}, "d_in: expected a valid integer, got '4'"),
     ({"d_in": 0}, "d_in must be from 1 to 1099511627776, got 0"),
     ({"chunk_rows": 10**30}, "chunk_rows must be from 0 to 1099511627776, got 1000000000000000000000000000000"),
     ({"dtype": "float8"}, "cannot store 'float8'; expected one of float32, float16, bfloat16"),
     ({"columns": ["mood"]}, "cannot store column 'mood'"),
-    ({"shards": [{"file": "../../etc"}]}, "expected field 'rows'"),
-    ({"shards": [{"file": "../00000.h5", "rows": 1}]}, r"expected shard 0 to be named 00000\.h5, got '\.\./00000\.h5'"),
+    ({"shards": [{"file": "../../etc"}]}, r"expected a field shards\.0\.rows, got none"),
+    ({"shards": [{"file": "../00000.h5", "rows": 1, "sha256": "", "dropped": {}, "resume": {"cursor": {}, "skip": 0}}]},
+     r"expected shard 0 to be named 00000\.h5, got '\.\./00000\.h5'"),
+    ({"shards": None}, "shards: expected a valid array, got None"),
     ({"shard_rows": 99}, r"expected 99 rows in shard 00000\.h5, got 100"),
 ])
 def test_a_damaged_or_newer_store_json_is_refused_by_name(tmp_path, change, said):

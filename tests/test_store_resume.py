@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +82,7 @@ def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce,
         with memory_folder() as folder:
             for _ in range(1000):
                 how = {"kill_at": rng.randint(1, 150)} if rng.random() < 0.6 else {"kill_after": rng.uniform(0, 0.05)}
-                status, error = produce(folder / "s", **how)
+                status, error = produce(folder / "s", save_seconds=rng.choice([0.0, 60.0]), **how)
                 assert not error
                 kills += status < 0
                 if assert_prefix(folder / "s", uninterrupted):
@@ -89,9 +90,11 @@ def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce,
             assert_same(folder / "s", uninterrupted)
 
 
-@pytest.mark.parametrize(("damaged", "share"), [
-    (False, 0.1), (True, 1), pytest.param(False, 1, marks=pytest.mark.slow)])
-def test_a_power_cut_leaves_a_prefix_that_ends_up_as_if_there_had_been_none(produce, uninterrupted, damaged, share):
+@pytest.mark.parametrize(("damaged", "share", "save_seconds"), [
+    (False, 0.1, 60.0), (True, 1, 60.0), pytest.param(False, 1, 60.0, marks=pytest.mark.slow),
+    pytest.param(False, 0.2, 0.0, marks=pytest.mark.slow)])
+def test_a_power_cut_leaves_a_prefix_that_ends_up_as_if_there_had_been_none(produce, uninterrupted, damaged, share,
+                                                                            save_seconds):
     rng = random.Random(1)
     with memory_folder() as folder:
         cuts, path = folder / "cuts", folder / "disk" / "activations" / "s"
@@ -101,7 +104,7 @@ def test_a_power_cut_leaves_a_prefix_that_ends_up_as_if_there_had_been_none(prod
             store_producer.write(path)
             (path / "shards" / "00002.h5").unlink()
             (path / "shards" / "00004.h5").write_bytes(b"")
-        assert produce(path, cuts=str(cuts)) == (0, "")
+        assert produce(path, cuts=str(cuts), save_seconds=save_seconds) == (0, "")
         states = [pickle.loads(state.read_bytes()) for state in sorted(cuts.iterdir())]
         assert len(states) > (8 if damaged else 60)
         for number, state in enumerate(states, 1 - len(states)):
@@ -153,25 +156,58 @@ def test_extract_killed_at_random_points_equals_one_never_stopped(produce, tmp_p
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.one_of(st.none(), st.integers(1, 1200)),
-       st.sampled_from([None, 1.1]))
-def test_interrupted_after_any_blocks_and_run_again_equals_never_interrupted(pauses, limit, multiple):
+       st.sampled_from([None, 1.1]), st.sampled_from([KeyboardInterrupt, None]), st.sampled_from([0.0, 60.0]),
+       st.booleans())
+def test_interrupted_after_any_blocks_and_run_again_equals_never_interrupted(pauses, limit, multiple, by, save_seconds,
+                                                                            foresees):
     meta = make_meta(store_producer.D_IN, shard_rows=70, chunk_rows=16, columns=("document", "position"),
                      max_norm_multiple=multiple)
     with memory_folder() as folder:
         for name, stops in (("whole", [10**6]), ("parts", [*pauses, 10**6])):
             for stop in stops:
-                with StoreWriter.open(folder / name, meta, limit=limit) as writer:
+                rows_then = 0
+                with (suppress(KeyboardInterrupt),
+                      StoreWriter.open(folder / name, meta, limit=limit, save_seconds=save_seconds) as writer):
                     for cursor, rows, columns, dropped in store_producer.blocks(writer.cursor):
                         if writer.full or stop == 0:
                             break
-                        writer.append(rows, columns, cursor, dropped)
+                        writer.append(rows, columns, cursor, dropped,
+                                      {"block": cursor["block"] + 1} if foresees else None)
                         stop -= 1
                     if stop:
                         writer.finish()
                         break
+                    rows_then = writer.rows
+                    if by:
+                        raise by
+                if rows_then and (by or not save_seconds):  # no row is lost
+                    assert ActivationStore.open(folder / name).meta.saved_rows == rows_then
         whole, parts = contents(folder / "whole"), contents(folder / "parts")
         assert whole["meta"] == parts["meta"]
         np.testing.assert_array_equal(whole["rows"], parts["rows"])
+        assert [sorted(path.name for path in (folder / name / "shards").iterdir()) for name in ("whole", "parts")] == [
+            [shard["file"] for shard in whole["meta"]["shards"]]] * 2
+
+
+def test_a_damaged_partial_shard_is_not_taken_up_and_its_rows_come_again(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((250, 4), np.float32)
+    make_store(tmp_path / "whole", rows)
+    with suppress(KeyboardInterrupt), StoreWriter.open(tmp_path / "s", make_meta(4)) as writer:
+        writer.append(rows[:37], {}, {"row": 0})
+        raise KeyboardInterrupt
+    store = ActivationStore.open(tmp_path / "s")
+    assert (store.rows, store.meta.saved_rows) == (0, 37)
+    path = tmp_path / "s" / "shards" / "00000-37.h5"
+    content = bytearray(path.read_bytes())
+    content[store.meta.partial.shard.frame.start + 5] ^= 1
+    path.write_bytes(content)
+    with StoreWriter.open(tmp_path / "s", make_meta(4)) as writer:
+        assert (writer.rows, writer.cursor) == (0, None)
+        for begin in range(0, 250, 37):
+            writer.append(rows[begin : begin + 37], {}, {"row": begin})
+        writer.finish()
+    assert_same(tmp_path / "s", contents(tmp_path / "whole"))
+    assert not path.exists()
 
 
 def test_a_file_size_limit_leaves_a_store_that_can_be_gone_on_with(produce, uninterrupted):

@@ -131,7 +131,7 @@ def test_equal_rows_make_equal_bytes(tmp_path):
 
 def test_meta_survives_json():
     meta = make_meta(3, "float16", columns=("document", "label"), source={"model": "m", "layer": 3})
-    assert StoreMeta.from_json(json.loads(json.dumps(meta.to_json())) | {"a later field": 1}) == meta
+    assert StoreMeta.from_json(json.dumps(meta.to_json() | {"a later field": 1})) == meta
 
 
 def test_limit_stops_at_exactly_that_many_rows(tmp_path):

@@ -94,7 +94,8 @@ def test_control_c_keeps_whole_shards_and_one_process_completes_the_store(whole:
         started.process.send_signal(signal.SIGINT)
         done = started.done()
     assert done.status != 0
-    assert own_words(done.err) == ["stopped; the same command goes on after the last whole shard"]
+    rows = ActivationStore.open(folder).rows
+    assert own_words(done.err) == [f"stopped; {rows:,} rows are saved, and the same command goes on from there"]
     alone = CommandLine(whole, monkeypatch, capsys)
     assert alone(*MANY, "--name", "stopped").status == 0
     assert_same_rows(whole, "stopped", "whole")

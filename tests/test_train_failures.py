@@ -1,6 +1,7 @@
 """`sae train` where something goes wrong: nothing is lost, nothing half-made stays, one sentence says why."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -8,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from homes import CommandLine, make_store, some_rows
 from safetensors.torch import load_file
+from store_producer import Producer
+from storing import memory_folder
 
-from saecli.files import locked
+from saecli.files import lock_folder
 from saecli.training import read_metrics
 
 QUICK = ("--d-sae", "24", "--epochs", "2", "--batch-size", "64", "--json")
@@ -77,7 +81,7 @@ def test_a_run_is_not_gone_on_with_on_other_rows(sae: CommandLine):
 
 
 @pytest.mark.parametrize(("fields", "sentence"), [
-    ({"format_version": 9}, "format version 9"),
+    ({"format_version": 9}, "expected format version 1 or older, got 9; upgrade saecli"),
     ({"solver": {"name": "foo"}}, "not what this version of `sae train` writes"),
     ({"activation": {"name": "foo"}}, "no activation named 'foo'"),
     ({"training": {"split_seed": 0, "fraction": 1.0}}, "TrainingConfig does not match"),
@@ -114,8 +118,9 @@ def test_a_damaged_line_of_metrics_is_named(sae: CommandLine):
 
 def test_a_run_that_is_being_trained_is_not_trained_twice(sae: CommandLine):
     folder = unfinished(sae)
-    with locked(folder):
-        done = sae("train", "--resume", "--name", "run")
+    lock = lock_folder(folder)
+    done = sae("train", "--resume", "--name", "run")
+    os.close(lock)
     assert done.status == 1
     assert "another process is training run" in done.err
     assert sae("train", "--resume", "--name", "run").status == 0
@@ -182,3 +187,52 @@ def test_a_dimension_all_but_zero_is_only_centred(sae: CommandLine):
     found, expected = (sae("train", *QUICK, "--normalize", "standardize", "--data", name, "--json").json["final"]
                        for name in ("rows", "without"))
     assert found["test_fvu"] == pytest.approx(expected["test_fvu"], rel=1e-3)
+
+
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 13])
+def test_a_run_killed_at_any_moment_begins_again_under_its_name_or_is_resumed(produce: Producer, step: int):
+    """Killed before every opening, renaming, removing and flushing of a file: the same command begins a run that has no
+    checkpoint anew, and `--resume` goes on with one that is known; both end as one that was never killed."""
+    words = ["train", "--data", "rows", "--d-sae", "12", "--epochs", "2", "--batch-size", "64", "--name"]
+    imports = ["saecli.plots", "matplotlib.backends.backend_agg"]
+    with memory_folder() as home:
+        make_store(home, "rows", some_rows(300))
+        runs = home / "runs"
+
+        def train(*words: str, **order: int) -> tuple[int, str]:
+            return produce(home / "activations" / "rows", words=words, imports=imports, **order)
+
+        assert train(*words, "whole") == (0, "")
+        whole, kills, ways = load_file(runs / "whole" / "sae.safetensors"), 0, set()
+        names = {path.name for path in (runs / "whole").glob("[!.]*")}
+        for kill_at in range(1, 1000, step):
+            folder = runs / f"run{kill_at}"
+            status, _ = train(*words, folder.name, kill_at=kill_at)
+            if not status:
+                break
+            kills += 1
+            known = (folder / "run.json").exists()
+            begun_anew = not (folder / "checkpoint.safetensors").exists() and (kills % 2 or not known)
+            ways.add((known, bool(begun_anew)))
+            complete = known and json.loads((folder / "run.json").read_text())["complete"]
+            again = [*words, folder.name] if begun_anew else ["train", "--resume", "--name", folder.name]
+            assert complete or train(*again) == (0, ""), (kill_at, again)
+            assert json.loads((folder / "run.json").read_text())["complete"]
+            found = load_file(folder / "sae.safetensors")
+            assert all(torch.equal(found[name], whole[name]) for name in whole)
+            assert {path.name for path in folder.glob("[!.]*")} == names
+        assert kills > 5 and ways >= {(False, True), (True, False)}
+
+
+def test_a_finished_run_without_its_checkpoint_is_not_taken_for_one_that_was_killed(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(300))
+    assert sae("train", "--name", "run", *QUICK).status == 0
+    (sae.home / "runs" / "run" / "checkpoint.safetensors").unlink()
+    before = {path.name: path.read_bytes() for path in (sae.home / "runs" / "run").iterdir()}
+    done = sae("train", "--name", "run", *QUICK)
+    assert done.status == 1 and "there is a run named 'run' already" in done.err
+    (sae.home / "runs" / "thesis").mkdir()
+    (sae.home / "runs" / "thesis" / "thesis.tex").write_text("x")
+    assert "there is a run named 'thesis' already" in sae("train", "--name", "thesis", *QUICK).err
+    assert {path.name: path.read_bytes() for path in (sae.home / "runs" / "run").iterdir()} == before
+    assert [path.name for path in (sae.home / "runs" / "thesis").iterdir()] == ["thesis.tex"]

@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from ..config import Option, flag_of, scalar_types
-from ..errors import ConfigError
-from ..files import appearing_whole
+from ..errors import ConfigError, one_line
+from ..files import appearing_whole, regular
 
 CONFIG = "config.toml"  # in a run's folder, what trains that run again
 HELP = 'TOML file of options, each by its long name (dtype = "float32"); those on the command line win.'
@@ -73,8 +73,8 @@ class Key:
         if isinstance(value, list):
             return self.several and bool(value) and not any(isinstance(one, list) or not self.admits(one)
                                                             for one in value)
-        if type(value) is str:
-            return str in self.kinds and (not self.choices or value in self.choices)
+        if type(value) is str:  # a command line cannot hold what would end a file's name early either
+            return str in self.kinds and (not self.choices or value in self.choices) and "\0" not in value
         return type(value) in self.kinds or (type(value) is int and float in self.kinds)
 
     @property
@@ -114,12 +114,13 @@ def read_config(path: Path, keys: Mapping[str, Key], command: str) -> dict[str, 
         ConfigError: the file cannot be read, or holds something that the command does not take.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        document = tomllib.loads(regular(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"cannot read --config {path}: {error.strerror}; give a TOML file of options") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read --config {path}: {error.strerror or error}; give a TOML file of "
+                          "options") from error
+    except (ValueError, RecursionError) as error:  # no TOML, no text, a number of thousands of digits, lists in lists
         raise ConfigError(f"cannot read --config {path}: expected TOML, lines such as d_sae = 512, got something else: "
-                          f"{error}") from error
+                          f"{one_line(error)}") from error
     found: dict[str, Any] = {}
     for written, value in document.items():
         name = written.replace("-", "_")

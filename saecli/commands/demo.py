@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..home import Home
+from ..home import Home, read_settings
 from ..language_model import TINY_GEMMA2
 from ..report import table
 from .options import Json, start
@@ -47,7 +47,8 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
         for arguments in chain:
             print(f"\n$ sae {shlex.join(arguments)}", flush=True)
             ctx.find_root().command.main(["--home", str(session.home.path), *arguments], standalone_mode=False)
-    finals = {name: session.home.runs.read_marker(name)["result"] for name in (sgd, pam)}
+    finals = {name: read_settings(session.home.runs.path / name / session.home.runs.marker)["result"]
+              for name in (sgd, pam)}
     curves = [session.home.runs.path / name / "loss.png" for name in (sgd, pam)]
     paths = [str(path) for path in (*curves, *sorted(pictures.glob("*.png")))]
     session.report.result({"runs": finals, "pictures": paths}, "", comparison(finals), "pictures:", *paths)

@@ -32,6 +32,7 @@ from ..harvest import (
     fill,
     fill_together,
     in_blocks,
+    look_ahead,
     mend_together,
 )
 from ..language_model import MODEL_DTYPES, SITES, TINY_GEMMA2, LanguageModel, ModelSource, Place, find_model
@@ -91,8 +92,7 @@ class ExtractConfig(Config):
                                            "have the same tokens; halved where they do not fit in memory; auto: as "
                                            "many as fit on a CUDA device, elsewhere a fixed number. Rows do not depend "
                                            "on it but for their last bits.", choices=("auto",), minimum=1, maximum=MOST)
-    shard_rows: int = option(32_768, "Rows in a shard file; a kill loses at most the shard being written.", minimum=1,
-                             maximum=MOST)
+    shard_rows: int = option(32_768, "Rows in a shard file.", minimum=1, maximum=MOST)
 
 
 Layers = Annotated[list[int] | None, typer.Option(
@@ -174,7 +174,7 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
         folders += [store.folder for store in stores]
         before = agreed(lambda: {store.place for store in stores if store.is_finished(session)})
         if missing := [store for store in stores if store.place not in before]:
-            _extract(session, config, LanguageModel(source, where, dtype=config.model_dtype), text, missing)
+            before |= _extract(session, config, LanguageModel(source, where, dtype=config.model_dtype), text, missing)
     if is_main():
         say_stored(session, [(ActivationStore.open(store.folder), store.place in before) for store in stores])
 
@@ -226,41 +226,50 @@ def _some_tokens(model: LanguageModel, windows: Windows) -> tuple[Tensor, Tensor
 
 
 def _extract(session: Session, config: ExtractConfig, model: LanguageModel, text: TextSource,
-             stores: list[Wanted]) -> None:
-    """Write the stores that are not finished, in one pass over the text."""
+             stores: list[Wanted]) -> set[Place]:
+    """Write the stores that are not finished, in one pass over the text.
+
+    Returns:
+        The places of those that another process has finished meanwhile.
+    """
     new_windows = partial(Windows, model.tokenizer, config.context, config.positions, config.packed, config.min_tokens)
     windows = new_windows()
     places = [store.place for store in stores]
     widths = model.read(*_some_tokens(model, windows), places, lambda activations: activations.shape[-1])
-    tokens = batch_tokens(model, config.batch_size, config.context, places)
+    ahead = look_ahead(model.size)
+    tokens = batch_tokens(model, config.batch_size, config.context, places, ahead)
     forward = Forward(model, config.dtype, tokens, session.report.note)
 
     def documents_from(spot: Spot) -> Iterator[Document]:
         return text.documents(spot.document, spot.mark, session.report.note)
 
     def blocks_from(cursor: Cursor) -> Iterator[Block]:
-        return in_blocks(documents_from, new_windows(), config.rows, cursor)
+        return in_blocks(documents_from, new_windows(), config.rows, cursor, ahead)
 
     together = processes() > 1 or any(made_by_several(store.folder) for store in stores)
     open_writer = partial(SharedWriter.open, rank=own_rank(), exchange=gathered) if together else StoreWriter.open
     with ExitStack() as open_writers:
         writers = []
         for store, width in zip(stores, widths, strict=True):
-            meta = StoreMeta(source={**store.request, "prepend_bos": bool(windows.prefix)},
+            meta = StoreMeta(source={**store.request, "layers": model.source.layers,
+                                     "prepend_bos": bool(windows.prefix)},
                              request_hash=hash_request(store.request), dtype=config.dtype, d_in=width,
                              shard_rows=config.shard_rows, columns=COLUMNS,
                              max_norm_multiple=config.max_norm_multiple)
             writers.append(open_writers.enter_context(open_writer(store.folder, meta, limit=config.rows)))
         if together:
             _fill_together(session, config, writers, places, forward, blocks_from)
-            return
-        start = _first_cursor(_targets(writers, places))
+            return set()
+        if not (missing := _targets(writers, places)):
+            return set(places)
+        start = _first_cursor(missing)
         with filling(session, writers, "extracting", max(0, config.rows - start.offered)) as show:
             # Shards that are damaged take passes of their own.
             while targets := _targets(writers, places):
                 fill(targets, blocks_from(_first_cursor(targets)), forward, config.rows, Progress(show, targets))
                 for target in targets:
                     target.finish()
+        return set(places) - {target.place for target in missing}
 
 
 def _fill_together(session: Session, config: ExtractConfig, writers: list[SharedWriter], places: list[Place],

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from ..errors import SaeError, StoreError
-from ..home import Shelf
+from ..home import Shelf, read_run
 from ..report import Step, number, size_words, table
 from ..store import ActivationStore
 from .options import Json, Session, start
@@ -58,7 +58,7 @@ def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> 
         entry: dict[str, Any] = {"name": marker.parent.name, "path": str(marker.parent)}
         try:
             entry |= describe(shelf, entry["name"])
-        except (SaeError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except SaeError as error:
             entry |= {"state": "unreadable", "created": "", "problem": str(error)}
         found.append(entry | {"bytes": _size(marker.parent)})
     return sorted(found, key=lambda entry: (str(entry["created"]), entry["name"]), reverse=True)
@@ -67,15 +67,15 @@ def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> 
 def _store(shelf: Shelf, name: str) -> dict[str, Any]:
     store = ActivationStore.open(shelf.path / name)
     return {"state": "complete" if store.complete else "unfinished", "created": store.meta.created,
-            "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype, "shards": len(store.meta.shards),
+            "rows": store.meta.saved_rows, "d_in": store.d_in, "dtype": store.dtype, "shards": len(store.meta.shards),
             **what_was_kept(store), "source": store.meta.source}
 
 
 def _run(shelf: Shelf, name: str) -> dict[str, Any]:
-    run = shelf.read_marker(name)
-    final = (run["result"] or {}).get("final", {})
-    return {"state": "complete" if run["complete"] else "unfinished", "created": run["created"], "data": run["data"],
-            "solver": run["solver"]["name"], "act": run["activation"]["name"], "d_sae": run["training"].get("d_sae"),
+    run = read_run(shelf.path / name / shelf.marker)
+    final = run.result.final if run.result else {}
+    return {"state": "complete" if run.complete else "unfinished", "created": run.created, "data": run.data,
+            "solver": run.solver.name, "act": run.activation.name, "d_sae": run.training.d_sae,
             "test_fvu": final.get("test_fvu"), "l0": final.get("l0")}
 
 

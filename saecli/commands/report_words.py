@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, ModelError
-from ..home import Home
+from ..home import Home, read_settings
 from ..pages import Texts, TokenNumbers
-from ..runs import read_run
 from .subjects import Measured
 
 if TYPE_CHECKING:
@@ -87,8 +86,8 @@ def facts(home: Home, one: Measured) -> dict[str, Mapping[str, Any]]:
     activation = {"name": one.sae.activation.name, **one.sae.activation.to_json()}
     found: dict[str, Mapping[str, Any]] = {"activation": activation}
     if marker.is_file():
-        run = read_run(marker)
-        found |= {"training": run["training"], "solver": run.get("solver") or {},
-                  "at the end of training": (run.get("result") or {}).get("final") or {}}
+        run = read_settings(marker)
+        found |= {"training": run["training"], "solver": run["solver"],
+                  "at the end of training": (run.get("result") or {}).get("final", {})}
     shape = {"name": store.name, "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype}
     return found | {"store": shape | store.meta.source}

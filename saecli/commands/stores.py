@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError, PeerError, StoreError
 from ..home import STORE_MARKER, Home
-from ..report import Step, number, table
+from ..report import Step, counted, number, table
 from ..store import ActivationStore, Norms, StoreWriter, remembers
 from .options import Session
 
@@ -96,11 +96,12 @@ def told_when_stopped(session: Session) -> Iterator[list[Path]]:
     try:
         yield folders
     except (KeyboardInterrupt, PeerError):
-        if any((folder / STORE_MARKER).exists() and ActivationStore.open(folder).rows for folder in folders):
-            session.report.note("stopped; the same command goes on after the last whole shard")
+        metas = [ActivationStore.open(folder).meta for folder in folders if (folder / STORE_MARKER).exists()]
+        if rows := sum(meta.saved_rows for meta in metas):
+            session.report.note(f"stopped; {counted(rows, 'row')} {'is' if rows == 1 else 'are'} saved, and the same "
+                                "command goes on from there")
         elif folders:
-            session.report.note("stopped before the first shard was whole; nothing was saved, and the same command "
-                                "begins again")
+            session.report.note("stopped before anything was saved; the same command begins again")
         else:
             session.report.note("stopped before it began; nothing was changed")
         raise
@@ -164,14 +165,29 @@ def _dropped(store: ActivationStore, reason: str) -> str:
     return f"{count:,} ({100 * count / (store.rows + rows_dropped(store.meta.dropped)):.2g}%){sizes}"
 
 
+def taken_from(source: Mapping[str, Any]) -> list[list[Any]]:
+    """What a store's rows were taken from, a line each."""
+    names = ("model", "site", "dataset", "file", "key")
+    lines = [[name, source[name]] for name in names if source.get(name) is not None]
+    if "layer" in source:
+        counted_from = f" of {source['layers']}, from 0" if "layers" in source else ""
+        lines.insert(1, ["layer", f"{source['layer']}{counted_from}"])
+    if "context" in source:
+        packed = ", packed" if source.get("packed") else ""
+        lines.append(["context", f"{counted(source['context'], 'token')}{packed}"])
+    return lines
+
+
 def say_stored(session: Session, stores: Sequence[tuple[ActivationStore, bool]]) -> None:
     """Print the result of a command that made stores, each with whether it was there already."""
     documents, tables = [], []
     for store, cached in stores:
         meta = store.meta
         document = {"name": store.name, "path": str(store.path), "rows": store.rows, "d_in": store.d_in,
-                    "dtype": store.dtype, "shards": len(meta.shards), "cached": cached, **what_was_kept(store)}
-        shown = [[key, document[key]] for key in ("path", "rows", "d_in", "dtype", "shards")]
+                    "dtype": store.dtype, "shards": len(meta.shards), "cached": cached, **what_was_kept(store),
+                    "source": meta.source}
+        shown = taken_from(meta.source)
+        shown += [[key, document[key]] for key in ("path", "rows", "d_in", "dtype", "shards")]
         if meta.norms:
             median = number(meta.norm_quantiles.get("0.5"))
             shown.append(["norm", f"median {median}, {_sizes(meta.norms)}"])

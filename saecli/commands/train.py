@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,15 +10,13 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..activations import ACTIVATIONS, activation_from_json
-from ..distributed import agreed, main_first, share_latents
+from ..distributed import agreed, is_main, main_first, share_latents
 from ..errors import ConfigError, RunError
-from ..files import make_folder
-from ..home import Home, now
+from ..home import Home, now, read_settings
 from ..machine import available_memory
-from ..runs import read_run
 from ..solvers import SOLVERS
 from ..store import ActivationStore
-from ..training import Plan, Run, TrainingConfig
+from ..training import Plan, Run, TrainingConfig, claimed
 from .options import Given, Json, Session, configured, start, store_names, unfinished_names
 from .stores import checked_name, open_store
 from .training_runs import Job, train
@@ -58,20 +56,23 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     """
     session = start(ctx, json)
     share_latents(latent_shards)
-    try:
-        if resume:
-            jobs = [Job(*main_first(lambda: _resumed(session, ctx, name)))]
-        else:
-            store = main_first(lambda: open_store(session, data))
-            runs = [_planned(store, each, solver, act) for each in options]
-            _look_at_hash(session, ctx, runs[0], data_hash)
-            folders = agreed(lambda: _new_folders(session.home, name, f"{solver}-{act}",
-                                                  [each.varied for each in options]))
-            jobs = [Job(*job) for job in zip(folders, runs, options, strict=True)]
-    except KeyboardInterrupt:
-        session.report.note("stopped before training began; nothing was changed")
-        raise
-    train(session, jobs)
+    with ExitStack() as claims:
+        try:
+            if resume:
+                jobs = [Job(*main_first(lambda: _resumed(session, ctx, name)))]
+                if is_main():
+                    claims.enter_context(claimed(jobs[0].folder, new=False))
+            else:
+                store = main_first(lambda: open_store(session, data))
+                runs = [_planned(store, each, solver, act) for each in options]
+                _look_at_hash(session, ctx, runs[0], data_hash)
+                names = _names(name, [each.varied for each in options])
+                folders = agreed(lambda: [_new_folder(session.home, one, f"{solver}-{act}", claims) for one in names])
+                jobs = [Job(*job) for job in zip(folders, runs, options, strict=True)]
+        except KeyboardInterrupt:
+            session.report.note("stopped before training began; nothing was changed")
+            raise
+        train(session, jobs)
 
 
 def _planned(store: ActivationStore, options: Given, solver: str, act: str) -> Run:
@@ -94,24 +95,18 @@ def _look_at_hash(session: Session, ctx: typer.Context, run: Run, data_hash: str
                             "name; the weights will be others")
 
 
-def _new_folders(home: Home, name: str | None, stem: str, varied: list[Mapping[str, Any]]) -> list[Path]:
-    """Make the folders of runs; two that begin at once get two. Of several, the name's tell their values too."""
-    runs = home.runs.path
+def _names(name: str | None, varied: list[Mapping[str, Any]]) -> list[str | None]:
+    """The names of runs, None for one that is made up; of several, the name's tell their values too.
+
+    Raises:
+        ConfigError: they cannot be folders, or are not all different.
+    """
     names = [None if name is None else checked_name("-".join([name, *map(_words, values.items())]))
              for values in varied]
     if len(set(names)) < len(names) and name is not None:
         raise ConfigError(f"--name {name} makes one name of several runs: their values differ in characters that a "
                           "name cannot hold; leave --name out")
-    make_folder(runs)
-    made: list[Path] = []
-    try:
-        for one in names:
-            made.append(_new_folder(runs, one, stem))
-    except BaseException:
-        for folder in made:
-            folder.rmdir()
-        raise
-    return made
+    return names
 
 
 def _words(value: tuple[str, Any]) -> str:
@@ -120,12 +115,24 @@ def _words(value: tuple[str, Any]) -> str:
                   f"{value[0]}{value[1]}")
 
 
-def _new_folder(runs: Path, name: str | None, stem: str) -> Path:
-    for folder in (runs / f"{stem}-{number}" for number in count(1)) if name is None else [runs / name]:
-        with suppress(FileExistsError):
-            folder.mkdir()
-            return folder
-    raise RunError(f"there is a run named {name!r} already; give another --name, or go on with it by --resume")
+def _new_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> Path:
+    """The folder of a new run, claimed until `claims` are closed; two runs of made-up names that begin at once get two.
+
+    Raises:
+        RunError: there is a run of that name.
+    """
+    runs = home.runs.path
+    if name is None:
+        for folder in (runs / f"{stem}-{number}" for number in count(1)):
+            with suppress(FileExistsError, RunError):
+                claims.enter_context(claimed(folder))
+                return folder
+    try:
+        claims.enter_context(claimed(runs / name))
+    except FileExistsError:
+        raise RunError(f"there is a run named {name!r} already; give another --name, or where it is not finished go on "
+                       "with it by --resume") from None
+    return runs / name
 
 
 def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Path, Run]:
@@ -144,15 +151,18 @@ def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Pa
         session.report.note(f"going on with {name}")
     folder = runs.find(name)
     path = folder / runs.marker
-    document = read_run(path)
+    document = read_settings(path)
     if document["complete"]:
         raise RunError(f"{name} is finished; there is nothing to resume, start a new run with `sae train`")
     store = open_store(session, document["data"])
     try:
         settings = dict(document["solver"])
         training = TrainingConfig.from_json(document["training"])
-        plan = Plan(training.rows_of(store), training.test_rows_of(store), training,
-                    SOLVERS[settings.pop("name")].from_json(settings), activation_from_json(document["activation"]))
+        plan = Plan.resolved(training.rows_of(store), training.test_rows_of(store), training,
+                             SOLVERS[settings.pop("name")].from_json(settings),
+                             activation_from_json(document["activation"]))
+        if plan.training != training:  # defaults are filled in when a run is begun, and may be others by now
+            raise ConfigError("not all of its settings are filled in")
         run, trained_on = Run(store, plan, document["created"]), document["data_hash"]
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"cannot go on with {name}: {path} is not what this version of `sae train` writes "

@@ -1,8 +1,7 @@
 """Trains the runs that `sae train` has planned, and tells what came of them."""
 
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 
 from .. import __version__
 from ..distributed import is_main
-from ..errors import PeerError, RunError, SaeError
-from ..files import locked
+from ..errors import PeerError, SaeError
 from ..report import Step, table
 from ..training import CHECKPOINT, Record, Run, RunRecord, Share, Trainer, alone, in_step, read_metrics
 from .config_file import CONFIG, write_config
@@ -25,7 +23,7 @@ class Job:
     """A run to train.
 
     Args:
-        folder: the run's folder, which exists.
+        folder: the run's folder, which is claimed.
         run: what to train, on which store.
         options: what was given, of a new run; None for one that is gone on with.
     """
@@ -97,20 +95,6 @@ class _Progress:
         return step
 
 
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Keep other processes from training the same run; leave no folder behind that has nothing to go on from."""
-    try:
-        with locked(folder):
-            try:
-                yield
-            finally:
-                if not (folder / CHECKPOINT).exists():
-                    shutil.rmtree(folder)
-    except BlockingIOError as error:
-        raise RunError(f"another process is training {folder.name}; wait for it, or stop it") from error
-
-
 def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress | None = None,
              share: Share = alone) -> dict[str, Any]:
     """Train a run to its end; returns what is to be told of it.
@@ -123,29 +107,28 @@ def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress
         share: how passes over the rows are gone through.
     """
     folder, run, plan = job.folder, job.run, job.run.plan
-    with _held(folder) if is_main() else nullcontext():
-        try:
-            if job.options is not None and is_main():
-                run.write(folder, None)
-                _write_config(folder, run, job.options)
-            trainer = Trainer(plan, RunRecord(run, folder) if is_main() else Record(), trainings)
-            session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} "
-                                f"latents on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
-                                f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
-            display = (session.report.progress("training", trainer.steps, "steps") if progress is None
-                       else nullcontext(progress.of(folder.name)))
-            with display as show:
-                result = trainer.result(trainer.train(show, share))
-            if is_main():
-                from ..plots import loss_curves  # matplotlib takes a second to import
+    try:
+        if job.options is not None and is_main():
+            _write_config(folder, run, job.options)  # before run.json, by which a run is known that can be gone on with
+            run.write(folder, None)
+        trainer = Trainer(plan, RunRecord(run, folder) if is_main() else Record(), trainings)
+        session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
+                            f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
+                            f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
+        display = (session.report.progress("training", trainer.steps, "steps") if progress is None
+                   else nullcontext(progress.of(folder.name)))
+        with display as show:
+            result = trainer.result(trainer.train(show, share))
+        if is_main():
+            from ..plots import loss_curves  # matplotlib takes a second to import
 
-                loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
-                run.write(folder, result)  # last, so that whatever cuts this short, --resume completes it
-        except (KeyboardInterrupt, PeerError):
-            session.report.note(f"stopped; `sae train --resume --name {folder.name}` goes on after the last whole "
-                                "epoch" if (folder / CHECKPOINT).exists() else
-                                f"stopped before the end of the first epoch; nothing was saved of {folder.name}")
-            raise
+            loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
+            run.write(folder, result)  # last, so that whatever cuts this short, --resume completes it
+    except (KeyboardInterrupt, PeerError):
+        session.report.note(f"stopped; `sae train --resume --name {folder.name}` goes on after the last whole epoch"
+                            if (folder / CHECKPOINT).exists() else
+                            f"stopped before the end of the first epoch; nothing was saved of {folder.name}")
+        raise
     return {"run": folder.name, "path": str(folder), "solver": plan.solver.name, "act": plan.activation.name,
             "data": run.store.name, "d_in": run.store.d_in, "d_sae": plan.training.d_sae, **result}
 

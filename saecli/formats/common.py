@@ -4,23 +4,25 @@ Several libraries subtract the decoder's bias from a row before they encode it; 
 the same: `(x - b_dec) @ W_enc + b = x @ W_enc + (b - b_dec @ W_enc)`. Shapes: D = d_in, F = d_sae.
 """
 
-import json
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..activations import Activation
-from ..errors import ConfigError, FormatError
-from ..files import appearing_whole
+from ..documents import Origin, read_json
+from ..errors import ConfigError, FormatError, one_line
+from ..files import appearing_whole, regular
 from ..sae import SAE
+
+Document = TypeVar("Document")
 
 WEIGHTS = ("W_enc", "b_enc", "W_dec", "b_dec")
 
@@ -33,37 +35,42 @@ class SavedSAE:
 
     Args:
         sae: the autoencoder.
-        origin: where its training rows came from, as far as the file says: `model`, `layer`, `site`, `context`
-            (tokens a window), `prepend_bos`.
+        origin: where its training rows came from, as far as the file says: the fields of `documents.Origin`.
     """
 
     sae: SAE
     origin: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, sae: SAE, origin: Origin) -> "SavedSAE":
+        """An SAE with what is known of its origin."""
+        return cls(sae, {name: value for name, value in asdict(origin).items() if value is not None})
 
-def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, wanted: set[str]) -> SAE:
+
+def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, subtracts: bool = False) -> SAE:
     """Make an SAE of the tensors of a file, in float32 where the file held them in less.
 
     Args:
         path: the file, for messages.
-        tensors: the weights and the activation's parameters by this tool's names.
+        tensors: the weights and the activation's parameters by this tool's names, no more and no fewer.
         activation: what turns pre-activations into codes.
-        wanted: names that the tensors must have, no more and no fewer.
+        subtracts: whether the file's encoder takes rows less `b_dec`.
 
     Raises:
         FormatError: names or shapes do not fit together, a number is not finite, or the activation cannot
             work with so many latents.
     """
-    expect_names(path, tensors, wanted)
-    if tensors["W_enc"].ndim != 2:
-        raise FormatError(f"{path}: expected W_enc of two dimensions, got {tuple(tensors['W_enc'].shape)}")
+    expect_names(path, tensors, {*WEIGHTS, *activation.parameters(1)})
+    if tensors["W_enc"].ndim != 2 or not tensors["W_enc"].numel():
+        raise FormatError(f"{path}: expected W_enc of shape (d_in, d_sae), both at least 1, got "
+                          f"{tuple(tensors['W_enc'].shape)}")
     d_in, d_sae = tensors["W_enc"].shape
     shapes = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_in), "b_dec": (d_in,),
               **{name: tuple(parameter.shape) for name, parameter in activation.parameters(d_sae).items()}}
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name]:
             raise FormatError(f"{path}: expected {name} of shape {shapes[name]}, got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
+        if tensor.layout != torch.strided or not tensor.is_floating_point() or not tensor.isfinite().all():
             raise FormatError(f"{path}: expected finite floating-point numbers in {name}, got "
                               f"{'others' if tensor.is_floating_point() else tensor.dtype}; the file is damaged")
     try:
@@ -73,7 +80,11 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
     dtype = torch.promote_types(tensors["W_enc"].dtype, torch.float32)
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     weights = {name: ready.pop(name) for name in WEIGHTS}
-    return SAE(**weights, activation=activation, parameters=ready)
+    sae = SAE(**weights, activation=activation, parameters=ready)
+    if not subtracts:
+        return sae
+    shift = sae.b_dec.double() @ sae.W_enc.double()
+    return replace(sae, b_enc=(sae.b_enc.double() - shift).to(dtype))
 
 
 def expect_names(path: Path, tensors: Mapping[str, Any], wanted: set[str]) -> None:
@@ -88,9 +99,9 @@ def expect_names(path: Path, tensors: Mapping[str, Any], wanted: set[str]) -> No
                           f"unexpected {sorted(tensors.keys() - wanted)}")
 
 
-def bias_without_subtraction(b_enc: Tensor, b_dec: Tensor, W_enc: Tensor) -> Tensor:
-    """The encoder bias, (F,), that makes up for not subtracting `b_dec` from the rows."""
-    return (b_enc.double() - b_dec.double() @ W_enc.double()).to(b_enc.dtype)
+def transposed(matrix: Tensor) -> Tensor:
+    """A matrix as `nn.Linear` holds it, the other way round; what is no matrix as it is, for `assemble` to refuse."""
+    return matrix.T if matrix.ndim == 2 else matrix
 
 
 def bias_with_subtraction(b_enc: Tensor, b_dec: Tensor, W_enc: Tensor) -> Tensor:
@@ -98,31 +109,36 @@ def bias_with_subtraction(b_enc: Tensor, b_dec: Tensor, W_enc: Tensor) -> Tensor
     return (b_enc.double() + b_dec.double() @ W_enc.double()).to(b_enc.dtype)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+def read_config(path: Path, kind: type[Document]) -> Document:
+    """A configuration in a JSON file; see `documents.read_json`.
 
     Raises:
-        FormatError: it cannot be read or is not one.
+        FormatError: it cannot be read, or is none of that kind.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path, kind)
     except (OSError, ValueError) as error:
         raise FormatError(f"cannot read {path}: {error}") from error
-    if not isinstance(document, dict):
-        raise FormatError(f"{path}: expected a JSON object, got {type(document).__name__}")
-    return document
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file.
+def origin_from(fields: Mapping[str, Any]) -> Origin:
+    """What another library's files say of where rows came from: their entries that are of the type expected, since what
+    they say beside the weights is their own affair."""
+    kinds = {"model": str, "layer": int, "site": str, "dataset": str, "context": int, "prepend_bos": bool}
+    return Origin(**{name: value for name, value in fields.items() if type(value) is kinds[name]})
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors file, by name, and the entries of its header.
 
     Raises:
-        FormatError: it is damaged.
+        FormatError: it cannot be read.
     """
     try:
-        return load_file(path)
+        with safe_open(regular(path), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise FormatError(f"cannot read {path}: {error}") from error
+        raise FormatError(f"cannot read {path}: {one_line(error)}") from error
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -146,15 +162,17 @@ def read_torch(path: Path) -> dict[str, Tensor]:
         FormatError: it is damaged, or holds anything but tensors by name.
     """
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(regular(path), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise FormatError(f"{path} was refused: expected tensors only, got something whose loading could run "
                           f"code; save it again as a plain state_dict") from error
     except (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
         # what torch raises for a damaged file depends on the byte where its unpickler stumbles
-        raise FormatError(f"cannot read {path}: {error or 'it ends too early'}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise FormatError(f"{path}: expected a state_dict of tensors, got {type(tensors).__name__}")
+        raise FormatError(f"cannot read {path}: {one_line(error)}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(key, str) and isinstance(tensor, Tensor)
+                                                for key, tensor in tensors.items()):
+        raise FormatError(f"{path}: expected a state_dict, tensors by name, got {type(tensors).__name__} of something "
+                          "else")
     return tensors
 
 
@@ -183,7 +201,7 @@ def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any
         FormatError: the entry is there with a value that is not among those allowed.
     """
     value = config.get(key, allowed[0])
-    if value not in allowed:
+    if not any(type(value) is type(one) and value == one for one in allowed):
         raise FormatError(f"{path}: {key} {value!r} cannot be expressed here; "
                           f"expected {' or '.join(map(repr, allowed))}")
 
@@ -195,7 +213,7 @@ def hook_name(origin: Mapping[str, Any]) -> str | None:
     return f"blocks.{origin['layer']}.hook_{origin['site']}"
 
 
-def origin_of_hook(name: str | None) -> dict[str, Any]:
+def origin_of_hook(name: Any) -> dict[str, Any]:
     """The `layer` and `site` in TransformerLens' name of a place; nothing for one of another form."""
-    match = _HOOK.fullmatch(name or "")
+    match = _HOOK.fullmatch(name) if isinstance(name, str) else None
     return {"layer": int(match[1]), "site": match[2]} if match else {}

@@ -21,10 +21,11 @@ from .common import (
     SavedSAE,
     assemble,
     bias_with_subtraction,
-    bias_without_subtraction,
     expect_names,
-    read_json,
+    origin_from,
+    read_config,
     read_torch,
+    transposed,
     write_torch,
 )
 
@@ -32,6 +33,22 @@ CONFIG, TENSORS = "config.json", "ae.pt"
 
 LINEAR = {"encoder.weight": "W_enc", "encoder.bias": "b_enc", "decoder.weight": "W_dec"}  # their transposes
 PLAIN = {name: name for name in WEIGHTS}
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What `config.json` says of the SAE, as far as it is looked at here."""
+
+    dict_class: str
+    lm_name: Any = None
+    layer: Any = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """The contents of `config.json`."""
+
+    trainer: Trainer
 
 
 @dataclass(frozen=True)
@@ -51,12 +68,19 @@ class Layout:
     extras: frozenset[str] = frozenset()
 
 
+def _kept(extras: dict[str, Tensor]) -> int:
+    k = extras["k"]
+    if k.numel() != 1 or k.is_floating_point() or k.is_complex():
+        raise ConfigError(f"expected k to be a whole number, got {k.dtype} of shape {tuple(k.shape)}")
+    return int(k)
+
+
 def _top_k(extras: dict[str, Tensor]) -> Activation:
-    return ReluTopK(k=int(extras["k"]))
+    return ReluTopK(k=_kept(extras))
 
 
 def _batch_top_k(extras: dict[str, Tensor]) -> Activation:
-    return BatchTopK(k=int(extras["k"]))
+    return BatchTopK(k=_kept(extras))
 
 
 CLASSES: dict[str, Layout] = {
@@ -77,8 +101,8 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
             this tool cannot express.
     """
     path = folder / CONFIG
-    trainer = read_json(path).get("trainer")
-    name = trainer.get("dict_class") if isinstance(trainer, dict) else None
+    trainer = read_config(path, Config).trainer
+    name = trainer.dict_class
     if name not in CLASSES:
         raise FormatError(f"{path}: trainer.dict_class {name!r} cannot be expressed here; "
                           f"expected one of {', '.join(CLASSES)}")
@@ -88,18 +112,14 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
     extras = {key: found[key] for key in layout.extras}
     try:
         activation = layout.activation(extras)
-    except (ConfigError, RuntimeError) as error:
+    except ConfigError as error:
         raise FormatError(f"{folder / TENSORS}: {error}") from error
-    tensors = {ours: found[theirs].T if theirs in LINEAR and found[theirs].ndim == 2 else found[theirs]
+    tensors = {ours: transposed(found[theirs]) if theirs in LINEAR else found[theirs]
                for theirs, ours in layout.names.items()}
-    if layout.subtracts:
-        tensors["b_enc"] = bias_without_subtraction(tensors["b_enc"], tensors["b_dec"], tensors["W_enc"])
-    wanted = {*WEIGHTS, *activation.parameters(1)}
-    if "threshold" in wanted:
+    if "threshold" in activation.parameters(1):
         tensors["threshold"] = extras["threshold"]
-    origin = {"model": trainer.get("lm_name"), "layer": trainer.get("layer")}
-    return SavedSAE(assemble(folder / TENSORS, tensors, activation, wanted),
-                    {key: value for key, value in origin.items() if value is not None})
+    return SavedSAE.of(assemble(folder / TENSORS, tensors, activation, layout.subtracts),
+                       origin_from({"model": trainer.lm_name, "layer": trainer.layer}))
 
 
 def _auto_encoder(sae: SAE) -> dict[str, Tensor]:

@@ -5,14 +5,15 @@ say where its rows came from: Gemma Scope tells model, layer and width by the na
 """
 
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..activations import Activation, BatchTopK, JumpRelu, Relu
-from ..errors import FormatError
-from ..files import appearing_whole
+from ..errors import FormatError, one_line
+from ..files import appearing_whole, regular
 from .common import WEIGHTS, SavedSAE, assemble
 
 TENSORS = "params.npz"
@@ -27,11 +28,12 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
     """
     path = folder / TENSORS
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        with regular(path).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise FormatError(f"cannot read {path}: {error}") from error
-    return SavedSAE(assemble(path, tensors, JumpRelu(), {*WEIGHTS, "threshold"}))
+    except (OSError, ValueError, TypeError, EOFError, RuntimeError, LookupError, zlib.error,
+            zipfile.BadZipFile) as error:
+        raise FormatError(f"cannot read {path}: {one_line(error)}") from error
+    return SavedSAE(assemble(path, tensors, JumpRelu()))
 
 
 def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:

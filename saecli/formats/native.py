@@ -6,16 +6,30 @@ floating dtype, and the activation's parameters beside them; it acts on raw acti
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
+from typing import Any
 
 from ..activations import activation_from_json, activation_to_json
-from ..errors import ConfigError, FormatError
-from .common import WEIGHTS, SavedSAE, assemble, write_safetensors
+from ..documents import Origin, demand_version, parse_json
+from ..errors import FormatError
+from .common import SavedSAE, assemble, read_safetensors, write_safetensors
 
 FORMAT_VERSION = 1
 FILE_NAME = "sae.safetensors"
+
+
+@dataclass(frozen=True)
+class Header:
+    """The entry `saecli` of the file's header.
+
+    Args:
+        activation: the activation's name and settings.
+        origin: where the training rows came from.
+    """
+
+    activation: dict[str, Any]
+    origin: Origin
 
 
 def save_native(saved: SavedSAE, folder: Path) -> None:
@@ -32,21 +46,13 @@ def load_native(folder: Path) -> SavedSAE:
         FormatError: the file is damaged, of a newer version, or lists other tensors than its activation needs.
     """
     path = folder / FILE_NAME
+    tensors, metadata = read_safetensors(path)
+    if "saecli" not in metadata:
+        raise FormatError(f"{path} was not written by this tool: expected an entry `saecli` in its header, got none")
     try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("saecli", "null"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, OSError, ValueError) as error:
-        raise FormatError(f"cannot read {path}: {error}") from error
-    if not isinstance(header, dict) or not {"format_version", "activation", "origin"} <= header.keys():
-        raise FormatError(f"{path} was not written by this tool: its header has no entry `saecli` with "
-                          f"format_version, activation and origin")
-    if header["format_version"] > FORMAT_VERSION:
-        raise FormatError(f"{path} has format version {header['format_version']}, this tool reads up to "
-                          f"{FORMAT_VERSION}; upgrade it with `pip install --upgrade saecli`")
-    try:
-        activation = activation_from_json(header["activation"])
-    except ConfigError as error:
+        demand_version(metadata["saecli"], FORMAT_VERSION)
+        header = parse_json(metadata["saecli"], Header)
+        activation = activation_from_json(header.activation)
+    except ValueError as error:
         raise FormatError(f"{path}: {error}") from error
-    sae = assemble(path, tensors, activation, {*WEIGHTS, *activation.parameters(1)})
-    return SavedSAE(sae, header["origin"])
+    return SavedSAE.of(assemble(path, tensors, activation), header.origin)

@@ -6,6 +6,7 @@ saves its own, and is read back as one. A signed `topk` has no counterpart there
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,12 @@ from ..activations import AbsTopK, Activation, BatchTopK, JumpRelu, Relu, ReluTo
 from ..errors import ConfigError, FormatError
 from ..files import write_json
 from .common import (
-    WEIGHTS,
     SavedSAE,
     assemble,
-    bias_without_subtraction,
-    expect_names,
     hook_name,
+    origin_from,
     origin_of_hook,
-    read_json,
+    read_config,
     read_safetensors,
     refuse_unless,
     write_safetensors,
@@ -45,29 +44,27 @@ def load_saelens(folder: Path) -> SavedSAE:
             not have.
     """
     path = folder / CONFIG
-    config = read_json(path)
+    config = read_config(path, dict[str, Any])
     if not isinstance(config.get("metadata"), dict) or "architecture" not in config:
         config = _from_before_6(path, config)
     metadata = config["metadata"]
     activation = _activation(path, config)
+    for key in ("apply_b_dec_to_input", "rescale_acts_by_decoder_norm"):
+        refuse_unless(path, config, key, True, False)
     refuse_unless(path, config, "normalize_activations", "none")
     refuse_unless(path, config, "reshape_activations", "none", "hook_z")  # rows are flat here either way
-    tensors = read_safetensors(folder / TENSORS)
+    tensors, _ = read_safetensors(folder / TENSORS)
     if "scaling_factor" in tensors and (tensors["scaling_factor"] == 1).all():
         del tensors["scaling_factor"]  # versions before 6 wrote it whether or not it was in use
-    wanted = {*WEIGHTS, *activation.parameters(1)}
-    expect_names(folder / TENSORS, tensors, wanted)
+    sae = assemble(folder / TENSORS, tensors, activation, config.get("apply_b_dec_to_input", True))
     if config.get("rescale_acts_by_decoder_norm", False):
         # its codes are those of the SAE whose decoder has unit rows and whose encoder took over their norms
-        norms = tensors["W_dec"].norm(dim=1)
-        tensors["W_dec"] = tensors["W_dec"] / norms[:, None]
-        tensors["W_enc"], tensors["b_enc"] = tensors["W_enc"] * norms, tensors["b_enc"] * norms
-    if config.get("apply_b_dec_to_input", True):
-        tensors["b_enc"] = bias_without_subtraction(tensors["b_enc"], tensors["b_dec"], tensors["W_enc"])
-    origin = {"model": metadata.get("model_name"), **origin_of_hook(metadata.get("hook_name")),
-              "context": metadata.get("context_size"), "prepend_bos": metadata.get("prepend_bos")}
-    return SavedSAE(assemble(folder / TENSORS, tensors, activation, wanted),
-                    {key: value for key, value in origin.items() if value is not None})
+        norms = sae.W_dec.norm(dim=1)
+        W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]  # a latent of norm 0 has codes of 0 either way
+        sae = replace(sae, W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
+    return SavedSAE.of(sae, origin_from({
+        "model": metadata.get("model_name"), **origin_of_hook(metadata.get("hook_name")),
+        "context": metadata.get("context_size"), "prepend_bos": metadata.get("prepend_bos")}))
 
 
 def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,9 +87,7 @@ def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
     kinds = {architecture: kind for kind, architecture in ARCHITECTURES.items() if kind is not BatchTopK}
-    if config["architecture"] not in kinds:
-        raise FormatError(f"{path}: architecture {config['architecture']!r} cannot be expressed here; "
-                          f"expected one of {', '.join(kinds)}")
+    refuse_unless(path, config, "architecture", *kinds)
     kind = kinds[config["architecture"]]
     try:
         return kind(k=config.get("k")) if issubclass(kind, ReluTopK | AbsTopK) else kind()

@@ -6,6 +6,7 @@ number of latents nothing is dropped, so that `relu` can be said there too.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,15 +15,14 @@ from ..errors import ConfigError, FormatError
 from ..files import write_json
 from ..sae import SAE
 from .common import (
-    WEIGHTS,
     SavedSAE,
     assemble,
     bias_with_subtraction,
-    bias_without_subtraction,
     expect_names,
-    read_json,
+    read_config,
     read_safetensors,
     refuse_unless,
+    transposed,
     write_safetensors,
 )
 
@@ -39,7 +39,7 @@ def load_sparsify(folder: Path) -> SavedSAE:
         FormatError: the files are damaged, or hold a transcoder or another activation than TopK.
     """
     path = folder / CONFIG
-    config = read_json(path)
+    config = read_config(path, dict[str, Any])
     refuse_unless(path, config, "activation", "topk")
     for key in ("transcode", "skip_connection", "signed"):
         refuse_unless(path, config, key, False)
@@ -47,12 +47,11 @@ def load_sparsify(folder: Path) -> SavedSAE:
         activation = ReluTopK(k=config.get("k"))
     except ConfigError as error:
         raise FormatError(f"{path}: {error}") from error
-    found = read_safetensors(folder / TENSORS)
+    found, _ = read_safetensors(folder / TENSORS)
     expect_names(folder / TENSORS, found, {"encoder.weight", "encoder.bias", "W_dec", "b_dec"})
-    W_enc, b_dec = found["encoder.weight"].T, found["b_dec"]
-    tensors = {"W_enc": W_enc, "b_enc": bias_without_subtraction(found["encoder.bias"], b_dec, W_enc),
-               "W_dec": found["W_dec"], "b_dec": b_dec}
-    return SavedSAE(assemble(folder / TENSORS, tensors, activation, set(WEIGHTS)))
+    tensors = {"W_enc": transposed(found["encoder.weight"]), "b_enc": found["encoder.bias"], "W_dec": found["W_dec"],
+               "b_dec": found["b_dec"]}
+    return SavedSAE(assemble(folder / TENSORS, tensors, activation, subtracts=True))
 
 
 def save_sparsify(saved: SavedSAE, folder: Path) -> None:

@@ -17,6 +17,8 @@ from ..texts import Document
 from .windows import Spot, Window, Windows
 
 LOOK_AHEAD = 1 << 15  # tokens in a block, about
+LEAST_AHEAD = 1 << 12
+WORK_AHEAD = 1 << 42  # parameters times tokens of a block where they are more: about a minute on two cores
 FIRST_ROWS = 10_000  # rows of the first block, about: what is wrong with a model or a dtype shows early
 BEGINNING = Spot(0, 0, None)
 SPARE_ROWS = 2_048  # rows looked for at first in place of those that were not finite
@@ -86,6 +88,7 @@ class Block:
         columns: `token_id`, `position` (in the window, the prefix counted) and `document` of each row, (R,).
         rows: how many there are.
         specials: how many special tokens there are.
+        end: where the next one begins.
     """
 
     def __init__(self, windows: list[Window], cursor: Cursor, left_out: dict[str, int]) -> None:
@@ -100,11 +103,12 @@ class Block:
         self.columns = {"token_id": self._token_ids[self._kept], "position": positions[self._kept],
                         "document": documents[self._kept]}
         self.rows, self.specials = int(self._kept.sum()), int(self._special.sum())
+        self.end = Cursor(windows[-1].after if windows else cursor.spot, cursor.offered + self.rows)
 
     @property
     def offered(self) -> int:
         """Rows of this block and all before it."""
-        return self.cursor.offered + self.rows
+        return self.end.offered
 
     def by_length(self) -> np.ndarray:
         """Numbers of the windows, the longest first: what does not fit in memory shows at once."""
@@ -123,8 +127,15 @@ class Block:
         return Batch(*map(torch.from_numpy, found))
 
 
+def look_ahead(parameters: int) -> int:
+    """Tokens in a block, about, for a model of so many parameters: fewer for larger ones, since rows are stored a block
+    at a time, and what stops an extraction loses those of the block under way."""
+    fitting = min(max(WORK_AHEAD // parameters, LEAST_AHEAD), LOOK_AHEAD)
+    return 1 << (fitting.bit_length() - 1)
+
+
 def in_blocks(documents_from: Callable[[Spot], Iterable[Document]], windows: Windows, rows: int,
-              cursor: Cursor) -> Iterator[Block]:
+              cursor: Cursor, ahead: int | None = None) -> Iterator[Block]:
     """The blocks of a text from a cursor on; without end but that of the text.
 
     Args:
@@ -132,7 +143,9 @@ def in_blocks(documents_from: Callable[[Spot], Iterable[Document]], windows: Win
         windows: cuts them.
         rows: how many are wanted: a block ends where so many have been offered.
         cursor: where to begin.
+        ahead: tokens in a block, about; None for `LOOK_AHEAD`.
     """
+    ahead = ahead or LOOK_AHEAD
     gathered: list[Window] = []
     tokens = found = 0
     most = _most_rows(cursor.offered, rows)
@@ -140,9 +153,10 @@ def in_blocks(documents_from: Callable[[Spot], Iterable[Document]], windows: Win
         gathered.append(window)
         tokens += len(window.token_ids)
         found += int(window.kept.sum())
-        if tokens >= LOOK_AHEAD or found >= most:
-            yield _block(gathered, cursor, windows)
-            cursor = Cursor(window.after, cursor.offered + found)
+        if tokens >= ahead or found >= most:
+            block = _block(gathered, cursor, windows)
+            yield block
+            cursor = block.end
             gathered, tokens, found = [], 0, 0
             most = _most_rows(cursor.offered, rows)
     if gathered or windows.left_out:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..language_model import LanguageModel, Place
+from ..machine import is_out_of_memory
 from .blocks import LOOK_AHEAD, Batch, Block
 
 CPU_TOKENS = 1 << 11  # tokens in a forward pass where memory decides nothing: more no longer made it faster
@@ -110,7 +111,8 @@ class Forward:
             torch.cuda.empty_cache()
 
 
-def batch_tokens(model: LanguageModel, batch_size: int | str, context: int, places: Sequence[Place]) -> int:
+def batch_tokens(model: LanguageModel, batch_size: int | str, context: int, places: Sequence[Place],
+                 ahead: int = LOOK_AHEAD) -> int:
     """Tokens in a batch.
 
     Args:
@@ -119,6 +121,7 @@ def batch_tokens(model: LanguageModel, batch_size: int | str, context: int, plac
             a block at most, and elsewhere for a fixed number of tokens.
         context: tokens in a window at most.
         places: where the forward pass is read.
+        ahead: tokens in a block.
     """
     if batch_size != "auto":
         return int(batch_size) * context
@@ -126,15 +129,17 @@ def batch_tokens(model: LanguageModel, batch_size: int | str, context: int, plac
         return CPU_TOKENS
     try:
         _, few, more = (_peak_bytes(model, windows, context, places) for windows in PROBED)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return context
     window = max(1, (more - few) // (PROBED[-1] - PROBED[0]))
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(model.device)
-    return tokens_that_fit(free, window, context)
+    return tokens_that_fit(free, window, context, ahead)
 
 
-def tokens_that_fit(free: int, window: int, context: int) -> int:
+def tokens_that_fit(free: int, window: int, context: int, ahead: int = LOOK_AHEAD) -> int:
     """Tokens in a batch, by memory.
 
     A power of two of windows, so that a little more or less memory does not change the batches, and with them the
@@ -144,15 +149,10 @@ def tokens_that_fit(free: int, window: int, context: int) -> int:
         free: bytes.
         window: bytes that each window adds to a forward pass.
         context: tokens in a window.
+        ahead: tokens in a block.
     """
-    fitting = min(int(USED * free) // window, LOOK_AHEAD // context)
+    fitting = min(int(USED * free) // window, ahead // context)
     return (1 << max(0, fitting.bit_length() - 1)) * context
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocation failed; on a CPU, or Apple's GPU, only the words of the error say so."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error) or (
-        "can't allocate memory" in str(error))
 
 
 def _peak_bytes(model: LanguageModel, windows: int, context: int, places: Sequence[Place]) -> int:

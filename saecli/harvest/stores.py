@@ -59,7 +59,7 @@ class Target:
                 could be stored.
         """
         rows, columns, dropped = parts_of(block, found, self._writer.meta.d_in)
-        self._writer.append(rows, columns, block.cursor.to_json(), dropped)
+        self._writer.append(rows, columns, block.cursor.to_json(), dropped, block.end.to_json())
         demand_some(self.rows, block.offered, self._writer.meta.dtype)
 
     def finish(self) -> None:

@@ -56,6 +56,11 @@ class LanguageModel:
         self.blocks = blocks_of(self.model, source.name, source.layers)
 
     @property
+    def size(self) -> int:
+        """How many parameters are loaded."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
     def vocabulary(self) -> int:
         """Token ids that the model has embeddings for, counted from 0."""
         return self.model.get_input_embeddings().weight.shape[0]

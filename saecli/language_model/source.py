@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from transformers import __version__ as transformers_version
 
 from ..errors import ConfigError, ModelError
+from ..files import NotAFile, regular
 from ..hub import why_unreachable
 
 TINY_GEMMA2 = "tiny-gemma2"
@@ -121,6 +122,8 @@ def find_model(name: str) -> ModelSource:
     if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(f"no model {name!r}: expected a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}")
     location = str(BUNDLED.get(name, name))
+    if local:
+        _demand_files(name, Path(location))
     offline = None if local else why_unreachable()
     if offline and not isinstance(try_to_load_from_cache(name, "config.json"), str):
         raise ModelError(f"{name} is not on this machine and the Hugging Face hub cannot be reached ({offline}): "
@@ -136,6 +139,20 @@ def find_model(name: str) -> ModelSource:
         raise ModelError(f"{name} has no layers to read from: expected a num_hidden_layers above 0 in its "
                          f"configuration, got none; use another model")
     return ModelSource(name, location, None if local else getattr(config, "_commit_hash", None), config)
+
+
+def _demand_files(name: str, folder: Path) -> None:
+    """Refuse a folder with a pipe or a device in it, which would be waited for.
+
+    Raises:
+        ModelError: there is one.
+    """
+    for path in folder.iterdir():
+        if path.exists() and not path.is_dir():
+            try:
+                regular(path)
+            except NotAFile as error:
+                raise ModelError(f"cannot load the model {name}: {error} at {path.name}; remove it") from error
 
 
 def explained(name: str, error: BaseException) -> ModelError:

@@ -20,7 +20,7 @@ from .statistics import Statistics
 
 
 class OpenWriter:
-    """A store that is open for writing; leaving the `with` keeps its whole shards, and removes it where it has none.
+    """A store that is open for writing; leaving the `with` keeps what is stored, and removes a store without a row.
 
     Args:
         path: the store's folder.
@@ -56,7 +56,7 @@ class OpenWriter:
         try:
             self._drop_shard()
         finally:
-            if self._claimed and not self._meta.shards:
+            if self._claimed and not self._meta.saved_rows:
                 remove_empty(self.path)
             os.close(self._lock)
 

@@ -24,6 +24,9 @@ The format, version 1:
   those from `2^((i - 1) / 40 - 149)` on and below `2^(i / 40 - 149)`.
 - `store.json` MAY lack `max_norm_multiple`, `median_norm`, `norms`, `norm_quantiles`, `dropped_norms` and a shard's
   `frame` and `pieces`: older versions wrote none of them.
+- `store.json` MAY have a `partial`: a `shard`, of the form of other shards' entries, that holds the first rows of the
+  next one in a file `NNNNN-ROWS.h5`, and `onward`, where a producer goes on from. A reader MUST ignore it; a writer
+  that goes on SHOULD take it up.
 - A shard's `pieces` are empty where one process wrote all shards, in the order of its rows. Where several did, they
   say which rows of which of the producer's blocks the shard holds.
 """
@@ -39,8 +42,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from ..documents import Origin, demand_version, parse_json
 from ..errors import ConfigError, StoreError
-from ..files import write_json
+from ..files import regular, write_json
 from ..home import STORE_MARKER, UNREADABLE, now
 from .dropped import Norms
 from .dtypes import DTYPES
@@ -156,6 +160,24 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
+class Partial:
+    """The first rows of a shard that is not whole.
+
+    Args:
+        shard: where they are; its dropped rows are those of the blocks that end before `onward`.
+        onward: where the producer goes on.
+    """
+
+    shard: ShardRecord
+    onward: Resume
+
+    @property
+    def rows(self) -> int:
+        """How many rows."""
+        return self.shard.rows
+
+
+@dataclass(frozen=True)
 class StoreMeta:
     """The contents of `store.json`.
 
@@ -176,6 +198,7 @@ class StoreMeta:
         norms: norms of the rows stored; None where an earlier version wrote some of them.
         norm_quantiles: the norm that this share of them does not exceed, by the share, within 0.87% of itself.
         shards: the finished shards, in the order of their rows.
+        partial: what is stored of the shard after them, of a store that is not complete.
         format_version: version of the format.
     """
 
@@ -195,6 +218,7 @@ class StoreMeta:
     norms: Norms | None = None
     norm_quantiles: dict[str, float] = field(default_factory=dict)
     shards: tuple[ShardRecord, ...] = ()
+    partial: Partial | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -218,6 +242,11 @@ class StoreMeta:
         return sum(shard.rows for shard in self.shards)
 
     @property
+    def saved_rows(self) -> int:
+        """Rows that an interrupted store has, those of an unfinished shard among them."""
+        return self.rows + (self.partial.rows if self.partial else 0)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row's activations as stored."""
         return self.d_in * DTYPES[self.dtype].storage.itemsize
@@ -233,96 +262,56 @@ class StoreMeta:
         for shard in document["shards"]:
             if not shard["pieces"]:
                 del shard["pieces"]
+        if not self.partial:
+            del document["partial"]
         return {name: document[name] for name in ("format_version", "created", "complete", *document)}
 
     @classmethod
-    def from_json(cls, document: Any) -> Self:
-        """The `StoreMeta` that `to_json` wrote.
+    def from_json(cls, text: str | bytes) -> Self:
+        """The `StoreMeta` whose `to_json` a text is.
 
         Raises:
-            ValueError: not such an object, or of a newer version; the message says what is wrong.
+            ValueError: it is none, or of a newer version; the message says what is wrong.
         """
-        version = _take(document, "format_version", int)
-        if version > FORMAT_VERSION:
-            raise ValueError(f"expected format version {FORMAT_VERSION} or older, got {version}; "
-                             "upgrade saecli to read it")
-        kinds = {"source": dict, "request_hash": str, "dtype": str, "d_in": int, "shard_rows": int,
-                 "chunk_rows": int, "created": str, "complete": bool}
-        plain = {name: _take(document, name, kind) for name, kind in kinds.items()}
-        shards = tuple(_shard(entry, index) for index, entry in enumerate(_take(document, "shards", list)))
-        full = plain["shard_rows"]
-        for shard in shards:
-            if shard.rows > full or (shard.rows < full and shard is not shards[-1]):
-                raise ValueError(f"expected {full} rows in shard {shard.file}, got {shard.rows}")
-        columns = tuple(str(name) for name in _take(document, "columns", list))
-        return cls(**plain, columns=columns, dropped=_counts(document), dropped_norms=_dropped_norms(document),
-                   max_norm_multiple=_optional(document, "max_norm_multiple"),
-                   median_norm=_optional(document, "median_norm"),
-                   norms=_norms(document, "norms") if document.get("norms") is not None else None,
-                   norm_quantiles=_quantiles(document), shards=shards, format_version=version)
+        demand_version(text, FORMAT_VERSION)
+        parse_json(text, _Demanded)
+        meta = parse_json(text, cls)
+        for index, shard in enumerate(meta.shards):
+            # A name that anyone could have edited must not lead out of the store.
+            if shard.file != shard_name(index):
+                raise ValueError(f"expected shard {index} to be named {shard_name(index)}, got {shard.file!r:.60}")
+            if shard.rows < 1:
+                raise ValueError(f"expected shard {shard.file} to hold a row or more, got {shard.rows}")
+            if shard.rows > meta.shard_rows or (shard.rows < meta.shard_rows and shard is not meta.shards[-1]):
+                raise ValueError(f"expected {meta.shard_rows} rows in shard {shard.file}, got {shard.rows}")
+        if meta.partial and (not 0 < meta.partial.rows < meta.shard_rows
+                             or meta.partial.shard.file != partial_name(len(meta.shards), meta.partial.rows)):
+            raise ValueError(f"expected a partial shard named {partial_name(len(meta.shards), meta.partial.rows)}, got "
+                             f"{meta.partial.shard.file!r:.60}")
+        return meta
 
 
-def _take(document: Any, name: str, kind: type) -> Any:
-    if not isinstance(document, dict):
-        raise ValueError(f"expected a JSON object, got {type(document).__name__}")
-    value = document.get(name)
-    if type(value) is not kind:
-        raise ValueError(f"expected field {name!r} to be of type {kind.__name__}, got {value!r:.60}")
-    return value
+@dataclass(frozen=True)
+class _Demanded:
+    """What must stand in a `store.json` though `StoreMeta` does not ask for it."""
 
-
-def _optional(document: dict[str, Any], name: str) -> float | None:
-    return None if document.get(name) is None else _take(document, name, float)
-
-
-def _counts(document: dict[str, Any]) -> dict[str, int]:
-    return {reason: _take(document["dropped"], reason, int) for reason in _take(document, "dropped", dict)}
-
-
-def _dropped_norms(document: dict[str, Any]) -> dict[str, Norms]:
-    """None where an earlier version wrote the document."""
-    if "dropped_norms" not in document:
-        return {}
-    return {reason: _norms(document["dropped_norms"], reason) for reason in _take(document, "dropped_norms", dict)}
-
-
-def _quantiles(document: dict[str, Any]) -> dict[str, float]:
-    if "norm_quantiles" not in document:
-        return {}
-    return {share: _take(document["norm_quantiles"], share, float) for share in _take(document, "norm_quantiles", dict)}
-
-
-def _norms(document: dict[str, Any], name: str) -> Norms:
-    entry = _take(document, name, dict)
-    return Norms(_take(entry, "rows", int), _take(entry, "mean", float), _take(entry, "max", float))
-
-
-def _shard(entry: Any, index: int) -> ShardRecord:
-    name, rows = _take(entry, "file", str), _take(entry, "rows", int)
-    # A name that anyone could have edited must not lead out of the store.
-    if name != shard_name(index):
-        raise ValueError(f"expected shard {index} to be named {shard_name(index)}, got {name!r:.60}")
-    if rows < 1:
-        raise ValueError(f"expected shard {name} to hold a row or more, got {rows}")
-    resume = _take(entry, "resume", dict)
-    frame = None if entry.get("frame") is None else _take(entry, "frame", dict)
-    return ShardRecord(name, rows, _take(entry, "sha256", str), _counts(entry),
-                       Resume(_take(resume, "cursor", dict), _take(resume, "skip", int)), _dropped_norms(entry),
-                       frame and Frame(_take(frame, "start", int), _take(frame, "xxh3", str)), _pieces(entry))
-
-
-def _pieces(entry: dict[str, Any]) -> tuple[Piece, ...]:
-    """None where one process made the shard."""
-    if "pieces" not in entry:
-        return ()
-    numbers = ("begin", "end", "kept")
-    return tuple(Piece(_take(piece, "block", int), _take(piece, "cursor", dict),
-                       *(_take(piece, name, int) for name in numbers)) for piece in _take(entry, "pieces", list))
+    source: Origin
+    created: str
+    complete: bool
+    chunk_rows: int
+    columns: list[str]
+    dropped: dict[str, int]
+    shards: list[Any]
 
 
 def shard_name(index: int) -> str:
     """File name of a shard."""
     return f"{index:05d}.h5"
+
+
+def partial_name(index: int, rows: int) -> str:
+    """File name of the first rows of a shard that is not whole."""
+    return f"{index:05d}-{rows}.h5"
 
 
 def read_meta(store: Path) -> StoreMeta:
@@ -333,11 +322,11 @@ def read_meta(store: Path) -> StoreMeta:
     """
     path = store / STORE_MARKER
     try:
-        return StoreMeta.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return StoreMeta.from_json(regular(path).read_bytes())
     except FileNotFoundError as error:
         raise StoreError(f"no activation store at {store}; expected {STORE_MARKER} in it, got none; "
                          "make one with `sae extract` or `sae import`") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise StoreError(f"cannot read {path}: {error}; {UNREADABLE}") from error
 
 

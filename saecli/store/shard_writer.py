@@ -9,7 +9,7 @@ Legend: R rows, D = d_in.
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,7 +54,8 @@ class ShardWriter:
         _, self._start = _headers(meta, meta.shard_rows)
         self._end = self._start
         make_folder(path.parent)
-        self._file = os.open(partial_path(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file_path = partial_path(path)
+        self._file = os.open(self._file_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def append(self, rows: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
         """Add rows.
@@ -105,12 +106,20 @@ class ShardWriter:
         os.ftruncate(self._file, image.size)
         os.close(self._file)
         self._file = -1
-        temporary = partial_path(self.path)
-        digest = file_sha256(temporary)
-        with temporary.open("rb", buffering=0) as file:
+        digest = file_sha256(self._file_path)
+        with self._file_path.open("rb", buffering=0) as file:
             frame = Frame(start, frame_checksum(file, start, self._end))
-        settle(temporary, path or self.path)
+        settle(self._file_path, path or self.path)
         return digest, frame
+
+    def pieces(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """What was appended so far, a chunk at a time: rows as they are stored, (R, D), and their columns."""
+        shape = (self.rows - self._filled, self._meta.d_in)
+        whole = np.memmap(self._file_path, self._chunk.dtype, "r", self._start, shape) if shape[0] else self._chunk[:0]
+        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        for begin in range(0, self.rows, len(self._chunk)):
+            rows = whole[begin : begin + len(self._chunk)] if begin < len(whole) else self._chunk[: self._filled]
+            yield rows, {name: column[begin : begin + len(rows)] for name, column in columns.items()}
 
     def lay_open(self) -> tuple[Path, int, dict[str, np.ndarray]]:
         """Flush what there is to disk, for another process to take; nothing can be appended any more.
@@ -126,7 +135,7 @@ class ShardWriter:
             _write(self._file, memoryview(self._chunk[: self._filled]).cast("B"), self._end)
         os.fsync(self._file)
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
-        return partial_path(self.path), self._start, columns
+        return self._file_path, self._start, columns
 
     def abandon(self) -> None:
         """Remove what was written; calling it after `commit` does nothing."""
@@ -134,7 +143,7 @@ class ShardWriter:
             with suppress(OSError):  # some systems report on closing what they failed to write
                 os.close(self._file)
             self._file = -1
-        partial_path(self.path).unlink(missing_ok=True)
+        self._file_path.unlink(missing_ok=True)
 
     def _flush_chunk(self) -> None:
         self._measure(self._chunk[: self._filled])

@@ -25,6 +25,7 @@ from .claim import claim, remove_empty, take_lock
 from .dropped import Dropped
 from .dtypes import DTYPES
 from .open_writer import OpenWriter
+from .partial import remove_partials
 from .schema import SHARDS, Piece, Resume, ShardRecord, StoreMeta, read_meta, shard_name, write_meta
 from .shard_statistics import norm_fields, with_shard
 from .shard_writer import ShardWriter
@@ -112,6 +113,8 @@ class SharedWriter(OpenWriter):
                                  f"writes it anew")
             for unfinished in (path / SHARDS).glob(".*.partial"):
                 unfinished.unlink()
+            there = dataclasses.replace(there, partial=None)  # the blocks that it came from are given out anew
+            remove_partials(path)
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             exchange((there, damaged))
             return cls(path, there, lock, limit, damaged, rank, exchange)

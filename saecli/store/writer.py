@@ -5,8 +5,11 @@ Legend: R rows, D = d_in.
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +20,8 @@ from .checks import no_show, suspect
 from .claim import claim
 from .dropped import Dropped
 from .open_writer import OpenWriter
-from .schema import SHARDS, Resume, ShardRecord, StoreMeta, shard_name, write_meta
+from .partial import SAVE_SECONDS, remove_partials, store_partial, taken_up
+from .schema import SHARDS, Partial, Resume, ShardRecord, StoreMeta, shard_name, write_meta
 from .shard_statistics import norm_fields, with_shard
 from .shard_writer import ShardWriter
 
@@ -39,14 +43,16 @@ class StoreWriter(OpenWriter):
                         break
                 meta = writer.finish()
 
-    After an interruption the first block comes a second time; the writer discards of it what is stored.
-    Leaving the `with` without `finish` keeps the whole shards and drops the rows of the unfinished one; a store
-    without a shard is removed.
+    After an interruption the first block comes a second time; the writer discards of it what is stored. The rows of
+    an unfinished shard are stored once a minute, and by an exception that ends the `with`, an interrupt among them.
+    Leaving it without `finish` and without an exception drops what came since; a store without a row is removed.
     """
 
-    def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int | None, damaged: Iterable[int]) -> None:
+    def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int | None, damaged: Iterable[int],
+                 save_seconds: float) -> None:
         super().__init__(path, meta, lock, sorted(damaged))
-        self._limit = limit
+        self._limit, self._save_seconds = limit, save_seconds
+        remove_partials(path, meta.partial)
         self._begin()
 
     def _begin(self) -> None:
@@ -56,10 +62,25 @@ class StoreWriter(OpenWriter):
         self._mended = False  # whether the damaged shard that this was about is whole
         self._last: Resume | None = None  # where the last row stored came from
         self._ended = Dropped()  # in blocks that ended since the last shard
+        self._onward: tuple[Resume, Dropped] | None = None  # where to go on from here, and what was left out by then
         self._current = Dropped()  # in the block that came last
+        self._saved = self._appended = time.monotonic()
+        if self._meta.partial and not self._damaged:
+            self._take_up(self._meta.partial)
+
+    def _take_up(self, partial: Partial) -> None:
+        """Go on with an unfinished shard."""
+        self._shard = taken_up(self.path, self._meta)
+        if self._shard is None:
+            self._meta = dataclasses.replace(self._meta, partial=None)
+            remove_partials(self.path)
+            return
+        self._resume, self._last = partial.onward, partial.shard.resume
+        self._ended = Dropped(partial.shard.dropped, partial.shard.dropped_norms)
+        self._onward = partial.onward, self._ended
 
     @classmethod
-    def open(cls, path: Path, meta: StoreMeta, *, limit: int | None = None,
+    def open(cls, path: Path, meta: StoreMeta, *, limit: int | None = None, save_seconds: float = SAVE_SECONDS,
              show: Callable[[float], None] = no_show) -> Self:
         """Begin a store, or go on with one that was interrupted, or of which shards are damaged.
 
@@ -67,6 +88,7 @@ class StoreWriter(OpenWriter):
             path: the store's folder; made if need be.
             meta: what it is to hold; `created`, `dropped` and `shards` are an interrupted store's own.
             limit: the number of rows after which the store is full; None for no limit.
+            save_seconds: after how long the rows of an unfinished shard are stored.
             show: told how many bytes are read to check shards that may have changed since they were written.
 
         Returns:
@@ -76,11 +98,22 @@ class StoreWriter(OpenWriter):
             StoreError: another process is writing it, or it holds something else.
         """
         lock, there, damaged = claim(path, meta, show)
-        return cls(path, there, lock, limit, damaged)
+        return cls(path, there, lock, limit, damaged, save_seconds)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        try:
+            if error is not None and not self._failed:
+                with suppress(OSError):  # what ended it is what is told; what is stored already stays
+                    self._save()
+        finally:
+            super().__exit__(kind, error, trace)
 
     @property
     def cursor(self) -> dict[str, Any] | None:
         """Where the producer must start: None for its beginning."""
+        if self._meta.partial and not self._damaged:
+            return self._meta.partial.onward.cursor
         return self._meta.shards[self._index - 1].resume.cursor if self._index else None
 
     @property
@@ -117,7 +150,7 @@ class StoreWriter(OpenWriter):
         return self._meta
 
     def append(self, activations: np.ndarray, columns: Mapping[str, np.ndarray], cursor: dict[str, Any],
-               dropped: Mapping[str, np.ndarray] | None = None) -> None:
+               dropped: Mapping[str, np.ndarray] | None = None, after: dict[str, Any] | None = None) -> None:
         """Append one block; rows that are not finite in the stored type or too large are dropped and counted.
 
         Too large is a norm above `max_norm_multiple` times the median norm of the first block that has a finite row.
@@ -130,6 +163,7 @@ class StoreWriter(OpenWriter):
             cursor: where this block begins, a JSON object.
             dropped: norms of the rows of this block that the producer itself left out, by reason; NaN for a row
                 whose norm it does not know.
+            after: where the next block begins, if there is one; None where the producer does not know.
 
         Raises:
             StoreError: the disk refuses it (whole shards stay, and the store can be gone on with), or the
@@ -148,7 +182,7 @@ class StoreWriter(OpenWriter):
         elif self._limit is not None:
             end = min(end, begin + max(0, self._limit - self.rows))
         with self._reporting():
-            self._store(rows, columns, begin, end, cursor)
+            self._store(rows, columns, begin, end, cursor, after)
 
     def finish(self) -> StoreMeta:
         """Say that the producer has ended, or was stopped as no more was wanted.
@@ -164,7 +198,7 @@ class StoreWriter(OpenWriter):
         if self._mended:
             self._begin()
             return self._meta
-        if self._resume is not None or self._damaged:
+        if (self._resume is not None and self._resume.skip) or self._damaged:
             raise self._differs(f"{self._shard.rows} rows" if self._shard else "nothing")
         self._ended, self._current = self._ended + self._current, Dropped()
         if not self.rows:
@@ -183,7 +217,9 @@ class StoreWriter(OpenWriter):
         return skip
 
     def _store(self, rows: np.ndarray, columns: Mapping[str, np.ndarray], begin: int, end: int,
-               cursor: dict[str, Any]) -> None:
+               cursor: dict[str, Any], after: dict[str, Any] | None) -> None:
+        some = begin < end
+        onward, self._onward = self._onward, None  # in the midst of it there is no place to go on from
         while begin < end:
             if self._shard is None:
                 self._shard = ShardWriter(self.path / SHARDS / shard_name(self._index), self._meta)
@@ -194,6 +230,31 @@ class StoreWriter(OpenWriter):
             if self._shard.rows == self._room:
                 (self._mend if self._damaged else self._record)()
             begin = stop
+        if after is not None and end == len(rows):
+            onward = Resume(after, 0), self._ended + self._current
+        elif some:
+            onward = Resume(cursor, end), self._ended
+        self._onward, now = onward, time.monotonic()
+        if 2 * now - self._saved - self._appended >= self._save_seconds:  # or will be by when as long has passed again
+            self._save()
+        self._appended = now
+
+    def _save(self) -> None:
+        """Store the rows of the unfinished shard, where there are some that are not."""
+        before = self._meta.partial
+        if (self._shard is None or self._onward is None or self._damaged or self._mended
+                or self._shard.rows <= (before.rows if before else 0)):
+            return
+        assert self._last is not None
+        partial = store_partial(self.path, self._meta, self._shard, self._last, *self._onward)
+        self._write(dataclasses.replace(self._meta, partial=partial, median_norm=self._admit.median))
+
+    def _write(self, meta: StoreMeta) -> None:
+        """Write `store.json`, and remove the partial shard that it no longer names."""
+        write_meta(self.path, meta)
+        if self._meta.partial and self._meta.partial != meta.partial:
+            (self.path / SHARDS / self._meta.partial.shard.file).unlink(missing_ok=True)
+        self._meta, self._saved = meta, time.monotonic()
 
     def _mend(self) -> None:
         """Put the shard in the place of the damaged one that it stands for."""
@@ -232,11 +293,10 @@ class StoreWriter(OpenWriter):
             shards += (ShardRecord(self._shard.path.name, self._shard.rows, digest, dict(self._ended.counts),
                                    self._last, dict(self._ended.norms), frame),)
         dropped = Dropped(self._meta.dropped, self._meta.dropped_norms) + self._ended
-        meta = dataclasses.replace(self._meta, complete=complete, shards=shards, dropped=dict(dropped.counts),
-                                   dropped_norms=dict(dropped.norms), median_norm=self._admit.median,
-                                   **norm_fields(self._statistics))
-        write_meta(self.path, meta)
-        self._meta, self._shard, self._ended = meta, None, Dropped()
+        self._write(dataclasses.replace(
+            self._meta, complete=complete, shards=shards, partial=None, dropped=dict(dropped.counts),
+            dropped_norms=dict(dropped.norms), median_norm=self._admit.median, **norm_fields(self._statistics)))
+        self._shard, self._ended = None, Dropped()
 
     def _differs(self, got: str) -> StoreError:
         if self._resume is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..errors import ModelError
-from ..files import file_sha256
+from ..files import NotAFile, file_sha256, regular
 from ..hub import why_unreachable
 from .local import jsonl_texts, stdlib_docstrings, txt_texts
 from .steady import Document, Mark
@@ -131,10 +131,9 @@ def _local_file(dataset: str) -> Path:
             f"the text file {dataset} does not exist; expected a .txt, .jsonl or .parquet file, a Hugging Face "
             f"dataset id, or {STDLIB_DOCS}; check the name"
         )
-    if not path.is_file() or path.suffix.lower() not in LOCAL_SUFFIXES:
-        kind = "a file of another kind" if path.is_file() else "a folder"
-        raise ModelError(
-            f"the text source {dataset} cannot be read; expected a .txt, .jsonl or .parquet file, got {kind}; "
-            "convert it or name another"
-        )
+    try:
+        if regular(path).suffix.lower() not in LOCAL_SUFFIXES:
+            raise NotAFile("expected a .txt, .jsonl or .parquet file, got a file of another kind")
+    except OSError as error:
+        raise ModelError(f"the text source {dataset} cannot be read: {error}; convert it or name another") from error
     return path

@@ -13,32 +13,43 @@ checkpoint are dropped on resuming.
 """
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..documents import parse_json
 from ..errors import RunError
-from ..files import appearing_whole, to_json
-from ..formats.common import write_safetensors
+from ..files import appearing_whole, regular, to_json
+from ..formats.common import read_safetensors, write_safetensors
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
 
 
-def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
+@dataclass
+class Progress:
+    """How far training has come: epochs and steps done, rows seen, seconds spent."""
+
+    epoch: int = 0
+    step: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+
+
+def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
     """Write a checkpoint in place of the one before.
 
     Args:
         folder: the run folder.
         tensors: the state of training, by name.
-        progress: how far it has come, as a JSON object.
+        progress: how far it has come.
     """
-    write_safetensors(folder / CHECKPOINT, tensors, {"progress": json.dumps(progress)})
+    write_safetensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
 
 
-def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
     """The tensors and the progress that `save_checkpoint` wrote last, or None where it never did.
 
     Raises:
@@ -48,10 +59,9 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | 
     if not path.exists():
         return None
     try:
-        with safe_open(path, framework="pt") as file:
-            progress = json.loads(file.metadata()["progress"])
-            return {name: file.get_tensor(name) for name in file.keys()}, progress  # noqa: SIM118 - no mapping
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        tensors, metadata = read_safetensors(path)
+        return tensors, parse_json(metadata.get("progress", ""), Progress)
+    except ValueError as error:
         raise RunError(f"cannot read {path}: {error}; remove it to train this run from the start") from error
 
 
@@ -89,13 +99,21 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / METRICS
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = regular(path).read_bytes()
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error}; remove it to go on without it") from error
     lines = []
-    for number, text_line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+    for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            line = json.loads(text_line)
-            lines.append({**line, "step": int(line["step"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise RunError(f"cannot read line {number} of {path}: expected a JSON object with a step, got "
-                           f"{text_line[:60]!r}; remove the line to go on without it") from error
+            parse_json(line, _Step)
+            lines.append(parse_json(line, dict[str, int | float | None]))
+        except ValueError as error:
+            raise RunError(f"cannot read line {number} of {path}: expected a JSON object of numbers with a step, got "
+                           f"{line[:60].decode(errors='replace')!r}; remove the line to go on without it") from error
     return lines
+
+
+@dataclass(frozen=True)
+class _Step:
+    step: int

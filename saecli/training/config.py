@@ -33,7 +33,7 @@ class TrainingConfig(Config):
     steps: int | None = option(None, "Optimiser steps, in place of --epochs.", minimum=1, once=True)
     batch_size: int = option(256, "Rows in a batch.", minimum=1, once=True)
     lr: float | str = option("auto", "The learning rate at its highest; auto, for Adam, takes it from the rows' size "
-                                     "and spread.", choices=("auto",), above=0, maximum=1e30)
+                                     "and spread.", choices=("auto",), above=0)
     lr_warm_up: float = option(WARM_UP, "Share of all steps over which the learning rate rises.", minimum=0, maximum=1)
     lr_decay: float = option(DECAY, "Share of all steps, the last ones, over which the learning rate falls to zero.",
                              minimum=0, maximum=1)
@@ -116,7 +116,7 @@ class TrainingConfig(Config):
         return store.split("test", seed=self.split_seed)
 
     def resolved(self, activation: Activation, solver: SolverConfig, rows: int, d_in: int) -> "TrainingConfig":
-        """The same with every default that depends on the data or the activation filled in.
+        """The same with every default that depends on the data or the activation filled in; itself, where they are.
 
         Raises:
             ConfigError: options contradict each other, or do nothing together.
@@ -125,7 +125,7 @@ class TrainingConfig(Config):
             raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
         sparsity = self.sparsity or activation.default_sparsity
         activation.check_sparsity(sparsity)
-        if sparsity == "none" and self.sparsity_weight is not None:
+        if sparsity == "none" and self.sparsity_weight:
             raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty"
                               f" ({', '.join(name for name in activation.sparsities if name != 'none')})")
         if sparsity == "none" and self.sparsity_warm_up != PENALTY_WARM_UP:

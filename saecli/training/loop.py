@@ -2,7 +2,8 @@
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,13 +11,14 @@ from torch import Tensor
 
 from ..devices import device_named
 from ..distributed import agreed, everyone, latents_axis, own_part, processes, whole_on_main
-from ..errors import ConfigError, TrainingError
+from ..errors import ConfigError, RunError, TrainingError
 from ..launch import local_world
 from ..machine import available_memory
 from ..metrics import reconstruction
 from ..report import Step
 from ..sae import SAE
 from ..solvers import Solver, StepReport, Task
+from .checkpoints import Progress
 from .config import DTYPES
 from .normalise import Normalisation, fit_normalisation
 from .plan import Plan
@@ -29,20 +31,10 @@ Measures = dict[str, Any]  # as of `metrics.reconstruction`
 LOG_EVERY = 20  # steps between lines of measures, and between looks at whether the loss is a number
 
 
-@dataclass
-class Progress:
-    """How far training has come: epochs and steps done, rows seen, seconds spent."""
-
-    epoch: int = 0
-    step: int = 0
-    rows: int = 0
-    seconds: float = 0.0
-
-
 class Record:
     """What is kept of a training while it goes on: nothing. Subclasses keep it."""
 
-    def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
         """The state and the progress to go on from; None to begin."""
         return None
 
@@ -170,14 +162,15 @@ class Trainer:
                               f"{free / 2**30:.1f} GiB are free{beside}; {solver.memory_advice}")
         return free - batch
 
-    def _begin(self, checkpoint: tuple[dict, dict] | None) -> tuple[Solver, Normalisation, Progress]:
-        training = self.plan.training
+    def _begin(self, checkpoint: tuple[dict[str, Tensor], Progress] | None) -> tuple[Solver, Normalisation, Progress]:
+        training, d_in = self.plan.training, self.train_rows.d_in
         if checkpoint is None:
             (spread,) = self.share("spread", lambda: iter([agreed(self.train_rows.spread)]))
             normalisation = fit_normalisation(training.normalize, spread, DTYPES[training.dtype])
         else:
-            kept = {name: checkpoint[0][f"normalisation.{name}"] for name in ("mean", "scale", "variance")}
-            normalisation = Normalisation(**kept)
+            shapes = {"mean": (d_in,), "scale": (d_in,), "variance": ()}
+            demand_shapes(checkpoint[0], {f"normalisation.{name}": shape for name, shape in shapes.items()})
+            normalisation = Normalisation(**{name: checkpoint[0][f"normalisation.{name}"] for name in shapes})
         normalisation = normalisation.to(self.device)
         sample = self._rows(normalisation).sample()
         lr = fitted_learning_rate(sample) if training.lr == "auto" else training.lr
@@ -187,8 +180,10 @@ class Trainer:
         solver = self.plan.solver.build(initial_sae(self.plan.activation, training.d_sae, sample, training.seed), task)
         if checkpoint is None:
             return solver, normalisation, Progress()
-        solver.restore(own_part(checkpoint[0]))
-        return solver, normalisation, Progress(**checkpoint[1])
+        own = own_part(checkpoint[0])
+        demand_shapes(own, {name: tuple(tensor.shape) for name, tensor in solver.state().items()})
+        solver.restore(own)
+        return solver, normalisation, replace(checkpoint[1])
 
     def _epoch(self, solver: Solver, rows: TrainingRows, progress: Progress, show: Step) -> int:
         """One pass; returns how many rows it saw. Every loss has been looked at when it returns."""
@@ -256,6 +251,20 @@ def demand_finite(sae: SAE, step: int) -> None:
     if everyone().any(torch.stack([(~tensor.isfinite()).any() for tensor in sae.tensors().values()])):
         raise TrainingError(f"the weights became NaN or infinite at step {step}; the run stops there, and its last "
                             f"checkpoint, if it came to one, stands; lower --lr, or look at the data")
+
+
+def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a checkpoint that is not of this training, as after an edit of either.
+
+    Raises:
+        RunError: one of these tensors is not in it, or of another shape.
+    """
+    for name, shape in shapes.items():
+        got = tuple(kept[name].shape) if name in kept else None
+        if got != shape:
+            raise RunError(f"cannot go on from a checkpoint of another training: expected {name} of shape {shape}, got "
+                           f"{'none' if got is None else got}; remove the run's checkpoint.safetensors to train it "
+                           f"from the start")
 
 
 def on_raw_rows(sae: SAE, normalisation: Normalisation) -> SAE:

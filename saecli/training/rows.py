@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
+from ..devices import moved
 from ..distributed import over_latents, own_part, rows_axis
 from ..sae import SAE
 from ..solvers import Portion
@@ -94,7 +95,7 @@ class TrainingRows:
     def _normalised(self, batches: Iterator[np.ndarray]) -> Iterator[Tensor]:
         mean = self.normalisation.mean
         for batch in batches:
-            yield self.normalisation(torch.from_numpy(batch).to(mean.device, mean.dtype))
+            yield self.normalisation(moved(torch.from_numpy(batch), mean.device).to(mean.dtype))
 
 
 def own_rows() -> Part:

@@ -10,13 +10,12 @@ from torch import Tensor
 from ..activations import activation_to_json
 from ..files import write_json
 from ..formats import SavedSAE, save_native
-from ..home import RUN_MARKER
-from ..runs import FORMAT_VERSION
+from ..home import RUN_MARKER, RUN_VERSION
 from ..sae import SAE
 from ..store import ActivationStore
-from .checkpoints import MetricsLog, load_checkpoint, save_checkpoint
+from .checkpoints import MetricsLog, Progress, load_checkpoint, save_checkpoint
 from .event_files import EventFiles, check_tensorboard
-from .loop import Measures, Progress, Record
+from .loop import Measures, Record
 from .plan import Plan
 
 ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
@@ -46,7 +45,7 @@ class Run:
         """Write the run's `run.json`: finished where there is a result, as of `Trainer.result`."""
         plan = self.plan
         write_json(folder / RUN_MARKER, {
-            "format_version": FORMAT_VERSION, "created": self.created, "complete": result is not None,
+            "format_version": RUN_VERSION, "created": self.created, "complete": result is not None,
             "data": self.store.name, "data_hash": self.store.meta.request_hash, "training": plan.training.to_json(),
             "solver": {"name": plan.solver.name, **plan.solver.to_json()},
             "activation": activation_to_json(plan.activation), "result": result})
@@ -68,7 +67,7 @@ class RunRecord(Record):
             check_tensorboard()
         self.run, self.folder = run, folder
 
-    def checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
         """The last one in the folder."""
         return load_checkpoint(self.folder)
 
@@ -87,7 +86,7 @@ class RunRecord(Record):
     def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
         """Write the SAE, the checkpoint, and where `--keep-every` asks for this epoch's a run folder of its own."""
         self._save(sae, self.folder)
-        save_checkpoint(self.folder, state, vars(progress))
+        save_checkpoint(self.folder, state, progress)
         every = self.run.plan.training.keep_every
         if every is None or progress.epoch % every:
             return

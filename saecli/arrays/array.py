@@ -1,0 +1,171 @@
+"""An array of a file, and its rows as they are imported.
+
+Legend: R rows, F features.
+"""
+
+import math
+import os
+import pickle
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+
+from ..errors import FormatError
+from ..files import NotAFile
+from ..machine import available_memory
+from ..report import size_words
+
+BLOCK_BYTES = 16 << 20
+REAL_NUMBERS = r"bool|u?int\d+|b?float\d+"
+
+Index = tuple[int | slice, ...]  # of an array's first dimensions: integers, and a slice of the last of them
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of a file.
+
+    Args:
+        shape: its shape.
+        dtype: the name of its numbers' type, as NumPy and torch have it.
+        read: which numbers -> these, as NumPy can turn them into float32.
+        held: bytes of memory that reading takes beside the numbers asked for.
+        flatten: how files of this format are flattened unless the user says how; None where they may mean either.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[Index], Any]
+    held: int = 0
+    flatten: str | None = None
+
+
+Arrays = dict[str, Callable[[], Array]]
+
+
+@dataclass(frozen=True)
+class ArraySource:
+    """Rows to import.
+
+    Args:
+        name: what its store is called unless the user says.
+        shape: (rows, features); or (documents, positions, features) and more dimensions of positions, whose rows are
+            numbered in that order.
+        dtype: the stored type that loses least: "float16" or "bfloat16" for these, else "float32".
+        read: which rows, as in `Array` -> these, their last dimensions as they come.
+        labels: (rows,) int64, or None.
+        documents: (rows,) int64, or None: rows of one document are trained on or held out together.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[Index], Any]
+    labels: np.ndarray | None = None
+    documents: np.ndarray | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def features(self) -> int:
+        """How many dimensions a row has."""
+        return self.shape[-1]
+
+    def columns(self, begin: int, end: int) -> dict[str, np.ndarray]:
+        """What is kept beside the rows from one to before another, each (R,) integers."""
+        columns = {"label": self.labels, "document": self.documents}
+        kept = {name: values[begin:end] for name, values in columns.items() if values is not None}
+        if len(self.shape) > 2:
+            kept["document"], kept["position"] = np.divmod(np.arange(begin, end), self.rows // self.shape[0])
+        return kept
+
+    def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        """The rows in blocks of about 16 MiB, each of whole elements of one dimension.
+
+        Args:
+            start: number of the row to begin with.
+
+        Yields:
+            The number of the block's first row, and (R, F) float32.
+
+        Raises:
+            FormatError: the file is damaged, or ends too early.
+        """
+        lead, most = self.shape[:-1], max(1, BLOCK_BYTES // (4 * self.features))
+        # The first dimension of which a block can hold an element, and the rows of an element.
+        axis = next((axis for axis in range(len(lead)) if math.prod(lead[axis + 1 :]) <= most), len(lead) - 1)
+        unit = math.prod(lead[axis + 1 :])
+        row = start
+        while row < self.rows:
+            outer, first = divmod(row // unit, lead[axis])
+            last = min(first + max(1, most // unit), lead[axis])
+            end = (outer * lead[axis] + last) * unit
+            block = self.read((*map(int, np.unravel_index(outer, lead[:axis])), slice(first, last)))
+            # What overflows becomes infinite; the store drops such rows and counts them.
+            with np.errstate(over="ignore"):
+                yield row, np.ascontiguousarray(block, np.float32).reshape(-1, self.features)[row - end :]
+            row = end
+
+
+# What is raised for files that cannot be read, each seen. Only what says nothing of our own code stands here; what
+# torch's unpickler and NumPy's headers raise beside it is caught where they are called.
+UNREADABLE = (
+    OSError,  # gzip: another checksum, or no gzip; the system
+    EOFError,  # gzip, zip, pickle: the file ends too early
+    ValueError,  # NumPy: not all of the numbers; names that are no UTF-8
+    OverflowError,  # zip, torch, safetensors: sizes and places beyond 64 bits
+    RuntimeError,  # torch: no archive, or storages that end too early; zip: a version or method that is not known
+    zlib.error,  # damaged compression
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+    SafetensorError,
+)
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Turn what the libraries raise for files that they cannot read into a sentence that names the file.
+
+    Their own words, and their warnings, are left out: they advise options that are not ours, among them to run what a
+    file holds.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    except FormatError:
+        raise
+    except FileNotFoundError as error:
+        raise FormatError(f"there is no file {name}; check the path") from error
+    except NotAFile as error:
+        raise FormatError(f"cannot read {name}: {error}; give a file") from error
+    except MemoryError as error:
+        raise FormatError(f"cannot read {name}: expected memory for it, got none; {IN_PIECES}") from error
+    except UNREADABLE as error:
+        number = getattr(error, "errno", None)
+        reason = os.strerror(number) if number else "expected numbers in its name's format, got something else"
+        remedy = "check the path" if number else "check that the file is whole and of this format"
+        raise FormatError(f"cannot read {name}: {reason}; {remedy}") from error
+
+
+IN_PIECES = "save it as .npy, which is read in pieces"
+
+
+def check_memory(name: str, needed: int) -> None:
+    """Refuse what does not fit in memory, before any of it is taken.
+
+    Raises:
+        FormatError: it does not.
+    """
+    if needed > (free := available_memory()):
+        raise FormatError(f"cannot read {name}: expected {size_words(needed)} of free memory, which it takes at once, "
+                          f"got {size_words(free)}; {IN_PIECES}")
