@@ -1,9 +1,10 @@
 """The devices that torch computes on."""
 
 import torch
+from torch import Tensor
 
 from .distributed import processes
-from .errors import ConfigError
+from .errors import ConfigError, one_line
 from .launch import local_world
 
 
@@ -20,8 +21,22 @@ def device_named(name: str) -> torch.device:
                           f"one each; use --device cuda, which does, or cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, dtype=torch.float64, device=device)  # sums are float64, which not every device has
+    except RuntimeError:  # which lists all that torch was ever written for
+        raise ConfigError(f"--device must be cpu, cuda, cuda:N or auto, got {name!r}") from None
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device).item()  # sums are float64, which not every device has
     except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).split("\n")[0]
-        raise ConfigError(f"--device {name} cannot be used: {reason}; use cpu, cuda or auto") from error
+        raise ConfigError(f"--device {name} cannot be used here: {one_line(error)}; use cpu, cuda or auto") from error
     return device
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on a device, without waiting for what the device has still to do.
+
+    Args:
+        tensor: on the CPU.
+        device: where to; for a CPU the tensor itself is returned, elsewhere its memory can be used again at once.
+    """
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)  # what can be paged out is copied while the host waits

@@ -107,7 +107,7 @@ def test_a_store_of_another_width_is_refused_with_both_widths(sae: CommandLine) 
 
 @pytest.mark.parametrize(("words", "told"), [
     (["nosuch"], "there are: run"), (["run", "--data", "nosuch"], "there are: rows"),
-    (["run", "--device", "toaster"], "--device toaster cannot be used")])
+    (["run", "--device", "toaster"], "--device must be cpu, cuda, cuda:N or auto, got 'toaster'")])
 def test_what_is_missing_is_one_sentence_and_status_1(sae: CommandLine, words: list[str], told: str) -> None:
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "run", random_sae())

@@ -269,15 +269,6 @@ def test_configurations_of_runs_begun_before_an_option_existed_do_as_they_did():
     assert (begun.smoothing, begun.lr_decay, begun.sparsity_warm_up) == (0, 0.5, 0.2)
 
 
-def test_a_checkpoint_that_lacks_newer_state_is_gone_on_from():
-    data = sparse_mixture()
-    first, second = (started(PamSgd(), data, Relu(), epochs=2) for _ in range(2))
-    trained(first, data, 1)
-    state = {name: tensor for name, tensor in first.state().items() if not name.endswith((".dof", ".revived"))}
-    second.restore(state)
-    assert torch.equal(second.sae().W_dec, first.sae().W_dec)
-
-
 @pytest.mark.parametrize("decoder", ["residual", "free"])
 @pytest.mark.parametrize("activation", [Relu(), TopK(k=3)], ids=lambda activation: activation.name)
 @pytest.mark.parametrize("rows", [20, 300])

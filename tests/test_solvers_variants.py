@@ -1,6 +1,8 @@
 """Terms and orders that solvers leave out by default: clipped gradients, decay, proximal SGD, the decoder first."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,7 @@ from test_solvers import F, RowsInMemory, sparse_mixture, started, trained
 from torch import Tensor
 
 from saecli.activations import BatchTopK, Relu, TopK
-from saecli.solvers import Solver, SolverConfig, Task
+from saecli.solvers import OPTIMIZERS, Solver, SolverConfig, Task
 from saecli.solvers.pam_sgd import PamSgd
 from saecli.solvers.sgd import Sgd
 from saecli.training.rows import initial_sae
@@ -116,3 +118,31 @@ def test_with_the_decoder_first_what_an_activation_estimates_is_set_at_the_end()
 def test_the_learning_rate_rises_and_falls_over_its_shares_of_all_steps(rise: float, fall: float, expected: list):
     task = Task(100, 10, 0.02, "none", 0.0, lr_warm_up=rise, lr_decay=fall)
     assert [task.learning_rate(step) for step in range(10)] == pytest.approx([0.02 * share for share in expected])
+
+
+def test_adam_is_torchs_to_the_bit_also_where_a_tensor_has_no_gradient():
+    generator = torch.Generator().manual_seed(0)
+    start = {"W_enc": torch.randn(5, 7, generator=generator).T, "b_enc": torch.randn(7, generator=generator)}
+    ours, theirs = ({name: tensor.clone().requires_grad_() for name, tensor in start.items()} for _ in range(2))
+    adam, oracle = OPTIMIZERS["adam"](ours), torch.optim.Adam(theirs.values(), fused=True)
+    for step in range(6):
+        def loss(tensors: dict, step: int = step) -> torch.Tensor:
+            found = (tensors["W_enc"] ** 2).sin().sum()
+            return found if step == 2 else found + (tensors["b_enc"] ** 3).sum()
+
+        adam.descend(lambda: loss(ours), 0.1 / (step + 1))
+        oracle.param_groups[0]["lr"] = 0.1 / (step + 1)
+        oracle.zero_grad()
+        loss(theirs).backward()
+        oracle.step()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name in ours:
+        for key, value in oracle.state[theirs[name]].items():
+            assert torch.equal(adam.state()[f"adam.{key}.{name}"], value)
+
+
+def test_a_training_does_not_load_torchs_compiler():
+    script = ("import sys, numpy, saecli\n"
+              "saecli.fit(numpy.random.default_rng(0).normal(size=(60, 8)), d_sae=12, epochs=1)\n"
+              "sys.exit('torch._dynamo' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

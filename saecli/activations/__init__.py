@@ -37,6 +37,6 @@ def activation_from_json(document: dict) -> Activation:
     """
     settings = dict(document)
     name = settings.pop("name", None)
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ConfigError(f"no activation named {name!r}; there are: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name].from_json(settings)

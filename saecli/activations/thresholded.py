@@ -190,8 +190,8 @@ class BatchTopK(Thresholded, KeepsK):
     def estimated(self, codes: Tensor, parameters: Parameters) -> Parameters:
         """The running mean moved towards the smallest positive code, which starts it; a batch without one moves
         nothing."""
-        nothing = codes.new_tensor(torch.inf)
-        smallest = everyone().least(torch.where(codes > 0, codes, nothing).amin() if codes.numel() else nothing)
+        own = torch.where(codes > 0, codes, torch.inf).amin() if codes.numel() else codes.new_full((), torch.inf)
+        smallest = everyone().least(own)
         threshold = parameters["threshold"]
         moved = torch.where(threshold > 0, threshold.lerp(smallest, THRESHOLD_RATE), smallest)
         return {"threshold": torch.where(smallest.isfinite(), moved, threshold)}

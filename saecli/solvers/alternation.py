@@ -224,8 +224,8 @@ class PamSgdSolver(Solver):
         the penalty, would bring them back."""
         contribution = gathered.norm_weights * W_dec.double().norm(dim=1) / gathered.rows  # (F,)
         gone = (gathered.norm_weights > 0) & (contribution < SILENT * math.sqrt(W_dec.shape[1]))
-        self.trained["W_enc"][:, gone] = 0
-        self.trained["b_enc"][gone] = 0
+        self.trained["W_enc"].masked_fill_(gone, 0)
+        self.trained["b_enc"].masked_fill_(gone, 0)
         return latents_axis().any(gone)
 
     def _revive(self, gathered: Gathered) -> None:
@@ -246,14 +246,14 @@ class PamSgdSolver(Solver):
         W_enc = self.trained["W_enc"]
 
         def mean_of_fired(values: Tensor) -> Tensor:
-            return axis.add_up(values[fired].sum()) / (self.d_sae - total)
+            return axis.add_up(values.masked_fill(~fired, 0).sum()) / (self.d_sae - total)
 
         W_enc[:, dead] = mean_of_fired(W_enc.norm(dim=0)) * own.T
         self.Delta[dead] = 0
         for name in ("b_enc", *self._parameter_names):
             latents = self.trained[name]
             if latents.shape == fired.shape:
-                latents[dead] = 0 if name == "b_enc" else mean_of_fired(latents)
+                latents.masked_fill_(~fired, 0 if name == "b_enc" else mean_of_fired(latents))
         self.optimizer.forget(~fired)
         self.revived += total
 
@@ -323,8 +323,7 @@ class PamSgdSolver(Solver):
         """Go on from what `state` returned; it was taken after a decoder step."""
         super().restore(state)
         for name in OWN_STATE:
-            own = getattr(self, name)
-            own.copy_(state.get(f"decoder.{name}", own))  # a checkpoint of an earlier version lacks some
+            getattr(self, name).copy_(state[f"decoder.{name}"])
 
 
 def is_choosing_step(outer: int) -> bool:

@@ -247,8 +247,7 @@ class Solver(ABC):
     def restore(self, state: dict[str, Tensor]) -> None:
         """Go on from what `state` returned."""
         self.step = int(state["step"])
-        # A checkpoint of an earlier version has it among PAM-SGD's own, or with SGD not at all.
-        self.outer = state.get("outer", state.get("decoder.outer", self.outer)).clone()
+        self.outer = state["outer"].clone()
         with torch.no_grad():
             for name, tensor in self.trained.items():
                 tensor.copy_(state[f"trained.{name}"])
@@ -264,7 +263,7 @@ def proximal(difference: str) -> Any:
     return option(0.0, f"Proximal weight of ||{difference}||^2, beside the sum over all rows: a number, or a "
                        "schedule over the outer iterations t (with sgd, epochs), FIRST:LAST (geometric) or A,B,C (one "
                        "each, the last one kept).",
-                  minimum=0, maximum=1e30, check=check_schedule, metavar="FLOAT|FIRST:LAST|A,B,...")
+                  minimum=0, check=check_schedule, metavar="FLOAT|FIRST:LAST|A,B,...")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from ..distributed import everyone, latents_axis, of_latents, rows_axis
 from ..errors import ConfigError
@@ -99,8 +100,11 @@ class Optimizer:
         """All that it keeps from one step to the next, by name."""
         return {}
 
+    @torch.no_grad()
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state` returned, among other entries."""
+        """Go on from what `state` returned, among other entries: each where its own one lies, on the same device."""
+        for name, own in self.state().items():
+            own.copy_(state[name])
 
     def forget(self, latents: Tensor) -> None:
         """Drop momentum of latents that were moved by other means; a mask, (F,), of the tensors' last dimension."""
@@ -110,59 +114,56 @@ class Optimizer:
 
 
 class Adam(Optimizer):
-    """torch's, with its defaults, in one pass over each tensor."""
+    """`torch.optim.Adam` with its defaults, in one pass over each tensor.
+
+    Called as a function: the class imports torch's compiler, which takes a second and is not used.
+    """
 
     name = "adam"
     vectors = 2
 
     def __init__(self, tensors: dict[str, Tensor], clip_norm: float = math.inf) -> None:
         super().__init__(tensors, clip_norm)
-        self._adam = torch.optim.Adam(self.tensors.values(), fused=True)
+        # The fused step reads a tensor and its moments alike, which must lie alike in memory.
+        self._average = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
+        self._square = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
+        self._steps = {name: torch.zeros((), device=tensor.device) for name, tensor in self.tensors.items()}
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
         """One step."""
-        self._adam.zero_grad(set_to_none=True)
+        for tensor in self.tensors.values():
+            tensor.grad = None
         loss().backward()
         gradients = self._together([tensor.grad for tensor in self.tensors.values()])
-        for tensor, gradient in zip(self.tensors.values(), gradients, strict=True):
-            tensor.grad = gradient
         self._clip(gradients)
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-        self._adam.step()
+        found = {name: gradient for name, gradient in zip(self.tensors, gradients, strict=True) if gradient is not None}
+        with torch.no_grad():
+            adam([self.tensors[name] for name in found], [*found.values()], [self._average[name] for name in found],
+                 [self._square[name] for name in found], [], [self._steps[name] for name in found], fused=True,
+                 amsgrad=False, beta1=0.9, beta2=0.999, lr=lr, weight_decay=0.0, eps=1e-8, maximize=False)
 
     def state(self) -> dict[str, Tensor]:
         """Its step count and two moments of each tensor."""
-        return {f"adam.{key}.{name}": value for name, tensor in self.tensors.items()
-                for key, value in self._adam.state[tensor].items()}
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state` returned, among other entries."""
-        for name, tensor in self.tensors.items():
-            kept = {key: state[f"adam.{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-            # The fused step reads tensor and moments alike, which must lie alike in memory.
-            self._adam.state[tensor] = {key: value.clone() if key == "step" else torch.empty_like(tensor).copy_(value)
-                                        for key, value in kept.items()}
+        kept = {"step": self._steps, "exp_avg": self._average, "exp_avg_sq": self._square}
+        return {f"adam.{key}.{name}": value for key, values in kept.items() for name, value in values.items()}
 
     @torch.no_grad()
     def forget(self, latents: Tensor) -> None:
         """Zero the first moment, which points to where the latents were going, and give the second the mean of the
         other latents': that of a latent which had no gradient for long would make its first steps several times lr."""
         others = latents_axis().add_up((~latents).sum())
-        for moments in self._adam.state.values():
-            average = moments.get("exp_avg")
-            if average is not None and average.shape[-1:] == latents.shape:
-                average[..., latents] = 0
-                square = moments["exp_avg_sq"]
-                square[..., latents] = latents_axis().add_up(square[..., ~latents].sum(-1, keepdim=True)) / others
+        for average, square in zip(self._average.values(), self._square.values(), strict=True):
+            if average.shape[-1:] == latents.shape:  # masks that are filled, not looked up, keep the host from waiting
+                average.masked_fill_(latents, 0)
+                mean = latents_axis().add_up(square.masked_fill(latents, 0).sum(-1, keepdim=True)) / others
+                square.copy_(torch.where(latents, mean, square))
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
         """Gradients shrink as what they belong to grows."""
-        for moments in self._adam.state.values():
-            if moments:
-                moments["exp_avg"] /= factor
-                moments["exp_avg_sq"] /= factor**2
+        for name in self.tensors:
+            self._average[name] /= factor
+            self._square[name] /= factor**2
 
 
 class GradientDescent(Optimizer):
@@ -200,10 +201,6 @@ class GradientDescent(Optimizer):
     def state(self) -> dict[str, Tensor]:
         """The product of all factors."""
         return {"sgd.scale": self._scale}
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state` returned, among other entries."""
-        self._scale.copy_(state.get("sgd.scale", self._scale))  # a checkpoint of an earlier version lacks it
 
     def rescale(self, factor: float) -> None:
         """A gradient is 1 / factor as large where its tensor is factor times as large, and its step should be too."""

@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..devices import moved
 from .portions import Portion, as_portion
 
 WIDEST = 0.55  # width where rows are few
@@ -68,7 +69,7 @@ class Smoothing:
         second = (first + 1 + torch.randint(n - 1, (portion.size,), generator=generator)) % n  # another row each
         if portion.places is not None:
             first, second = first[portion.places], second[portion.places]
-        first, second = first.to(x.device), second.to(x.device)
+        first, second = moved(torch.stack([first, second]), x.device)
         both = self._squares[first] + self._squares[second]
         relative = ((x - self._mean).square().sum(1) / both.clamp(min=torch.finfo(x.dtype).tiny)).sqrt()
         return x + (self.width * relative)[:, None] * (self.sample[first] - self.sample[second])

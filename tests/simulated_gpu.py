@@ -1,0 +1,149 @@
+"""A device "gpu" that computes on the CPU, refuses what CUDA refuses, and counts what would make the host wait.
+
+Its tensors are wrappers, on torch's PrivateUse1 device, of CPU tensors with the real values: control flow and results
+are those of a run, only the rules are a GPU's. Real devices abort at autograd in a torch built without CUDA.
+"""
+
+import collections
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+import saecli
+
+NAME, PACKAGE = "gpu", str(Path(saecli.__file__).parent)
+aten = torch.ops.aten
+WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.bincount.default,
+         aten.equal.default, aten.repeat_interleave.Tensor, aten._unique2.default, aten._linalg_eigh.default,
+         aten._linalg_svd.default, aten.linalg_cholesky.default}
+INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+ADAMS = {aten._fused_adam_.default, aten._fused_adamw_.default}
+waits: collections.Counter[str] = collections.Counter()  # by place, "file:line"
+_library = None
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the device; `held` has its values."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held):
+        made = torch.Tensor._make_wrapper_subclass(cls, held.size(), strides=held.stride(), dtype=held.dtype,
+                                                   storage_offset=held.storage_offset(), device=f"{NAME}:0")
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        return _run(op, args, kwargs or {})
+
+    def tolist(self):  # torch refuses both for subclasses
+        return self.cpu().tolist()
+
+    def numpy(self):
+        raise TypeError("can't convert a gpu tensor to numpy; use Tensor.cpu() first")
+
+    __array__ = numpy
+
+
+def _run(op, args, kwargs):
+    flat, shape = tree_flatten((args, kwargs))
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    _check(op, args, kwargs, [t for t in tensors if isinstance(t, OnGpu)],
+           [t for t in tensors if not isinstance(t, OnGpu)])
+    stays = torch.device(kwargs.get("device") or NAME).type == NAME
+    held_args, held_kwargs = tree_unflatten([t.held if isinstance(t, OnGpu) else t for t in flat], shape)
+    if held_kwargs.get("device") is not None:
+        held_kwargs["device"] = torch.device("cpu")
+    with torch.no_grad():
+        result = op(*held_args, **held_kwargs)
+    owners = {id(t.held): t for t in tensors if isinstance(t, OnGpu)}  # what works in place gives back its own
+
+    def of_device(value):
+        if not (stays and isinstance(value, torch.Tensor)):
+            return value
+        return owners[id(value)] if id(value) in owners else OnGpu(value)
+
+    return tree_map(of_device, result)
+
+
+def _check(op, args, kwargs, here, elsewhere):
+    if op in WAITS:
+        _wait(op)
+    elif op is aten._to_copy.default or op is aten.copy_.default:
+        copies = op is aten.copy_.default
+        leaves = not isinstance(args[0], OnGpu) if copies else torch.device(kwargs.get("device") or NAME).type != NAME
+        waits_not = kwargs.get("non_blocking") or (copies and args[2:] == (True,))
+        if leaves or (elsewhere and not waits_not):  # what comes without blocking is pinned
+            _wait(op)
+    elif op in INDEXING:
+        masks = [i for i in args[1] if i is not None and i.dtype == torch.bool]
+        fills = len(args) > 2 and args[2].numel() == 1
+        if (masks and not fills) or any(i is not None and not isinstance(i, OnGpu) for i in args[1]):
+            _wait(op)
+        _demand(isinstance(args[0], OnGpu), op, "a CPU tensor indexed by one on the device")
+        _demand(len(args) < 3 or isinstance(args[2], OnGpu) or not args[2].dim(), op, "values that are on the CPU")
+    elif op in ADAMS:
+        _demand(not elsewhere, op, f"{len(elsewhere)} tensors on the CPU, the step count perhaps")
+        for same in zip(*args[:4], strict=True):
+            _demand(len({t.stride() for t in same}) == 1, op, "tensors and moments that lie differently in memory")
+    elif here and elsewhere:
+        wide = [tuple(t.shape) for t in elsewhere if t.dim()]
+        _demand(not wide and (torch.Tag.pointwise in op.tags or "fill" in str(op)), op, f"CPU tensors {wide}")
+    generator = kwargs.get("generator")
+    _demand(generator is None or generator.device.type == NAME or not here, op, "a CPU generator")
+
+
+def _demand(holds, op, given):
+    if not holds:
+        raise RuntimeError(f"{op} on the device was given {given}, at {_place()}")
+
+
+def _wait(op):
+    waits[_place()] += 1
+
+
+def _place():
+    frame = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename[len(PACKAGE) + 1:]}:{frame.f_lineno}" if frame else "outside the package"
+
+
+def register():
+    """Make `torch.device("gpu")` known, once a process."""
+    global _library
+    if _library is not None:
+        return
+    backend_registration._setup_privateuseone_for_python_backend(NAME)
+    torch.Tensor.pin_memory = lambda tensor: tensor.clone()  # which needs a real device
+    _library = torch.library.Library("aten", "IMPL")
+
+    def making(op):  # factories, and what torch.tensor(..., device=) comes down to
+        return lambda *args, device=None, pin_memory=None, **kwargs: OnGpu(op(*args, **kwargs))
+
+    for name in ("empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step"):
+        family, _, overload = name.partition(".")
+        _library.impl(name, making(getattr(getattr(aten, family), overload or "default")), "PrivateUse1")
+
+    def copy_from(source, into, non_blocking=False):
+        if not non_blocking or isinstance(source, OnGpu):
+            _wait("_copy_from")
+        held = [t.held if isinstance(t, OnGpu) else t for t in (into, source)]
+        held[0].copy_(held[1])
+        return into
+
+    _library.impl("_copy_from", copy_from, "PrivateUse1")
+
+
+@contextlib.contextmanager
+def waits_within():
+    """The waits while it is open, by place."""
+    before, found = collections.Counter(waits), collections.Counter()
+    yield found
+    found.update(waits - before)

@@ -1,0 +1,94 @@
+"""Training, resuming and measuring on a simulated device: nothing is on the wrong side, and steps do not wait."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils import backend_registration
+
+if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend") or torch.cuda.is_available():
+    pytest.skip("no device can be written in Python with this torch, or beside CUDA", allow_module_level=True)
+
+import simulated_gpu
+from device_cases import ACTS, ROWS, SOLVERS, trained
+
+from saecli.metrics import firing, reconstruction
+from saecli.products import NonZeros
+from saecli.solvers.base import Solver
+from saecli.solvers.optimizers import Adam
+
+simulated_gpu.register()
+CASES = [case for case in itertools.product(SOLVERS, ACTS)  # soft-topk's small products take long here
+         if case[1][0] != "soft-topk" or (case[0][1].get("solve") != "iterative" and case[0][1].get("d_sae", 0) < 100)]
+QUICK = {(0, 3), (1, 5), (2, 5), (3, 0), (4, 3), (5, 0), (6, 3)}  # of solvers and activations, by number
+CASES = [case if (SOLVERS.index(case[0]), ACTS.index(case[1])) in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+         for case in CASES]
+
+
+@pytest.fixture(autouse=True)
+def dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products as a device takes them, on the CPU too: then the results are the same to the bit."""
+    monkeypatch.setattr(NonZeros, "of", classmethod(lambda cls, matrix: None))
+
+
+@pytest.mark.parametrize("solver, act", CASES, ids=str)
+def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> None:
+    options = act[1] | solver[1]
+    on_cpu, _ = trained("cpu", solver[0], act[0], options)
+    on_gpu, kept = trained("gpu", solver[0], act[0], options)
+    again, _ = trained("gpu", solver[0], act[0], options, kept)
+    for name, tensor in on_cpu.tensors().items():
+        assert on_gpu.tensors()[name].device.type == "gpu"
+        assert torch.equal(on_gpu.tensors()[name].cpu(), tensor), name
+        assert torch.equal(again.tensors()[name].cpu(), tensor), name
+
+
+@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+@pytest.mark.parametrize("act, options", ACTS[:-1], ids=str)
+def test_a_step_does_not_wait_for_the_device(solver: str, act: str, options: dict,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    found, descend = [], Solver.descend
+
+    def counted(self, batch):
+        with simulated_gpu.waits_within() as waits:
+            report = descend(self, batch)
+        found.append(dict(waits))
+        return report
+
+    monkeypatch.setattr(Solver, "descend", counted)
+    trained("gpu", solver, act, options | {"inner_steps": 1} if solver == "pam-sgd" else options)
+    assert found[2:] == [{}] * len(found[2:])
+
+
+def test_what_follows_a_revival_does_not_wait_for_the_device() -> None:
+    tensors = {"W_enc": torch.ones(4, 6, device="gpu", requires_grad=True)}
+    adam, dead = Adam(tensors), torch.tensor([True, False] * 3).to("gpu")
+    adam.descend(lambda: (tensors["W_enc"] * torch.arange(6.0, device="gpu")).sum(), 0.1)
+    with simulated_gpu.waits_within() as waits:
+        adam.forget(dead)
+        adam.rescale(2.0)
+    assert waits == {}
+    state = adam.state()
+    torch.testing.assert_close(state["adam.exp_avg.W_enc"].cpu()[0], torch.tensor([0, 0.05, 0, 0.15, 0, 0.25]))
+    mean = 1e-3 * (1 + 9 + 25) / 3 / 4
+    torch.testing.assert_close(state["adam.exp_avg_sq.W_enc"].cpu()[0, ::2], torch.full((3,), mean))
+
+
+def test_measuring_does_not_wait_for_the_device() -> None:
+    sae, _ = trained("gpu", "sgd", "topk", {"k": 3})
+    batches = list(torch.from_numpy(ROWS).to("gpu").split(50))
+    for measure in (reconstruction, firing):
+        with simulated_gpu.waits_within() as few:
+            measure(sae, batches[:2])
+        with simulated_gpu.waits_within() as many:
+            measure(sae, batches)
+        assert few == many
+
+
+def test_the_device_refuses_what_cuda_refuses() -> None:
+    here, there = torch.ones(3, device="gpu"), torch.ones(3)
+    for wrong in (lambda: here + there, lambda: there[here.long()], lambda: here.numpy(),
+                  lambda: torch.multinomial(here, 1, generator=torch.Generator())):
+        with pytest.raises((RuntimeError, TypeError)):
+            wrong()
+    assert (here + torch.tensor(1.0)).device.type == "gpu"
