@@ -43,6 +43,7 @@ cores=$(getconf _NPROCESSORS_ONLN)
 if [[ -z $jobs ]]; then
     if $quick; then jobs=$cores; else jobs=1; fi  # a GPU, or all cores, for each run in turn
 fi
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} # for what loads torch before saecli sets it
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + jobs - 1) / jobs))}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)

@@ -12,12 +12,15 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import platform
 import random
 import time
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: threads that wait sleep
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

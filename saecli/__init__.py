@@ -10,9 +10,17 @@ Names are imported when they are first used, so that `import saecli` takes no ti
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import os
 
-if TYPE_CHECKING:  # which then knows these names, and no others
+# Threads that wait for the next product sleep, and do not spin, unless the user has said how: beside other work
+# spinning takes half of a training's processor time or more (tests/benchmarks/waiting_threads.py). OpenMP reads it as
+# torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+TYPE_CHECKING = False  # to a type checker it is true: it knows these names, and no others
+if TYPE_CHECKING:
+    from typing import Any
+
     from .api import fit, load_sae, open_store, save_sae
     from .errors import SaeError
     from .sae import SAE
@@ -24,7 +32,7 @@ __all__ = ["SAE", "ActivationStore", "SaeError", "fit", "load_sae", "open_store"
 _MODULES = {"SAE": "sae", "ActivationStore": "store", "SaeError": "errors"}
 
 if not TYPE_CHECKING:
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> "Any":
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f".{_MODULES.get(name, 'api')}", __name__), name)

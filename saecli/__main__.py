@@ -1,5 +1,15 @@
-"""`python -m saecli` is `sae`."""
+"""`sae`, which `python -m saecli` is too."""
 
-from .cli import main
+from . import interrupts
 
-main()
+
+def main() -> None:
+    """Run the command line, from its first moment on so that Ctrl-C ends it in order."""
+    interrupts.watch()
+    from .cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,17 @@
 """Fixtures that many tests share."""
 
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-# Tests run side by side: threads of each that wait for cores would take longer than one. Before torch is imported.
+# Before torch is imported: threads that wait sleep (see saecli/__init__.py), and tests that run side by side have one
+# thread each, since threads that wait for cores would take longer.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -18,6 +23,25 @@ from store_producer import Producer
 def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
     """The command line, run in this process, with a home of the test's own."""
     return CommandLine(tmp_path / "home", monkeypatch, capsys)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are saved, kept to be looked into."""
+    import saecli.plots  # matplotlib takes a second to import
+
+    kept: list[Any] = []
+    original = saecli.plots.runs.figure
+
+    @contextmanager
+    def keeping(*arguments: object) -> Iterator[Any]:
+        with original(*arguments) as figure:
+            yield figure
+            kept.append(figure)
+
+    for name in ("runs", "geometry"):  # by name: the package has functions of these names
+        monkeypatch.setattr(sys.modules[f"saecli.plots.{name}"], "figure", keeping)
+    return kept
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "saecli"
 
 FLOORS = [
-    {"errors", "files", "hub", "launch", "machine", "assets"},
+    {"errors", "hub", "launch", "assets"},
+    {"interrupts"},
+    {"files", "machine"},
+    {"documents"},
     {"config", "distributed", "home", "report"},
     {"products"},
     {"activations", "arrays", "devices", "language_model", "ridge", "store", "texts"},
@@ -23,7 +26,7 @@ FLOORS = [
     {"cli"},
     {"__init__", "__main__"},
 ]
-ALONE = {"transformers": "language_model", "matplotlib": "plots", "datasets": "texts",
+ALONE = {"transformers": "language_model", "matplotlib": "plots", "datasets": "texts", "pydantic": "documents",
          "typer": ("commands", "cli", "root_help")}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -9,8 +9,11 @@ paper's experiment on the bridge between k-means and PCA. In two dimensions the 
 """
 
 import argparse
+import os
 import time
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: threads that wait sleep
 
 import numpy as np
 import torch

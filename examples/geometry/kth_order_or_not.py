@@ -11,7 +11,10 @@ not every power diagram with C(d, K) cells is a K-th order one.
 
 import argparse
 import math
+import os
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: threads that wait sleep
 
 import torch
 from matplotlib.axes import Axes

@@ -8,7 +8,10 @@ the paper's figure of a three-dimensional Voronoi diagram and a two-dimensional 
 """
 
 import argparse
+import os
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: threads that wait sleep
 
 import numpy as np
 import torch

@@ -8,7 +8,10 @@ weight beta_S; from these the sites of the first order are found again. After th
 
 import argparse
 import itertools
+import os
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: threads that wait sleep
 
 import numpy as np
 import torch

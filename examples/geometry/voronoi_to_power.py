@@ -8,7 +8,10 @@ of a Top-1 SAE, by `PowerDiagram.to_encoder`. After the paper's figure of these 
 """
 
 import argparse
+import os
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: threads that wait sleep
 
 import numpy as np
 import torch
