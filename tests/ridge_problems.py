@@ -1,9 +1,13 @@
 """Problems for the tests of the decoder step, and oracles that know nothing of moments."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from saecli.ridge import HeldRows, Moments, Terms
+from saecli.ridge import HeldRows, Moments, System, Terms
+from saecli.ridge.choice import Equations, Rows, model
+from saecli.ridge.solve import factor
 
 
 def problem(rows: int, d_sae: int, d_in: int, seed: int = 0, spread: float = 0.0) -> tuple:
@@ -32,6 +36,14 @@ def moments_of(z: torch.Tensor, x: torch.Tensor, block: int) -> Moments:
 
 def systems_of(z: torch.Tensor, x: torch.Tensor) -> dict:
     return {"moments": moments_of(z, x, 7), "held rows": HeldRows(z, x)}
+
+
+def press(system: System, terms: Terms, z: torch.Tensor, x: torch.Tensor, alpha: float | None = None) -> float:
+    """The mean leave-one-out error over all rows, or some, as the choice of alpha has it."""
+    terms = terms if alpha is None else replace(terms, alpha=alpha)
+    index = torch.arange(len(z)) if len(z) == system.rows else None
+    rows = Rows(z.double(), x.double(), index, torch.ones(len(z)).double())
+    return model(Equations.of(system, terms), rows, factor(system, terms), 0.0).value / len(z)
 
 
 def stacked_least_squares(z, x, terms: Terms, target: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

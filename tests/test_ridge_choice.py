@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from ridge_problems import moments_of, problem, systems_of, terms_of
+from ridge_problems import moments_of, press, problem, systems_of, terms_of
 from sklearn.datasets import load_digits
 
-from saecli.ridge import HeldRows, Moments, Terms, choose_alpha, press, solve
+from saecli.ridge import HeldRows, Moments, Terms, choose_alpha, solve
 from saecli.ridge.choice import LEAST, MIXED, MOST, Equations, Rows, model, sample_rows
-from saecli.ridge.press import slack_of
+from saecli.ridge.leverage import slack_of
 from saecli.ridge.solve import factor
 
 NOTHING = (0.0, 0.0, 0.0, 0.0)
@@ -69,7 +69,7 @@ def test_chosen_alpha_is_within_a_hundredth_of_the_best_of_the_full_path(data, d
     scale = system.scale(1.0)
 
     def score(alpha: float) -> float:
-        return press(system, replace(terms, alpha=alpha), z, x)
+        return press(system, terms, z, x, alpha)
 
     path = [score(scale * 10**decades) for decades in PATH]
     first = choose_alpha(system, terms, z, x, None).alpha
@@ -93,9 +93,9 @@ def test_all_terms_take_part_in_the_choice():
     z, x, direction, W_t, b_t = problem(100, 60, 4, spread=0.5)
     terms = terms_of((0.0, 3.0, 5.0, 2.0), direction, W_t, b_t, decayed=True)
     for system in systems_of(z, x).values():
-        scores = [press(system, replace(terms, alpha=system.scale(1.0) * 10**decades), z, x) for decades in PATH]
+        scores = [press(system, terms, z, x, system.scale(1.0) * 10**decades) for decades in PATH]
         chosen = choose_alpha(system, terms, z, x, None).alpha
-        assert press(system, replace(terms, alpha=chosen), z, x) <= 1.01 * min(scores)
+        assert press(system, terms, z, x, chosen) <= 1.01 * min(scores)
 
 
 @pytest.mark.parametrize("rows", [20, 45, 300])
@@ -110,7 +110,7 @@ def test_the_model_has_the_value_and_the_slope_of_press(rows, weights, directed)
     near = torch.tensor([20.0, 19.998, 20.002]).double()
     value, below, above = found.press(near) / rows
     assert value.item() == pytest.approx(press(system, terms, z, x), rel=1e-6)
-    slope = press(system, replace(terms, alpha=20.002), z, x) - press(system, replace(terms, alpha=19.998), z, x)
+    slope = press(system, terms, z, x, 20.002) - press(system, terms, z, x, 19.998)
     assert (above - below).item() == pytest.approx(slope, rel=1e-3)
 
 
@@ -125,7 +125,7 @@ def test_a_good_start_takes_one_factorisation_which_gives_the_decoder_too(monkey
     assert len(taken) == 1
     looked_at = replace(terms, alpha=1.1 * chosen)
     torch.testing.assert_close(solve(system, terms, choice.factored).W, solve(system, looked_at).W)
-    assert press(system, looked_at, z, x) <= 1.01 * press(system, replace(terms, alpha=choice.alpha), z, x)
+    assert press(system, looked_at, z, x) <= 1.01 * press(system, terms, z, x, choice.alpha)
 
 
 def cross_validated(system: Moments, terms: Terms, z: torch.Tensor, x: torch.Tensor) -> float:
@@ -142,9 +142,9 @@ def cross_validated(system: Moments, terms: Terms, z: torch.Tensor, x: torch.Ten
 def test_alpha_is_as_good_where_the_multiple_of_the_direction_is_taken_from_mixed_columns(seed):
     z, x, direction = encoded(inputs(500, 3 * MIXED, seed, 0.3), 250, 10, seed)
     system, terms = system_and_terms(z, x, direction)
-    scores = [press(system, replace(terms, alpha=system.scale(1.0) * 10**decades), z, x) for decades in PATH[::2]]
+    scores = [press(system, terms, z, x, system.scale(1.0) * 10**decades) for decades in PATH[::2]]
     chosen = choose_alpha(system, terms, z, x, None).alpha
-    assert press(system, replace(terms, alpha=chosen), z, x) <= 1.01 * min(scores)
+    assert press(system, terms, z, x, chosen) <= 1.01 * min(scores)
 
 
 @pytest.mark.parametrize("seed", range(3))

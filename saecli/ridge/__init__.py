@@ -17,17 +17,17 @@ Where b is fitted after W (`Terms.joint`), W is solved with s = t = 0, and b fol
 The normal equations are gathered in one pass, as `systems.py` says: summed (`moments.py`, `gram.py`), by processes
 that share the latents too (`shared_gram.py`), as rows where those are few (`held.py`), or without a Gram matrix where
 that does not fit in memory (`iterative.py`). `solve.py` solves them,
-`press.py` has their leave-one-out error, by which `choice.py` chooses alpha.
+`choice.py` chooses alpha by their leave-one-out error.
 """
 
 from .choice import Choice, choose_alpha
 from .held import HeldRows, memory_needed
 from .iterative import CodeProducts, iterative_memory
+from .leverage import effective_dof
 from .moments import Moments
-from .press import effective_dof, press
 from .shared_gram import shared_memory
 from .solve import Decoder, Terms, solve
 from .systems import System
 
 __all__ = ["Choice", "CodeProducts", "Decoder", "HeldRows", "Moments", "System", "Terms", "choose_alpha",
-           "effective_dof", "iterative_memory", "memory_needed", "press", "shared_memory", "solve"]
+           "effective_dof", "iterative_memory", "memory_needed", "shared_memory", "solve"]

@@ -1,4 +1,10 @@
-"""The search for the alpha of least PRESS, one factorisation a step.
+"""The search for the alpha of least PRESS, the exact leave-one-out error, one factorisation a step.
+
+    PRESS(alpha) = mean_i ||r_i||^2 / (1 - h_i)^2
+
+with r_i the residual of row i and h_i its leverage (`leverage.py`): the squared error of row i under the decoder
+fitted to all other rows, c held. Generalised cross-validation, which puts the mean leverage in place of h_i, chooses a
+ridge far too small where rows differ much in norm, as activations do.
 
 At an alpha that has been factorised, with M = (A + diag(decay) + (alpha + mu) I)^-1 and u_i = M psi_i, a row's
 leverage and residual have, in alpha, the derivatives
@@ -22,10 +28,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .press import LEAST_SLACK
 from .solve import Terms, best_multiple, centre_of, factor, shrinkage, total
 from .systems import Factor, System
 
+LEAST_SLACK = 1e-12  # 1 - h_i from which on a row counts as fitted alone
 LEAST, MOST = -7, 3  # powers of ten of A's mean diagonal between which alpha is sought
 SPACING = 2  # decades between the alphas that a first search looks at
 REACH = 1.0  # decades over which a model is used, doubled while it falls all the way
@@ -215,25 +221,25 @@ def model(equations: Equations, rows: Rows, factored: Factor, decades: float) ->
     """
     system, terms, alpha, T0 = equations.system, equations.terms, factored.alpha, equations.direction
     psi = rows.z - shrinkage(system, terms) * system.z_bar
-    if factored.own_solve is not None and rows.index is not None:
-        u, slack = factored.own_solve(rows.index)
+    if factored.own is not None and rows.index is not None:
+        own = factored.own(rows.index)
+        u, slack = own.solve(), own.slack
+        residual = own.residual(equations.centre) - terms.mu * (u.T @ terms.W_t.double())
     else:
         u = factored.solve(psi.T)
-        slack = 1 - total((psi * u.T).sum(1))
+        slack = 1 - 1 / (system.rows + terms.beta + terms.nu) - total((psi * u.T).sum(1))
+        residual = rows.x - equations.centre - total(u.T @ equations.right)  # x - b - psi' W
     v = factored.solve(u)
-    fitted = total(u.T @ equations.right)  # psi' W
-    falling = total(v.T @ equations.right)  # its derivative, but for its sign
+    falling = total(v.T @ equations.right)  # its derivative
     if T0 is not None:
         along, untargeted = factored.solve(torch.cat(equations.mixed, 1)).chunk(2, 1)
         c, slope = best_multiple(equations.mixed[0], untargeted, along, alpha)
         towards = total(u.T @ T0)
-        fitted += c * alpha * towards
+        residual -= c * alpha * towards
         falling += c * alpha * total(v.T @ T0) - (c + slope * alpha) * towards
-    residual = rows.x - equations.centre - fitted
     leverage = total((psi * u.T).sum(1))
     pole = torch.where(leverage > 0, total(u.square().sum(0)) / leverage, 0.0)
     squares = torch.stack([residual.square().sum(1), (residual * falling).sum(1), falling.square().sum(1)])
-    slack = slack - 1 / (system.rows + terms.beta + terms.nu)
     return Model(decades, alpha, slack, leverage, pole, rows.weight * squares)
 
 

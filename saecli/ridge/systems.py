@@ -14,6 +14,22 @@ NOT_FINITE = "the decoder step cannot be solved: the codes, or their products, a
 
 
 @dataclass(frozen=True)
+class OwnRows:
+    """Rows of the system itself, m of them, as its factor has them: to full precision, where differences from 1 or from
+    the input, which a small ridge makes nearly equal, would leave none. With psi_i = z_i - s z_bar and M the inverse:
+
+    Args:
+        slack: `1 - 1/(N + beta + nu) - psi_i' M psi_i`, (m,): one less the leverage.
+        solve: gives `M psi_i`, (F, m).
+        residual: maps a centre, (D,), to `x_i - centre - psi_i' M sum z (x - centre)'`, (m, D).
+    """
+
+    slack: Tensor
+    solve: Callable[[], Tensor]
+    residual: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
 class Factor:
     """What `A + diag(decay) + ridge I` has been made ready to be solved by.
 
@@ -29,10 +45,7 @@ class Factor:
             is left of it by its diagonal.
         alpha: the part of the ridge that is not mu, filled in by `solve.factor`: a difference would lose it to a
             large mu.
-        own_slack: gives `1 - psi_i' (A + diag(decay) + ridge I)^-1 psi_i` of all the system's own rows, (N,), where
-            that is to be had without the difference, which a small ridge cancels.
-        own_solve: the same of the rows of an index, (m,), and `(A + diag(decay) + ridge I)^-1 psi_i`, (F, m), first;
-            at hand where `own_slack` is.
+        own: maps an index, (m,), to those of the system's own rows; None where it does not hold them.
         residual: gives the largest residual of what has been solved, over its right side; None where solutions are
             exact to float64's rounding.
     """
@@ -44,8 +57,7 @@ class Factor:
     raised: bool
     condition: Callable[[], float]
     alpha: float = 0.0
-    own_slack: Callable[[], Tensor] | None = None
-    own_solve: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    own: Callable[[Tensor], OwnRows] | None = None
     residual: Callable[[], float] | None = None
 
 

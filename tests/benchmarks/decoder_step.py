@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saecli.ridge import HeldRows, Moments, System, Terms, choose_alpha, press, solve
-from saecli.ridge.choice import LEAST, MOST
+from saecli.ridge import HeldRows, Moments, System, Terms, choose_alpha, solve
+from saecli.ridge.choice import LEAST, MOST, Equations, Rows, model
+from saecli.ridge.solve import factor
 
 BLOCK = 1024  # rows a block of moments
 PRESS_ROWS = 4096  # rows that the solver passes to a choice
@@ -112,7 +113,10 @@ def line(size: Size, path: bool) -> str:
              *(f"{1000 * value:.1f}" for value in (moments, solving, choosing, again)),
              f"{choosing / (moments + solving):.2f}", f"{again / (moments + solving):.2f}"]
     if path and size.path:
-        scores = [press(system, replace(terms, alpha=alpha), some_z, some_x)
+        index = torch.arange(size.rows) if stride == 1 else None
+        rows = Rows(some_z.double(), some_x.double(), index, torch.ones(len(some_z)).double())
+        equations = Equations.of(system, terms)
+        scores = [model(equations, rows, factor(system, replace(terms, alpha=alpha)), 0.0).value
                   for alpha in (first, warm, *system.scale(1.0) * np.logspace(LEAST, MOST, 101))]
         cells += [f"{score / min(scores[2:]) - 1:.2%}" for score in scores[:2]]
     else:
