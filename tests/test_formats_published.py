@@ -26,7 +26,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("activation", "parameters", "threshold"), [
     (Relu(), {}, np.zeros(F)),
-    (JumpRelu(), {"threshold": torch.linspace(-1, 2, F)}, np.linspace(-1, 2, F).clip(0)),
+    (JumpRelu(), {"threshold": torch.linspace(-1, 2, F)}, torch.linspace(-1, 2, F).clamp(min=0).numpy()),
     (BatchTopK(k=K), {"threshold": torch.tensor(1.5)}, np.full(F, 1.5))], ids=["relu", "jumprelu", "batchtopk"])
 def test_params_npz_holds_gemma_scopes_five_arrays_whose_formula_gives_the_codes(
         tmp_path: Path, activation: Activation, parameters: dict, threshold: np.ndarray) -> None:
