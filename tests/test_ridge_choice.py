@@ -61,7 +61,7 @@ def system_and_terms(z: torch.Tensor, x: torch.Tensor, direction: torch.Tensor |
     return system, terms_of(NOTHING, direction, torch.zeros(shape), torch.zeros(shape[1]))
 
 
-@pytest.mark.parametrize("directed", [False, True])
+@pytest.mark.parametrize("directed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
 def test_chosen_alpha_is_within_a_hundredth_of_the_best_of_the_full_path(data, directed):
     z, x, direction = data()

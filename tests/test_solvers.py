@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from grids import grid
 from torch import Tensor
 
 from saecli.activations import ACTIVATIONS, Activation, BatchTopK, JumpRelu, Relu, Swish, TopK
@@ -151,8 +152,8 @@ def test_tied_weights_stay_tied():
     assert torch.equal(sae.W_dec, sae.W_enc.T)
 
 
-@pytest.mark.parametrize("config", [Sgd(), Sgd(tied=True), PamSgd(), PamSgd(decoder="free")], ids=str)
-@pytest.mark.parametrize("activation", EVERY_ACTIVATION, ids=lambda activation: activation.name)
+@pytest.mark.parametrize(("config", "activation"), grid(
+    [Sgd(), Sgd(tied=True), PamSgd(decoder="free"), PamSgd()], EVERY_ACTIVATION), ids=lambda value: value.name)
 def test_training_lowers_the_unexplained_variance(config, activation):
     data = sparse_mixture()
     solver = started(config, data, activation, epochs=20)

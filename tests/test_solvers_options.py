@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from grids import grid
 from homes import CommandLine, make_store, some_rows
 from safetensors.torch import load_file
 from test_solvers import F, RowsInMemory, sparse_mixture, started, trained
@@ -269,9 +270,8 @@ def test_configurations_of_runs_begun_before_an_option_existed_do_as_they_did():
     assert (begun.smoothing, begun.lr_decay, begun.sparsity_warm_up) == (0, 0.5, 0.2)
 
 
-@pytest.mark.parametrize("decoder", ["residual", "free"])
-@pytest.mark.parametrize("activation", [Relu(), TopK(k=3)], ids=lambda activation: activation.name)
-@pytest.mark.parametrize("rows", [20, 300])
+@pytest.mark.parametrize(("decoder", "activation", "rows"),
+                         grid(["free", "residual"], [Relu(), TopK(k=3)], [300, 20]), ids=str)
 def test_without_room_for_the_gram_matrix_an_iteration_trains_to_the_same_error(decoder, activation, rows):
     data, errors = sparse_mixture(rows), []
     for memory, solve in ((math.inf, "auto"), (math.inf, "iterative"), (0.0, "auto"), (0.0, "direct")):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from grids import grid
 from homes import CommandLine, make_store, some_rows
 from safetensors.torch import load_file
 
@@ -36,9 +37,8 @@ def assert_same_weights(home: Path, first: str, second: str) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("solver", [("sgd",), ("sgd", "--tied"), ("pam-sgd",), ("pam-sgd", "--decoder", "free")],
-                         ids=" ".join)
-@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize(("solver", "act"), grid(
+    [("sgd",), ("sgd", "--tied"), ("pam-sgd", "--decoder", "free"), ("pam-sgd",)], list(ACTIVATIONS)), ids=str)
 def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(sae: CommandLine, solver: tuple, act: str):
     make_store(sae.home, "rows", some_rows(1000))
     k = ("--k", "4") if "k" in ACTIVATIONS[act].__dataclass_fields__ else ()
