@@ -51,6 +51,7 @@ def stdlib() -> list[tuple[int, str]]:
     return documents(STDLIB_DOCS)
 
 
+@pytest.mark.slow
 def test_stdlib_docs_hold_what_inspect_reads_from_imported_modules(stdlib):
     texts = {text for _, text in stdlib}
     for thing in (json, json.dumps, argparse.ArgumentParser, ast.walk, fractions.Fraction.limit_denominator):
@@ -58,6 +59,7 @@ def test_stdlib_docs_hold_what_inspect_reads_from_imported_modules(stdlib):
     assert inspect.getdoc(math) not in texts  # compiled modules have no source to read
 
 
+@pytest.mark.slow
 def test_stdlib_docs_are_distinct_trimmed_and_numbered_without_gaps(stdlib):
     texts = [text for _, text in stdlib]
     assert [number for number, _ in stdlib] == list(range(len(texts)))

@@ -62,6 +62,7 @@ def assert_same_result(found: dict, wanted: dict, rel: float = 1e-7) -> None:
     assert found["final"] == pytest.approx(wanted["final"], rel=rel)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     words = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "2", "--batch-size", "255", "--inner-steps",

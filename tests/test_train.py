@@ -63,7 +63,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(sae: CommandL
     assert not torch.equal(weights(sae.home, "a")["W_enc"], weights(sae.home, "c")["W_enc"])
 
 
-@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+@pytest.mark.parametrize("solver", [pytest.param("sgd", marks=pytest.mark.slow), "pam-sgd"])
 def test_a_killed_run_resumed_equals_one_never_stopped(sae: CommandLine, solver: str):
     make_store(sae.home, "rows", some_rows(8_000))
     settings = ("train", "--solver", solver, "--act", "jumprelu", "--d-sae", "64", "--epochs", "10",

@@ -40,7 +40,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Counter:
     ("--solver", "pam-sgd", "--act", "topk", "--k", "2", "--k", "4"),
     pytest.param(("--solver", "pam-sgd", "--act", "relu", "--sparsity-weight", "0.1", "--sparsity-weight", "1"),
                  marks=pytest.mark.slow),
-    ("--solver", "sgd", "--act", "batchtopk", "--k", "2", "--k", "4"),
+    pytest.param(("--solver", "sgd", "--act", "batchtopk", "--k", "2", "--k", "4"), marks=pytest.mark.slow),
     pytest.param(("--solver", "pam-sgd", "--act", "topk", "--k", "3", "--decoder-every", "4", "--inner-steps", "1",
                   "--inner-steps", "2"), marks=pytest.mark.slow),
 ], ids=lambda words: " ".join(words[1::2]))
