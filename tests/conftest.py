@@ -21,7 +21,8 @@ from store_producer import Producer
 
 @pytest.fixture
 def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    """The command line, run in this process, with a home of the test's own."""
+    """The command line, run in this process, with a home of the test's own; tables are as wide as in a pipe."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
     return CommandLine(tmp_path / "home", monkeypatch, capsys)
 
 
