@@ -21,10 +21,11 @@ from store_producer import Producer
 
 @pytest.fixture
 def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    """The command line, run in this process, with a home of the test's own.
+    """The command line, run in this process, with a home of the test's own; tables are as wide as in a pipe.
 
     Of a training's curves it leaves an empty file, since drawing them takes half of a small training's time.
     """
+    monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
     monkeypatch.setattr("saecli.plots.loss_curves", lambda path, runs: path.touch())
     return CommandLine(tmp_path / "home", monkeypatch, capsys)
 

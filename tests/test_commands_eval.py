@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,18 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
+from hypothesis import given
+from hypothesis import strategies as st
 
 from saecli.activations import JumpRelu, Relu, TopK
+from saecli.cli import load
+from saecli.commands.eval_measures import LIKE_L0, unbeaten
 from saecli.formats import SavedSAE, save
 from saecli.sae import SAE
 from saecli.store import is_test
 
-KEYS = ["run", "data", "split", "rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "dead_fraction"]
+KEYS = ["run", "data", "split", "rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "dead_fraction",
+        "unbeaten"]
 
 
 def relu_oracle(sae: SAE, rows: np.ndarray) -> dict[str, float]:
@@ -62,14 +68,67 @@ def test_without_arguments_the_newest_run_is_measured_on_its_own_store_and_both_
     assert "using the newest run, new" in done.err
 
 
-def test_several_runs_make_one_table_the_best_first_and_marked(sae: CommandLine) -> None:
+def exact_sae(k: int = D) -> SAE:
+    return SAE(torch.eye(D, F), torch.zeros(F), torch.eye(F, D), torch.zeros(D), TopK(k=k))
+
+
+def test_several_runs_make_one_table_the_sparsest_first_and_unbeaten_ones_marked(sae: CommandLine) -> None:
     make_store(sae.home, "rows", some_rows())
-    make_run(sae.home, "random", random_sae())
-    identity = SAE(torch.eye(D, F), torch.zeros(F), torch.eye(F, D), torch.zeros(D), TopK(k=D))
-    make_run(sae.home, "exact", identity)
-    lines = [line for line in sae("eval", "random", "exact").out.splitlines() if "rows" in line and "test" in line]
-    assert "exact *" in lines[0] and "random " in lines[1] and "*" not in lines[1]
-    assert [run["run"] for run in sae("eval", "random", "exact", "--json").json["runs"]] == ["random", "exact"]
+    make_run(sae.home, "random", random_sae())  # some 11 latents fire
+    make_run(sae.home, "sparse", exact_sae(4))
+    make_run(sae.home, "exact", exact_sae())
+    out = sae("eval", "random", "exact", "sparse").out
+    assert [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")] == [
+        "sparse *", "exact *", "random"]
+    document = sae("eval", "random", "exact", "sparse", "--json").json
+    assert [(run["run"], run["unbeaten"]) for run in document["runs"]] == [
+        ("random", False), ("exact", True), ("sparse", True)]
+    assert document["unbeaten_means"] == (
+        "unbeaten (*): every other run on the same rows with at most 1.05 times its l0 is worse in fvu")
+    assert document["unbeaten_means"] in " ".join(out.split())
+
+
+def test_a_run_alone_on_its_rows_is_compared_with_none(sae: CommandLine) -> None:
+    make_store(sae.home, "rows", some_rows())
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        make_run(sae.home, name, random_sae(seed=ord(name)), split_seed=seed)
+    assert "*" not in sae("eval", "a").out + sae("eval", "a", "c").out
+    assert [run["unbeaten"] for run in sae("eval", "a", "c", "--json").json["runs"]] == [None, None]
+    one, other, alone = (run["unbeaten"] for run in sae("eval", "a", "b", "c", "--json").json["runs"])
+    assert alone is None and {one, other} <= {True, False} and (one or other)
+
+
+def of(l0: float, *errors: float) -> dict[str, float]:
+    return {"l0": l0, **dict(zip(("fvu", "ce_recovered", "kl"), errors, strict=False))}
+
+
+@pytest.mark.parametrize(("runs", "marks"), [
+    ([of(16, 0.2), of(65, 0.1)], [True, True]),  # fewer latents, or less error
+    ([of(16, 0.2), of(65, 0.3)], [True, False]),
+    ([of(15.9, 0.2), of(16, 0.1)], [False, True]),  # of like L0
+    ([of(15, 0.2), of(15.76, 0.1)], [True, True]),
+    ([of(16, 0.2), of(16, 0.2)], [True, True]),
+    ([of(16, 0.1, 0.8, 0.5), of(16, 0.2, 0.9, 0.4)], [True, True]),  # better in one and worse in another
+    ([of(16, 0.1, 0.8, 0.5), of(16, 0.2, 0.8, 0.5)], [True, False]),
+    ([of(16, 0.1, 0.9, 0.5), of(16, 0.1, 0.8, 0.5)], [True, False]),
+    ([of(16, 0.1), of(16, math.nan), of(16, math.inf)], [True, False, False]),
+    ([of(1, math.nan), of(16, 0.1)], [False, True]),
+    ([of(0, 0.9), of(0, 0.8)], [False, True]),
+    ([of(100, 0.1), of(104, 0.09), of(108, 0.08), of(112, 0.07)], [False, False, False, True]),
+])
+def test_a_run_is_beaten_by_one_of_no_larger_l0_that_is_no_worse_and_somewhere_better(
+        runs: list[dict[str, float]], marks: list[bool]) -> None:
+    assert unbeaten(runs) == marks
+    assert unbeaten(runs[::-1]) == marks[::-1]
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), *[st.sampled_from([0.1, 0.2, 0.3])] * 3), min_size=1, max_size=12))
+def test_of_runs_with_finite_errors_at_least_one_is_unbeaten(runs: list[tuple[float, ...]]) -> None:
+    assert any(unbeaten([of(*run) for run in runs]))
+
+
+def test_help_names_the_tolerance_in_l0() -> None:
+    assert f"at most {LIKE_L0:g} times its L0" in " ".join(load("eval").help.split())
 
 
 def test_runs_on_different_rows_are_pointed_out(sae: CommandLine) -> None:
@@ -139,18 +198,21 @@ def test_figures_that_are_no_numbers_become_null(sae: CommandLine) -> None:
     make_run(sae.home, "run", random_sae())
     (found,) = sae("eval", "--json").json["runs"]
     assert found["fvu"] is None and found["explained_variance"] is None
+    make_run(sae.home, "other", random_sae(seed=1))
+    assert [run["unbeaten"] for run in sae("eval", "run", "other", "--json").json["runs"]] == [False, False]
 
 
-def test_csv_holds_every_digit_of_the_json_the_best_run_first(sae: CommandLine, tmp_path: Path) -> None:
+def test_csv_holds_every_digit_of_the_json_the_sparsest_run_first(sae: CommandLine, tmp_path: Path) -> None:
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "random", random_sae())
-    make_run(sae.home, "exact", SAE(torch.eye(D, F), torch.zeros(F), torch.eye(F, D), torch.zeros(D), TopK(k=D)))
+    make_run(sae.home, "exact", exact_sae())
     found = sae("eval", "random", "exact", "--csv", tmp_path / "new" / "x.csv", "--json").json["runs"]
     with (tmp_path / "new" / "x.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [line["run"] for line in lines] == ["exact", "random"]
     for line, run in zip(lines, reversed(found), strict=True):
         assert list(line) == KEYS
+        assert line.pop("unbeaten") == str(run.pop("unbeaten"))
         assert {key: type(run[key])(value) for key, value in line.items()} == run
 
 
@@ -182,4 +244,4 @@ def test_python_m_saecli_prints_one_json_document_and_nothing_else(tmp_path: Pat
     make_run(home, "run", random_sae())
     done = subprocess.run([sys.executable, "-W", "error", "-m", "saecli", "--home", home, "eval", "--json"],
                           capture_output=True, text=True, check=True)
-    assert list(json.loads(done.stdout)) == ["runs"]
+    assert list(json.loads(done.stdout)) == ["runs", "unbeaten_means"]

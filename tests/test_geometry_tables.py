@@ -77,7 +77,7 @@ def test_the_price_and_local_pca_on_own_cells_come_with_their_rows_and_cells_or_
     none = deepcopy(few)
     none["references"]["own_cells"] |= {"rows_measured": 0, "cells": 0, "price": None}
     assert about(one_table(none), "price") == [["-", "no own cell has enough rows"]]
-    assert [cells[-3:] for cells in about(several_table([document, few, none]), "one") if len(cells) == 6] == [
+    assert [cells[-3:] for cells in about(several_table([document, few, none]), "one")][-3:] == [
         [f"{own['price']:.4g}", str(own["rows_measured"]), str(own["cells"])], ["too few", "8", "1"],
         ["too few", "0", "0"]]
 

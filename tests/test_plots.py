@@ -34,11 +34,11 @@ DRAW: dict[str, Callable[[Path], None]] = {
     "patterns of no rows": lambda path: patterns(path, torch.zeros(0, 7), "one"),
     "patterns of dead latents": lambda path: patterns(path, np.zeros((4, 7)), "one"),
     "patterns of many latents": lambda path: patterns(path, np.eye(50, 4000), "one"),
-    "frontier": lambda path: frontier(path, {"one": (32.0, 0.2, "relu"), "two": (500.0, 0.01, "topk")}),
-    "frontier of one": lambda path: frontier(path, {"one": (32.0, 0.2, "relu")}),
+    "frontier": lambda path: frontier(path, {"one": (32.0, 0.2, "relu", True), "two": (500.0, 0.01, "topk", None)}),
+    "frontier of one": lambda path: frontier(path, {"one": (32.0, 0.2, "relu", None)}),
     "frontier of none": lambda path: frontier(path, {}),
-    "frontier of no number": lambda path: frontier(path, {"one": (32.0, float("nan"), "relu"),
-                                                           "two": (0.0, 0.0, "relu")}),
+    "frontier of no number": lambda path: frontier(path, {"one": (32.0, float("nan"), "relu", False),
+                                                           "two": (0.0, 0.0, "relu", True)}),
 }
 
 
@@ -97,20 +97,18 @@ def test_patterns_show_sizes_with_the_most_frequent_latents_first(drawn: list[Fi
     np.testing.assert_array_equal(drawn[0].axes[0].images[0].get_array(), np.abs(codes[:, [2, 1, 3]]))
 
 
-def test_frontier_fills_the_runs_that_none_beats_and_joins_families(drawn: list[Figure], tmp_path: Path) -> None:
-    points = {"a": (10.0, 0.3, "topk"), "b": (20.0, 0.2, "topk"), "c": (20.0, 0.25, "relu"), "d": (5.0, 0.3, "relu"),
-              "e": (40.0, 0.1, "relu"), "f": (50.0, 0.1, "relu")}
+def test_frontier_draws_beaten_runs_hollow_and_joins_families(drawn: list[Figure], tmp_path: Path) -> None:
+    points = {"a": (10.0, 0.3, "topk", False), "b": (20.0, 0.2, "topk", True), "c": (20.0, 0.25, "relu", False),
+              "d": (5.0, 0.3, "relu", None)}
     frontier(tmp_path / "x.png", points)
     lines = drawn[0].axes[0].lines
     shown = {(line.get_xdata()[0], line.get_ydata()[0]): line for line in lines if line.get_linestyle() == "None"}
     assert {point[:2]: shown[point[:2]].get_fillstyle() for point in points.values()} == {
-        (10.0, 0.3): "none", (20.0, 0.2): "full", (20.0, 0.25): "none", (5.0, 0.3): "full", (40.0, 0.1): "full",
-        (50.0, 0.1): "none"}
+        (10.0, 0.3): "none", (20.0, 0.2): "full", (20.0, 0.25): "none", (5.0, 0.3): "full"}
     assert shown[10.0, 0.3].get_color() == shown[20.0, 0.2].get_color() != shown[5.0, 0.3].get_color()
-    (joined,) = [line for line in lines if len(line.get_xdata()) == 4]
-    assert list(joined.get_xdata()) == [5, 20, 40, 50]
+    assert sorted(list(line.get_xdata()) for line in lines if len(line.get_xdata()) == 2) == [[5, 20], [10, 20]]
     labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
-    assert labels[:2] == ["1 a (topk)", "2 b (topk)"]
+    assert labels == ["1 a (topk)", "2 b (topk)", "3 c (relu)", "4 d (relu)", "hollow: beaten by another run"]
 
 
 def test_importing_the_package_imports_no_display_code() -> None:

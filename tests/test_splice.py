@@ -135,7 +135,7 @@ def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path, model: Lan
     assert found["ce_spliced"] == pytest.approx(found["ce_clean"], rel=1e-6)
     assert found["ce_recovered"] == pytest.approx(1, abs=1e-5)
     assert found["kl"] == pytest.approx(0, abs=1e-6)
-    assert list(found)[-6:] == ["ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens"]
+    assert list(found)[-7:] == ["ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens", "unbeaten"]
 
 
 def test_a_people_table_has_the_effect(sae: CommandLine, folder: Path, model: LanguageModel) -> None:

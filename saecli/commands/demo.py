@@ -1,22 +1,27 @@
 """`sae demo`."""
 
+import csv
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from ..home import Home, read_settings
 from ..language_model import TINY_GEMMA2
-from ..report import table
+from .eval import comparison
+from .eval_measures import meaning
 from .options import Json, start
 
 ROWS = 20_000
-SIDE_BY_SIDE = ("train_fvu", "test_fvu", "l0", "dead_fraction", "alpha")
+EPOCHS = 20
+SIDE_BY_SIDE = ("l0", "fvu", "ce_recovered", "kl", "steps", "seconds")
 
-Pictures = Annotated[Path | None, typer.Option("--pictures", help="Folder for the pictures.",
+Pictures = Annotated[Path | None, typer.Option("--pictures", help="Folder for the pictures and the measures.",
                                                show_default="demo/ in the home")]
 
 
@@ -31,27 +36,60 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
     session = start(ctx, json)
     pictures = pictures or session.home.path / "demo"
     pictures.mkdir(parents=True, exist_ok=True)
-    store, sgd, pam = free_names(session.home)
-    common = ["--data", store, "--act", "topk", "--k", "16", "--epochs", "20"]
-    drawn = {name: pictures / f"{name}.png" for name in ("frontier", "sparsity", "geometry")}
-    chain = [
-        ["extract", "--model", TINY_GEMMA2, "--layer", "2", "--rows", str(ROWS), "--name", store],
-        ["train", *common, "--solver", "sgd", "--name", sgd],
-        ["train", *common, "--solver", "pam-sgd", "--name", pam],
-        ["eval", sgd, pam, "--model", TINY_GEMMA2, "--plot", str(drawn["frontier"])],
-        ["sparsity", sgd, pam, "--plot", str(drawn["sparsity"])],
-        ["geometry", pam, "--plot", str(drawn["geometry"])],
-        ["list"],
-    ]
+    store, *runs = free_names(session.home)
+    measures = pictures / "measures.csv"
+    root = ctx.find_root()
+    home = ["--home", str(session.home.path)]
+    shown_home = home if root.get_parameter_source("home").name == "COMMANDLINE" else []
     with redirect_stdout(sys.stderr if json else sys.stdout):
-        for arguments in chain:
-            print(f"\n$ sae {shlex.join(arguments)}", flush=True)
-            ctx.find_root().command.main(["--home", str(session.home.path), *arguments], standalone_mode=False)
-    finals = {name: read_settings(session.home.runs.path / name / session.home.runs.marker)["result"]
-              for name in (sgd, pam)}
-    curves = [session.home.runs.path / name / "loss.png" for name in (sgd, pam)]
-    paths = [str(path) for path in (*curves, *sorted(pictures.glob("*.png")))]
-    session.report.result({"runs": finals, "pictures": paths}, "", comparison(finals), "pictures:", *paths)
+        for number, (purpose, words) in enumerate(chain(store, *runs, pictures, measures), 1):
+            print(f"\n{number}. {purpose}\n$ sae {shlex.join([*shown_home, *words])}", flush=True)
+            root.command.main([*home, *words], standalone_mode=False)
+    results = {name: read_settings(session.home.runs.path / name / session.home.runs.marker)["result"] for name in runs}
+    measured = read_measures(measures)
+    lines = [run | {"steps": results[run["run"]]["steps"], "seconds": round(results[run["run"]]["seconds"], 1)}
+             for run in measured]
+    pictured = [*(session.home.runs.path / name / "loss.png" for name in runs),
+                *(pictures / f"{name}.png" for name in ("frontier", "sparsity", "geometry")),
+                *(pictures / f"sparsity-patterns-{name}.png" for name in runs)]
+    paths = [str(path) for path in pictured]
+    session.report.result(
+        {"runs": results, "measures": measured, "pictures": paths}, "",
+        comparison(lines, SIDE_BY_SIDE, f"both SAEs on the same held-out rows, after {EPOCHS} passes over the others"),
+        Text(meaning(measured[0])), Text("PAM-SGD makes several encoder steps on each batch (--inner-steps)."), "",
+        "pictures:", *paths)
+
+
+def chain(store: str, sgd: str, pam: str, pictures: Path, measures: Path) -> list[tuple[str, Sequence[str]]]:
+    """The commands to run, each with what it is for.
+
+    Args:
+        store: name for the store.
+        sgd: name for the run of the solver `sgd`.
+        pam: name for that of `pam-sgd`.
+        pictures: folder for the pictures.
+        measures: file for what `sae eval` measures.
+    """
+    effect = ["--model", TINY_GEMMA2]
+    train = ["train", "--data", store, "--act", "topk", "--k", "16", "--epochs", str(EPOCHS)]
+    frontier, sparsity, geometry = (str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry"))
+    return [
+        ("Store a small language model's activations after block 2, a row per token.",
+         ["extract", *effect, "--layer", "2", "--rows", str(ROWS), "--name", store]),
+        ("Train an SAE by SGD; with topk, the 16 largest latents of a row fire.",
+         [*train, "--solver", "sgd", "--name", sgd]),
+        ("Train another by PAM-SGD: SGD for the encoder, closed form for the decoder.",
+         [*train, "--solver", "pam-sgd", "--name", pam]),
+        ("Measure both on held-out rows: the variance they leave unexplained (fvu), and\n"
+         "   how well the model predicts from their reconstructions (ce recovered, kl).",
+         ["eval", sgd, pam, *effect, "--plot", frontier, "--csv", str(measures)]),
+        ("Count how often latents fire: dead ones never, dense ones on over a tenth.",
+         ["sparsity", sgd, pam, "--plot", sparsity]),
+        ("Look at the spline that an SAE is, affine on each cell of rows with the same\n"
+         "   latents, beside k-means and local PCA.",
+         ["geometry", pam, "--plot", geometry]),
+        ("List what is in the home folder now.", ["list"]),
+    ]
 
 
 def free_names(home: Home) -> tuple[str, str, str]:
@@ -62,9 +100,8 @@ def free_names(home: Home) -> tuple[str, str, str]:
     return f"demo-{number}", f"demo-{number}-sgd", f"demo-{number}-pam-sgd"
 
 
-def comparison(finals: dict[str, dict[str, Any]]) -> Any:
-    """The two solvers side by side, a column each."""
-    rows = [[key.replace("_", " "), *(result["final"].get(key) for result in finals.values())]
-            for key in SIDE_BY_SIDE]
-    rows += [[key, *(result[key] for result in finals.values())] for key in ("seconds", "steps")]
-    return table("the two solvers, same rows, as many passes over them", ["", *finals], rows)
+def read_measures(path: Path) -> list[dict[str, Any]]:
+    """What `sae eval --csv` wrote, a mapping a run: names as text, `unbeaten` as a bool, all else as floats."""
+    kinds = {"run": str, "data": str, "split": str, "unbeaten": "True".__eq__}
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{name: kinds.get(name, float)(word) for name, word in line.items()} for line in csv.DictReader(file)]

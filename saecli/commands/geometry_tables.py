@@ -1,9 +1,9 @@
-"""How `sae geometry` shows its document to people, in 80 columns where figures are of a common length."""
+"""How `sae geometry` shows its document to people."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from ..report import counted, number, table
@@ -100,16 +100,13 @@ def one_table(document: dict[str, Any]) -> RenderableType:
 
 
 def several_table(documents: Sequence[dict[str, Any]]) -> RenderableType:
-    """The tables of several SAEs, one a line in the order given; one table of all would be too wide for 80 columns."""
-    where = [[one["run"], one["rows"], one["l0"], one["cells_visited"], one["margin"]["median"],
-              one["complexity"]["median"]] for one in documents]
-    bridge = []
+    """The table of several SAEs, one a line in the order given."""
+    rows = []
     for one in documents:
         compared, own = one["references"], one["references"]["own_cells"]
         price = own["price"] if own["enough"] else "too few"
-        bridge.append([one["run"], compared["kmeans_fvu"], compared["sae_fvu"], compared["local_pca_fvu"], price,
-                       own["rows_measured"], own["cells"]])
-    return Group(
-        table(None, ["run", "rows", "l0", "cells visited", "margin, median", "complexity, median"], where),
-        table(None, ["run", "k-means FVU", "SAE FVU", "local PCA FVU", "price of shared vectors", "rows behind it",
-                     "own cells"], bridge))
+        rows.append([one["run"], one["rows"], one["l0"], one["cells_visited"], one["margin"]["median"],
+                     one["complexity"]["median"], compared["kmeans_fvu"], compared["sae_fvu"],
+                     compared["local_pca_fvu"], price, own["rows_measured"], own["cells"]])
+    return table(None, ["run", "rows", "l0", "cells visited", "margin, median", "complexity, median", "k-means FVU",
+                        "SAE FVU", "local PCA FVU", "price of shared vectors", "rows behind it", "own cells"], rows)

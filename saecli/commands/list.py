@@ -1,14 +1,12 @@
 """`sae list`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.text import Text
+from rich.console import RenderableType
 
 from ..errors import SaeError, StoreError
 from ..home import Shelf, read_run
@@ -19,13 +17,10 @@ from .stores import first_of, rows_dropped, what_was_kept
 
 Check = Annotated[bool, typer.Option("--check", help="Read every shard and compare it with its checksum; exit with "
                                                      "status 1 if one is damaged.")]
-# What a store's and a run's columns are, and in which order they are left out where the terminal is too narrow.
-STORE_COLUMNS = ("rows", "d_in", "dtype", "norms", "dropped", "shards", "bytes", "state")
-STORE_SPARE = ("shards", "dropped", "norms", "d_in", "dtype", "bytes", "rows")
-RUN_COLUMNS = ("data", "solver", "act", "d_sae", "test_fvu", "l0", "bytes", "state")
-RUN_SPARE = ("bytes", "data", "d_sae", "act", "solver", "l0", "test_fvu")
+# In the order of what is asked most: what a narrow terminal has no room for stands below.
+STORE_COLUMNS = ("rows", "d_in", "dtype", "bytes", "state", "norms", "dropped", "shards")
+RUN_COLUMNS = ("test_fvu", "l0", "solver", "act", "d_sae", "state", "data", "bytes")
 HEADS = {"bytes": "size", "norms": "median norm"}
-UNBOUNDED = 10_000
 
 
 def command(ctx: typer.Context, check: Check = False, json: Json = False) -> None:
@@ -113,44 +108,15 @@ def _shifted(show: Step, begin: int, name: str, done: float) -> None:
 def _tables(session: Session, stores: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[Any]:
     if not stores and not runs:
         return [f"{session.home.path} holds nothing yet; {session.home.stores.remedy}"]
-    shown = [_Listing(f"stores in {session.home.stores.path}", STORE_COLUMNS, STORE_SPARE, stores),
-             _Listing(f"runs in {session.home.runs.path}", RUN_COLUMNS, RUN_SPARE, runs)]
+    shown = [_listing(f"stores in {session.home.stores.path}", STORE_COLUMNS, stores),
+             _listing(f"runs in {session.home.runs.path}", RUN_COLUMNS, runs)]
     broken = [f"{entry['name']}: {entry['problem']}" for entry in (*stores, *runs) if "problem" in entry]
     return [shown[index] for index, entries in enumerate((stores, runs)) if entries] + broken
 
 
-@dataclass(frozen=True)
-class _Listing:
-    """A table of entries with as many of its columns as the terminal has room for.
-
-    Args:
-        title: the line above it.
-        columns: its columns beside the name.
-        spare: those that can be left out, the first of them first.
-        entries: what it lists.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    spare: tuple[str, ...]
-    entries: list[dict[str, Any]]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(self.title, style="bold")
-        for count in range(len(self.spare) + 1):
-            kept = tuple(column for column in self.columns if column not in self.spare[:count])
-            shown = _table(kept, self.entries)
-            # Unbounded, a table tells the width at which none of its cells is folded.
-            if console.measure(shown, options=options.update(max_width=UNBOUNDED)).maximum <= options.max_width:
-                break
-        yield shown
-        if count:
-            yield Text("no room for " + ", ".join(HEADS.get(column, column) for column in self.spare[:count]))
-
-
-def _table(columns: tuple[str, ...], entries: list[dict[str, Any]]) -> Any:
+def _listing(title: str, columns: tuple[str, ...], entries: list[dict[str, Any]]) -> RenderableType:
     rows = [[entry["name"], *(_cell(entry, column) for column in columns)] for entry in entries]
-    return table(None, ["name", *(HEADS.get(column, column) for column in columns)], rows)
+    return table(title, ["name", *(HEADS.get(column, column) for column in columns)], rows)
 
 
 def _cell(entry: dict[str, Any], column: str) -> Any:

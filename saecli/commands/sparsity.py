@@ -11,7 +11,7 @@ from ..report import Report, table
 from .options import Device, Json, Plot, Runs, start
 from .subjects import Data, SplitName, all_measured
 
-COLUMNS = ("rows", "l0", "l0_std", "density", "dead", "dense")
+COLUMNS = ("l0", "l0_std", "density", "dead", "dense", "rows", "split", "data")
 PICTURED_ROWS = 200
 LISTED = 12  # latents that a list names before it says how many more there are
 
@@ -31,8 +31,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     found = [one.heading | counts.result() for one, counts in zip(everything, counted, strict=True)]
     if plot is not None:
         _draw(session.report, plot, {run["run"]: counts for run, counts in zip(found, counted, strict=True)})
-    rows = [[run["run"], run["data"], run["split"], *(run[column] for column in COLUMNS)] for run in found]
-    columns = ["run", "data", "split", *(column.replace("_", " ") for column in COLUMNS)]
+    rows = [[run["run"], *(run[column] for column in COLUMNS)] for run in found]
+    columns = ["run", *(column.replace("_", " ") for column in COLUMNS)]
     session.report.result({"runs": found}, table(None, columns, rows), *(extremes(run) for run in found))
 
 

@@ -152,62 +152,52 @@ def _pooled(image: NDArray, columns: int) -> NDArray:
     return np.maximum.reduceat(image, np.arange(0, image.shape[1], step), axis=1)
 
 
-def frontier(path: Path, points: Mapping[str, tuple[float, float, str]]) -> None:
+def frontier(path: Path, points: Mapping[str, tuple[float, float, str, bool | None]]) -> None:
     """Draw runs by sparsity and error; better ones lie lower and further left.
 
-    Runs are numbered in the order given. Those of one family share colour and shape, and a line joins them; filled
-    are those that no other run beats in both measures, and a dotted line marks their front.
+    Runs are numbered in the order given. Those of one family share colour and shape, and a line joins them; those that
+    another run beats are hollow.
 
     Args:
         path: PNG, PDF or SVG by its ending.
-        points: by run, its L0, its FVU and its family; one whose figures are not finite is left out.
+        points: by run, its L0, its FVU, its family, and whether it is unbeaten, None where it was compared with none;
+            one whose figures are not finite is left out.
 
     Raises:
         ConfigError: the ending is another.
     """
     finite = {name: point for name, point in points.items() if all(map(math.isfinite, point[:2]))}
-    families = list(dict.fromkeys(family for *_, family in finite.values()))
-    unbeaten = _unbeaten([point[:2] for point in finite.values()])
+    families = list(dict.fromkeys(family for _, _, family, _ in finite.values()))
     with figure(path, 6.5, 4.5) as drawn:
         axes = drawn.subplots()
         for index, family in enumerate(families):
             joined = sorted(point[:2] for point in finite.values() if point[2] == family)
             axes.plot(*zip(*joined, strict=True), **line_style(index), linewidth=0.8, alpha=0.5)
-        if len(finite) > 1:
-            axes.step(*zip(*unbeaten, strict=True), where="post", color=GREY, linestyle=":", linewidth=1.2, zorder=1)
         handles = []
-        for number, (l0, fvu, family) in enumerate(finite.values(), 1):
+        for number, (l0, fvu, family, unbeaten) in enumerate(finite.values(), 1):
             index = families.index(family)
-            colour, best = COLOURS[index % len(COLOURS)], (l0, fvu) in unbeaten
+            colour = COLOURS[index % len(COLOURS)]
             handles += axes.plot(l0, fvu, linestyle="none", color=colour, markersize=7, markeredgewidth=1.4,
                                  marker=MARKERS[index % len(MARKERS)], clip_on=False,
-                                 fillstyle="full" if best else "none")
-            if len(finite) > 1:  # below the front, where no run is, or away from it
-                place = {"xytext": (-4, -4), "ha": "right", "va": "top"} if best else {"xytext": (5, 4)}
+                                 fillstyle="none" if unbeaten is False else "full")
+            if len(finite) > 1:  # on either side in turn, since runs that follow each other may lie close
+                place = {"xytext": (-4, -4), "ha": "right", "va": "top"} if number % 2 else {"xytext": (5, 4)}
                 axes.annotate(str(number), (l0, fvu), textcoords="offset points", color=colour, fontsize=8, **place)
         axes.set(xlabel="active latents a row (L0)", ylabel="fraction of variance unexplained (FVU)")
         if finite:
-            l0, fvu, _ = zip(*finite.values(), strict=True)
+            l0, fvu, *_ = zip(*finite.values(), strict=True)
             _scale(axes, "x", l0)
             _scale(axes, "y", fvu)
         else:
             say_empty(axes)
         labels = [short(name) for name in finite]
         if len(finite) > 1:
-            labels = [f"{number} {label} ({family})" for number, (label, (*_, family)) in
+            labels = [f"{number} {label} ({family})" for number, (label, (_, _, family, _)) in
                       enumerate(zip(labels, finite.values(), strict=True), 1)]
-            handles.append(Line2D([], [], color=GREY, linestyle=":"))
-            labels.append("beaten by none in both (filled)")
+        if any(point[3] is False for point in finite.values()):
+            handles.append(Line2D([], [], color=GREY, linestyle="none", marker="o", fillstyle="none"))
+            labels.append("hollow: beaten by another run")
         legend_below(drawn, handles, labels)
-
-
-def _unbeaten(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points of which no other is as low in both coordinates and lower in one, by the first coordinate."""
-    found: list[tuple[float, float]] = []
-    for point in sorted(set(points)):
-        if not found or point[1] < found[-1][1]:
-            found.append(point)
-    return found
 
 
 def _scale(axes: Axes, which: str, values: Sequence[float]) -> None:
