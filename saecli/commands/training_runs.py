@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import __version__
 from ..distributed import is_main
-from ..errors import PeerError, SaeError
+from ..errors import PeerError, SaeError, TrainingError
 from ..report import Step, table
 from ..training import CHECKPOINT, Record, Run, RunRecord, Share, Trainer, alone, in_step, read_metrics
 from .config_file import CONFIG, write_config
@@ -118,7 +118,11 @@ def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress
         display = (session.report.progress("training", trainer.steps, "steps") if progress is None
                    else nullcontext(progress.of(folder.name)))
         with display as show:
-            result = trainer.result(trainer.train(show, share))
+            try:
+                trained = trainer.train(show, share)
+            except TrainingError as error:
+                raise TrainingError(f"{error}; {_what_is_kept(trainer)}") from error
+            result = trainer.result(trained)
         if is_main():
             from ..plots import loss_curves  # matplotlib takes a second to import
 
@@ -131,6 +135,14 @@ def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress
         raise
     return {"run": folder.name, "path": str(folder), "solver": plan.solver.name, "act": plan.activation.name,
             "data": run.store.name, "d_in": run.store.d_in, "d_sae": plan.training.d_sae, **result}
+
+
+def _what_is_kept(trainer: Trainer) -> str:
+    """What is left of a run that has failed."""
+    if not (kept := trainer.kept).epoch:
+        return f"the run stops in epoch 1 of {trainer.epochs}, and nothing of it is kept"
+    return (f"the run stops in epoch {kept.epoch + 1} of {trainer.epochs}; its checkpoint of epoch {kept.epoch}, step "
+            f"{kept.step}, is kept")
 
 
 def _tell_notes(session: Session, notes: Sequence[str], before: str = "") -> None:
