@@ -5,7 +5,8 @@ batch of all the rows would give. Sums are float64 and stay on the device of the
 for it until `result`. Shapes: B rows, D = d_in, F = d_sae. A latent fires on a row when its code is not zero.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -119,6 +120,23 @@ def reconstruction(sae: SAE, batches: Iterable[Tensor]) -> dict[str, Any]:
         found.update(x, sae.decode(z), z)
     found.add_up(sae.W_enc.device)
     return found.result()
+
+
+def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]:
+    """What is doubtful about an SAE by its measures, a clause for each measure that is.
+
+    Args:
+        measures: `fvu` and `l0`, as of `Reconstruction.result`.
+        d_in: width of the rows.
+        d_sae: number of latents.
+    """
+    found, fvu, l0 = {}, measures["fvu"], measures["l0"]
+    if math.isfinite(fvu) and fvu > 1:
+        found["fvu"] = f"FVU {fvu:.4g} is above 1, so the mean of the rows would reconstruct them better"
+    name, limit = ("d_in", d_in) if 2 * d_in <= d_sae else ("half of d_sae", d_sae / 2)
+    if l0 > limit:
+        found["l0"] = f"L0 {l0:.4g} is above {name}, {limit:g}, so codes are not sparse"
+    return found
 
 
 def _firing_of(z: Tensor | NonZeros) -> tuple[Tensor, Tensor]:

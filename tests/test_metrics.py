@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saecli.activations import Relu
 from saecli.errors import ConfigError
-from saecli.metrics import DENSE_FREQUENCY, Firing, Reconstruction, firing, reconstruction
+from saecli.metrics import DENSE_FREQUENCY, Firing, Reconstruction, doubts, firing, reconstruction
 from saecli.products import NonZeros
 from saecli.sae import SAE
 
@@ -166,3 +166,10 @@ def test_on_cuda_as_on_the_cpu_without_waiting_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert on_cuda.result() == pytest.approx(in_batches(Reconstruction(6, 11), [], x, x_hat, z), rel=1e-10)
     assert counts.result() == in_batches(Firing(11), [], z)
+
+
+@pytest.mark.parametrize(("fvu", "l0", "d_in", "d_sae", "doubtful"), [
+    (1.0, 8.0, 8, 16, []), (1.01, 8.0, 8, 16, ["fvu"]), (0.5, 8.01, 8, 16, ["l0"]), (0.5, 5.01, 8, 10, ["l0"]),
+    (float("inf"), 0.0, 8, 16, []), (float("nan"), 0.0, 8, 16, []), (9.0, 9.0, 8, 16, ["fvu", "l0"])])
+def test_a_measure_is_doubtful_above_its_bound_alone(fvu: float, l0: float, d_in: int, d_sae: int, doubtful: list):
+    assert list(doubts({"fvu": fvu, "l0": l0}, d_in, d_sae)) == doubtful

@@ -61,7 +61,8 @@ def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(sae: Comman
         assert all(tensor.isfinite().all() for tensor in load_file(saved).values())
 
 
-@pytest.mark.parametrize("act", [("relu",), ("jumprelu",), ("topk", "--k", "4"), ("batchtopk", "--k", "4")], ids=" ".join)
+@pytest.mark.parametrize("act", [("relu",), ("jumprelu",), ("topk", "--k", "4"), ("batchtopk", "--k", "4")],
+                         ids=" ".join)
 @pytest.mark.parametrize("solver", [("sgd", "--lr", "1e3"), ("pam-sgd", "--lr", "1e4", "--batch-size", "8")],
                          ids=" ".join)
 def test_a_run_that_diverges_without_overflow_ends_with_1_and_leaves_no_folder(sae: CommandLine, solver: tuple,

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ..errors import ConfigError
 from ..files import write_csv
+from ..metrics import doubts
 from ..report import table
 from .eval_measures import evaluated
 from .options import Device, Json, Plot, Runs, start
@@ -40,6 +41,10 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
         raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model")
     everything = all_measured(session, list(dict.fromkeys(runs or ())), data, split, device)
     found = evaluated(session, everything, model, tokens)
+    for one, run in zip(everything, found, strict=True):
+        if words := doubts(run, one.sae.d_in, one.sae.d_sae):
+            session.report.note(f"{run['run']}: warning: on these {run['rows']:,} rows "
+                                f"{', and '.join(words.values())}")
     ranked = sorted(found, key=lambda run: (math.isnan(run["fvu"]), run["fvu"]))
     if plot is not None:
         from ..plots import frontier  # matplotlib takes a second to import

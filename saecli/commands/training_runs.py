@@ -11,7 +11,7 @@ from .. import __version__
 from ..distributed import is_main
 from ..errors import PeerError, SaeError, TrainingError
 from ..report import Step, table
-from ..training import CHECKPOINT, Record, Run, RunRecord, Share, Trainer, alone, in_step, read_metrics
+from ..training import CHECKPOINT, Record, Run, RunRecord, Share, Trainer, alone, doubts_at_start, in_step, read_metrics
 from .config_file import CONFIG, write_config
 from .options import Given, Session
 
@@ -43,7 +43,7 @@ def train(session: Session, jobs: Sequence[Job]) -> None:
     if len(jobs) == 1:
         (job,) = jobs
         document = _trained(session, job)
-        _tell_notes(session, document["notes"])
+        _tell_notes(session, job, document)
         epochs = f"{document['epochs']} epoch{'s' * (document['epochs'] != 1)}"
         title = f"{document['run']}: {epochs}, {document['steps']:,} steps in {document['seconds']:.0f} s"
         measures = table(title, ["measure", "value"], [[key, value] for key, value in document["final"].items()])
@@ -61,10 +61,11 @@ def _train_together(session: Session, jobs: Sequence[Job]) -> None:
     if any(isinstance(error, KeyboardInterrupt) for error in errors.values()):
         raise KeyboardInterrupt
     varied = [*jobs[0].options.varied]
+    finished = [job for job in jobs if job.folder.name not in errors]
     done = [outcome.result | {"varied": dict(job.options.varied)}
-            for job, outcome in zip(jobs, outcomes, strict=True) if not outcome.error]
-    for document in done:
-        _tell_notes(session, document["notes"], f"{document['run']}: ")
+            for job, outcome in zip(finished, (one for one in outcomes if not one.error), strict=True)]
+    for job, document in zip(finished, done, strict=True):
+        _tell_notes(session, job, document, f"{document['run']}: ")
     names = [name for name in SHOWN if name not in varied]
     rows = [[document["run"], *document["varied"].values(), *(document["final"].get(name) for name in names)]
             for document in done]
@@ -115,6 +116,8 @@ def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress
         session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
                             f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
                             f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
+        for warning in doubts_at_start(plan):
+            session.report.note(f"{folder.name}: warning: {warning}")
         display = (session.report.progress("training", trainer.steps, "steps") if progress is None
                    else nullcontext(progress.of(folder.name)))
         with display as show:
@@ -145,8 +148,13 @@ def _what_is_kept(trainer: Trainer) -> str:
             f"{kept.step}, is kept")
 
 
-def _tell_notes(session: Session, notes: Sequence[str], before: str = "") -> None:
-    for note in notes:
+def _tell_notes(session: Session, job: Job, document: dict[str, Any], before: str = "") -> None:
+    """Say what there is to say at the end of a run; of its warnings those that were not said when it began."""
+    said = doubts_at_start(job.run.plan)
+    for warning in document["warnings"]:
+        if warning not in said:
+            session.report.note(f"{before}warning: {warning}")
+    for note in document["notes"]:
         session.report.note(f"{before}{note}")
 
 

@@ -20,6 +20,7 @@ from ..sae import SAE
 from ..solvers import Solver, StepReport, Task
 from .checkpoints import Progress
 from .config import DTYPES
+from .doubts import doubts_at_end, doubts_at_start
 from .normalise import Normalisation, fit_normalisation
 from .plan import Plan
 from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae, raw_batches
@@ -133,17 +134,19 @@ class Trainer:
             sae: what `train` returned.
 
         Returns:
-            `rows_train, rows_test, epochs, steps, seconds, rows_per_second, notes, final`.
+            `rows_train, rows_test, epochs, steps, seconds, rows_per_second, warnings, notes, final`.
 
         Cost: a pass over the training rows.
         """
         solver, progress = self.solver, self.progress
         train, test = self._measured("train", sae), self.test or self._measured("test", sae)
+        warnings = [*doubts_at_start(self.plan), *doubts_at_end(self.plan, train, test)]
         rate = {} if solver.optimizer.to_tolerance else {"lr": solver.task.lr}
         return {
             "rows_train": self.train_rows.rows, "rows_test": self.test_rows.rows, "epochs": progress.epoch,
             "steps": progress.step, "seconds": progress.seconds,
-            "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "notes": solver.notes(),
+            "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "warnings": warnings,
+            "notes": solver.notes(),
             "final": {"train_fvu": train["fvu"], "test_fvu": test["fvu"], "test_mse": test["mse"], "l0": test["l0"],
                       "dead_fraction": train["dead_fraction"], **rate, **solver.record()}}
 
