@@ -93,7 +93,7 @@ class Reconstruction:
             cosine: cosine between row and reconstruction, mean over rows; 0 for a row where either is zero.
             l0: latents that fire, mean over rows.
             l1: sum of the codes' magnitudes, mean over rows.
-            dead_fraction: share of the latents that fire on none of the rows.
+            silent_fraction: share of the latents that fire on none of these rows; of the training rows, those are dead.
 
         Raises:
             ConfigError: no row was counted.
@@ -102,7 +102,7 @@ class Reconstruction:
         _, error, cosine, l0, l1 = (self._sums / self.rows).tolist()
         fvu = float(self._sums[1] / self._sums[0])
         return {"rows": self.rows, "mse": error / len(self._mean), "fvu": fvu, "explained_variance": 1 - fvu,
-                "cosine": cosine, "l0": l0, "l1": l1, "dead_fraction": 1 - float(self._fired.double().mean())}
+                "cosine": cosine, "l0": l0, "l1": l1, "silent_fraction": 1 - float(self._fired.double().mean())}
 
 
 @torch.no_grad()
@@ -210,7 +210,7 @@ class Firing:
             l0: latents that fire, mean over rows.
             l0_std: its standard deviation over the rows counted, not an estimate for others.
             density: `l0 / d_sae`.
-            dead: how many latents never fired.
+            silent: how many latents fired on none of these rows.
             dense: how many fired on more than a share `DENSE_FREQUENCY` of the rows.
             frequency: share of the rows on which each latent fires, one number a latent.
 
@@ -223,7 +223,7 @@ class Firing:
         l0 = share @ value
         frequency = self.frequency
         return {"rows": self.rows, "l0": float(l0), "l0_std": float((share @ (value - l0).square()).sqrt()),
-                "density": float(l0) / len(frequency), "dead": int((frequency == 0).sum()),
+                "density": float(l0) / len(frequency), "silent": int((frequency == 0).sum()),
                 "dense": int((frequency > DENSE_FREQUENCY).sum()), "frequency": frequency.tolist()}
 
 

@@ -21,7 +21,7 @@ def rows_and_codes(seed: int, rows: int, offset: float = 0.0) -> tuple[Tensor, T
     x = torch.randn(rows, 6, generator=generator) + offset
     x_hat = x + 0.3 * torch.randn(rows, 6, generator=generator)
     z = (torch.randn(rows, 11, generator=generator) - 0.8).relu()
-    z[:, 4] = 0  # dead
+    z[:, 4] = 0  # silent
     z[:, 7] = -1.5  # dense, and negative
     return x, x_hat, z
 
@@ -34,7 +34,7 @@ def reconstruction_oracle(x: Tensor, x_hat: Tensor, z: Tensor) -> dict[str, floa
     return {"rows": len(x), "mse": residual.mean() / x.shape[1], "fvu": residual.mean() / variance,
             "explained_variance": 1 - residual.mean() / variance, "cosine": cosine.mean(),
             "l0": (z != 0).sum(1).mean(), "l1": np.abs(z).sum(1).mean(),
-            "dead_fraction": (~(z != 0).any(0)).mean()}
+            "silent_fraction": (~(z != 0).any(0)).mean()}
 
 
 def in_batches(accumulator: Reconstruction | Firing, cuts: list[int], *tensors: Tensor) -> dict:
@@ -127,7 +127,7 @@ def test_firing_in_any_batches_matches_numpy_over_all_rows(seed: int, rows: int,
     assert got.pop("frequency") == pytest.approx(frequency.tolist())
     assert got == pytest.approx({
         "rows": rows, "l0": l0.mean(), "l0_std": l0.std(), "density": l0.mean() / 11,
-        "dead": (frequency == 0).sum(), "dense": (frequency > DENSE_FREQUENCY).sum()}, abs=1e-12)
+        "silent": (frequency == 0).sum(), "dense": (frequency > DENSE_FREQUENCY).sum()}, abs=1e-12)
 
 
 def test_l0_histogram_counts_rows_by_latents_that_fire() -> None:

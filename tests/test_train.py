@@ -45,7 +45,7 @@ def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(sae: Com
     k = ("--k", "4") if "k" in ACTIVATIONS[act].__dataclass_fields__ else ()
     document = sae("train", "--solver", *solver, "--act", act, *k, *QUICK).json
     assert list(document) == KEYS
-    assert {"train_fvu", "test_fvu", "test_mse", "l0"} <= document["final"].keys()
+    assert {"train_fvu", "test_fvu", "test_mse", "test_l0", "dead_fraction"} <= document["final"].keys()
     assert ("alpha" in document["final"]) == (solver[0] == "pam-sgd")
     (measured,) = sae("eval", document["run"], "--json").json["runs"]
     assert measured["fvu"] == pytest.approx(document["final"]["test_fvu"], rel=1e-4)

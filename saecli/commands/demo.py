@@ -14,7 +14,7 @@ from ..report import table
 from .options import Json, start
 
 ROWS = 20_000
-SIDE_BY_SIDE = ("train_fvu", "test_fvu", "l0", "dead_fraction", "alpha")
+SIDE_BY_SIDE = ("test_fvu", "test_l0", "train_fvu", "dead_fraction", "alpha")
 
 Pictures = Annotated[Path | None, typer.Option("--pictures", help="Folder for the pictures.",
                                                show_default="demo/ in the home")]

@@ -15,7 +15,8 @@ from .eval_measures import evaluated
 from .options import Device, Json, Plot, Runs, start
 from .subjects import Data, SplitName, all_measured
 
-RECONSTRUCTION = ("rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "dead_fraction")
+RECONSTRUCTION = ("rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "silent_fraction",
+                  "dead_fraction")
 EFFECT = ("tokens", "ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl")
 
 Model = Annotated[str | None, typer.Option(
@@ -33,6 +34,9 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
 
     RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE that this tool, SAELens, sparsify,
     dictionary_learning or Gemma Scope saved. Several make one table, best first.
+
+    The silent fraction is of latents that fire on none of the rows measured; the dead fraction, which training has
+    counted and other libraries have not, of those that fire on none of the training rows.
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """

@@ -22,8 +22,8 @@ Check = Annotated[bool, typer.Option("--check", help="Read every shard and compa
 # What a store's and a run's columns are, and in which order they are left out where the terminal is too narrow.
 STORE_COLUMNS = ("rows", "d_in", "dtype", "norms", "dropped", "shards", "bytes", "state")
 STORE_SPARE = ("shards", "dropped", "norms", "d_in", "dtype", "bytes", "rows")
-RUN_COLUMNS = ("data", "solver", "act", "d_sae", "test_fvu", "l0", "bytes", "state")
-RUN_SPARE = ("bytes", "data", "d_sae", "act", "solver", "l0", "test_fvu")
+RUN_COLUMNS = ("data", "solver", "act", "d_sae", "test_fvu", "test_l0", "bytes", "state")
+RUN_SPARE = ("bytes", "data", "d_sae", "act", "solver", "test_l0", "test_fvu")
 HEADS = {"bytes": "size", "norms": "median norm"}
 UNBOUNDED = 10_000
 
@@ -76,7 +76,7 @@ def _run(shelf: Shelf, name: str) -> dict[str, Any]:
     final = run.result.final if run.result else {}
     return {"state": "complete" if run.complete else "unfinished", "created": run.created, "data": run.data,
             "solver": run.solver.name, "act": run.activation.name, "d_sae": run.training.d_sae,
-            "test_fvu": final.get("test_fvu"), "l0": final.get("l0")}
+            "test_fvu": final.get("test_fvu"), "test_l0": final.get("test_l0")}
 
 
 def _size(folder: Path) -> int:

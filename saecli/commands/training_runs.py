@@ -15,7 +15,7 @@ from ..training import CHECKPOINT, Record, Run, RunRecord, Share, Trainer, alone
 from .config_file import CONFIG, write_config
 from .options import Given, Session
 
-SHOWN = ("train_fvu", "test_fvu", "l0", "dead_fraction", "lr", "alpha")  # of several runs, where they have it
+SHOWN = ("test_fvu", "test_l0", "train_fvu", "dead_fraction", "lr", "alpha")  # of several runs, where they have it
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def train(session: Session, jobs: Sequence[Job]) -> None:
         _tell_notes(session, job, document)
         epochs = f"{document['epochs']} epoch{'s' * (document['epochs'] != 1)}"
         title = f"{document['run']}: {epochs}, {document['steps']:,} steps in {document['seconds']:.0f} s"
-        measures = table(title, ["measure", "value"], [[key, value] for key, value in document["final"].items()])
+        measures = table(title, ["measure", "value", "rows"], [[key, value, _rows_of(key, document)] for key, value in
+                                                               document["final"].items()])
         session.report.result(document, measures, f"saved in {document['path']}")
     else:
         _train_together(session, jobs)
@@ -69,8 +70,10 @@ def _train_together(session: Session, jobs: Sequence[Job]) -> None:
     names = [name for name in SHOWN if name not in varied]
     rows = [[document["run"], *document["varied"].values(), *(document["final"].get(name) for name in names)]
             for document in done]
+    title = (f"test: {_rows_of('test', done[0])} rows; train and dead: {_rows_of('train', done[0])} rows" if done
+             else None)
     columns = ["run", *(name.replace("_", " ") for name in [*varied, *names])]
-    session.report.result({"runs": done}, table(None, columns, rows), f"saved in {jobs[0].folder.parent}")
+    session.report.result({"runs": done}, table(title, columns, rows), f"saved in {jobs[0].folder.parent}")
     for place, (name, error) in enumerate(errors.items()):
         if not isinstance(error, SaeError):
             raise error
@@ -146,6 +149,13 @@ def _what_is_kept(trainer: Trainer) -> str:
         return f"the run stops in epoch 1 of {trainer.epochs}, and nothing of it is kept"
     return (f"the run stops in epoch {kept.epoch + 1} of {trainer.epochs}; its checkpoint of epoch {kept.epoch}, step "
             f"{kept.step}, is kept")
+
+
+def _rows_of(measure: str, document: dict[str, Any]) -> str:
+    """The rows that one of a run's final measures is of, in words; nothing for a setting."""
+    if measure.startswith("test"):
+        return f"{document['rows_test']:,} held-out"
+    return f"{document['rows_train']:,} training" if measure.startswith(("train", "dead")) else ""
 
 
 def _tell_notes(session: Session, job: Job, document: dict[str, Any], before: str = "") -> None:

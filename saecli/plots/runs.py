@@ -20,11 +20,11 @@ PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # rows and columns of a pattern pictu
 
 
 def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Draw how runs learned: FVU and L0 against the step, training and test rows apart.
+    """Draw how runs learned: FVU and L0 against the step, training batches and held-out rows apart.
 
     Args:
         path: PNG, PDF or SVG by its ending.
-        runs: by name, the lines of `metrics.jsonl`: each has `step`, and some of `train_fvu`, `l0`, `test_fvu`,
+        runs: by name, the lines of `metrics.jsonl`: each has `step`, and some of `batch_fvu`, `batch_l0`, `test_fvu`,
             `test_l0`.
 
     Raises:
@@ -33,9 +33,9 @@ def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
         for index, rows in enumerate(runs.values()):
-            for axes, train, test in ((left, "train_fvu", "test_fvu"), (right, "l0", "test_l0")):
+            for axes, batches, test in ((left, "batch_fvu", "test_fvu"), (right, "batch_l0", "test_l0")):
                 style = line_style(index)
-                steps, values = _curve(rows, train)
+                steps, values = _curve(rows, batches)
                 axes.plot(steps, values, **style, alpha=0.45, linewidth=1, marker="o" if len(steps) == 1 else "")
                 steps, values = _curve(rows, test)
                 width = _width(index, len(runs)) if axes is right else None
@@ -51,7 +51,7 @@ def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
         handles = [Line2D([], [], **line_style(index)) for index in range(len(runs))] if len(runs) > 1 else []
         handles += [Line2D([], [], color=GREY, alpha=0.6, linewidth=1), Line2D([], [], color=GREY, marker="o")]
         names = [short(name) for name in runs] if len(runs) > 1 else []
-        legend_below(drawn, handles, [*names, "training rows", "test rows"])
+        legend_below(drawn, handles, [*names, "training batches, averaged", "held-out rows"])
         if len(runs) == 1:
             drawn.suptitle(short(next(iter(runs))), fontsize=10)
 
@@ -96,7 +96,8 @@ def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
         right.set(xlabel="share of rows a latent fires on", ylabel="latents", xscale="log", ylim=(0, None))
         left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         right.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-        labels = [f"{short(name)} ({int((f == 0).sum()):,} of {len(f):,} dead)" for name, (_, f) in counted.items()]
+        labels = [f"{short(name)} ({int((f == 0).sum()):,} of {len(f):,} silent on these {int(l0.sum()):,} rows)"
+                  for name, (l0, f) in counted.items()]
         legend_below(drawn, [Line2D([], [], **line_style(index)) for index in range(len(counted))], labels)
 
 

@@ -147,8 +147,8 @@ class Trainer:
             "steps": progress.step, "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "warnings": warnings,
             "notes": solver.notes(),
-            "final": {"train_fvu": train["fvu"], "test_fvu": test["fvu"], "test_mse": test["mse"], "l0": test["l0"],
-                      "dead_fraction": train["dead_fraction"], **rate, **solver.record()}}
+            "final": {"test_fvu": test["fvu"], "test_mse": test["mse"], "test_l0": test["l0"],
+                      "train_fvu": train["fvu"], "dead_fraction": train["silent_fraction"], **rate, **solver.record()}}
 
     def _rows(self, normalisation: Normalisation) -> TrainingRows:
         training = self.plan.training
@@ -205,9 +205,9 @@ class Trainer:
             line = averages(pending, rows.normalisation.variance * solver.smoothing.inflation)
             self.record.line(line)
             if len(pending) == LOG_EVERY:  # fewer may hold one batch of outliers, and the epoch's end looks again
-                demand_no_worse(line["train_fvu"], self.worst, f"over steps {pending[0].step} to {line['step']}")
+                demand_no_worse(line["batch_fvu"], self.worst, f"over steps {pending[0].step} to {line['step']}")
             rate = (progress.rows + seen) / max(time.monotonic() - began, 1e-9)
-            show(solver.step, f"loss {line['loss']:.4g} fvu {line['train_fvu']:.4f} l0 {line['l0']:.1f} "
+            show(solver.step, f"loss {line['loss']:.4g} fvu {line['batch_fvu']:.4f} l0 {line['batch_l0']:.1f} "
                               f"{rate:,.0f} rows/s")
             pending.clear()
 
@@ -268,8 +268,8 @@ def averages(reports: list[StepReport], variance: Tensor) -> dict[str, Any]:
     share = rows / rows.sum()
     error = share @ everyone().add_up(torch.stack([report.squared_error for report in reports]))
     l0 = share @ everyone().add_up(torch.stack([report.l0 for report in reports]).to(share))
-    return {"step": reports[-1].step, "loss": (share @ losses).item(), "train_fvu": (error / variance).item(),
-            "l0": l0.item()}
+    return {"step": reports[-1].step, "loss": (share @ losses).item(), "batch_fvu": (error / variance).item(),
+            "batch_l0": l0.item()}
 
 
 def demand_no_worse(fvu: float, worst: float, when: str) -> None:
