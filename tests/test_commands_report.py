@@ -88,13 +88,13 @@ def test_a_trained_runs_headline_is_its_last_point_of_the_held_out_curve_and_wha
     assert measures["dead_fraction"] == held_out["dead_fraction"] == final["dead_fraction"]
 
 
-def test_a_store_with_nothing_held_out_has_its_headline_of_all_rows_and_a_sentence_on_why(
+def test_a_store_with_nothing_held_out_has_its_headline_of_all_rows_and_says_so(
         sae: CommandLine, tmp_path: Path):
     texts = make_text_store(sae.home, "texts", None, rows=30)  # one document
     make_run(sae.home, "run", random_sae(), data="texts")
     done = sae("report", "run", "--out", tmp_path / "out", "--json")
     assert done.json["measures"]["split"] == "all" and done.json["measures"]["rows"] == len(texts.rows)
-    assert "FVU, L0 and cosine are of all rows, held out or not: the test split of " in done.err
+    assert "texts holds out no rows, so FVU, L0 and cosine are of all rows" in done.err
 
 
 def test_what_is_written_is_what_the_json_says_and_nothing_beside_it(sae: CommandLine, tmp_path: Path, model: str):

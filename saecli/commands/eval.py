@@ -10,7 +10,7 @@ from rich.table import Table
 from ..errors import ConfigError
 from ..files import write_csv
 from ..metrics import doubts
-from ..report import table
+from ..report import counted, table
 from .eval_measures import evaluated
 from .options import Device, Json, Plot, Runs, start
 from .subjects import Data, SplitName, all_measured
@@ -47,7 +47,7 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     found = evaluated(session, everything, model, tokens)
     for one, run in zip(everything, found, strict=True):
         if words := doubts(run, one.sae.d_in, one.sae.d_sae):
-            session.report.note(f"{run['run']}: warning: on these {run['rows']:,} rows "
+            session.report.note(f"{run['run']}: warning: on these {counted(run['rows'], 'row')} "
                                 f"{', and '.join(words.values())}")
     ranked = sorted(found, key=lambda run: (math.isnan(run["fvu"]), run["fvu"]))
     if plot is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError
 from ..files import is_free
 from ..latents import COLUMNS, Examples, in_blocks, neighbours, survey
 from ..pages import Details, Readings, overview, write_pages
@@ -125,11 +125,11 @@ def _report(session: Session, one: Measured, chosen: list[int] | None, most: int
 
 
 def _headline(one: Measured) -> tuple[Measured, list[str]]:
-    """The SAE on held-out rows, or for want of any on the rows that the pages show, and a sentence on why."""
-    try:
+    """The SAE on held-out rows, or for want of any on the rows that the pages show, and a sentence that says so."""
+    store = one.rows.store
+    if store.split("train", seed=one.subject.split_seed).rows < store.rows:
         return held_out(one), []
-    except StoreError as error:
-        return one, [f"FVU, L0 and cosine are of {one.split} rows, held out or not: {error}"]
+    return one, [f"{store.name} holds out no rows, so FVU, L0 and cosine are of {one.split} rows"]
 
 
 def _which(chosen: Sequence[int], d_sae: int) -> list[str]:

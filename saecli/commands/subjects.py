@@ -104,11 +104,7 @@ def measured(session: Session, run: str | None, data: str | None, split: str, de
 
 
 def held_out(one: Measured) -> Measured:
-    """The same SAE, to be measured on the rows of its store that are held out.
-
-    Raises:
-        StoreError: there are none.
-    """
+    """The same SAE, to be measured on the rows of its store that are held out, of which there is one at least."""
     return replace(one, split="test", rows=one.rows.store.split("test", seed=one.subject.split_seed))
 
 

@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from ..metrics import DENSE_FREQUENCY
+from ..report import counted
 from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, log_scale, say_empty, short
 
 BINS = 60
@@ -78,16 +79,16 @@ def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
     Raises:
         ConfigError: the ending is another.
     """
-    counted = {name: (np.asarray(l0), np.asarray(frequency)) for name, (l0, frequency) in runs.items()}
+    tallies = {name: (np.asarray(l0), np.asarray(frequency)) for name, (l0, frequency) in runs.items()}
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
-        for index, (l0, _) in enumerate(counted.values()):
-            left.stairs(*_l0_shares(l0), **line_style(index), linewidth=_width(index, len(counted)))
-        lowest = min((f[f > 0].min() for _, f in counted.values() if (f > 0).any()), default=1e-3)
+        for index, (l0, _) in enumerate(tallies.values()):
+            left.stairs(*_l0_shares(l0), **line_style(index), linewidth=_width(index, len(tallies)))
+        lowest = min((f[f > 0].min() for _, f in tallies.values() if (f > 0).any()), default=1e-3)
         edges = np.logspace(math.floor(math.log10(lowest)), 0, BINS // 2 + 1)
-        for index, (_, frequency) in enumerate(counted.values()):
+        for index, (_, frequency) in enumerate(tallies.values()):
             right.stairs(np.histogram(frequency[frequency > 0], edges)[0], edges, **line_style(index), linewidth=1.6)
-        if not any((f > 0).any() for _, f in counted.values()):
+        if not any((f > 0).any() for _, f in tallies.values()):
             say_empty(right, "no latent fires")
         right.axvline(DENSE_FREQUENCY, color=GREY, linestyle=":", linewidth=1)
         right.text(DENSE_FREQUENCY, 1.0, " dense", transform=right.get_xaxis_transform(), color=GREY, va="bottom",
@@ -96,9 +97,9 @@ def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
         right.set(xlabel="share of rows a latent fires on", ylabel="latents", xscale="log", ylim=(0, None))
         left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         right.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-        labels = [f"{short(name)} ({int((f == 0).sum()):,} of {len(f):,} silent on these {int(l0.sum()):,} rows)"
-                  for name, (l0, f) in counted.items()]
-        legend_below(drawn, [Line2D([], [], **line_style(index)) for index in range(len(counted))], labels)
+        labels = [f"{short(name)} ({int((f == 0).sum()):,} of {len(f):,} silent on these "
+                  f"{counted(int(l0.sum()), 'row')})" for name, (l0, f) in tallies.items()]
+        legend_below(drawn, [Line2D([], [], **line_style(index)) for index in range(len(tallies))], labels)
 
 
 def _l0_shares(counts: NDArray) -> tuple[NDArray, NDArray]:
