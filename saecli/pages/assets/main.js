@@ -16,7 +16,8 @@ function tiles() {
   const entries = [["FVU", number(measures.fvu), `fraction of variance unexplained, ${on}`],
     ["L0", number(measures.l0), `latents that fire on a row, of ${number(total)}, ${on}`],
     ["cosine", number(measures.cosine), `between row and reconstruction, ${on}`],
-    ["dead", dead == null ? "–" : percent(dead), dead == null ? "of the latents: training has left no count"
+    ["dead", dead == null ? "–" : percent(dead), dead == null
+      ? "not known: sae train counts at its end which latents fire on no training row"
       : "of the latents fire on none of the training rows"],
     ["silent", number(firing.silent), `latents fire on none of ${these}, ${percent(firing.silent / total)}`],
     ["dense", number(firing.dense), `latents fire on more than ${percent(data.dense)} of ${these}`]];
