@@ -206,12 +206,13 @@ class Trainer:
                 return
             line = averages(pending, rows.normalisation.variance * solver.smoothing.inflation)
             self.record.line(line)
-            if len(pending) == LOG_EVERY:  # fewer may hold one batch of outliers, and the epoch's end looks again
-                demand_no_worse(line["batch_fvu"], self.worst, f"over steps {pending[0].step} to {line['step']}")
+            first, enough = pending[0].step, len(pending) == LOG_EVERY
+            pending.clear()
+            if enough:  # fewer may hold one batch of outliers, and the epoch's end looks again
+                demand_no_worse(line["batch_fvu"], self.worst, f"over steps {first} to {line['step']}")
             rate = (progress.rows + seen) / max(time.monotonic() - began, 1e-9)
             show(solver.step, f"loss {line['loss']:.4g} fvu {line['batch_fvu']:.4f} l0 {line['batch_l0']:.1f} "
                               f"{rate:,.0f} rows/s")
-            pending.clear()
 
         try:
             for report in solver.epoch(rows, progress.epoch):
