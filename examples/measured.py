@@ -115,7 +115,7 @@ def write_table(out: Path, name: str, runs: Iterable[Run]) -> None:
     """Write what runs came to as `NAME.csv` and `NAME.json`, a line a run."""
     lines = [{"group": run.group, "act": run.act, "way": run.way, "value": run.value, "seed": run.seed,
               "run": run.folder.name, "rows_train": run.document["result"]["rows_train"],
-              **{key: run.final[key] for key in ("train_fvu", "test_fvu", "test_mse", "l0", "dead_fraction")}}
+              **{key: run.final[key] for key in ("train_fvu", "test_fvu", "test_mse", "test_l0", "dead_fraction")}}
              for run in runs]
     (out / f"{name}.json").write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
     with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:

@@ -117,7 +117,7 @@ def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", ac
     Raises:
         ConfigError: an option that there is not, that cannot work, or that does nothing with the others.
         StoreError: a shard is missing or damaged.
-        TrainingError: the loss became NaN or infinite.
+        TrainingError: it diverged.
 
     Source: the paper "SplInterp: Improving our Understanding and Training of Sparse Autoencoders", Algorithm 3.1.
     """

@@ -26,7 +26,7 @@ COMMANDS = {
     "import": "Put an array of activations or images into the store.",
     "train": "Train a sparse autoencoder from a store.",
     "eval": "Measure reconstruction, sparsity and the effect on the model.",
-    "sparsity": "Show how often latents fire, which are dead and which dense.",
+    "sparsity": "Show how often latents fire, which are silent and which dense.",
     "geometry": "Show the spline: cells, power diagram, margins, references.",
     "report": "Write pages to look at latents in a browser, from disk.",
     "export": "Write a run in another library's format.",

@@ -5,7 +5,8 @@ batch of all the rows would give. Sums are float64 and stay on the device of the
 for it until `result`. Shapes: B rows, D = d_in, F = d_sae. A latent fires on a row when its code is not zero.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class Reconstruction:
             cosine: cosine between row and reconstruction, mean over rows; 0 for a row where either is zero.
             l0: latents that fire, mean over rows.
             l1: sum of the codes' magnitudes, mean over rows.
-            dead_fraction: share of the latents that fire on none of the rows.
+            silent_fraction: share of the latents that fire on none of these rows; of the training rows, those are dead.
 
         Raises:
             ConfigError: no row was counted.
@@ -101,7 +102,7 @@ class Reconstruction:
         _, error, cosine, l0, l1 = (self._sums / self.rows).tolist()
         fvu = float(self._sums[1] / self._sums[0])
         return {"rows": self.rows, "mse": error / len(self._mean), "fvu": fvu, "explained_variance": 1 - fvu,
-                "cosine": cosine, "l0": l0, "l1": l1, "dead_fraction": 1 - float(self._fired.double().mean())}
+                "cosine": cosine, "l0": l0, "l1": l1, "silent_fraction": 1 - float(self._fired.double().mean())}
 
 
 @torch.no_grad()
@@ -119,6 +120,23 @@ def reconstruction(sae: SAE, batches: Iterable[Tensor]) -> dict[str, Any]:
         found.update(x, sae.decode(z), z)
     found.add_up(sae.W_enc.device)
     return found.result()
+
+
+def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]:
+    """What is doubtful about an SAE by its measures, a clause for each measure that is.
+
+    Args:
+        measures: `fvu` and `l0`, as of `Reconstruction.result`.
+        d_in: width of the rows.
+        d_sae: number of latents.
+    """
+    found, fvu, l0 = {}, measures["fvu"], measures["l0"]
+    if math.isfinite(fvu) and fvu > 1:
+        found["fvu"] = f"FVU {fvu:.4g} is above 1, so the mean of the rows would reconstruct them better"
+    name, limit = ("d_in", d_in) if 2 * d_in <= d_sae else ("half of d_sae", d_sae / 2)
+    if l0 > limit:
+        found["l0"] = f"L0 {l0:.4g} is above {name}, {limit:g}, so codes are not sparse"
+    return found
 
 
 def _firing_of(z: Tensor | NonZeros) -> tuple[Tensor, Tensor]:
@@ -192,7 +210,7 @@ class Firing:
             l0: latents that fire, mean over rows.
             l0_std: its standard deviation over the rows counted, not an estimate for others.
             density: `l0 / d_sae`.
-            dead: how many latents never fired.
+            silent: how many latents fired on none of these rows.
             dense: how many fired on more than a share `DENSE_FREQUENCY` of the rows.
             frequency: share of the rows on which each latent fires, one number a latent.
 
@@ -205,7 +223,7 @@ class Firing:
         l0 = share @ value
         frequency = self.frequency
         return {"rows": self.rows, "l0": float(l0), "l0_std": float((share @ (value - l0).square()).sqrt()),
-                "density": float(l0) / len(frequency), "dead": int((frequency == 0).sum()),
+                "density": float(l0) / len(frequency), "silent": int((frequency == 0).sum()),
                 "dense": int((frequency > DENSE_FREQUENCY).sum()), "frequency": frequency.tolist()}
 
 

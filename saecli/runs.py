@@ -26,6 +26,8 @@ class Subject:
         fraction: share of the training rows that it was trained on, in (0, 1].
         complete: whether its training was finished.
         data_hash: request hash of the store that it was trained on; None where no one knows.
+        dead_fraction: share of its latents that fire on none of the rows that it was trained on, in [0, 1], as training
+            counted; None where no one knows.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Subject:
     fraction: float = 1.0
     complete: bool = True
     data_hash: str | None = None
+    dead_fraction: float | None = None
 
 
 def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lambda _: None) -> Subject:
@@ -94,4 +97,6 @@ def _run(folder: Path, marker: str, name: str) -> Subject:
     if formats.recognise(folder) is None:
         raise RunError(f"the run {name!r} holds no SAE yet: expected {formats.native.FILE_NAME} in {folder}, which the "
                        f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`")
-    return Subject(name, folder, run.data, run.training.split_seed, run.training.fraction, run.complete, run.data_hash)
+    dead = run.result.final.get("dead_fraction") if run.result else None
+    return Subject(name, folder, run.data, run.training.split_seed, run.training.fraction, run.complete, run.data_hash,
+                   dead)

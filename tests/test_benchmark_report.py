@@ -36,7 +36,7 @@ def made_up(grid: Grid, cells: list[Cell], model: Model = power_laws, extra: tup
         for trial in (*grid.trials(cell), *extra):
             for seed in range(grid.seeds):
                 found = model(cell, trial, seed)
-                final = {"test_fvu": found.fvu, "l0": found.l0, "dead_fraction": found.dead}
+                final = {"test_fvu": found.fvu, "test_l0": found.l0, "dead_fraction": found.dead}
                 results[words(cell, trial, seed)] = {"final": final, "steps": found.steps}
     return results
 

@@ -21,8 +21,8 @@ from saecli.formats import SavedSAE, save
 from saecli.sae import SAE
 from saecli.store import is_test
 
-KEYS = ["run", "data", "split", "rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "dead_fraction",
-        "unbeaten"]
+KEYS = ["run", "data", "split", "rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "silent_fraction",
+        "dead_fraction", "unbeaten"]
 
 
 def relu_oracle(sae: SAE, rows: np.ndarray) -> dict[str, float]:
@@ -34,7 +34,7 @@ def relu_oracle(sae: SAE, rows: np.ndarray) -> dict[str, float]:
     fvu = error / x.var(0).sum()
     cosine = ((x * x_hat).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(x_hat, axis=1)).mean()
     return {"rows": len(x), "mse": error / D, "fvu": fvu, "explained_variance": 1 - fvu, "cosine": cosine,
-            "l0": (z > 0).sum(1).mean(), "l1": z.sum(1).mean(), "dead_fraction": (~(z > 0).any(0)).mean()}
+            "l0": (z > 0).sum(1).mean(), "l1": z.sum(1).mean(), "silent_fraction": (~(z > 0).any(0)).mean()}
 
 
 @pytest.mark.parametrize("split", ["test", "train", "all"])
@@ -48,6 +48,22 @@ def test_measures_match_numpy_on_the_rows_of_the_runs_own_split(sae: CommandLine
     assert (found["run"], found["data"], found["split"]) == ("run", "rows", split)
     oracle = relu_oracle(random_sae(), chosen)
     assert {key: found[key] for key in oracle} == pytest.approx(oracle, rel=1e-5)
+
+
+def test_dead_latents_are_those_of_the_record_whichever_rows_are_measured(sae: CommandLine, tmp_path: Path) -> None:
+    make_store(sae.home, "rows", some_rows())
+    run = sae("train", "--act", "topk", "--k", "1", "--d-sae", "64", "--epochs", "2", "--solver", "sgd", "--lr",
+              "0.1", "--keep-every", "1", "--json").json
+    dead = run["final"]["dead_fraction"]
+    train, test = (sae("eval", run["run"], "--split", split, "--json").json["runs"][0] for split in ("train", "test"))
+    assert 0 < train["dead_fraction"] == test["dead_fraction"] == dead == train["silent_fraction"]
+    assert test["silent_fraction"] >= dead
+    assert sae("sparsity", run["run"], "--json").json["runs"][0]["dead_fraction"] == dead
+    save(SavedSAE(random_sae()), "sparsify", tmp_path / "theirs")
+    for other in (tmp_path / "theirs", Path(run["path"]) / "kept" / "epoch-1"):
+        assert sae("eval", other, "--json").json["runs"][0]["dead_fraction"] is None
+    assert " - │" in sae("eval", tmp_path / "theirs", "--csv", tmp_path / "x.csv").out
+    assert (tmp_path / "x.csv").read_text().endswith(",,\n")
 
 
 def test_the_train_split_is_the_fraction_that_was_trained_on(sae: CommandLine) -> None:
@@ -150,7 +166,7 @@ def test_a_folder_of_another_library_is_measured_on_the_newest_store(
     assert "using the newest store, rows" in done.err
     native, theirs = done.json["runs"]
     assert theirs["run"] == str(tmp_path / "theirs")
-    for key in ("rows", "mse", "fvu", "cosine", "l0", "dead_fraction"):
+    for key in ("rows", "mse", "fvu", "cosine", "l0", "silent_fraction"):
         assert theirs[key] == pytest.approx(native[key], rel=1e-4)
 
 
@@ -213,7 +229,7 @@ def test_csv_holds_every_digit_of_the_json_the_sparsest_run_first(sae: CommandLi
     for line, run in zip(lines, reversed(found), strict=True):
         assert list(line) == KEYS
         assert line.pop("unbeaten") == str(run.pop("unbeaten"))
-        assert {key: type(run[key])(value) for key, value in line.items()} == run
+        assert {key: type(run[key])(value) if value else None for key, value in line.items()} == run
 
 
 def test_a_csv_that_cannot_be_written_leaves_what_was_there(sae: CommandLine, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, F, make_run, make_store, random_sae, some_rows
-from reports import NASTY, WORDS, Texts, index_of, make_text_run, pages_of, save_model
+from reports import NASTY, WORDS, Texts, index_of, make_text_run, make_text_store, pages_of, save_model
 
 from saecli.activations import AbsTopK, Relu
 from saecli.latents import bin_edges
@@ -56,22 +56,46 @@ def test_pages_show_the_texts_in_which_latents_fire_strongest(sae: CommandLine, 
             assert edges[-2] * (1 - 1e-6) <= fires.max() * (1 - 1e-6) <= edges[-1]
 
 
-def test_first_page_tells_the_measures_of_eval_and_sparsity_the_curves_and_the_settings(
-        sae: CommandLine, tmp_path: Path, model: str):
+@pytest.mark.parametrize("split", ["test", "train", "all"])
+def test_first_page_tells_the_measures_of_eval_and_of_sparsity_on_its_split_the_curves_and_the_settings(
+        sae: CommandLine, tmp_path: Path, model: str, split: str):
     make_text_run(sae.home, model)
-    done = sae("report", "--out", tmp_path / "out", "--split", "test", "--json")
+    done = sae("report", "--out", tmp_path / "out", "--split", split, "--json")
     index = index_of(tmp_path / "out")
-    expected = sae("eval", "--json").json["runs"][0] | sae("sparsity", "--json").json["runs"][0]
-    frequency = expected.pop("frequency")
+    (held_out,), (fires,) = sae("eval", "--json").json["runs"], sae("sparsity", "--split", split, "--json").json["runs"]
+    frequency = fires.pop("frequency")
     assert index["latents"]["frequency"] == pytest.approx(frequency, rel=1e-3)
-    assert index["measures"] == {name: expected[name] for name in index["measures"]} == done.json["measures"]
-    assert {"fvu", "l0", "dead", "dense", "cosine"} <= index["measures"].keys()
-    assert sum(index["l0"]["counts"]) == expected["rows"]
+    held_out.pop("unbeaten")
+    assert index["measures"] == held_out == done.json["measures"]
+    assert index["firing"] == {name: fires[name] for name in index["firing"]} == done.json["firing"]
+    assert {"rows", "silent", "dense"} <= index["firing"].keys()
+    assert sum(index["l0"]["counts"]) == fires["rows"]
     assert sum(index["frequency"]["counts"]) == np.count_nonzero(frequency)
     assert index["curves"]["loss"][0]["points"] == [[10 * step, 1 / step] for step in range(1, 30)]
     assert index["curves"]["l0"][1]["points"] == [[290, 8.5]]
     assert index["facts"]["store"]["site"] == "resid_post"
     assert index["heading"]["model"] == model
+
+
+def test_a_trained_runs_headline_is_its_last_point_of_the_held_out_curve_and_what_train_and_eval_print(
+        sae: CommandLine, tmp_path: Path):
+    make_store(sae.home, "rows", some_rows())
+    final = sae("train", "--act", "topk", "--k", "3", "--epochs", "3", "--json").json["final"]
+    measures = sae("report", "--out", tmp_path / "out", "--json").json["measures"]
+    index = index_of(tmp_path / "out")
+    (held_out,) = sae("eval", "--json").json["runs"]
+    assert measures["fvu"] == held_out["fvu"] == pytest.approx(final["test_fvu"], rel=1e-5)
+    assert index["curves"]["loss"][1]["points"][-1][1] == final["test_fvu"]
+    assert measures["dead_fraction"] == held_out["dead_fraction"] == final["dead_fraction"]
+
+
+def test_a_store_with_nothing_held_out_has_its_headline_of_all_rows_and_says_so(
+        sae: CommandLine, tmp_path: Path):
+    texts = make_text_store(sae.home, "texts", None, rows=30)  # one document
+    make_run(sae.home, "run", random_sae(), data="texts")
+    done = sae("report", "run", "--out", tmp_path / "out", "--json")
+    assert done.json["measures"]["split"] == "all" and done.json["measures"]["rows"] == len(texts.rows)
+    assert "texts holds out no rows, so FVU, L0 and cosine are of all rows" in done.err
 
 
 def test_what_is_written_is_what_the_json_says_and_nothing_beside_it(sae: CommandLine, tmp_path: Path, model: str):
@@ -83,7 +107,8 @@ def test_what_is_written_is_what_the_json_says_and_nothing_beside_it(sae: Comman
     assert done.json == {
         "run": "run", "data": "texts", "split": "all", "path": str(tmp_path / "out"),
         "index": str(tmp_path / "out" / "index.html"), "latents": F, "pages": F, "files": 3, "bytes": sum(sizes),
-        "index_bytes": sizes[0], "measures": done.json["measures"], "notes": []}
+        "index_bytes": sizes[0], "measures": done.json["measures"],
+        "firing": done.json["firing"], "notes": []}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "out"]
 
 

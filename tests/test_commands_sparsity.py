@@ -11,7 +11,8 @@ from saecli.activations import Relu
 from saecli.sae import SAE
 from saecli.store import is_test
 
-KEYS = ["run", "data", "split", "rows", "l0", "l0_std", "density", "dead", "dense", "frequency"]
+KEYS = ["run", "data", "split", "rows", "l0", "l0_std", "density", "silent", "dense", "frequency",
+        "dead_fraction"]
 
 
 def graded_sae() -> SAE:
@@ -29,19 +30,20 @@ def test_counts_match_numpy(sae: CommandLine) -> None:
     assert list(found) == KEYS
     frequency = fires.mean(0)
     assert found["frequency"] == pytest.approx(frequency.tolist())
-    assert (found["dead"], found["dense"]) == ((frequency == 0).sum(), (frequency > 0.1).sum())
+    assert (found["silent"], found["dense"]) == ((frequency == 0).sum(), (frequency > 0.1).sum())
     assert found["l0"] == pytest.approx(fires.sum(1).mean())
     assert found["l0_std"] == pytest.approx(fires.sum(1).std())
     assert found["density"] == pytest.approx(fires.mean())
 
 
-def test_dense_latents_are_listed_by_frequency_and_dead_ones_by_number(sae: CommandLine) -> None:
+def test_dense_latents_are_listed_by_frequency_and_silent_ones_by_number(sae: CommandLine) -> None:
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "graded", graded_sae())
     (found,) = sae("sparsity", "graded", "--json").json["runs"]
     out = sae("sparsity", "graded").out
-    assert "graded: dense 0 (100%), 1 (100%)" in out
-    assert f"graded: dead {F - found['dead']}, {F - found['dead'] + 1}" in out
+    assert f"graded: dense on these {found['rows']} rows: 0 (100%), 1 (100%)" in out
+    first = F - found["silent"]
+    assert f"graded: silent on these {found['rows']} rows: {first}, {first + 1}" in out
 
 
 def test_long_lists_end_with_how_many_more(sae: CommandLine) -> None:
@@ -49,7 +51,9 @@ def test_long_lists_end_with_how_many_more(sae: CommandLine) -> None:
     silent = random_sae()
     silent.b_enc.fill_(-1e3)
     make_run(sae.home, "silent", silent)
-    assert f"silent: dense none\nsilent: dead {', '.join(map(str, range(12)))} and 8 more\n" in sae("sparsity").out
+    listed = ", ".join(map(str, range(12)))
+    on = f"on these {is_test(np.arange(3000)).sum()} rows"
+    assert f"silent: dense {on}: none\nsilent: silent {on}: {listed} and 8 more\n" in sae("sparsity").out
 
 
 def test_two_runs_stand_in_one_table_in_the_order_given(sae: CommandLine) -> None:

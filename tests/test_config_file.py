@@ -53,7 +53,7 @@ def test_the_command_line_wins_and_either_spelling_of_a_key_will_do(sae: Command
     document = sae("train", "--config", config, "--lr", "0.001", "--k", "6", "--revive", "--name", "run").json
     assert (document["act"], document["d_sae"], document["epochs"]) == ("topk", 24, 1)
     assert document["final"]["lr"] == 0.001
-    assert document["final"]["l0"] == 6
+    assert document["final"]["test_l0"] == 6
     kept = tomllib.loads((sae.home / "runs" / "run" / "config.toml").read_text())
     assert (kept["lr"], kept["revive"], kept["smoothing"]) == (0.001, True, "auto")
     assert not {"name", "json", "config"} & kept.keys()

@@ -36,7 +36,7 @@ def curves_written(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def assert_the_same(folder: Path) -> None:
     read, written = curves_read(folder / "tensorboard"), curves_written(folder)
-    assert read.keys() == written.keys() >= {"loss", "train_fvu", "l0", "test_fvu", "test_l0", "alpha", "epoch"}
+    assert read.keys() == written.keys() >= {"loss", "batch_fvu", "batch_l0", "test_fvu", "test_l0", "alpha", "epoch"}
     for name in written:
         assert [step for step, _ in read[name]] == [step for step, _ in written[name]], name
         assert all(math.isclose(one, other, rel_tol=1e-6)  # TensorBoard keeps float32

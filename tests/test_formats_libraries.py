@@ -100,5 +100,5 @@ def test_eval_sparsity_and_geometry_take_what_the_library_wrote(exchange: Exchan
             assert found["fvu"] - left_out == pytest.approx(1 - float(theirs["frac_variance_explained"]), rel=1e-4)
         assert found["l0"] == pytest.approx((codes != 0).sum(1).mean(), rel=1e-4)
         (found,) = sae("sparsity", path, "--split", "all", "--json").json["runs"]
-        assert found["dead"] == (codes == 0).all(0).sum()
+        assert found["silent"] == (codes == 0).all(0).sum()
         assert sae("geometry", path, "--split", "all", "--json").json["rows"] == len(x)

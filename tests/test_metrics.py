@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saecli.activations import Relu
 from saecli.errors import ConfigError
-from saecli.metrics import DENSE_FREQUENCY, Firing, Reconstruction, firing, reconstruction
+from saecli.metrics import DENSE_FREQUENCY, Firing, Reconstruction, doubts, firing, reconstruction
 from saecli.products import NonZeros
 from saecli.sae import SAE
 
@@ -21,7 +21,7 @@ def rows_and_codes(seed: int, rows: int, offset: float = 0.0) -> tuple[Tensor, T
     x = torch.randn(rows, 6, generator=generator) + offset
     x_hat = x + 0.3 * torch.randn(rows, 6, generator=generator)
     z = (torch.randn(rows, 11, generator=generator) - 0.8).relu()
-    z[:, 4] = 0  # dead
+    z[:, 4] = 0  # silent
     z[:, 7] = -1.5  # dense, and negative
     return x, x_hat, z
 
@@ -34,7 +34,7 @@ def reconstruction_oracle(x: Tensor, x_hat: Tensor, z: Tensor) -> dict[str, floa
     return {"rows": len(x), "mse": residual.mean() / x.shape[1], "fvu": residual.mean() / variance,
             "explained_variance": 1 - residual.mean() / variance, "cosine": cosine.mean(),
             "l0": (z != 0).sum(1).mean(), "l1": np.abs(z).sum(1).mean(),
-            "dead_fraction": (~(z != 0).any(0)).mean()}
+            "silent_fraction": (~(z != 0).any(0)).mean()}
 
 
 def in_batches(accumulator: Reconstruction | Firing, cuts: list[int], *tensors: Tensor) -> dict:
@@ -127,7 +127,7 @@ def test_firing_in_any_batches_matches_numpy_over_all_rows(seed: int, rows: int,
     assert got.pop("frequency") == pytest.approx(frequency.tolist())
     assert got == pytest.approx({
         "rows": rows, "l0": l0.mean(), "l0_std": l0.std(), "density": l0.mean() / 11,
-        "dead": (frequency == 0).sum(), "dense": (frequency > DENSE_FREQUENCY).sum()}, abs=1e-12)
+        "silent": (frequency == 0).sum(), "dense": (frequency > DENSE_FREQUENCY).sum()}, abs=1e-12)
 
 
 def test_l0_histogram_counts_rows_by_latents_that_fire() -> None:
@@ -166,3 +166,10 @@ def test_on_cuda_as_on_the_cpu_without_waiting_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert on_cuda.result() == pytest.approx(in_batches(Reconstruction(6, 11), [], x, x_hat, z), rel=1e-10)
     assert counts.result() == in_batches(Firing(11), [], z)
+
+
+@pytest.mark.parametrize(("fvu", "l0", "d_in", "d_sae", "doubtful"), [
+    (1.0, 8.0, 8, 16, []), (1.01, 8.0, 8, 16, ["fvu"]), (0.5, 8.01, 8, 16, ["l0"]), (0.5, 5.01, 8, 10, ["l0"]),
+    (float("inf"), 0.0, 8, 16, []), (float("nan"), 0.0, 8, 16, []), (9.0, 9.0, 8, 16, ["fvu", "l0"])])
+def test_a_measure_is_doubtful_above_its_bound_alone(fvu: float, l0: float, d_in: int, d_sae: int, doubtful: list):
+    assert list(doubts({"fvu": fvu, "l0": l0}, d_in, d_sae)) == doubtful

@@ -167,9 +167,9 @@ def test_search_finds_tokens_and_numbers(open_page: Any):
     one.page.fill("#search", "no such text")
     assert (one.rows(), one.page.inner_text("#count")) == ([], "no latent matches")
     one.page.fill("#search", "")
-    one.page.select_option("#kind", "dead ones")
-    dead = int((np.array(index["frequency"]) == 0).sum())
-    assert one.page.inner_text("#count").endswith(f"of {dead:,}" if dead else "matches")
+    one.page.select_option("#kind", "silent ones")
+    silent = int((np.array(index["frequency"]) == 0).sum())
+    assert one.page.inner_text("#count").endswith(f"of {silent:,}" if silent else "matches")
     assert one.said == []
 
 

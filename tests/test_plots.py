@@ -14,10 +14,11 @@ from matplotlib.image import imread
 from saecli.errors import ConfigError
 from saecli.plots import firing, frontier, loss_curves, patterns, runs
 
-LINES = [{"step": 20, "loss": 3.0, "train_fvu": 0.5, "l0": 30.0},
-         {"step": 40, "loss": 2.0, "train_fvu": 0.25, "l0": 20.0},
+LINES = [{"step": 20, "loss": 3.0, "batch_fvu": 0.5, "batch_l0": 30.0},
+         {"step": 40, "loss": 2.0, "batch_fvu": 0.25, "batch_l0": 20.0},
          {"step": 40, "epoch": 1, "test_fvu": 0.3, "test_l0": 21.0, "alpha": 1.0}]
-NO_NUMBER = {"step": 1, "train_fvu": float("nan"), "l0": None}
+PERFECT = {"step": 1, "batch_fvu": 0.0, "batch_l0": 0.0}
+NO_NUMBER = {"step": 1, "batch_fvu": float("nan"), "batch_l0": None}
 MAGIC = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 
 DRAW: dict[str, Callable[[Path], None]] = {
@@ -25,14 +26,14 @@ DRAW: dict[str, Callable[[Path], None]] = {
     "loss curves of none": lambda path: loss_curves(path, {}),
     "loss curves of no number": lambda path: loss_curves(path, {"one": [NO_NUMBER]}),
     "loss curves of one point": lambda path: loss_curves(path, {"one": LINES[:1]}),
-    "loss curves of a perfect run": lambda path: loss_curves(path, {"one": [{"step": 1, "train_fvu": 0.0, "l0": 0.0}]}),
+    "loss curves of a perfect run": lambda path: loss_curves(path, {"one": [PERFECT]}),
     "loss curves of many": lambda path: loss_curves(path, {f"{i} {'long' * 30}": LINES for i in range(30)}),
     "firing": lambda path: firing(path, {"one": (torch.tensor([0, 5, 3, 0]), torch.tensor([0.0, 0.3, 1.0]))}),
     "firing of none": lambda path: firing(path, {}),
-    "firing of dead latents": lambda path: firing(path, {"one": (np.array([9, 0, 0]), np.zeros(2))}),
+    "firing of silent latents": lambda path: firing(path, {"one": (np.array([9, 0, 0]), np.zeros(2))}),
     "patterns": lambda path: patterns(path, torch.eye(5)[:, :3] - 0.5, "one"),
     "patterns of no rows": lambda path: patterns(path, torch.zeros(0, 7), "one"),
-    "patterns of dead latents": lambda path: patterns(path, np.zeros((4, 7)), "one"),
+    "patterns of silent latents": lambda path: patterns(path, np.zeros((4, 7)), "one"),
     "patterns of many latents": lambda path: patterns(path, np.eye(50, 4000), "one"),
     "frontier": lambda path: frontier(path, {"one": (32.0, 0.2, "relu", True), "two": (500.0, 0.01, "topk", None)}),
     "frontier of one": lambda path: frontier(path, {"one": (32.0, 0.2, "relu", None)}),
@@ -83,10 +84,10 @@ def test_l0_histogram_holds_every_row_once_at_its_place(counts: list[int]) -> No
     assert len(shares) <= runs.BINS + 1
 
 
-def test_firing_counts_dead_latents_in_the_legend_and_others_in_bars(drawn: list[Figure], tmp_path: Path) -> None:
+def test_firing_counts_silent_latents_in_the_legend_and_others_in_bars(drawn: list[Figure], tmp_path: Path) -> None:
     frequency = np.array([0, 0, 1e-4, 0.01, 0.5, 1.0])
     firing(tmp_path / "x.png", {"one": (np.array([3, 4]), frequency)})
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["one (2 of 6 dead)"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["one (2 of 6 silent on these 7 rows)"]
     bars = drawn[0].axes[1].patches[0].get_data()
     assert (bars.values.sum(), bars.edges[0], bars.edges[-1]) == (4, pytest.approx(1e-4), 1)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from saecli.training import TrainingConfig, read_metrics
 from saecli.training.normalise import NORMALISATIONS, fit_normalisation
 
 KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_test", "epochs", "steps",
-        "seconds", "rows_per_second", "notes", "final"]
+        "seconds", "rows_per_second", "warnings", "notes", "final"]
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
 
 
@@ -44,7 +45,7 @@ def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(sae: Com
     k = ("--k", "4") if "k" in ACTIVATIONS[act].__dataclass_fields__ else ()
     document = sae("train", "--solver", *solver, "--act", act, *k, *QUICK).json
     assert list(document) == KEYS
-    assert {"train_fvu", "test_fvu", "test_mse", "l0"} <= document["final"].keys()
+    assert {"train_fvu", "test_fvu", "test_mse", "test_l0", "dead_fraction"} <= document["final"].keys()
     assert ("alpha" in document["final"]) == (solver[0] == "pam-sgd")
     (measured,) = sae("eval", document["run"], "--json").json["runs"]
     assert measured["fvu"] == pytest.approx(document["final"]["test_fvu"], rel=1e-4)
@@ -53,6 +54,32 @@ def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(sae: Com
     assert {path.name for path in folder.iterdir()} == {"run.json", "config.toml", "metrics.jsonl", "loss.png",
                                                         "checkpoint.safetensors", "sae.safetensors", ".lock"}
     assert [line["epoch"] for line in read_metrics(folder) if "epoch" in line] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("--act", "topk", "--k", "24"), "--k 24 is all of d_sae, 24, so codes are not sparse; lower --k"),
+    (("--act", "batchtopk", "--k", "8"), "--k 8 is not below d_in, 8, so codes are not sparse; lower --k"),
+    (("--sparsity-weight", "0.01"), "held-out L0 .* is above d_in, 8, .*; raise --sparsity-weight"),
+    (("--sparsity", "none"), "held-out L0 .* is above d_in, 8, so codes are not sparse; use --sparsity l1"),
+    (("--act", "swish"), "held-out L0 24 is above d_in, .*hardly a code of --act swish is exactly zero"),
+    (("--solver", "sgd", "--act", "topk", "--k", "2", "--lr", "1"),
+     "held-out FVU .* is above 1, so the mean of the rows would reconstruct them better; lower --lr"),
+])
+def test_what_hardly_comes_to_what_was_wanted_is_warned_of_once(sae: CommandLine, words: tuple, said: str):
+    make_store(sae.home, "rows", some_rows(1000))
+    done = sae("train", *words, *QUICK)
+    assert done.status == 0
+    (warning,) = done.json["warnings"]
+    assert re.match(said, warning)
+    assert done.err.count("warning: ") == 1 and f"warning: {warning}\n" in done.err
+    assert json.loads((Path(done.json["path"]) / "run.json").read_text())["result"]["warnings"] == [warning]
+
+
+def test_what_comes_to_what_was_wanted_is_not_warned_of(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    done = sae("train", "--act", "topk", "--k", "3", *QUICK)
+    assert done.json["warnings"] == [] and "warning" not in done.err
+    assert "warning" not in sae("eval").err
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(sae: CommandLine):

@@ -61,6 +61,52 @@ def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(sae: Comman
         assert all(tensor.isfinite().all() for tensor in load_file(saved).values())
 
 
+@pytest.mark.parametrize("act", [("relu",), ("jumprelu",), ("topk", "--k", "4"), ("batchtopk", "--k", "4")],
+                         ids=" ".join)
+@pytest.mark.parametrize("solver", [("sgd", "--lr", "1e3"), ("pam-sgd", "--lr", "1e4", "--batch-size", "8")],
+                         ids=" ".join)
+def test_a_run_that_diverges_without_overflow_ends_with_1_and_leaves_no_folder(sae: CommandLine, solver: tuple,
+                                                                               act: tuple):
+    make_store(sae.home, "rows", some_rows(1000))
+    done = sae("train", "--d-sae", "24", "--epochs", "3", "--solver", *solver, "--act", *act)
+    assert done.status == 1
+    assert "training diverged: the train FVU is " in done.err
+    assert "; lower --lr, or look at the data; the run stops in epoch 1 of 3, and nothing of it is kept" in done.err
+    assert not list((sae.home / "runs").iterdir())
+
+
+@pytest.mark.parametrize("batch_size", [8, 900])  # is seen over some steps, or at the epoch's end alone
+def test_a_run_that_diverges_keeps_the_checkpoint_from_before_which_eval_takes_and_resume_goes_on_from(
+        sae: CommandLine, batch_size: int):
+    make_store(sae.home, "rows", some_rows(1000))
+    words = ("--solver", "sgd", "--epochs", "2", "--batch-size", batch_size, "--d-sae", "24", "--lr", "0.001")
+    before = sae("train", "--name", "run", *words, "--json").json
+    folder = sae.home / "runs" / "run"
+    change(folder, complete=False, result=None)
+    change_training(folder, epochs=6, lr=1e3)
+    kept = {name: (folder / name).read_bytes() for name in ("sae.safetensors", "checkpoint.safetensors")}
+    for _ in range(2):
+        done = sae("train", "--resume", "--name", "run")
+        assert done.status == 1
+        assert "training diverged: the train FVU is " in done.err
+        assert "the run stops in epoch 3 of 6; its checkpoint of epoch 2, step " in done.err
+        assert all((folder / name).read_bytes() == content for name, content in kept.items())
+    steps = [line["step"] for line in read_metrics(folder) if "loss" in line]
+    assert steps[-1] > before["steps"] and len(set(steps)) == len(steps)
+    measured = sae("eval", "run", "--json")
+    assert "run is not finished; this is its last checkpoint" in measured.err
+    assert measured.json["runs"][0]["fvu"] == pytest.approx(before["final"]["test_fvu"], rel=1e-4)
+
+
+def test_rows_far_from_0_that_are_not_centred_start_above_1_and_do_not_count_as_diverged(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000) + 100 * np.arange(8, dtype=np.float32))
+    done = sae("train", "--solver", "sgd", "--normalize", "none", "--lr", "0.01", "--batch-size", "8", *QUICK[:2],
+               "--epochs", "1")
+    assert done.status == 0, done.err
+    first = read_metrics(sae.home / "runs" / "sgd-relu-1")[0]
+    assert first["batch_fvu"] > 1e4
+
+
 @pytest.mark.parametrize("option", ["--lr", "--alpha", "--sparsity-weight", "--mu-dec", "--steps"])
 def test_numbers_without_bounds_are_refused(sae: CommandLine, option: str):
     make_store(sae.home, "rows", some_rows(300))

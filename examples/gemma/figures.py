@@ -52,7 +52,7 @@ def k_runs(runs: list[Run], way: str) -> list[Run]:
 
 def density(runs: list[Run]) -> Errors:
     """The share of latents that are active on a held-out row, by value."""
-    found = errors(runs, "l0")
+    found = errors(runs, "test_l0")
     d_sae = runs[0].document["training"]["d_sae"]
     return {value: [l0 / d_sae for l0 in seeds] for value, seeds in found.items()}
 

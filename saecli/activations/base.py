@@ -25,6 +25,7 @@ class Activation(Config):
     `opposites` says whether `phi(v) - phi(-v) = v`: two latents of opposite directions are then linear together.
     `moves_zeros` says whether a gradient reaches anything through codes that are zero. `shares_latents` says whether
     pre-activations and codes may be those of some of the latents, of which other processes hold more.
+    `exact_zeros` says whether codes are sparse by being zero, so that L0 tells how sparse.
     """
 
     panel: ClassVar[str] = "Activation"
@@ -33,6 +34,7 @@ class Activation(Config):
     opposites: ClassVar[bool] = False
     moves_zeros: ClassVar[bool] = False
     shares_latents: ClassVar[bool] = True
+    exact_zeros: ClassVar[bool] = True
 
     def check(self, d_sae: int) -> None:
         """Refuse settings that cannot work with `d_sae` latents.

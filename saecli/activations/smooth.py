@@ -27,6 +27,7 @@ class Swish(TargetsRate):
     name: ClassVar[str] = "swish"
     sparsities: ClassVar[tuple[str, ...]] = ("none", "l1", "l1-codes", "kl")
     opposites: ClassVar[bool] = True
+    exact_zeros: ClassVar[bool] = False
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
         """`pre * sigmoid(pre)`, (B, F)."""
@@ -48,6 +49,7 @@ class SoftTopK(KeepsK):
 
     name: ClassVar[str] = "soft-topk"
     shares_latents: ClassVar[bool] = False
+    exact_zeros: ClassVar[bool] = False
 
     temperature: float = option(0.1, "How soft the choice of latents is: a latent's odds change e-fold over it, in "
                                      "units of the codes.", minimum=LEAST_TEMPERATURE)

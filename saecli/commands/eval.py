@@ -10,13 +10,15 @@ from rich.console import RenderableType
 
 from ..errors import ConfigError
 from ..files import write_csv
-from ..report import table
+from ..metrics import doubts
+from ..report import counted, table
 from .eval_measures import evaluated, marked, meaning
 from .options import Device, Json, Plot, Runs, start
 from .subjects import Data, SplitName, all_measured
 
 # In the order of what is asked most: what a narrow terminal has no room for stands below.
-RECONSTRUCTION = ("l0", "fvu", "explained_variance", "mse", "cosine", "l1", "dead_fraction", "rows", "split", "data")
+RECONSTRUCTION = ("l0", "fvu", "explained_variance", "mse", "cosine", "l1", "silent_fraction", "dead_fraction", "rows",
+                  "split", "data")
 EFFECT = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "tokens")
 
 Model = Annotated[str | None, typer.Option(
@@ -37,6 +39,9 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     --json, is a run where every other on the same rows with at most 1.05 times its L0 is worse in FVU, or with --model
     in CE recovered or KL.
 
+    The silent fraction is of latents that fire on none of the rows measured; the dead fraction, which training has
+    counted and other libraries have not, of those that fire on none of the training rows.
+
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
     session = start(ctx, json, plot)
@@ -44,6 +49,10 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
         raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model")
     everything = all_measured(session, list(dict.fromkeys(runs or ())), data, split, device)
     found = marked(evaluated(session, everything, model, tokens), everything)
+    for one, run in zip(everything, found, strict=True):
+        if words := doubts(run, one.sae.d_in, one.sae.d_sae):
+            session.report.note(f"{run['run']}: warning: on these {counted(run['rows'], 'row')} "
+                                f"{', and '.join(words.values())}")
     ranked = sorted(found, key=lambda run: (run["l0"], math.isnan(run["fvu"]), run["fvu"]))
     if plot is not None:
         from ..plots import frontier  # matplotlib takes a second to import

@@ -33,7 +33,8 @@ def evaluated(session: Session, everything: Sequence[Measured], model: str | Non
         ConfigError, StoreError, ModelError: the model is missing, or is not that of the rows.
     """
     splices = [] if model is None else _splices(session, everything, model)
-    found = [one.heading | reconstruction(one.sae, one.batches(session)) for one in everything]
+    found = [one.heading | reconstruction(one.sae, one.batches(session)) | {"dead_fraction": one.subject.dead_fraction}
+             for one in everything]
     if model is None:
         return found
     effects = _effects(session, everything, splices, tokens)

@@ -19,7 +19,7 @@ Check = Annotated[bool, typer.Option("--check", help="Read every shard and compa
                                                      "status 1 if one is damaged.")]
 # In the order of what is asked most: what a narrow terminal has no room for stands below.
 STORE_COLUMNS = ("rows", "d_in", "dtype", "bytes", "state", "norms", "dropped", "shards")
-RUN_COLUMNS = ("test_fvu", "l0", "solver", "act", "d_sae", "state", "data", "bytes")
+RUN_COLUMNS = ("test_fvu", "test_l0", "solver", "act", "d_sae", "state", "data", "bytes")
 HEADS = {"bytes": "size", "norms": "median norm"}
 
 
@@ -71,7 +71,7 @@ def _run(shelf: Shelf, name: str) -> dict[str, Any]:
     final = run.result.final if run.result else {}
     return {"state": "complete" if run.complete else "unfinished", "created": run.created, "data": run.data,
             "solver": run.solver.name, "act": run.activation.name, "d_sae": run.training.d_sae,
-            "test_fvu": final.get("test_fvu"), "l0": final.get("l0")}
+            "test_fvu": final.get("test_fvu"), "test_l0": final.get("test_l0")}
 
 
 def _size(folder: Path) -> int:

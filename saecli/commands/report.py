@@ -13,9 +13,10 @@ from ..latents import COLUMNS, Examples, in_blocks, neighbours, survey
 from ..pages import Details, Readings, overview, write_pages
 from ..report import size_words
 from ..training import read_metrics
+from .eval_measures import evaluated
 from .options import Device, Json, Run, Session, start
 from .report_words import Words, facts, heading, words_for
-from .subjects import Data, Measured, SplitName, measured
+from .subjects import Data, Measured, SplitName, held_out, measured
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
     from ..language_model import OutputTokens
@@ -44,8 +45,9 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, sp
 
     index.html shows how the run learned, how often its latents fire, and a table of all latents to search and sort.
     Each chosen latent has a page with the texts that it fires strongest in, a histogram of its activations, the latents
-    nearest to it and, with --model, the tokens that it promotes. The rows are read once. The folder needs no network,
-    and can be moved or sent as it is; it appears whole or not at all.
+    nearest to it and, with --model, the tokens that it promotes. FVU, L0 and cosine are those of `sae eval`, on
+    held-out rows, whichever rows the latents are shown on. The folder needs no network, and can be moved or sent as it
+    is; it appears whole or not at all.
 
     Example: sae report first --model tiny-gemma2 --out pages
     """
@@ -102,21 +104,32 @@ def _report(session: Session, one: Measured, chosen: list[int] | None, most: int
         count: examples a latent.
         out: the folder to write.
     """
+    headline, lacking = _headline(one)
     sae, words = one.sae, words_for(one, model, set(COLUMNS) <= set(one.rows.store.meta.columns))
     examples = Examples(chosen or range(sae.d_sae), sae.d_sae, count, words.has_tokens)
     found = survey(sae, in_blocks(one.batches(session), one.rows, one.batch_rows), examples)
     if chosen is None:
         chosen = sorted(found.firing.frequency.argsort(descending=True, stable=True)[:most].tolist())
     details = Details(found, _readings(session, one, chosen, words))
-    notes = [*words.notes, *_which(chosen, sae.d_sae)]
-    content = overview(heading(one), found, read_metrics(one.subject.folder), facts(session.home, one), notes)
+    (measures,) = evaluated(session, [headline], None, 0)
+    notes = [*words.notes, *lacking, *_which(chosen, sae.d_sae)]
+    content = overview(heading(one), measures, found, read_metrics(one.subject.folder), facts(session.home, one), notes)
     content["latents"] |= details.columns()
     with session.report.progress("writing", len(chosen), "latents") as show:
         write_pages(out, f"{one.subject.name}: latents", content, details.contents(show))
     files = [path for path in out.rglob("*") if path.is_file()]
     return {**one.heading, "path": str(out), "index": str(out / "index.html"), "latents": sae.d_sae,
             "pages": len(chosen), "files": len(files), "bytes": sum(path.stat().st_size for path in files),
-            "index_bytes": (out / "index.html").stat().st_size, "measures": content["measures"], "notes": notes}
+            "index_bytes": (out / "index.html").stat().st_size, "measures": content["measures"],
+            "firing": content["firing"], "notes": notes}
+
+
+def _headline(one: Measured) -> tuple[Measured, list[str]]:
+    """The SAE on held-out rows, or for want of any on the rows that the pages show, and a sentence that says so."""
+    store = one.rows.store
+    if store.split("train", seed=one.subject.split_seed).rows < store.rows:
+        return held_out(one), []
+    return one, [f"{store.name} holds out no rows, so FVU, L0 and cosine are of {one.split} rows"]
 
 
 def _which(chosen: Sequence[int], d_sae: int) -> list[str]:

@@ -7,42 +7,45 @@ from typing import Any
 import typer
 
 from ..metrics import DENSE_FREQUENCY, Firing, firing
-from ..report import Report, table
+from ..report import Report, counted, table
 from .options import Device, Json, Plot, Runs, start
 from .subjects import Data, SplitName, all_measured
 
-COLUMNS = ("l0", "l0_std", "density", "dead", "dense", "rows", "split", "data")
+COLUMNS = ("l0", "l0_std", "density", "silent", "dense", "dead_fraction", "rows", "split", "data")
 PICTURED_ROWS = 200
 LISTED = 12  # latents that a list names before it says how many more there are
 
 
 def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: SplitName = "test",
             device: Device = "auto", plot: Plot = None, json: Json = False) -> None:
-    """Show how often latents fire, which are dead and which dense.
+    """Show how often latents fire, which are silent and which dense.
 
-    A latent is dead if it fires on none of the rows, dense if on more than a tenth. --plot saves histograms of L0
-    and of the latents' frequencies, and beside them, one a run, the first rows' codes as a picture.
+    A latent is silent if it fires on none of the rows measured, dense if on more than a tenth of them; dead if on none
+    of the training rows, which training has counted and other libraries have not. --plot saves histograms of L0 and of
+    the latents' frequencies, and beside them, one a run, the first rows' codes as a picture.
 
     Example: sae sparsity first second --plot sparsity.png
     """
     session = start(ctx, json, plot)
     everything = all_measured(session, list(dict.fromkeys(runs or ())), data, split, device)
-    counted = [firing(one.sae, one.batches(session), PICTURED_ROWS if plot else 0) for one in everything]
-    found = [one.heading | counts.result() for one, counts in zip(everything, counted, strict=True)]
+    tallies = [firing(one.sae, one.batches(session), PICTURED_ROWS if plot else 0) for one in everything]
+    found = [one.heading | counts.result() | {"dead_fraction": one.subject.dead_fraction}
+             for one, counts in zip(everything, tallies, strict=True)]
     if plot is not None:
-        _draw(session.report, plot, {run["run"]: counts for run, counts in zip(found, counted, strict=True)})
+        _draw(session.report, plot, {run["run"]: counts for run, counts in zip(found, tallies, strict=True)})
     rows = [[run["run"], *(run[column] for column in COLUMNS)] for run in found]
     columns = ["run", *(column.replace("_", " ") for column in COLUMNS)]
     session.report.result({"runs": found}, table(None, columns, rows), *(extremes(run) for run in found))
 
 
 def extremes(run: dict[str, Any]) -> str:
-    """Two lines that name a run's dense and dead latents, the most frequent and the first of them."""
+    """Two lines that name a run's dense and silent latents, the most frequent and the first of them."""
     frequency = run["frequency"]
     dense = sorted((i for i, f in enumerate(frequency) if f > DENSE_FREQUENCY), key=lambda i: -frequency[i])
-    dead = [i for i, f in enumerate(frequency) if f == 0]
-    return (f"{run['run']}: dense {_listed([f'{i} ({frequency[i]:.0%})' for i in dense])}\n"
-            f"{run['run']}: dead {_listed([str(i) for i in dead])}")
+    silent = [i for i, f in enumerate(frequency) if f == 0]
+    rows = f"on these {counted(run['rows'], 'row')}"
+    return (f"{run['run']}: dense {rows}: {_listed([f'{i} ({frequency[i]:.0%})' for i in dense])}\n"
+            f"{run['run']}: silent {rows}: {_listed([str(i) for i in silent])}")
 
 
 def _listed(words: list[str]) -> str:
@@ -52,14 +55,14 @@ def _listed(words: list[str]) -> str:
     return ", ".join(words[:LISTED]) + more
 
 
-def _draw(report: Report, path: Path, counted: dict[str, Firing]) -> None:
+def _draw(report: Report, path: Path, tallies: dict[str, Firing]) -> None:
     from ..plots import firing as histograms
     from ..plots import patterns
 
-    histograms(path, {name: (one.l0_histogram, one.frequency) for name, one in counted.items()})
+    histograms(path, {name: (one.l0_histogram, one.frequency) for name, one in tallies.items()})
     drawn = [path]
-    for name, one in counted.items():
-        which = "-" + re.sub(r"[^\w.-]+", "-", name) if len(counted) > 1 else ""
+    for name, one in tallies.items():
+        which = "-" + re.sub(r"[^\w.-]+", "-", name) if len(tallies) > 1 else ""
         drawn.append(path.with_stem(f"{path.stem}-patterns{which}"))
         patterns(drawn[-1], one.patterns, name)
     report.note(f"drew {', '.join(map(str, drawn))}")

@@ -1,7 +1,7 @@
 """What `eval`, `sparsity` and `export` share: which SAEs to look at, and on which rows."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
@@ -101,6 +101,11 @@ def measured(session: Session, run: str | None, data: str | None, split: str, de
                           f"dimensions, got {store.d_in}; name another store with --data")
     rows = store.split(split, fraction=subject.fraction if split == "train" else 1.0, seed=subject.split_seed)
     return Measured(subject, SavedSAE(saved.sae.to(device_named(device)), saved.origin), split, rows)
+
+
+def held_out(one: Measured) -> Measured:
+    """The same SAE, to be measured on the rows of its store that are held out, of which there is one at least."""
+    return replace(one, split="test", rows=one.rows.store.split("test", seed=one.subject.split_seed))
 
 
 def all_measured(session: Session, runs: Sequence[str] | None, data: str | None, split: str,

@@ -9,13 +9,13 @@ from typing import Any
 
 from .. import __version__
 from ..distributed import is_main
-from ..errors import PeerError, SaeError
+from ..errors import PeerError, SaeError, TrainingError
 from ..report import Step, table
-from ..training import CHECKPOINT, Record, Run, RunRecord, Share, Trainer, alone, in_step, read_metrics
+from ..training import CHECKPOINT, Record, Run, RunRecord, Share, Trainer, alone, doubts_at_start, in_step, read_metrics
 from .config_file import CONFIG, write_config
 from .options import Given, Session
 
-SHOWN = ("train_fvu", "test_fvu", "l0", "dead_fraction", "lr", "alpha")  # of several runs, where they have it
+SHOWN = ("test_fvu", "test_l0", "train_fvu", "dead_fraction", "lr", "alpha")  # of several runs, where they have it
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,11 @@ def train(session: Session, jobs: Sequence[Job]) -> None:
     if len(jobs) == 1:
         (job,) = jobs
         document = _trained(session, job)
-        _tell_notes(session, document["notes"])
+        _tell_notes(session, job, document)
         epochs = f"{document['epochs']} epoch{'s' * (document['epochs'] != 1)}"
         title = f"{document['run']}: {epochs}, {document['steps']:,} steps in {document['seconds']:.0f} s"
-        measures = table(title, ["measure", "value"], [[key, value] for key, value in document["final"].items()])
+        measures = table(title, ["measure", "value", "rows"], [[key, value, _rows_of(key, document)] for key, value in
+                                                               document["final"].items()])
         session.report.result(document, measures, f"saved in {document['path']}")
     else:
         _train_together(session, jobs)
@@ -61,15 +62,18 @@ def _train_together(session: Session, jobs: Sequence[Job]) -> None:
     if any(isinstance(error, KeyboardInterrupt) for error in errors.values()):
         raise KeyboardInterrupt
     varied = [*jobs[0].options.varied]
+    finished = [job for job in jobs if job.folder.name not in errors]
     done = [outcome.result | {"varied": dict(job.options.varied)}
-            for job, outcome in zip(jobs, outcomes, strict=True) if not outcome.error]
-    for document in done:
-        _tell_notes(session, document["notes"], f"{document['run']}: ")
+            for job, outcome in zip(finished, (one for one in outcomes if not one.error), strict=True)]
+    for job, document in zip(finished, done, strict=True):
+        _tell_notes(session, job, document, f"{document['run']}: ")
     names = [name for name in SHOWN if name not in varied]
     rows = [[document["run"], *document["varied"].values(), *(document["final"].get(name) for name in names)]
             for document in done]
+    title = (f"test: {_rows_of('test', done[0])} rows; train and dead: {_rows_of('train', done[0])} rows" if done
+             else None)
     columns = ["run", *(name.replace("_", " ") for name in [*varied, *names])]
-    session.report.result({"runs": done}, table(None, columns, rows), f"saved in {jobs[0].folder.parent}")
+    session.report.result({"runs": done}, table(title, columns, rows), f"saved in {jobs[0].folder.parent}")
     for place, (name, error) in enumerate(errors.items()):
         if not isinstance(error, SaeError):
             raise error
@@ -115,10 +119,16 @@ def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress
         session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
                             f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
                             f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
+        for warning in doubts_at_start(plan):
+            session.report.note(f"{folder.name}: warning: {warning}")
         display = (session.report.progress("training", trainer.steps, "steps") if progress is None
                    else nullcontext(progress.of(folder.name)))
         with display as show:
-            result = trainer.result(trainer.train(show, share))
+            try:
+                trained = trainer.train(show, share)
+            except TrainingError as error:
+                raise TrainingError(f"{error}; {_what_is_kept(trainer)}") from error
+            result = trainer.result(trained)
         if is_main():
             from ..plots import loss_curves  # matplotlib takes a second to import
 
@@ -133,8 +143,28 @@ def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress
             "data": run.store.name, "d_in": run.store.d_in, "d_sae": plan.training.d_sae, **result}
 
 
-def _tell_notes(session: Session, notes: Sequence[str], before: str = "") -> None:
-    for note in notes:
+def _what_is_kept(trainer: Trainer) -> str:
+    """What is left of a run that has failed."""
+    if not (kept := trainer.kept).epoch:
+        return f"the run stops in epoch 1 of {trainer.epochs}, and nothing of it is kept"
+    return (f"the run stops in epoch {kept.epoch + 1} of {trainer.epochs}; its checkpoint of epoch {kept.epoch}, step "
+            f"{kept.step}, is kept")
+
+
+def _rows_of(measure: str, document: dict[str, Any]) -> str:
+    """The rows that one of a run's final measures is of, in words; nothing for a setting."""
+    if measure.startswith("test"):
+        return f"{document['rows_test']:,} held-out"
+    return f"{document['rows_train']:,} training" if measure.startswith(("train", "dead")) else ""
+
+
+def _tell_notes(session: Session, job: Job, document: dict[str, Any], before: str = "") -> None:
+    """Say what there is to say at the end of a run; of its warnings those that were not said when it began."""
+    said = doubts_at_start(job.run.plan)
+    for warning in document["warnings"]:
+        if warning not in said:
+            session.report.note(f"{before}warning: {warning}")
+    for note in document["notes"]:
         session.report.note(f"{before}{note}")
 
 

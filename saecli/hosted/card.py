@@ -12,7 +12,8 @@ END = "<!-- to here; what stands before and after is left as it is -->"
 MEASURES = ("rows", "l0", "fvu", "explained_variance", "cosine", "dead_fraction", "ce_recovered", "kl")
 COLUMNS = ("SAE", "activations", "activation", "d_in", "d_sae", *(name.replace("_", " ") for name in MEASURES))
 FORMULAS = ("fvu = `E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)`, explained variance = 1 - fvu, l0: latents that fire on "
-            "a row, ce recovered = `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`, kl in nats a token")
+            "a row, dead fraction: latents that fire on none of the training rows, ce recovered = `(ce_zero - "
+            "ce_spliced) / (ce_zero - ce_clean)`, kl in nats a token")
 LOADING = {  # by format, the library that reads it from the hub, and how
     "saelens": ("SAELens", 'from sae_lens import SAE\nsae = SAE.from_pretrained("{0.repo}", "{0.folder}")'),
     "sparsify": ("sparsify", "from sparsify import SparseCoder\n"

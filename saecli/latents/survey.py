@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..metrics import Firing, Reconstruction
+from ..metrics import Firing
 from ..products import NonZeros
 from ..sae import SAE
 from .blocks import Block
@@ -19,20 +19,18 @@ class Survey:
 
     Args:
         firing: how often latents fire, and how many on a row.
-        reconstruction: how well the rows are reconstructed.
         magnitudes: how large codes are.
         examples: where the chosen latents' codes are largest.
     """
 
     firing: Firing
-    reconstruction: Reconstruction
     magnitudes: Magnitudes
     examples: Examples
 
 
 @torch.no_grad()
 def survey(sae: SAE, blocks: Iterable[Block], examples: Examples) -> Survey:
-    """Encode and decode rows once, and measure all latents on them.
+    """Encode rows once, and measure all latents on them.
 
     Args:
         sae: the autoencoder.
@@ -41,12 +39,10 @@ def survey(sae: SAE, blocks: Iterable[Block], examples: Examples) -> Survey:
 
     Cost: memory does not grow with the rows: 1.5 KB a latent, and those of `Examples`.
     """
-    found = Survey(Firing(sae.d_sae), Reconstruction(sae.d_in, sae.d_sae), Magnitudes(sae.d_sae), examples)
+    found = Survey(Firing(sae.d_sae), Magnitudes(sae.d_sae), examples)
     for block in blocks:
         codes = sae.encode(block.x)
-        z = NonZeros.of(codes) or codes
-        found.reconstruction.update(block.x, sae.decode(z), z)
         found.firing.update(codes)
-        found.magnitudes.update(z)
+        found.magnitudes.update(NonZeros.of(codes) or codes)
         found.examples.update(codes, block)
     return found

@@ -14,24 +14,27 @@ from ..metrics import DENSE_FREQUENCY
 
 POINTS = 400  # of a curve, about what its pixels can show
 L0_BINS, FREQUENCY_BINS = 40, 30
-CURVES = {"loss": (("train_fvu", "training rows"), ("test_fvu", "held-out rows")),
-          "l0": (("l0", "training rows"), ("test_l0", "held-out rows"))}
+CURVES = {"loss": (("batch_fvu", "training batches, averaged"), ("test_fvu", "held-out rows")),
+          "l0": (("batch_l0", "training batches, averaged"), ("test_l0", "held-out rows"))}
 
 
-def overview(heading: Mapping[str, Any], survey: Survey, curves: Sequence[Mapping[str, Any]],
-             facts: Mapping[str, Mapping[str, Any]], notes: Sequence[str]) -> dict[str, Any]:
+def overview(heading: Mapping[str, Any], measures: Mapping[str, Any], survey: Survey,
+             curves: Sequence[Mapping[str, Any]], facts: Mapping[str, Mapping[str, Any]],
+             notes: Sequence[str]) -> dict[str, Any]:
     """The first page's content, the columns of its table that `details` fills left out.
 
     Args:
         heading: names of run, store and split, and whatever else stands below the title.
+        measures: what `sae eval` prints, of held-out rows where there are some.
         survey: what the pass over the rows found.
         curves: the lines of the run's `metrics.jsonl`; none where there is no such file.
         facts: settings by section and name.
         notes: sentences on what is missing, and why.
     """
-    measures = survey.reconstruction.result() | survey.firing.result()
-    frequency = np.array(measures.pop("frequency"))
-    return {"heading": dict(heading), "measures": measures, "notes": list(notes), "dense": DENSE_FREQUENCY,
+    firing = survey.firing.result()
+    frequency = np.array(firing.pop("frequency"))
+    return {"heading": dict(heading), "measures": dict(measures), "firing": firing, "notes": list(notes),
+            "dense": DENSE_FREQUENCY,
             "facts": {section: {name: _word(value) for name, value in settings.items()}
                       for section, settings in facts.items()},
             "curves": {name: [{"name": label, "points": _curve(curves, key)} for key, label in pair]

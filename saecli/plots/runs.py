@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from ..metrics import DENSE_FREQUENCY
+from ..report import counted
 from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, log_scale, say_empty, short
 
 BINS = 60
@@ -20,11 +21,11 @@ PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # rows and columns of a pattern pictu
 
 
 def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Draw how runs learned: FVU and L0 against the step, training and test rows apart.
+    """Draw how runs learned: FVU and L0 against the step, training batches and held-out rows apart.
 
     Args:
         path: PNG, PDF or SVG by its ending.
-        runs: by name, the lines of `metrics.jsonl`: each has `step`, and some of `train_fvu`, `l0`, `test_fvu`,
+        runs: by name, the lines of `metrics.jsonl`: each has `step`, and some of `batch_fvu`, `batch_l0`, `test_fvu`,
             `test_l0`.
 
     Raises:
@@ -33,9 +34,9 @@ def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
         for index, rows in enumerate(runs.values()):
-            for axes, train, test in ((left, "train_fvu", "test_fvu"), (right, "l0", "test_l0")):
+            for axes, batches, test in ((left, "batch_fvu", "test_fvu"), (right, "batch_l0", "test_l0")):
                 style = line_style(index)
-                steps, values = _curve(rows, train)
+                steps, values = _curve(rows, batches)
                 axes.plot(steps, values, **style, alpha=0.45, linewidth=1, marker="o" if len(steps) == 1 else "")
                 steps, values = _curve(rows, test)
                 width = _width(index, len(runs)) if axes is right else None
@@ -51,7 +52,7 @@ def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
         handles = [Line2D([], [], **line_style(index)) for index in range(len(runs))] if len(runs) > 1 else []
         handles += [Line2D([], [], color=GREY, alpha=0.6, linewidth=1), Line2D([], [], color=GREY, marker="o")]
         names = [short(name) for name in runs] if len(runs) > 1 else []
-        legend_below(drawn, handles, [*names, "training rows", "test rows"])
+        legend_below(drawn, handles, [*names, "training batches, averaged", "held-out rows"])
         if len(runs) == 1:
             drawn.suptitle(short(next(iter(runs))), fontsize=10)
 
@@ -78,16 +79,16 @@ def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
     Raises:
         ConfigError: the ending is another.
     """
-    counted = {name: (np.asarray(l0), np.asarray(frequency)) for name, (l0, frequency) in runs.items()}
+    tallies = {name: (np.asarray(l0), np.asarray(frequency)) for name, (l0, frequency) in runs.items()}
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
-        for index, (l0, _) in enumerate(counted.values()):
-            left.stairs(*_l0_shares(l0), **line_style(index), linewidth=_width(index, len(counted)))
-        lowest = min((f[f > 0].min() for _, f in counted.values() if (f > 0).any()), default=1e-3)
+        for index, (l0, _) in enumerate(tallies.values()):
+            left.stairs(*_l0_shares(l0), **line_style(index), linewidth=_width(index, len(tallies)))
+        lowest = min((f[f > 0].min() for _, f in tallies.values() if (f > 0).any()), default=1e-3)
         edges = np.logspace(math.floor(math.log10(lowest)), 0, BINS // 2 + 1)
-        for index, (_, frequency) in enumerate(counted.values()):
+        for index, (_, frequency) in enumerate(tallies.values()):
             right.stairs(np.histogram(frequency[frequency > 0], edges)[0], edges, **line_style(index), linewidth=1.6)
-        if not any((f > 0).any() for _, f in counted.values()):
+        if not any((f > 0).any() for _, f in tallies.values()):
             say_empty(right, "no latent fires")
         right.axvline(DENSE_FREQUENCY, color=GREY, linestyle=":", linewidth=1)
         right.text(DENSE_FREQUENCY, 1.0, " dense", transform=right.get_xaxis_transform(), color=GREY, va="bottom",
@@ -96,8 +97,9 @@ def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
         right.set(xlabel="share of rows a latent fires on", ylabel="latents", xscale="log", ylim=(0, None))
         left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         right.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-        labels = [f"{short(name)} ({int((f == 0).sum()):,} of {len(f):,} dead)" for name, (_, f) in counted.items()]
-        legend_below(drawn, [Line2D([], [], **line_style(index)) for index in range(len(counted))], labels)
+        labels = [f"{short(name)} ({int((f == 0).sum()):,} of {len(f):,} silent on these "
+                  f"{counted(int(l0.sum()), 'row')})" for name, (l0, f) in tallies.items()]
+        legend_below(drawn, [Line2D([], [], **line_style(index)) for index in range(len(tallies))], labels)
 
 
 def _l0_shares(counts: NDArray) -> tuple[NDArray, NDArray]:

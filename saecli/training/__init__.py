@@ -7,10 +7,11 @@ its decoder step, where it has one, hands codes and rows to `saecli/ridge`.
 from .checkpoints import CHECKPOINT, read_metrics
 from .claim import claimed
 from .config import TrainingConfig
+from .doubts import doubts_at_start
 from .loop import Record, Trainer
 from .plan import Plan
 from .run import Run, RunRecord, origin_of
 from .shared_passes import Outcome, Share, alone, in_step
 
 __all__ = ["CHECKPOINT", "Outcome", "Plan", "Record", "Run", "RunRecord", "Share", "Trainer", "TrainingConfig", "alone",
-           "claimed", "in_step", "origin_of", "read_metrics"]
+           "claimed", "doubts_at_start", "in_step", "origin_of", "read_metrics"]

@@ -2,7 +2,8 @@
 
     run.json                  configuration, data, state, result; written first, and again at the end
     config.toml               the options of `sae train` that train the same again
-    metrics.jsonl             one JSON object a line: a line now and then, and one at the end of each epoch
+    metrics.jsonl             one JSON object a line: `loss, batch_fvu, batch_l0`, means over some batches as they were
+                              trained on, and at the end of each epoch `test_fvu, test_l0` of all held-out rows
     checkpoint.safetensors    all that training goes on from, as of the end of the last whole epoch
     sae.safetensors           the SAE as of then, acting on raw activations
     tensorboard/              where it is asked for, what metrics.jsonl holds as event files

@@ -20,6 +20,7 @@ from ..sae import SAE
 from ..solvers import Solver, StepReport, Task
 from .checkpoints import Progress
 from .config import DTYPES
+from .doubts import doubts_at_end, doubts_at_start
 from .normalise import Normalisation, fit_normalisation
 from .plan import Plan
 from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae, raw_batches
@@ -28,7 +29,11 @@ from .together import demand_shareable
 
 Measures = dict[str, Any]  # as of `metrics.reconstruction`
 
-LOG_EVERY = 20  # steps between lines of measures, and between looks at whether the loss is a number
+LOG_EVERY = 20  # steps between lines of measures, and between looks at whether training diverges
+# Mean squared error over that of 0 for every row, above which training diverges. Steps on digits against a decoder
+# solved without a ridge reached 400, from which the next decoder step comes back.
+DIVERGED = 1e4
+ADVICE = "lower --lr, or look at the data"
 
 
 class Record:
@@ -83,6 +88,7 @@ class Trainer:
         per_epoch = self.batches * plan.solver.steps_per_batch
         self.steps = training.steps or training.epochs * per_epoch
         self.epochs = math.ceil(self.steps / per_epoch)
+        self.kept = Progress()  # as of the last checkpoint
 
     def train(self, show: Step, share: Share = alone) -> SAE:
         """Train to the end.
@@ -95,11 +101,13 @@ class Trainer:
             The SAE, acting on raw activations; of its latents those that this process holds.
 
         Raises:
-            TrainingError: the loss became NaN or infinite; the last checkpoint stands.
+            TrainingError: it diverged: the loss or a weight became NaN or infinite, or the reconstructions are far
+                worse than none; the last checkpoint, `kept`, is from before.
         """
         self.share = share
         solver, normalisation, progress = self._begin(agreed(self.record.checkpoint))
         self.solver, self.progress, self.test = solver, progress, None
+        self.kept = replace(progress)
         rows = self._rows(normalisation)
         self.record.begin(progress.step, self.epochs)
         try:
@@ -109,13 +117,14 @@ class Trainer:
                 progress.epoch, progress.step = progress.epoch + 1, solver.step
                 progress.seconds += time.monotonic() - began
                 sae = on_raw_rows(solver.sae(), normalisation)
-                demand_finite(sae, solver.step)
+                self._demand_convergence(solver, sae, normalisation)
                 self.test = None if self.test_rows is None else self._measured("test", sae)
                 tested = {f"test_{name}": self.test[name] for name in ("fvu", "l0")} if self.test else {}
                 self.record.line({"step": solver.step, "epoch": progress.epoch, **tested, **solver.record()})
                 state = whole_on_main(solver.state())
                 state |= {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
                 self.record.epoch(sae.with_tensors(whole_on_main(sae.tensors())), state, progress, self.test)
+                self.kept = replace(progress)
         finally:
             self.record.end()
         return on_raw_rows(solver.sae(), normalisation)
@@ -127,19 +136,21 @@ class Trainer:
             sae: what `train` returned.
 
         Returns:
-            `rows_train, rows_test, epochs, steps, seconds, rows_per_second, notes, final`.
+            `rows_train, rows_test, epochs, steps, seconds, rows_per_second, warnings, notes, final`.
 
         Cost: a pass over the training rows.
         """
         solver, progress = self.solver, self.progress
         train, test = self._measured("train", sae), self.test or self._measured("test", sae)
+        warnings = [*doubts_at_start(self.plan), *doubts_at_end(self.plan, train, test)]
         rate = {} if solver.optimizer.to_tolerance else {"lr": solver.task.lr}
         return {
             "rows_train": self.train_rows.rows, "rows_test": self.test_rows.rows, "epochs": progress.epoch,
             "steps": progress.step, "seconds": progress.seconds,
-            "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "notes": solver.notes(),
-            "final": {"train_fvu": train["fvu"], "test_fvu": test["fvu"], "test_mse": test["mse"], "l0": test["l0"],
-                      "dead_fraction": train["dead_fraction"], **rate, **solver.record()}}
+            "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "warnings": warnings,
+            "notes": solver.notes(),
+            "final": {"test_fvu": test["fvu"], "test_mse": test["mse"], "test_l0": test["l0"],
+                      "train_fvu": train["fvu"], "dead_fraction": train["silent_fraction"], **rate, **solver.record()}}
 
     def _rows(self, normalisation: Normalisation) -> TrainingRows:
         training = self.plan.training
@@ -173,6 +184,7 @@ class Trainer:
             normalisation = Normalisation(**{name: checkpoint[0][f"normalisation.{name}"] for name in shapes})
         normalisation = normalisation.to(self.device)
         sample = self._rows(normalisation).sample()
+        self.worst = DIVERGED * max(1.0, (sample.square().sum(1).mean() / normalisation.variance).item())
         lr = fitted_learning_rate(sample) if training.lr == "auto" else training.lr
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
                     sample, training.smoothing, training.seed, self.batches,
@@ -194,10 +206,13 @@ class Trainer:
                 return
             line = averages(pending, rows.normalisation.variance * solver.smoothing.inflation)
             self.record.line(line)
-            rate = (progress.rows + seen) / max(time.monotonic() - began, 1e-9)
-            show(solver.step, f"loss {line['loss']:.4g} fvu {line['train_fvu']:.4f} l0 {line['l0']:.1f} "
-                              f"{rate:,.0f} rows/s")
+            first, enough = pending[0].step, len(pending) == LOG_EVERY
             pending.clear()
+            if enough:  # fewer may hold one batch of outliers, and the epoch's end looks again
+                demand_no_worse(line["batch_fvu"], self.worst, f"over steps {first} to {line['step']}")
+            rate = (progress.rows + seen) / max(time.monotonic() - began, 1e-9)
+            show(solver.step, f"loss {line['loss']:.4g} fvu {line['batch_fvu']:.4f} l0 {line['batch_l0']:.1f} "
+                              f"{rate:,.0f} rows/s")
 
         try:
             for report in solver.epoch(rows, progress.epoch):
@@ -211,6 +226,25 @@ class Trainer:
             raise
         look()
         return seen
+
+    def _demand_convergence(self, solver: Solver, sae: SAE, normalisation: Normalisation) -> None:
+        """Refuse what an epoch has come to, before it is kept, where training has diverged.
+
+        Its last steps can do that, which no loss has shown yet. The decoder step can mend it, so that the SAE as it
+        stands is measured, on the sample of training rows: test rows may be far off for want of training rows alone.
+
+        Args:
+            solver: as the epoch left it.
+            sae: its SAE, acting on raw rows.
+            normalisation: of the rows.
+
+        Raises:
+            TrainingError: a weight is NaN or infinite, or the error too large.
+        """
+        if everyone().any(torch.stack([(~tensor.isfinite()).any() for tensor in sae.tensors().values()])):
+            raise TrainingError(f"the weights became NaN or infinite at step {solver.step}; {ADVICE}")
+        error = reconstruction(solver.sae(), [solver.task.sample])["mse"] * sae.d_in
+        demand_no_worse(error / normalisation.variance.item(), self.worst, f"at step {solver.step}")
 
     def _measured(self, split: str, sae: SAE) -> Measures:
         stored = self.train_rows if split == "train" else self.test_rows
@@ -232,25 +266,29 @@ def averages(reports: list[StepReport], variance: Tensor) -> dict[str, Any]:
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
         first = reports[int(bad[0])]
-        raise TrainingError(f"the loss became {first.loss.item()} at step {first.step}; the run stops there, and its "
-                            f"last checkpoint, if it came to one, stands; lower --lr, or look at the data")
+        raise TrainingError(f"the loss became {first.loss.item()} at step {first.step}; {ADVICE}")
     rows = torch.tensor([report.rows for report in reports]).to(losses)
     share = rows / rows.sum()
     error = share @ everyone().add_up(torch.stack([report.squared_error for report in reports]))
     l0 = share @ everyone().add_up(torch.stack([report.l0 for report in reports]).to(share))
-    return {"step": reports[-1].step, "loss": (share @ losses).item(), "train_fvu": (error / variance).item(),
-            "l0": l0.item()}
+    return {"step": reports[-1].step, "loss": (share @ losses).item(), "batch_fvu": (error / variance).item(),
+            "batch_l0": l0.item()}
 
 
-def demand_finite(sae: SAE, step: int) -> None:
-    """Refuse weights that are NaN or infinite, as a last step can leave them after a loss that was still a number.
+def demand_no_worse(fvu: float, worst: float, when: str) -> None:
+    """Refuse reconstructions far worse than none: descent that comes back from there ends worse than it could have.
+
+    Args:
+        fvu: squared error over the variance of the training rows.
+        worst: the highest that is let pass.
+        when: the steps that it is of.
 
     Raises:
-        TrainingError: one is.
+        TrainingError: it is above that, or no number.
     """
-    if everyone().any(torch.stack([(~tensor.isfinite()).any() for tensor in sae.tensors().values()])):
-        raise TrainingError(f"the weights became NaN or infinite at step {step}; the run stops there, and its last "
-                            f"checkpoint, if it came to one, stands; lower --lr, or look at the data")
+    if not fvu <= worst:
+        raise TrainingError(f"training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most; "
+                            f"{ADVICE}")
 
 
 def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -94,7 +94,7 @@ class RunRecord(Record):
         folder.mkdir(parents=True, exist_ok=True)
         self._save(sae, folder)
         self.run.write(folder, {"epochs": progress.epoch, "steps": progress.step,
-                                "final": {"test_fvu": test["fvu"], "l0": test["l0"]}})
+                                "final": {"test_fvu": test["fvu"], "test_l0": test["l0"]}})
 
     def end(self) -> None:
         """Close `metrics.jsonl`, and event files."""

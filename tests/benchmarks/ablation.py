@@ -39,7 +39,7 @@ RATES = ("0.01", "0.03")
 
 def mean(documents: list[dict[str, Any]], l1: bool) -> str:
     """Mean test FVU over seeds, with L0 where it is not fixed."""
-    fvu, l0 = (statistics.mean(one["final"][name] for one in documents) for name in ("test_fvu", "l0"))
+    fvu, l0 = (statistics.mean(one["final"][name] for one in documents) for name in ("test_fvu", "test_l0"))
     return f"{fvu:.4f} at {l0:.1f}" if l1 else f"{fvu:.4f}"
 
 

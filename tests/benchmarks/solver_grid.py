@@ -240,7 +240,7 @@ def _outcome(result: Mapping[str, Any]) -> Outcome:
     if "error" in result:
         return Outcome(math.inf, math.nan, math.nan, 0)
     final = result["final"]
-    return Outcome(final["test_fvu"], final["l0"], final["dead_fraction"], result["steps"])
+    return Outcome(final["test_fvu"], final["test_l0"], final["dead_fraction"], result["steps"])
 
 
 class Log:

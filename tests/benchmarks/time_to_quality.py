@@ -150,7 +150,7 @@ class Comparison:
         done = sae(self.home, "train", "--data", self.data, "--solver", solver, *words, "--d-sae", str(chosen.d_sae),
                    "--steps", str(steps), "--batch-size", str(chosen.batch))
         way = "" if factor is None else f"weight {factor * self.weight:.2g}"
-        return Run(way, steps, done["seconds"], done["final"]["l0"], done["final"]["test_fvu"])
+        return Run(way, steps, done["seconds"], done["final"]["test_l0"], done["final"]["test_fvu"])
 
 
 def undominated(runs: list[Run], at_any_l0: bool) -> list[Run]:

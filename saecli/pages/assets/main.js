@@ -5,14 +5,22 @@ const views = { overview: document.getElementById("overview"), latent: document.
 const table = latentTable(data);
 let scrolled = 0;
 
+function rowsOf(split, rows) {
+  return `${number(rows)} ${{ test: "held-out rows", train: "training rows" }[split] ?? "rows"}`;
+}
+
 function tiles() {
-  const { measures } = data, total = data.latents.frequency.length;
-  const entries = [["FVU", number(measures.fvu), "fraction of variance unexplained"],
-    ["L0", number(measures.l0), `latents that fire on a row, of ${number(total)}`],
-    ["dead", number(measures.dead), `latents that fire on none of the rows, ${percent(measures.dead / total)}`],
-    ["dense", number(measures.dense), `latents that fire on more than ${percent(data.dense)} of the rows`],
-    ["cosine", number(measures.cosine), "between row and reconstruction"],
-    ["rows", number(measures.rows), `${data.heading.split} rows of ${data.heading.data}`]];
+  const { measures, firing } = data, total = data.latents.frequency.length;
+  const on = `on ${rowsOf(measures.split, measures.rows)}`, these = `these ${rowsOf(data.heading.split, firing.rows)}`;
+  const dead = measures.dead_fraction;
+  const entries = [["FVU", number(measures.fvu), `fraction of variance unexplained, ${on}`],
+    ["L0", number(measures.l0), `latents that fire on a row, of ${number(total)}, ${on}`],
+    ["cosine", number(measures.cosine), `between row and reconstruction, ${on}`],
+    ["dead", dead == null ? "–" : percent(dead), dead == null
+      ? "not known: sae train counts at its end which latents fire on no training row"
+      : "of the latents fire on none of the training rows"],
+    ["silent", number(firing.silent), `latents fire on none of ${these}, ${percent(firing.silent / total)}`],
+    ["dense", number(firing.dense), `latents fire on more than ${percent(data.dense)} of ${these}`]];
   return h("dl", { class: "tiles" }, entries.map(([name, value, words]) => h("div", {}, h("dt", {}, name),
     h("dd", {}, value), h("dd", { class: "muted" }, words))));
 }
@@ -24,10 +32,10 @@ function settings(name, entries) {
 }
 
 function overviewPage() {
-  const { heading, curves, l0, frequency, measures } = data;
+  const { heading, curves, l0, frequency, measures, firing } = data;
   const place = [heading.site, heading.layer != null && `layer ${heading.layer}`].filter(Boolean).join(" of ");
   const words = [`${number(heading.d_sae)} latents`, heading.activation, [place, heading.model].filter(Boolean).join(" of "),
-    `${heading.split} rows of ${heading.data}`].filter(Boolean);
+    `${rowsOf(heading.split, firing.rows)} of ${heading.data}`].filter(Boolean);
   const about = (low, high) => high - low > 1.01 ? `${number(low + 0.5)} to ${number(high - 0.5)}` : number(low + 0.5);
   const share = (low, high) => `on ${percent(low)} to ${percent(high)} of the rows`;
   views.overview.append(
@@ -42,7 +50,8 @@ function overviewPage() {
         show: percent }, frequency.edges, frequency.counts, "latents", share))),
     table.element,
     h("details", { class: "card" }, h("summary", {}, h("h2", {}, "Measures and settings")), h("div", { class: "sections" },
-      settings("measures", measures), ...Object.entries(data.facts).map(([name, entries]) => settings(name, entries)))),
+      settings("measures, as of sae eval", measures), settings("firing", { split: heading.split, ...firing }),
+      ...Object.entries(data.facts).map(([name, entries]) => settings(name, entries)))),
     h("footer", { class: "muted" }, "Written by ", h("code", {}, "sae report"), ". Keys: ", h("kbd", {}, "/"),
       " searches, ", h("kbd", {}, "←"), " and ", h("kbd", {}, "→"), " go through latents, ", h("kbd", {}, "Esc"),
       " goes back."));

@@ -42,7 +42,7 @@ function latentTable(data) {
     (of("snippets")(latent) ?? []).join(""), ...(of("promoted")(latent) ?? [])].join("\n").toLowerCase());
   const kinds = {
     "all latents": () => true, "those that fire": (latent) => latents.frequency[latent] > 0,
-    "dense ones": (latent) => latents.frequency[latent] > dense, "dead ones": (latent) => !latents.frequency[latent],
+    "dense ones": (latent) => latents.frequency[latent] > dense, "silent ones": (latent) => !latents.frequency[latent],
   };
   if (latents.chosen.length < total) kinds["those with a page"] = (latent) => place.has(latent);
   const state = { query: "", kind: "all latents", column: columns[0], direction: 1, page: 0, order: [] };

@@ -1,0 +1,54 @@
+"""What a user is warned of: settings and measures of a training that came to an end, and hardly to what was wanted.
+
+Each warning is one sentence: what is doubtful, and the option to change.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..activations import KeepsK
+from ..metrics import doubts
+from ..solvers import OPTIMIZERS
+from .plan import Plan
+
+
+def doubts_at_start(plan: Plan) -> list[str]:
+    """The warnings that settings alone give rise to."""
+    d_in, d_sae, activation = plan.train_rows.d_in, plan.training.d_sae, plan.activation
+    if not isinstance(activation, KeepsK) or activation.k < min(d_in, d_sae):
+        return []
+    words = f"is all of d_sae, {d_sae}" if activation.k == d_sae else f"is not below d_in, {d_in}"
+    return [f"--k {activation.k} {words}, so codes are not sparse; lower --k"]
+
+
+def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any]) -> list[str]:
+    """The warnings that measures give rise to, but for those that `doubts_at_start` gave.
+
+    Args:
+        plan: what was trained.
+        train: the measures on training rows, as of `metrics.reconstruction`.
+        test: those on held-out rows; where these do not vary, so that their FVU is no number, `train` is looked at.
+    """
+    which, measures = ("held-out", test) if math.isfinite(test["fvu"]) else ("train", train)
+    advice = {"fvu": _for_less_error(plan, overfitted=train["fvu"] <= 1), "l0": _for_fewer_active(plan)}
+    found = doubts(measures, plan.train_rows.d_in, plan.training.d_sae)
+    if doubts_at_start(plan):
+        found.pop("l0", None)
+    return [f"{which} {words}; {advice[name]}" for name, words in found.items()]
+
+
+def _for_less_error(plan: Plan, overfitted: bool) -> str:
+    if overfitted:
+        return "train FVU is not: lower --d-sae, or train on more rows"
+    options = [] if OPTIMIZERS[plan.solver.optimizer].to_tolerance else ["--lr"]
+    options += ["--sparsity-weight"] if plan.training.sparsity != "none" else []
+    return f"lower {' or '.join(options)}" if options else "use another --optimizer"
+
+
+def _for_fewer_active(plan: Plan) -> str:
+    if not plan.activation.exact_zeros:
+        return f"hardly a code of --act {plan.activation.name} is exactly zero: use another --act, such as topk"
+    if isinstance(plan.activation, KeepsK):
+        return "lower --k"
+    return "use --sparsity l1" if plan.training.sparsity == "none" else "raise --sparsity-weight"
