@@ -7,6 +7,7 @@ import errno
 import importlib
 import inspect
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -15,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from . import __version__, interrupts
-from .errors import ConfigError, PeerError, SaeError, one_line
+from .errors import ConfigError, PeerError, SaeError, did_you_mean, one_line
 from .home import Home
 from .launch import rank, world
 from .machine import demand_address_space, is_out_of_memory
@@ -59,6 +60,14 @@ class LazyGroup(TyperGroup):
         interrupts.begin()
         return name, command, rest
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; of a word that is none of an option's choices, its error says which one is near."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = _plainly(error.message or "")
+            raise
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the page of `sae --help`."""
         show_root_help(self, ctx)
@@ -66,6 +75,17 @@ class LazyGroup(TyperGroup):
 
 app = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich",
                   context_settings={"help_option_names": ["-h", "--help"]})
+
+
+def _plainly(message: str) -> str:
+    """What Typer says of an option's value, without the marks of the library that it checks with."""
+    message = message.removeprefix("Value error, ")
+    if message.startswith("Input should be "):
+        return f"expected {message.removeprefix('Input should be ').partition(',')[0]}."
+    if found := re.fullmatch(r"'(.*)' is not one of (.*?)\.?", message):
+        question = did_you_mean(found[1], re.findall("'([^']*)'", found[2]))
+        return f"'{found[1]}' is not one of {found[2]}" + (f"; {question}" if question else ".")
+    return message
 
 
 def _listed_only() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Gt, Le
 
 from .documents import demand_version, parse_json, read_json
-from .errors import ConfigError, RunError, SaeError, StoreError
+from .errors import ConfigError, RunError, SaeError, StoreError, did_you_mean
 from .files import regular
 
 STORE_MARKER = "store.json"
@@ -17,6 +17,7 @@ UNREADABLE = "restore it, or remove the folder to go on without it"  # what to d
 
 
 RUN_VERSION = 1  # of run.json
+LISTED = 3  # entries that a message names
 
 
 @dataclass(frozen=True)
@@ -154,13 +155,12 @@ class Shelf:
         """The folder of an entry; without a name, of the newest that is complete, else of the newest.
 
         Raises:
-            SaeError: there is none of that name, or none at all, and the message lists what there is; or its
+            SaeError: there is none of that name, or none at all, and the message names those that are nearest; or its
                 marker cannot be read.
         """
         markers = self.markers()
         if name is not None and name not in markers:
-            there = f"there are: {', '.join(markers)}" if markers else f"{self.path} holds none; {self.remedy}"
-            raise self.error(f"no {self.noun} named {name!r}; {there}")
+            raise self.error(f"there is no {self.noun} named {name!r}; {self.instead_of(name)}")
         if not markers:
             raise self.error(f"there is no {self.noun} in {self.path} yet; {self.remedy}")
         if name is None:
@@ -168,6 +168,17 @@ class Shelf:
             name = (complete or list(markers))[0]
         self.read_marker(name)  # raises, where none can be read
         return self.path / name
+
+
+    def instead_of(self, name: str) -> str:
+        """What there is where no entry has that name: those spelt nearly so, else the newest, and how many more."""
+        names = self.names()
+        if not names:
+            return f"{self.path} holds none, {self.remedy}"
+        if question := did_you_mean(name, names, LISTED):
+            return question
+        more = f" and {len(names) - LISTED:,} more, which `sae list` shows" if len(names) > LISTED else ""
+        return f"there are: {', '.join(names[:LISTED])}{more}"
 
 
 def read_run(path: Path) -> RunDocument:

@@ -118,7 +118,10 @@ def test_python_m_saecli_is_sae():
     (("no-such",), 2, "No such command 'no-such'"),
     (("train", "--no-such"), 2, "--no-such"),
     (("train", "--alpha", "many"), 2, "neither a number nor auto"),
-    (("train", "--act", "tanh"), 2, "'tanh' is not one of"),
+    (("train", "--act", "tanh"), 2, "Invalid value for '--act': 'tanh' is not one of"),
+    (("train", "--act", "reul"), 2, "'soft-topk'; did you mean relu?"),
+    (("extract", "--site", "resid-pre"), 2, "did you mean resid_pre?"),
+    (("train", "--d-sae", "x"), 2, "Invalid value for '--d-sae': expected a valid integer."),
     (("train",), 1, "there is no activation store"),
     (("eval",), 1, "there is no run"),
     (("geometry",), 1, "there is no run"),
@@ -127,7 +130,7 @@ def test_python_m_saecli_is_sae():
 def test_exit_status_and_one_message(sae: CommandLine, words: tuple, status: int, said: str):
     done = sae(*words)
     assert done.status == status
-    assert said in " ".join((done.out + done.err).split())
+    assert said in " ".join((done.out + done.err).replace("│", " ").split())
     assert "Traceback" not in done.out + done.err
     assert done.out == "" or status == 0
 

@@ -29,6 +29,15 @@ def test_the_newest_complete_entry_is_found_first_and_then_the_newest(tmp_path):
         shelf.find("x")
 
 
+def test_a_misspelt_name_is_answered_with_the_nearest_and_any_other_with_a_few(tmp_path):
+    names = [f"{kind}-{number}" for kind in ("topk", "relu") for number in range(9)]
+    shelf = shelf_of(tmp_path, **{name: {"created": "2026", "complete": True} for name in names})
+    with pytest.raises(RunError, match=r"^there is no run named 'tokp-3'; did you mean topk-3, topk-\d or topk-\d\?$"):
+        shelf.find("tokp-3")
+    with pytest.raises(RunError, match=r"; there are: topk-8, topk-7, topk-6 and 15 more, which `sae list` shows$"):
+        shelf.find("something else")
+
+
 @pytest.mark.parametrize("damaged", DAMAGED)
 def test_a_damaged_marker_is_passed_over_unless_it_is_asked_for(tmp_path, damaged):
     shelf = shelf_of(tmp_path, worn=damaged, good={"created": "2026-01-01", "complete": False})
