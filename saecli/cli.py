@@ -6,6 +6,7 @@ To add a command, write `saecli/commands/NAME.py` with a function `command`, and
 import errno
 import importlib
 import inspect
+import io
 import os
 import re
 import sys
@@ -16,7 +17,8 @@ import typer
 from typer.core import TyperGroup
 
 from . import __version__, interrupts
-from .errors import ConfigError, PeerError, SaeError, did_you_mean, one_line
+from .errors import ConfigError, PeerError, SaeError, did_you_mean, one_line, printable
+from .files import as_named
 from .home import Home
 from .launch import rank, world
 from .machine import demand_address_space, is_out_of_memory
@@ -164,6 +166,9 @@ def main() -> None:
     errors = sys.stderr
     if rank() > 0 and not os.environ.get("SAE_DEBUG"):
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
+    for stream in (sys.stdout, sys.stderr, errors):
+        if isinstance(stream, io.TextIOWrapper):  # not closed, nor taken over by another program's own
+            stream.reconfigure(errors="backslashreplace")  # names can hold what a terminal's encoding cannot
     try:
         try:
             app(prog_name="sae")
@@ -188,7 +193,7 @@ def main() -> None:
         if sentence is None:
             sentence = (f"unexpected {type(error).__name__}: {one_line(error)}; SAE_DEBUG=1 shows where, please report "
                         "it")
-        sentence = " ".join(sentence.split())
+        sentence = as_named(printable(" ".join(sentence.split())))
         if world() == 1:
             print(f"sae: {sentence}", file=errors)
         elif _is_first_to_say(sentence, error):

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le
 
 from .documents import demand_version, parse_json, read_json
 from .errors import ConfigError, RunError, SaeError, StoreError, did_you_mean
-from .files import regular
+from .files import is_utf8, regular
 
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
@@ -18,6 +18,7 @@ UNREADABLE = "restore it, or remove the folder to go on without it"  # what to d
 
 RUN_VERSION = 1  # of run.json
 LISTED = 3  # entries that a message names
+NAME_BYTES = 200  # of UTF-8: file systems take 255, and there are longer names beside a folder while it is written
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,25 @@ class RunDocument(Marker):
 def now() -> str:
     """The time that a marker file records as its `created`, in ISO 8601 with microseconds, UTC."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def checked_name(name: str, what: str = "--name") -> str:
+    """The name of a run or of a store, which becomes a folder's.
+
+    Args:
+        name: the name.
+        what: what it is, as a message says.
+
+    Raises:
+        ConfigError: it cannot be a folder's everywhere, or not be shown as it is.
+    """
+    # What cannot be printed has no UTF-8 either, or acts on the terminal.
+    if name and name.isprintable() and not name.startswith(".") and "/" not in name \
+            and len(name.encode()) <= NAME_BYTES:
+        return name
+    shown = f"{name!r:.60}{'...' * (len(name) > 60)}" if name else "an empty one"
+    raise ConfigError(f"{what} must be a plain folder name, of printable characters, without slashes or a leading dot, "
+                      f"of at most {NAME_BYTES} bytes, got {shown}")
 
 
 @dataclass(frozen=True)
@@ -220,6 +240,9 @@ class Home:
     def __post_init__(self) -> None:
         if self.path.is_file():
             raise ConfigError(f"cannot use {self.path} as the home: expected a folder, got a file; give another --home")
+        if not is_utf8(self.path.absolute()):
+            raise ConfigError(f"cannot use {self.path} as the home: expected a path in UTF-8, got {str(self.path)!r}; "
+                              "give another --home")
 
     @property
     def stores(self) -> Shelf:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from .errors import printable
 from .files import to_json
 
 PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
@@ -76,7 +77,7 @@ class Report:
 
     def note(self, text: str) -> None:
         """Say something beside the result, on stderr."""
-        self._err.print(text, markup=False, soft_wrap=True)
+        self._err.print(printable(text), markup=False, soft_wrap=True)
 
     def result(self, document: dict[str, Any], *shown: RenderableType) -> None:
         """Print the command's result: the document with `--json`, else what is shown to people."""

@@ -111,13 +111,12 @@ def test_digits_come_with_scikit_learn():
     source, images, labels = open_array("digits"), *load_digits(return_X_y=True)
     np.testing.assert_array_equal(rows_of(source), images)
     np.testing.assert_array_equal(source.labels, labels)
-    assert source.name == "digits"
 
 
 def test_patches_are_centred_and_of_separate_squares():
     source = open_array("patches")
     rows = rows_of(source)
-    assert (source.name, rows.shape, source.labels) == ("patches", (4160, 256), None)
+    assert (rows.shape, source.labels) == ((4160, 256), None)
     np.testing.assert_array_equal(source.documents, np.repeat(np.arange(520), 8))
     np.testing.assert_allclose(rows.mean(1), 0, atol=1e-4)
     norms = np.linalg.norm(rows, axis=1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from homes import CommandLine, make_store, some_rows
+from homes import CommandLine, make_run, make_store, random_sae, some_rows
 
 from saecli import __version__
 from saecli.cli import COMMANDS, load, sentence_for
@@ -133,6 +133,19 @@ def test_exit_status_and_one_message(sae: CommandLine, words: tuple, status: int
     assert said in " ".join((done.out + done.err).replace("│", " ").split())
     assert "Traceback" not in done.out + done.err
     assert done.out == "" or status == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "utf-8", "latin-1"])
+def test_names_that_no_encoding_has_are_printed_escaped(tmp_path: Path, encoding: str):
+    make_run(tmp_path, "ä日\udcff", random_sae())
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    for words, status in ((["list"], 0), (["eval", "ä日\udcfe\u202e\33"], 1), (["train", "--name", "ä日\udcff"], 1)):
+        done = subprocess.run([sys.executable, "-m", "saecli", "--home", tmp_path, *words], capture_output=True,
+                              env=environment, check=False)
+        assert done.returncode == status
+        assert b"\\udcf" in done.stdout + done.stderr
+        assert not {b"\xff", b"\xfe", b"\33", "\u202e".encode()} & {*done.stderr.split(b"'")}
+        assert b"Traceback" not in done.stderr and b"unexpected" not in done.stderr
 
 
 def test_an_unexpected_error_is_named_as_a_bug_and_shown_whole_on_demand(sae: CommandLine, monkeypatch):

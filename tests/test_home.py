@@ -5,7 +5,7 @@ import json
 import pytest
 
 from saecli.errors import ConfigError, RunError
-from saecli.home import Home
+from saecli.home import Home, checked_name
 
 DAMAGED = ["", "{", "[]", "null", "\x00"]
 
@@ -57,6 +57,24 @@ def test_a_damaged_marker_that_is_the_only_one_is_refused(tmp_path, damaged):
 def test_a_date_that_is_no_text_is_the_oldest(tmp_path, created):
     shelf = shelf_of(tmp_path, odd={"created": created, "complete": True}, good={"created": "2026", "complete": True})
     assert shelf.names() == ["good", "odd"]
+
+
+@pytest.mark.parametrize("name", ["a", "-", "ä日😀", "a b", "a$b_", "x" * 200, "日" * 66])
+def test_a_printable_name_is_taken(name):
+    assert checked_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".a", "a/b", "/", "a\nb", "a\x1b[1m", "a\u202eb", "a\udcff", "a\0",
+                                  "\u200b", "x" * 201, "日" * 67])
+def test_any_other_name_is_refused_and_shown_escaped(name):
+    with pytest.raises(ConfigError, match=r"^--name must be a plain folder name, .*, got ") as told:
+        checked_name(name)
+    assert str(told.value).isprintable()
+
+
+def test_a_home_that_safetensors_cannot_open_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"expected a path in UTF-8, got .*udcff"):
+        Home(tmp_path / "a\udcff")
 
 
 def test_a_home_that_is_a_file_is_refused(tmp_path):

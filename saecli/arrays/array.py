@@ -55,7 +55,6 @@ class ArraySource:
     """Rows to import.
 
     Args:
-        name: what its store is called unless the user says.
         shape: (rows, features); or (documents, positions, features) and more dimensions of positions, whose rows are
             numbered in that order.
         dtype: the stored type that loses least: "float16" or "bfloat16" for these, else "float32".
@@ -64,7 +63,6 @@ class ArraySource:
         documents: (rows,) int64, or None: rows of one document are trained on or held out together.
     """
 
-    name: str
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[Index], Any]

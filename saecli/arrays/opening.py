@@ -56,7 +56,7 @@ def open_array(file: str, key: str | None = None, labels: str | None = None,
             found = _read_labels(_choose(_list_arrays(Path(labels)), None, Path(labels)) if from_file
                                  else arrays[labels](), labels, shape[:-1])
     own = array.dtype if array.dtype in ("float16", "bfloat16") else "float32"
-    return ArraySource(path.stem, shape, own, naming(file)(array.read), found)
+    return ArraySource(shape, own, naming(file)(array.read), found)
 
 
 def _list_arrays(path: Path) -> Arrays:

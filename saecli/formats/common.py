@@ -19,7 +19,7 @@ from torch import Tensor
 from ..activations import Activation
 from ..documents import Origin, read_json
 from ..errors import ConfigError, FormatError, one_line
-from ..files import appearing_whole, regular
+from ..files import appearing_whole, as_named, regular
 from ..sae import SAE
 
 Document = TypeVar("Document")
@@ -151,8 +151,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
         try:
             save_file(_ready(tensors), temporary, metadata=metadata)
         except SafetensorError as error:
-            raise FormatError(f"cannot write {path}: {error}; nothing half-written was kept, free some space and run "
-                              f"the same command again") from error
+            raise _unwritten(path, error) from error
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
@@ -186,8 +185,12 @@ def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
             torch.save(_ready(tensors), temporary)
         except RuntimeError as error:
-            raise FormatError(f"cannot write {path}: {error}; nothing half-written was kept, free some space and run "
-                              f"the same command again") from error
+            raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: Exception) -> FormatError:
+    return FormatError(as_named(f"cannot write {path}: {one_line(error)}; nothing half-written was kept, free some "
+                                "space and run the same command again"))
 
 
 def _ready(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
