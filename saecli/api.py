@@ -64,8 +64,8 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
 
     Returns:
-        The SAE, on the CPU, in the precision it was saved in. It acts on raw activations: `encode` takes rows (N, D) to
-        codes (N, F), `decode` codes to reconstructions (N, D).
+        The SAE, on the CPU, in the precision it was saved in. It acts on raw activations: `encode` takes (..., D) to
+        codes (..., F), `decode` codes to reconstructions (..., D), both of any floating-point type to the SAE's own.
 
     Raises:
         RunError: there is no such run or folder, or the run has no SAE yet.
