@@ -107,6 +107,12 @@ def test_fortran_order_and_truth_values(tmp_path):
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "b.npy"))), ROWS[:, 0] > 0)
 
 
+def test_a_misspelt_key_is_answered_with_the_nearest(tmp_path):
+    np.savez(tmp_path / "a.npz", activations=ROWS, other=ROWS)
+    with pytest.raises(FormatError, match=r"its keys \(activations, other\); did you mean activations\?$"):
+        open_array(str(tmp_path / "a.npz"), "activation")
+
+
 def test_digits_come_with_scikit_learn():
     source, images, labels = open_array("digits"), *load_digits(return_X_y=True)
     np.testing.assert_array_equal(rows_of(source), images)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import FormatError
+from ..errors import FormatError, did_you_mean
 from ..files import regular
 from ..report import counted
 from .array import BLOCK_BYTES, REAL_NUMBERS, Array, Arrays, ArraySource, check_memory, naming
@@ -75,8 +75,10 @@ def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = Non
     there = _words(found) or "none"
     if key is not None:
         if key not in arrays:
+            question = did_you_mean(key, arrays)
             raise FormatError(f"{path} holds one array, without a key; leave out --key" if "" in arrays else
-                              f"{path} has no array for --key {key}; expected one of its keys ({there})")
+                              f"{path} has no array for --key {key}; expected one of its keys ({there})"
+                              + f"; {question}" * bool(question))
         return arrays[key]()
     rest = [name for name in found if name != other]
     if len(rest) != 1:
