@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from . import formats
 from .activations import ACTIVATIONS
 from .config import choose, fields
-from .errors import ConfigError, SaeError
+from .errors import ConfigError, SaeError, did_you_mean, unknown_choice
 from .formats import FORMATS, SavedSAE
 from .home import STORE_MARKER, Home
 from .machine import available_memory
@@ -65,8 +64,8 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
 
     Returns:
-        The SAE, on the CPU, in the precision it was saved in. It acts on raw activations: `encode` takes rows (N, D) to
-        codes (N, F), `decode` codes to reconstructions (N, D).
+        The SAE, on the CPU, in the precision it was saved in. It acts on raw activations: `encode` takes (..., D) to
+        codes (..., F), `decode` codes to reconstructions (..., D), both of any floating-point type to the SAE's own.
 
     Raises:
         RunError: there is no such run or folder, or the run has no SAE yet.
@@ -90,7 +89,7 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native", store: Activa
         FormatError: the folder is in use, or the format cannot express the SAE's activation.
     """
     if format not in FORMATS:
-        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        raise ConfigError(unknown_choice("format", format, FORMATS))
     formats.save(SavedSAE(sae.to("cpu", torch.float32), origin_of(store) if store else {}), format, Path(folder))
 
 
@@ -143,9 +142,8 @@ def _planned(rows: ActivationStore | Rows | ArrayLike, solver: str, act: str, op
         idle |= dict.fromkeys(OF_STORES, " with rows in memory")
     for name in options:
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            raise ConfigError(f"fit has no option {name}; "
-                              + (f"did you mean {near[0]}?" if near else "expected one of `sae train`'s"))
+            advice = did_you_mean(name, {*known, "solver", "act"}) or "expected one of `sae train`'s"
+            raise ConfigError(f"fit has no option {name}; {advice}")
         if name in idle:
             raise ConfigError(f"{name} does nothing in fit{idle[name]}; leave it out")
     training = TrainingConfig(**{f.name: options[f.name] for f, _, _ in fields(TrainingConfig) if f.name in options})

@@ -6,7 +6,9 @@ To add a command, write `saecli/commands/NAME.py` with a function `command`, and
 import errno
 import importlib
 import inspect
+import io
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -15,7 +17,8 @@ import typer
 from typer.core import TyperGroup
 
 from . import __version__, interrupts
-from .errors import ConfigError, PeerError, SaeError, one_line
+from .errors import ConfigError, PeerError, SaeError, did_you_mean, one_line, printable
+from .files import as_named
 from .home import Home
 from .launch import rank, world
 from .machine import demand_address_space, is_out_of_memory
@@ -59,6 +62,14 @@ class LazyGroup(TyperGroup):
         interrupts.begin()
         return name, command, rest
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; of a word that is none of an option's choices, its error says which one is near."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = _plainly(error.message or "")
+            raise
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the page of `sae --help`."""
         show_root_help(self, ctx)
@@ -66,6 +77,17 @@ class LazyGroup(TyperGroup):
 
 app = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich",
                   context_settings={"help_option_names": ["-h", "--help"]})
+
+
+def _plainly(message: str) -> str:
+    """What Typer says of an option's value, without the marks of the library that it checks with."""
+    message = message.removeprefix("Value error, ")
+    if message.startswith("Input should be "):
+        return f"expected {message.removeprefix('Input should be ').partition(',')[0]}."
+    if found := re.fullmatch(r"'(.*)' is not one of (.*?)\.?", message):
+        question = did_you_mean(found[1], re.findall("'([^']*)'", found[2]))
+        return f"'{found[1]}' is not one of {found[2]}" + (f"; {question}" if question else ".")
+    return message
 
 
 def _listed_only() -> None:
@@ -144,6 +166,9 @@ def main() -> None:
     errors = sys.stderr
     if rank() > 0 and not os.environ.get("SAE_DEBUG"):
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
+    for stream in (sys.stdout, sys.stderr, errors):
+        if isinstance(stream, io.TextIOWrapper):  # not closed, nor taken over by another program's own
+            stream.reconfigure(errors="backslashreplace")  # names can hold what a terminal's encoding cannot
     try:
         try:
             app(prog_name="sae")
@@ -168,7 +193,7 @@ def main() -> None:
         if sentence is None:
             sentence = (f"unexpected {type(error).__name__}: {one_line(error)}; SAE_DEBUG=1 shows where, please report "
                         "it")
-        sentence = " ".join(sentence.split())
+        sentence = as_named(printable(" ".join(sentence.split())))
         if world() == 1:
             print(f"sae: {sentence}", file=errors)
         elif _is_first_to_say(sentence, error):

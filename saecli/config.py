@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import MISSING, dataclass, field
 from typing import Any, ClassVar, Self
 
-from .errors import ConfigError
+from .errors import ConfigError, unknown_choice
 
 # Whole numbers above 2^53 are lost in JSON readers that know only doubles; other numbers are to fit float32.
 LARGEST = {int: 2**53, float: 1e30}
@@ -83,7 +83,7 @@ def _checked(name: str, annotation: Any, rule: Option, value: Any) -> Any:
         raise ConfigError(f"{flag_of(name)} must be {wanted}, got {value!r}")
     if isinstance(value, str):
         if rule.choices and value not in rule.choices:
-            raise ConfigError(f"{flag_of(name)} must be one of {', '.join(rule.choices)}, got {value!r}")
+            raise ConfigError(unknown_choice(flag_of(name), value, rule.choices))
         if rule.check is not None:
             try:
                 rule.check(value)
@@ -156,7 +156,7 @@ def choose(table: Mapping[str, type[Config]], selector: str, name: str,
         ConfigError: the table has no such entry, or the user set an option that only other entries have.
     """
     if name not in table:
-        raise ConfigError(f"{flag_of(selector)} must be one of {', '.join(table)}, got {name!r}")
+        raise ConfigError(unknown_choice(flag_of(selector), name, table))
     names = {key: {f.name for f in dataclasses.fields(config)} for key, config in table.items()}
     for option_name in sorted(given & set().union(*names.values()) - names[name]):
         takers = " or ".join(key for key in table if option_name in names[key])

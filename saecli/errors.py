@@ -14,6 +14,9 @@
 Each message is one sentence: what failed; expected X, got Y; what to do.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class SaeError(Exception):
     """Base of every error that the command line reports as one sentence and exit status 1."""
@@ -59,3 +62,39 @@ def one_line(error: BaseException) -> str:
     """The error's message in one line, without its final stop, cut where it becomes a page."""
     message = " ".join(str(error).split()) or type(error).__name__
     return (message if len(message) <= 300 else f"{message[:300]}...").rstrip(".")
+
+
+def printable(text: str) -> str:
+    """The text, all escaped that a terminal would act on or that no encoding has: control characters, changes of
+    direction, bytes of a file's name that are no UTF-8."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
+    """The question whether a word was meant for one of the choices that are spelt nearly as it is.
+
+    Args:
+        word: what was given.
+        choices: what could have been.
+        most: how many choices the question names at most.
+
+    Returns:
+        "did you mean relu?", or nothing where none is near.
+    """
+    spelt = {choice.casefold(): choice for choice in choices}
+    near = [spelt[one] for one in get_close_matches(word.casefold(), spelt, most)]
+    *others, last = near or [""]
+    return f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}?" if near else ""
+
+
+def unknown_choice(name: str, word: str, choices: Iterable[str]) -> str:
+    """The sentence on a word that is none of the choices.
+
+    Args:
+        name: what the word was given for, such as --act.
+        word: what was given.
+        choices: what can be.
+    """
+    choices = list(choices)
+    question = did_you_mean(word, choices)
+    return f"{name} must be one of {', '.join(choices)}, got {word!r}" + f"; {question}" * bool(question)

@@ -6,14 +6,17 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 LOCK = ".lock"
+_PARTIAL = re.compile(r"(?<![^/\s'\"])\.([^/]+?)\.partial(?![\w.])")
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
          stat.S_IFBLK: "a device"}
 
@@ -34,6 +37,11 @@ def regular(path: Path) -> Path:
     if kind != stat.S_IFREG:
         raise NotAFile(f"expected a file, got {KINDS.get(kind, 'something else')}")
     return path
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether the path's name is UTF-8, as it must be where safetensors is to open it."""
+    return str(path).encode("utf-8", "replace") == os.fsencode(path)
 
 
 def flush_to_disk(path: Path) -> None:
@@ -58,6 +66,11 @@ def file_sha256(path: Path) -> str:
 def partial_path(path: Path) -> Path:
     """Where a file is written before it appears at `path`: beside it, hidden."""
     return path.with_name(f".{path.name}.partial")
+
+
+def as_named(text: str) -> str:
+    """A message with every `partial_path` in it replaced by the path at which the file was to appear."""
+    return _PARTIAL.sub(r"\1", text)
 
 
 def settle(temporary: Path, path: Path) -> None:
@@ -119,20 +132,23 @@ def folder_appearing_whole(folder: Path) -> Iterator[Path]:
     flush_to_disk(folder.parent)
 
 
-def finite(document: Any) -> Any:
-    """The document with every NaN and infinity, which JSON cannot hold, replaced by None."""
+def storable(document: Any) -> Any:
+    """The document with every NaN and infinity, which JSON cannot hold, replaced by None, and with the bytes of files'
+    names that are no UTF-8, which readers of JSON refuse, escaped."""
     if isinstance(document, dict):
-        return {key: finite(value) for key, value in document.items()}
+        return {key: storable(value) for key, value in document.items()}
     if isinstance(document, list | tuple):
-        return [finite(value) for value in document]
+        return [storable(value) for value in document]
     if isinstance(document, float) and not math.isfinite(document):
         return None
+    if isinstance(document, str) and not document.isascii():
+        return document.encode("utf-8", "backslashreplace").decode()
     return document
 
 
 def to_json(document: Any, indent: int | None = None) -> str:
-    """The document as JSON text, its NaNs and infinities as null."""
-    return json.dumps(finite(document), indent=indent, allow_nan=False)
+    """The document as JSON text, made `storable`."""
+    return json.dumps(storable(document), indent=indent, allow_nan=False)
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -154,7 +170,25 @@ def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     with appearing_whole(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(finite(line) for line in lines)
+        writer.writerows(storable(line) for line in lines)
+
+
+def check_place(path: Path) -> None:
+    """Find out, before the work, whether a file can be written at a path, its folder made if need be; leaves nothing.
+
+    Raises:
+        OSError: it cannot.
+    """
+    with suppress(FileNotFoundError):
+        regular(path)  # what would be replaced
+    made = [folder for folder in path.parents if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent).close()
+    finally:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def make_folder(path: Path) -> None:

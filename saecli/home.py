@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Gt, Le
 
 from .documents import demand_version, parse_json, read_json
-from .errors import ConfigError, RunError, SaeError, StoreError
-from .files import regular
+from .errors import ConfigError, RunError, SaeError, StoreError, did_you_mean
+from .files import is_utf8, regular
 
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
@@ -17,6 +17,8 @@ UNREADABLE = "restore it, or remove the folder to go on without it"  # what to d
 
 
 RUN_VERSION = 1  # of run.json
+LISTED = 3  # entries that a message names
+NAME_BYTES = 200  # of UTF-8: file systems take 255, and there are longer names beside a folder while it is written
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,25 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
+def checked_name(name: str, what: str = "--name") -> str:
+    """The name of a run or of a store, which becomes a folder's.
+
+    Args:
+        name: the name.
+        what: what it is, as a message says.
+
+    Raises:
+        ConfigError: it cannot be a folder's everywhere, or not be shown as it is.
+    """
+    # What cannot be printed has no UTF-8 either, or acts on the terminal.
+    if name and name.isprintable() and not name.startswith(".") and "/" not in name \
+            and len(name.encode()) <= NAME_BYTES:
+        return name
+    shown = f"{name!r:.60}{'...' * (len(name) > 60)}" if name else "an empty one"
+    raise ConfigError(f"{what} must be a plain folder name, of printable characters, without slashes or a leading dot, "
+                      f"of at most {NAME_BYTES} bytes, got {shown}")
+
+
 @dataclass(frozen=True)
 class Shelf:
     """One kind of thing in the home: a folder of folders, each with a JSON marker file.
@@ -154,13 +175,12 @@ class Shelf:
         """The folder of an entry; without a name, of the newest that is complete, else of the newest.
 
         Raises:
-            SaeError: there is none of that name, or none at all, and the message lists what there is; or its
+            SaeError: there is none of that name, or none at all, and the message names those that are nearest; or its
                 marker cannot be read.
         """
         markers = self.markers()
         if name is not None and name not in markers:
-            there = f"there are: {', '.join(markers)}" if markers else f"{self.path} holds none; {self.remedy}"
-            raise self.error(f"no {self.noun} named {name!r}; {there}")
+            raise self.error(f"there is no {self.noun} named {name!r}; {self.instead_of(name)}")
         if not markers:
             raise self.error(f"there is no {self.noun} in {self.path} yet; {self.remedy}")
         if name is None:
@@ -168,6 +188,17 @@ class Shelf:
             name = (complete or list(markers))[0]
         self.read_marker(name)  # raises, where none can be read
         return self.path / name
+
+
+    def instead_of(self, name: str) -> str:
+        """What there is where no entry has that name: those spelt nearly so, else the newest, and how many more."""
+        names = self.names()
+        if not names:
+            return f"{self.path} holds none, {self.remedy}"
+        if question := did_you_mean(name, names, LISTED):
+            return question
+        more = f" and {len(names) - LISTED:,} more, which `sae list` shows" if len(names) > LISTED else ""
+        return f"there are: {', '.join(names[:LISTED])}{more}"
 
 
 def read_run(path: Path) -> RunDocument:
@@ -209,6 +240,9 @@ class Home:
     def __post_init__(self) -> None:
         if self.path.is_file():
             raise ConfigError(f"cannot use {self.path} as the home: expected a folder, got a file; give another --home")
+        if not is_utf8(self.path.absolute()):
+            raise ConfigError(f"cannot use {self.path} as the home: expected a path in UTF-8, got {str(self.path)!r}; "
+                              "give another --home")
 
     @property
     def stores(self) -> Shelf:

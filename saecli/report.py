@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from .errors import printable
 from .files import to_json
 
 PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
@@ -59,7 +60,7 @@ def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any
         columns: the headers.
         rows: one cell a column; numbers are shown as `number` shows them, strings as they are.
     """
-    cells = [[cell if isinstance(cell, Text) else Text(cell if isinstance(cell, str) else number(cell))
+    cells = [[cell if isinstance(cell, Text) else Text(printable(cell) if isinstance(cell, str) else number(cell))
               for cell in row] for row in rows]
     shown = _Table([_Column(Text(head), [row[place] for row in cells]) for place, head in enumerate(columns)])
     return Group(Text(title, style="bold"), shown) if title else shown
@@ -178,7 +179,7 @@ class Report:
 
     def note(self, text: str) -> None:
         """Say something beside the result, on stderr."""
-        self._err.print(text, soft_wrap=True)
+        self._err.print(printable(text), soft_wrap=True)
 
     def result(self, document: dict[str, Any], *shown: RenderableType) -> None:
         """Print the command's result: the document with `--json`, else what is shown to people."""

@@ -50,8 +50,8 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
         note: told what was chosen where another reading was possible.
 
     Raises:
-        RunError: there is no such run or folder, and the message lists the runs that there are; or the run has
-            no SAE yet, or was written by a newer version.
+        RunError: there is no such run or folder, and the message names the nearest runs; or the run has no SAE yet, or
+            was written by a newer version.
         FormatError: it is a folder, but holds no SAE in a known format.
         HubError: it is none here, and the hub has none there, or cannot be asked.
     """
@@ -81,10 +81,7 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
             return _hosted(address, note)
         except HubError as error:
             raise HubError(f"no run and no folder here is named {text!r}, and {error}") from error
-    runs = home.runs.names()
-    there = f"there are: {', '.join(runs)}" if runs else f"{home.runs.path} holds none, {home.runs.remedy}"
-    raise RunError(f"found no run and no folder named {text!r}; expected a folder that holds an SAE or the name of "
-                   f"a run; {there}")
+    raise RunError(f"there is no run and no folder named {text!r}; {home.runs.instead_of(text)}")
 
 
 def _hosted(address: Address, note: Callable[[str], None]) -> Subject:

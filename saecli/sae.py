@@ -6,6 +6,7 @@ The encoder does not subtract `b_dec`, so that the decoder step moves no code. S
 F = d_sae.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -13,11 +14,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from .activations import Activation, Parameters
+from .activations import Activation, KeepsK, Parameters
+from .errors import ConfigError
 from .products import NonZeros, reconstructions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SAE:
     """A sparse autoencoder that acts on raw activations.
 
@@ -52,16 +54,61 @@ class SAE:
         return torch.addmm(self.b_enc, x, self.W_enc)
 
     def encode(self, x: Tensor) -> Tensor:
-        """The codes, (B, F), of rows x, (B, D)."""
-        return self.activation(self.pre_activations(x), self.parameters)
+        """The codes of raw activations, `act(x @ W_enc + b_enc)`.
+
+        Args:
+            x: (..., D), of any floating-point type, on the SAE's device.
+
+        Returns:
+            (..., F), computed in the SAE's own dtype and of that dtype.
+
+        Raises:
+            ConfigError: x is something else.
+        """
+        codes = self.activation(self.pre_activations(self._rows("encode", x, self.d_in)), self.parameters)
+        return codes.reshape(*x.shape[:-1], codes.shape[-1])
 
     def decode(self, z: Tensor | NonZeros) -> Tensor:
-        """The reconstructions, (B, D), of codes z, (B, F), or of those that are not zero."""
-        return reconstructions(z, self.W_dec, self.b_dec)
+        """The reconstructions of codes, `z @ W_dec + b_dec`.
+
+        Args:
+            z: (..., F), of any floating-point type, on the SAE's device; or those of (B, F) that are not zero.
+
+        Returns:
+            (..., D), computed in the SAE's own dtype and of that dtype.
+
+        Raises:
+            ConfigError: z is something else.
+        """
+        if isinstance(z, NonZeros):
+            return reconstructions(z, self.W_dec, self.b_dec)
+        x_hat = reconstructions(self._rows("decode", z, self.d_sae), self.W_dec, self.b_dec)
+        return x_hat.reshape(*z.shape[:-1], self.d_in)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The reconstructions, (B, D), of rows x, (B, D)."""
+        """The reconstructions, (..., D), of raw activations x, (..., D); as `decode` of `encode`."""
         return self.decode(self.encode(x))
+
+    def __repr__(self) -> str:
+        kept = f", k={self.activation.k}" if isinstance(self.activation, KeepsK) else ""
+        dtype = str(self.W_enc.dtype).removeprefix("torch.")
+        return f"SAE({self.activation.name}{kept}, d_in={self.d_in}, d_sae={self.d_sae}, {dtype}, {self.W_enc.device})"
+
+    def _rows(self, verb: str, given: Tensor, width: int) -> Tensor:
+        """What was given, (..., width), as rows, (B, width), of the SAE's dtype."""
+        device = self.W_enc.device
+        if not isinstance(given, Tensor):
+            got = f"{type(given).__name__}; make it one by `torch.as_tensor`"
+        elif not given.is_floating_point():
+            got = f"{given.dtype}; convert it by `.float()`"
+        elif not given.ndim or given.shape[-1] != width:
+            got = f"shape {tuple(given.shape)}"
+        elif given.device != device:
+            got = f"one on {given.device}; move one of the two by `.to`"
+        else:
+            return given.to(self.W_enc.dtype).reshape(math.prod(given.shape[:-1]), width)
+        raise ConfigError(f"cannot {verb}: expected a floating-point tensor of shape (..., {width}) on {device}, got "
+                          f"{got}")
 
     def tensors(self) -> dict[str, Tensor]:
         """All weights by name, the activation's parameters included."""

@@ -107,17 +107,22 @@ def test_fortran_order_and_truth_values(tmp_path):
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "b.npy"))), ROWS[:, 0] > 0)
 
 
+def test_a_misspelt_key_is_answered_with_the_nearest(tmp_path):
+    np.savez(tmp_path / "a.npz", activations=ROWS, other=ROWS)
+    with pytest.raises(FormatError, match=r"its keys \(activations, other\); did you mean activations\?$"):
+        open_array(str(tmp_path / "a.npz"), "activation")
+
+
 def test_digits_come_with_scikit_learn():
     source, images, labels = open_array("digits"), *load_digits(return_X_y=True)
     np.testing.assert_array_equal(rows_of(source), images)
     np.testing.assert_array_equal(source.labels, labels)
-    assert source.name == "digits"
 
 
 def test_patches_are_centred_and_of_separate_squares():
     source = open_array("patches")
     rows = rows_of(source)
-    assert (source.name, rows.shape, source.labels) == ("patches", (4160, 256), None)
+    assert (rows.shape, source.labels) == ((4160, 256), None)
     np.testing.assert_array_equal(source.documents, np.repeat(np.arange(520), 8))
     np.testing.assert_allclose(rows.mean(1), 0, atol=1e-4)
     norms = np.linalg.norm(rows, axis=1)

@@ -38,7 +38,7 @@ def rows_of(source: ArraySource) -> np.ndarray:
 def test_blocks_are_the_rows_of_a_reshape_each_number_read_once_and_begin_again_where_any_did(shape, most, data):
     values = np.arange(math.prod(shape)).reshape(shape)
     read = []
-    source = ArraySource("a", tuple(shape), "float32", lambda index: read.append(values[index].size) or values[index])
+    source = ArraySource(tuple(shape), "float32", lambda index: read.append(values[index].size) or values[index])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(array, "BLOCK_BYTES", 4 * most)
         blocks = [(begin, block.copy()) for begin, block in source.blocks()]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from homes import CommandLine, make_store, some_rows
+from homes import CommandLine, make_run, make_store, random_sae, some_rows
 
 from saecli import __version__
 from saecli.cli import COMMANDS, load, sentence_for
@@ -118,7 +118,10 @@ def test_python_m_saecli_is_sae():
     (("no-such",), 2, "No such command 'no-such'"),
     (("train", "--no-such"), 2, "--no-such"),
     (("train", "--alpha", "many"), 2, "neither a number nor auto"),
-    (("train", "--act", "tanh"), 2, "'tanh' is not one of"),
+    (("train", "--act", "tanh"), 2, "Invalid value for '--act': 'tanh' is not one of"),
+    (("train", "--act", "reul"), 2, "'soft-topk'; did you mean relu?"),
+    (("extract", "--site", "resid-pre"), 2, "did you mean resid_pre?"),
+    (("train", "--d-sae", "x"), 2, "Invalid value for '--d-sae': expected a valid integer."),
     (("train",), 1, "there is no activation store"),
     (("eval",), 1, "there is no run"),
     (("geometry",), 1, "there is no run"),
@@ -127,9 +130,22 @@ def test_python_m_saecli_is_sae():
 def test_exit_status_and_one_message(sae: CommandLine, words: tuple, status: int, said: str):
     done = sae(*words)
     assert done.status == status
-    assert said in " ".join((done.out + done.err).split())
+    assert said in " ".join((done.out + done.err).replace("│", " ").split())
     assert "Traceback" not in done.out + done.err
     assert done.out == "" or status == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "utf-8", "latin-1"])
+def test_names_that_no_encoding_has_are_printed_escaped(tmp_path: Path, encoding: str):
+    make_run(tmp_path, "ä日\udcff", random_sae())
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    for words, status in ((["list"], 0), (["eval", "ä日\udcfe\u202e\33"], 1), (["train", "--name", "ä日\udcff"], 1)):
+        done = subprocess.run([sys.executable, "-m", "saecli", "--home", tmp_path, *words], capture_output=True,
+                              env=environment, check=False)
+        assert done.returncode == status
+        assert b"\\udcf" in done.stdout + done.stderr
+        assert not {b"\xff", b"\xfe", b"\33", "\u202e".encode()} & {*done.stderr.split(b"'")}
+        assert b"Traceback" not in done.stderr and b"unexpected" not in done.stderr
 
 
 def test_an_unexpected_error_is_named_as_a_bug_and_shown_whole_on_demand(sae: CommandLine, monkeypatch):

@@ -252,6 +252,20 @@ def test_plot_draws_the_frontier_and_refuses_other_kinds_of_picture(sae: Command
     assert sae("eval", "run", "--plot", tmp_path / "frontier.png", "--json").json
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
     assert "cannot draw" in sae("eval", "run", "--plot", tmp_path / "frontier.docx").err
+    sae("eval", "run", "--plot", tmp_path / "new" / "folder" / "frontier.png")
+    assert (tmp_path / "new" / "folder" / "frontier.png").exists()
+
+
+@pytest.mark.parametrize("command", ["eval", "sparsity", "geometry"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(sae: CommandLine, tmp_path: Path,
+                                                                     command: str) -> None:
+    (tmp_path / "file.png").touch()
+    (tmp_path / "folder.png").mkdir()
+    for picture, why in {"file.png/a.png": "Not a directory", "folder.png": "expected a file, got a folder"}.items():
+        done = sae(command, "no-such-run", "--plot", tmp_path / picture)
+        assert done.err == f"sae: cannot write {tmp_path / picture}: {why}; name another place\n"
+    sae(command, "no-such-run", "--plot", tmp_path / "new" / "a.png")
+    assert not (tmp_path / "new").exists()
 
 
 def test_python_m_saecli_prints_one_json_document_and_nothing_else(tmp_path: Path) -> None:

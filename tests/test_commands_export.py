@@ -66,7 +66,7 @@ def test_a_signed_topk_without_rows_to_measure_on_is_refused(sae: CommandLine, t
     make_run(sae.home, "run", random_sae(TopK(k=4)))
     done = sae("export", "run", "--to", "saelens", "--out", tmp_path / "out")
     assert done.status == 1
-    assert "needs rows to measure the difference on, but no activation store named 'rows'" in done.err
+    assert "needs rows to measure the difference on, but there is no activation store named 'rows'" in done.err
     assert not (tmp_path / "out").exists()
 
 

@@ -235,7 +235,7 @@ def test_small_spaces_are_drawn_whole(sae: CommandLine, tmp_path: Path, d_in: in
     (["--lambda", "nan"], "--lambda must be auto or a number that is at least 0, got 'nan'"),
     (["--radius", "0"], "--radius must be a number above 0, got 0"),
     (["--radius", "inf"], "--radius must be a number above 0, got inf"),
-    (["no-such-run"], "found no run and no folder named 'no-such-run'")])
+    (["no-such-run"], "there is no run and no folder named 'no-such-run'")])
 def test_bad_input_gets_one_sentence(sae: CommandLine, words: list[str], sentence: str, tmp_path: Path,
                                      monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(sae.home, "one", random_sae(TopK(3)))

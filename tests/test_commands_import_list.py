@@ -144,11 +144,21 @@ def test_a_killed_import_goes_on_and_equals_one_that_was_never_killed(sae, tmp_p
     assert [shard.sha256 for shard in store.meta.shards] == [shard.sha256 for shard in whole.meta.shards]
 
 
+def test_a_file_whose_name_no_store_can_have_is_imported_under_another(sae, tmp_path):
+    np.save(tmp_path / "a\udcff.npy", np.random.default_rng(0).normal(size=(30, 4)))
+    refused = sae("import", tmp_path / "a\udcff.npy")
+    assert refused.status == 1
+    assert "the store's name, which --name sets, must be a plain folder name, " in refused.err
+    assert sae("import", tmp_path / "a\udcff.npy", "--name", "a").status == 0
+    assert sae("import", tmp_path / "a\udcff.npy", "--name", "a", "--json").json["cached"]
+    assert sae("list", "--json").json["stores"][0]["source"]["file"] == "a\\udcff.npy"
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (["nowhere.npy"], "there is no file nowhere.npy"),
     (["digits", "--key", "x"], "leave out --key, --labels and --flatten"),
     (["digits", "--name", "a/b"], "--name must be a plain folder name"),
-    (["digits", "--name", ""], "--name must be a plain folder name, got an empty one"),
+    (["digits", "--name", ""], "--name must be a plain folder name, of printable characters, "),
     (["digits", "--shard-rows", "0"], "--shard-rows must be at least 1, got 0"),
     (["digits", "--shard-rows", "4294967296"], "--shard-rows must be at most"),
 ])

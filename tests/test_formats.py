@@ -265,14 +265,14 @@ class Bomb:
 def test_a_pickle_that_runs_code_is_refused_and_not_run(tmp_path: Path, dump: Callable) -> None:
     folder, trace = dictionary_folder(tmp_path, {}, "AutoEncoder"), tmp_path / "trace"
     dump({"bias": Bomb(trace)}, folder / "ae.pt")
-    with pytest.raises(FormatError, match="refused: expected tensors only"):
+    with pytest.raises(FormatError, match="expected tensors alone, got other Python objects"):
         load(folder)
     assert not trace.exists()
 
 
 def test_an_object_array_in_params_npz_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "params.npz", W_enc=np.array([{}], dtype=object))
-    with pytest.raises(FormatError, match="cannot read"):
+    with pytest.raises(FormatError, match="expected floating-point numbers in 'W_enc', got object"):
         load(tmp_path)
 
 

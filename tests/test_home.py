@@ -5,7 +5,7 @@ import json
 import pytest
 
 from saecli.errors import ConfigError, RunError
-from saecli.home import Home
+from saecli.home import Home, checked_name
 
 DAMAGED = ["", "{", "[]", "null", "\x00"]
 
@@ -29,6 +29,15 @@ def test_the_newest_complete_entry_is_found_first_and_then_the_newest(tmp_path):
         shelf.find("x")
 
 
+def test_a_misspelt_name_is_answered_with_the_nearest_and_any_other_with_a_few(tmp_path):
+    names = [f"{kind}-{number}" for kind in ("topk", "relu") for number in range(9)]
+    shelf = shelf_of(tmp_path, **{name: {"created": "2026", "complete": True} for name in names})
+    with pytest.raises(RunError, match=r"^there is no run named 'tokp-3'; did you mean topk-3, topk-\d or topk-\d\?$"):
+        shelf.find("tokp-3")
+    with pytest.raises(RunError, match=r"; there are: topk-8, topk-7, topk-6 and 15 more, which `sae list` shows$"):
+        shelf.find("something else")
+
+
 @pytest.mark.parametrize("damaged", DAMAGED)
 def test_a_damaged_marker_is_passed_over_unless_it_is_asked_for(tmp_path, damaged):
     shelf = shelf_of(tmp_path, worn=damaged, good={"created": "2026-01-01", "complete": False})
@@ -48,6 +57,24 @@ def test_a_damaged_marker_that_is_the_only_one_is_refused(tmp_path, damaged):
 def test_a_date_that_is_no_text_is_the_oldest(tmp_path, created):
     shelf = shelf_of(tmp_path, odd={"created": created, "complete": True}, good={"created": "2026", "complete": True})
     assert shelf.names() == ["good", "odd"]
+
+
+@pytest.mark.parametrize("name", ["a", "-", "ä日😀", "a b", "a$b_", "x" * 200, "日" * 66])
+def test_a_printable_name_is_taken(name):
+    assert checked_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".a", "a/b", "/", "a\nb", "a\x1b[1m", "a\u202eb", "a\udcff", "a\0",
+                                  "\u200b", "x" * 201, "日" * 67])
+def test_any_other_name_is_refused_and_shown_escaped(name):
+    with pytest.raises(ConfigError, match=r"^--name must be a plain folder name, .*, got ") as told:
+        checked_name(name)
+    assert str(told.value).isprintable()
+
+
+def test_a_home_that_safetensors_cannot_open_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"expected a path in UTF-8, got .*udcff"):
+        Home(tmp_path / "a\udcff")
 
 
 def test_a_home_that_is_a_file_is_refused(tmp_path):

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -66,6 +67,19 @@ def test_another_ending_is_refused_in_one_sentence_and_nothing_written(name: str
     with pytest.raises(ConfigError, match=r"cannot draw .*: expected an ending out of .*, got (.gif|none); "):
         frontier(tmp_path / name, {})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", MAGIC)
+def test_any_name_is_drawn_as_it_is_spelt(suffix: str, drawn: list[Figure], tmp_path: Path) -> None:
+    names = ["_hidden", "$x^2$ $\\frac{$", "\\$y$", "f\udcff\u202e\0", "日本 😀"]
+    loss_curves(tmp_path / f"x{suffix}", dict.fromkeys(names, LINES))
+    (legend,) = drawn[0].legends
+    shown = [text._preprocess_math(text.get_text()) for text in legend.get_texts()]
+    assert shown[:5] == [(name, False) for name in (*names[:3], "f\ufffd\ufffd\ufffd", names[4])]
+    for name in names:
+        patterns(tmp_path / f"x{suffix}", np.eye(3), name)
+    if suffix == ".svg":
+        ElementTree.parse(tmp_path / "x.svg")
 
 
 def test_loss_curves_draw_each_measure_against_its_own_steps(drawn: list[Figure], tmp_path: Path) -> None:

@@ -211,6 +211,39 @@ def test_files_that_cannot_be_read_give_one_sentence(tmp_path, name, content, co
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
+GOOD = b'{"text": "t"}\n'
+BAD = [b'{"text"\n', b"[1]\n", b'{"body": "b"}\n', b'{"text": 1}\n', b'{"text": "\xe9"}\n', b'{"text": "\\udc80"}\n',
+       b"[" * 100_000 + b"\n", b"9" * 5000 + b"\n"]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
+def test_a_bad_line_is_left_out_and_told_of_when_reading_ends(tmp_path, bad):
+    path, told = write(tmp_path / "a.jsonl", GOOD * 60 + b"\n" + bad + GOOD * 50), []
+    found = list(TextSource(path).documents(note=told.append))
+    assert [document.number for document in found] == list(range(110))
+    (note,) = told
+    assert note.startswith(f"left out 1 of 111 lines, the first: line 62 of {path} ")
+    assert [number for number, _ in documents(path, 105)] == [105, 106, 107, 108, 109]
+    some = TextSource(path).documents(note=told.append)
+    for _ in range(70):
+        next(some)
+    some.close()
+    assert told[1].startswith("left out 1 of 71 lines")
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (GOOD * 99 + BAD[0] * 2, "line 100 of .*; bad lines: 2 of the first 101, and no more than 1% are left out"),
+    (BAD[0] * 2 + GOOD * 98 + GOOD * 9000, "line 1 of .*; bad lines: 2 of the first 100"),
+    (GOOD * 9 + BAD[0], "line 10 of .*; bad lines: 1 of the first 10"),
+    (BAD[2] * 7, "line 1 of .* has no column 'text'; expected one of its columns, body; name one with --text-column$"),
+])
+def test_more_than_one_bad_line_in_a_hundred_is_refused(tmp_path, content, message):
+    told = []
+    with pytest.raises(ModelError, match=message):
+        list(TextSource(write(tmp_path / "a.jsonl", content)).documents(note=told.append))
+    assert told == []
+
+
 def test_a_folder_is_no_text_source(tmp_path):
     with pytest.raises(ModelError, match="got a folder"):
         documents(str(tmp_path))

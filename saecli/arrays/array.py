@@ -55,7 +55,6 @@ class ArraySource:
     """Rows to import.
 
     Args:
-        name: what its store is called unless the user says.
         shape: (rows, features); or (documents, positions, features) and more dimensions of positions, whose rows are
             numbered in that order.
         dtype: the stored type that loses least: "float16" or "bfloat16" for these, else "float32".
@@ -64,7 +63,6 @@ class ArraySource:
         documents: (rows,) int64, or None: rows of one document are trained on or held out together.
     """
 
-    name: str
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[Index], Any]
@@ -132,12 +130,19 @@ UNREADABLE = (
 )
 
 
+IN_PIECES = "save it as .npy, which is read in pieces"
+
+
 @contextmanager
-def naming(name: str) -> Iterator[None]:
+def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
     """Turn what the libraries raise for files that they cannot read into a sentence that names the file.
 
     Their own words, and their warnings, are left out: they advise options that are not ours, among them to run what a
     file holds.
+
+    Args:
+        name: the file.
+        to_fit: what to do where memory has no room for it.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -149,7 +154,7 @@ def naming(name: str) -> Iterator[None]:
     except NotAFile as error:
         raise FormatError(f"cannot read {name}: {error}; give a file") from error
     except MemoryError as error:
-        raise FormatError(f"cannot read {name}: expected memory for it, got none; {IN_PIECES}") from error
+        raise FormatError(f"cannot read {name}: expected memory for it, got none; {to_fit}") from error
     except UNREADABLE as error:
         number = getattr(error, "errno", None)
         reason = os.strerror(number) if number else "expected numbers in its name's format, got something else"
@@ -157,15 +162,17 @@ def naming(name: str) -> Iterator[None]:
         raise FormatError(f"cannot read {name}: {reason}; {remedy}") from error
 
 
-IN_PIECES = "save it as .npy, which is read in pieces"
-
-
-def check_memory(name: str, needed: int) -> None:
+def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
     """Refuse what does not fit in memory, before any of it is taken.
+
+    Args:
+        name: the file.
+        needed: bytes.
+        to_fit: what to do about it.
 
     Raises:
         FormatError: it does not.
     """
     if needed > (free := available_memory()):
         raise FormatError(f"cannot read {name}: expected {size_words(needed)} of free memory, which it takes at once, "
-                          f"got {size_words(free)}; {IN_PIECES}")
+                          f"got {size_words(free)}; {to_fit}")

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from ..errors import FormatError
-from .array import Array, Arrays, check_memory
+from .array import IN_PIECES, Array, Arrays, check_memory
 from .hdf5 import list_hdf5
 
 # Version 3 differs from 2 in how the names of fields are written, of which real numbers have none.
@@ -88,7 +88,8 @@ def _members(path: Path, methods: Mapping[int, str]) -> dict[str, zipfile.ZipInf
     return found
 
 
-def _list_npz(path: Path) -> Arrays:
+def list_npz(path: Path) -> Arrays:
+    """The arrays of NumPy's archive, by their names; what is wrong with one is raised when it is described or read."""
     def load(member: zipfile.ZipInfo) -> np.ndarray:
         with zipfile.ZipFile(path) as archive, archive.open(member) as file:
             values = npy.read_array(file)
@@ -136,22 +137,40 @@ def _list_torch(path: Path) -> Arrays:
             for name, entry in value.items():
                 yield from tensors(entry, f"{key}.{name}" if key else str(name))
 
-    if mapped := zipfile.is_zipfile(path):
+    content = load_torch(path, in_place=True)
+    return {key: lambda tensor=tensor: _of_torch(tuple(tensor.shape), tensor) for key, tensor in tensors(content, "")}
+
+
+def load_torch(path: Path, in_place: bool = False, to_fit: str = IN_PIECES) -> Any:
+    """What `torch.save` wrote, on the CPU; no code in it is run.
+
+    Args:
+        path: the file.
+        in_place: leave the numbers in the file until they are used, where it allows.
+        to_fit: what to do where memory has no room for it.
+
+    Raises:
+        FormatError: it holds other objects than tensors and plain ones, or takes more memory than there is.
+        Exception: what `naming` turns into one.
+    """
+    import torch
+
+    archive = zipfile.is_zipfile(path)
+    if archive:
         _members(path, {zipfile.ZIP_STORED: "stored"})  # torch would take compressed bytes for numbers
-    else:
-        check_memory(str(path), path.stat().st_size)  # files of torch before 1.6 can only be read whole
+    if not (archive and in_place):  # files of torch before 1.6 can only be read whole
+        check_memory(str(path), path.stat().st_size, to_fit)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=archive and in_place)
     except pickle.UnpicklingError as error:
         with path.open("rb") as file:
-            pickled = mapped or file.read(1) == pickle.PROTO
+            pickled = archive or file.read(1) == pickle.PROTO
         if not pickled:
             raise
         raise FormatError(f"cannot read {path}: expected tensors alone, got other Python objects, which are not loaded "
                           "as they could run code; save the tensors alone, with `torch.save`") from error
     except _NO_TENSORS as error:
         raise ValueError(str(error)) from error
-    return {key: lambda tensor=tensor: _of_torch(tuple(tensor.shape), tensor) for key, tensor in tensors(content, "")}
 
 
 def _list_idx(path: Path) -> Arrays:
@@ -189,7 +208,7 @@ def _list_idx(path: Path) -> Arrays:
 # By the end of the file's name, in lower case.
 ARRAY_FORMATS: dict[str, Callable[[Path], Arrays]] = {
     r"\.npy$": _list_npy,
-    r"\.npz$": _list_npz,
+    r"\.npz$": list_npz,
     r"\.safetensors$": _list_safetensors,
     r"\.(pt|pth)$": _list_torch,
     r"\.(h5|hdf5)$": list_hdf5,

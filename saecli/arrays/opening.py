@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import FormatError
+from ..errors import FormatError, did_you_mean
 from ..files import regular
 from ..report import counted
 from .array import BLOCK_BYTES, REAL_NUMBERS, Array, Arrays, ArraySource, check_memory, naming
@@ -56,7 +56,7 @@ def open_array(file: str, key: str | None = None, labels: str | None = None,
             found = _read_labels(_choose(_list_arrays(Path(labels)), None, Path(labels)) if from_file
                                  else arrays[labels](), labels, shape[:-1])
     own = array.dtype if array.dtype in ("float16", "bfloat16") else "float32"
-    return ArraySource(path.stem, shape, own, naming(file)(array.read), found)
+    return ArraySource(shape, own, naming(file)(array.read), found)
 
 
 def _list_arrays(path: Path) -> Arrays:
@@ -75,8 +75,10 @@ def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = Non
     there = _words(found) or "none"
     if key is not None:
         if key not in arrays:
+            question = did_you_mean(key, arrays)
             raise FormatError(f"{path} holds one array, without a key; leave out --key" if "" in arrays else
-                              f"{path} has no array for --key {key}; expected one of its keys ({there})")
+                              f"{path} has no array for --key {key}; expected one of its keys ({there})"
+                              + f"; {question}" * bool(question))
         return arrays[key]()
     rest = [name for name in found if name != other]
     if len(rest) != 1:

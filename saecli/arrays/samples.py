@@ -15,7 +15,7 @@ def _digits() -> ArraySource:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    return ArraySource("digits", images.shape, "float32", images.__getitem__, labels.astype(np.int64))
+    return ArraySource(images.shape, "float32", images.__getitem__, labels.astype(np.int64))
 
 
 def _patches() -> ArraySource:
@@ -42,7 +42,7 @@ def _patches() -> ArraySource:
     patches = np.stack(rows).reshape(len(rows), -1)
     centred = (patches - patches.mean(1, keepdims=True)).astype(np.float32)
     documents = np.arange(len(rows), dtype=np.int64) // PATCHES_PER_SQUARE
-    return ArraySource("patches", centred.shape, "float32", centred.__getitem__, documents=documents)
+    return ArraySource(centred.shape, "float32", centred.__getitem__, documents=documents)
 
 
 SAMPLES: dict[str, Callable[[], ArraySource]] = {"digits": _digits, "patches": _patches}

@@ -15,7 +15,6 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -23,7 +22,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from ..config import Option, flag_of, scalar_types
-from ..errors import ConfigError, one_line
+from ..errors import ConfigError, did_you_mean, one_line
 from ..files import appearing_whole, regular
 
 CONFIG = "config.toml"  # in a run's folder, what trains that run again
@@ -128,15 +127,15 @@ def read_config(path: Path, keys: Mapping[str, Key], command: str) -> dict[str, 
             raise ConfigError(f"cannot use {path}: expected lines such as d_sae = 512 outside of any table, got the "
                               f"table [{written}]; leave its heading out")
         if name not in keys:
-            near = get_close_matches(name, keys, 1)
-            advice = f"did you mean {near[0]}?" if near else f"`{command} --help` lists them"
+            advice = did_you_mean(name, keys) or f"`{command} --help` lists them"
             raise ConfigError(f"cannot use {path}: expected the long name of an option of `{command}`, got {written}; "
                               f"{advice}")
         if name in found:
             raise ConfigError(f"cannot use {path}: expected {name} once, got it spelt {written} as well; leave one out")
         if not keys[name].admits(value):
+            question = did_you_mean(value, keys[name].choices) if isinstance(value, str) else ""
             raise ConfigError(f"cannot use {path}: {written} must be {keys[name].expected}, "
-                              f"got {json.dumps(value, default=str)}")
+                              f"got {json.dumps(value, default=str)}" + f"; {question}" * bool(question))
         found[name] = _typed(value)
     return found
 

@@ -44,7 +44,7 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
-    session = start(ctx, json, plot)
+    session = start(ctx, json, plot, csv=csv)
     if model is None and ctx.get_parameter_source("tokens").name != "DEFAULT":
         raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model")
     everything = all_measured(session, list(dict.fromkeys(runs or ())), data, split, device)

@@ -26,7 +26,7 @@ def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = 
 
     Example: sae export first --to saelens --out exported
     """
-    session = start(ctx, json)
+    session = start(ctx, json, out=out)
     subject = find_subject(session.home, run, session.report.note)
     if run is None:
         session.report.note(f"using the newest run, {subject.name}")

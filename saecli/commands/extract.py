@@ -1,5 +1,6 @@
 """`sae extract`."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -35,18 +36,18 @@ from ..harvest import (
     look_ahead,
     mend_together,
 )
+from ..home import checked_name
 from ..language_model import MODEL_DTYPES, SITES, TINY_GEMMA2, LanguageModel, ModelSource, Place, find_model
 from ..report import Step, size_words
 from ..store import DTYPES, ActivationStore, SharedWriter, StoreMeta, StoreWriter, hash_request, made_by_several
 from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, Document, TextSource
 from .options import Device, Given, Json, Session, configured, start
 from .stores import (
+    DERIVED,
     MAX_NORM_HELP,
-    checked_name,
     filling,
     finished_store,
     say_stored,
-    store_folder,
     told_when_stopped,
 )
 
@@ -160,6 +161,8 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
     Example: sae extract --model google/gemma-2-2b --layer 12
     """
     session = start(ctx, json)
+    if name is not None:
+        checked_name(name)
     with told_when_stopped(session) as folders:
         config = options.config(ExtractConfig)
         text = _text_source(config, options)
@@ -213,9 +216,12 @@ def _wanted(session: Session, config: ExtractConfig, source: ModelSource, text: 
     for place in places:
         request = {**shared, **place._asdict()}
         suffix = f"l{place.layer}-{place.site}"
-        stem = f"{Path(config.model).name}-{suffix}-{hash_request(request)[:6]}"
-        named = stem if name is None else name if len(places) == 1 else f"{checked_name(name)}-{suffix}"
-        found.append(Wanted(place, store_folder(session.home, named), request))
+        if name is None:
+            model = Path(os.path.abspath(config.model)).name
+            named = checked_name(f"{model}-{suffix}-{hash_request(request)[:6]}", DERIVED)
+        else:
+            named = checked_name(name if len(places) == 1 else f"{name}-{suffix}")
+        found.append(Wanted(place, session.home.stores.path / named, request))
     return found
 
 

@@ -13,11 +13,11 @@ from ..arrays import FLATTEN, SUFFIXES, ArraySource, open_array
 from ..config import Config, option
 from ..errors import StoreError
 from ..files import file_sha256
-from ..home import STORE_MARKER
+from ..home import STORE_MARKER, checked_name
 from ..report import Step, counted, size_words
 from ..store import COLUMNS, DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request, rows_per_shard
 from .options import Given, Json, configured, start
-from .stores import MAX_NORM_HELP, filling, finished_store, say_stored, store_folder, told_when_stopped
+from .stores import DERIVED, MAX_NORM_HELP, filling, finished_store, say_stored, told_when_stopped
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
     session = start(ctx, json)
     with told_when_stopped(session) as folders:
         config = options.config(ImportConfig)
+        named = checked_name(Path(file).stem, DERIVED) if name is None else checked_name(name)
+        folder = session.home.stores.path / named
         array = open_array(file, config.key, config.labels, config.flatten)
-        folder = store_folder(session.home, array.name if name is None else name)
         folders.append(folder)
         dtype = config.dtype or array.dtype
         _check_room(folder, array, dtype)
@@ -99,7 +100,7 @@ def _check_room(folder: Path, array: ArraySource, dtype: str) -> None:
     needed = rows * (array.features * DTYPES[dtype].storage.itemsize + columns)
     free = shutil.disk_usage(next(place for place in folder.absolute().parents if place.exists())).free
     if needed > free:
-        raise StoreError(f"cannot store {array.name}: expected {size_words(needed)} of free disk for "
+        raise StoreError(f"cannot store {folder.name}: expected {size_words(needed)} of free disk for "
                          f"{counted(rows, 'row')} of {array.features:,} dimensions, got {size_words(free)}; free some, "
                          f"or choose another --home")
 

@@ -13,6 +13,7 @@ import typer
 
 from ..config import Config, Option, choose, fields, flag_of, scalar_types
 from ..errors import ConfigError
+from ..files import check_place, is_free
 from ..home import Home
 from ..report import Report
 from .config_file import Key, config_parameter, naming
@@ -66,16 +67,33 @@ class Session:
     report: Report
 
 
-def start(ctx: typer.Context, as_json: bool, plot: Path | None = None) -> Session:
+def start(ctx: typer.Context, as_json: bool, plot: Path | None = None, csv: Path | None = None,
+          out: Path | None = None) -> Session:
     """The session of a command, its report set to tables or to JSON.
 
+    Args:
+        ctx: the command's context.
+        as_json: what `--json` says.
+        plot: the picture to draw.
+        csv: the table to write.
+        out: the folder to write, new or empty.
+
     Raises:
-        ConfigError: the picture asked for is of no known kind; better said before the work than after it.
+        ConfigError: the picture is of no known kind, or one of them cannot be written where it is asked for; better
+            said before the work than after it.
     """
     if plot is not None:
         from ..plots import check_suffix  # matplotlib takes a second to import
 
         check_suffix(plot)
+    if out is not None and not is_free(out):
+        raise ConfigError(f"cannot write to {out}: expected an empty or a new folder, got one in use; name another")
+    for path in (plot, csv, out):
+        if path is not None:
+            try:
+                check_place(path / "index.html" if path is out else path)
+            except OSError as error:
+                raise ConfigError(f"cannot write {path}: {error.strerror or error}; name another place") from error
     return Session(ctx.find_root().obj, Report(as_json))
 
 

@@ -8,7 +8,6 @@ import torch
 import typer
 
 from ..errors import ConfigError
-from ..files import is_free
 from ..latents import COLUMNS, Examples, in_blocks, neighbours, survey
 from ..pages import Details, Readings, overview, write_pages
 from ..report import size_words
@@ -51,11 +50,9 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, sp
 
     Example: sae report first --model tiny-gemma2 --out pages
     """
-    session = start(ctx, json)
     if latents is not None and top is not None:
         raise ConfigError("cannot use both --latents and --top; leave one of them out")
-    if not is_free(out):
-        raise ConfigError(f"cannot write to {out}: expected an empty or a new folder, got one in use; name another")
+    session = start(ctx, json, out=out)
     try:
         one = measured(session, run, data, split, device)
         chosen = None if latents is None else _numbers(latents, one)

@@ -13,6 +13,7 @@ from .subjects import Data, SplitName, all_measured
 
 COLUMNS = ("l0", "l0_std", "density", "silent", "dense", "dead_fraction", "rows", "split", "data")
 PICTURED_ROWS = 200
+NAMED = 40  # letters of a run's name in that of its picture: a folder's whole path may be too long for a file's name
 LISTED = 12  # latents that a list names before it says how many more there are
 
 
@@ -62,7 +63,8 @@ def _draw(report: Report, path: Path, tallies: dict[str, Firing]) -> None:
     histograms(path, {name: (one.l0_histogram, one.frequency) for name, one in tallies.items()})
     drawn = [path]
     for name, one in tallies.items():
-        which = "-" + re.sub(r"[^\w.-]+", "-", name) if len(tallies) > 1 else ""
-        drawn.append(path.with_stem(f"{path.stem}-patterns{which}"))
+        which = "-" + re.sub(r"[^\w.-]+", "-", name)[-NAMED:] if len(tallies) > 1 else ""
+        picture = path.with_stem(f"{path.stem}-patterns{which}")
+        drawn.append(path.with_stem(f"{picture.stem}-{len(drawn)}") if picture in drawn else picture)
         patterns(drawn[-1], one.patterns, name)
     report.note(f"drew {', '.join(map(str, drawn))}")

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, PeerError, StoreError
-from ..home import STORE_MARKER, Home
+from ..errors import PeerError, StoreError
+from ..home import STORE_MARKER
 from ..report import Step, counted, number, table
 from ..store import ActivationStore, Norms, StoreWriter, remembers
 from .options import Session
@@ -15,25 +15,8 @@ from .options import Session
 MAX_NORM_HELP = ("Leave out, and count, rows whose norm is above this many times the median norm, which is that of the "
                  "first block (up to about 10,000 rows, or 16 MiB of an imported file) and noted in the store; "
                  "dictionary_learning's max_activation_norm_multiple; default: none is.")
+DERIVED = "the store's name, which --name sets,"  # where it is made of what the store comes from
 TEXT_REASONS = ("empty_texts", "short_texts")  # reasons in `dropped` that count texts and not rows
-
-
-def checked_name(name: str) -> str:
-    """The value of `--name`, which becomes a folder's name.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if not name:
-        raise ConfigError("--name must be a plain folder name, got an empty one; leave out --name for the default")
-    if Path(name).name != name or name.startswith("."):
-        raise ConfigError(f"--name must be a plain folder name, got {name!r}; leave out slashes and leading dots")
-    return name
-
-
-def store_folder(home: Home, name: str) -> Path:
-    """Where the store of that name is, or will be."""
-    return home.stores.path / checked_name(name)
 
 
 def open_store(session: Session, name: str | None) -> ActivationStore:

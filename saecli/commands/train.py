@@ -12,13 +12,13 @@ import typer
 from ..activations import ACTIVATIONS, activation_from_json
 from ..distributed import agreed, is_main, main_first, share_latents
 from ..errors import ConfigError, RunError
-from ..home import Home, now, read_settings
+from ..home import Home, checked_name, now, read_settings
 from ..machine import available_memory
 from ..solvers import SOLVERS
 from ..store import ActivationStore
 from ..training import Plan, Run, TrainingConfig, claimed
 from .options import Given, Json, Session, configured, start, store_names, unfinished_names
-from .stores import checked_name, open_store
+from .stores import open_store
 from .training_runs import Job, train
 
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="How to train.")]
@@ -63,10 +63,11 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                 if is_main():
                     claims.enter_context(claimed(jobs[0].folder, new=False))
             else:
+                names = _names(name, [each.varied for each in options])
                 store = main_first(lambda: open_store(session, data))
+                checked_name(store.name, "the name of the store's folder")
                 runs = [_planned(store, each, solver, act) for each in options]
                 _look_at_hash(session, ctx, runs[0], data_hash)
-                names = _names(name, [each.varied for each in options])
                 folders = agreed(lambda: [_new_folder(session.home, one, f"{solver}-{act}", claims) for one in names])
                 jobs = [Job(*job) for job in zip(folders, runs, options, strict=True)]
         except KeyboardInterrupt:

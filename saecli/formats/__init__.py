@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..activations import ACTIVATIONS, Activation, ReluTopK, TopK
 from ..errors import FormatError
-from ..files import folder_appearing_whole, is_free
+from ..files import folder_appearing_whole, is_free, is_utf8
 from ..sae import SAE
 from . import dictionary_learning, gemma_scope, native, saelens, sparsify
 from .common import SavedSAE
@@ -81,7 +81,13 @@ def load(folder: Path) -> SavedSAE:
     if name is None:
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
         raise FormatError(f"no SAE found in {folder}; expected {known_files()}, got {there or 'an empty folder'}")
+    _demand_utf8(folder)
     return FORMATS[name].load(folder)
+
+
+def _demand_utf8(folder: Path) -> None:
+    if not is_utf8(folder):
+        raise FormatError(f"cannot use {str(folder)!r}: expected a path in UTF-8, got another; rename it")
 
 
 def save(saved: SavedSAE, name: str, folder: Path) -> None:
@@ -95,6 +101,7 @@ def save(saved: SavedSAE, name: str, folder: Path) -> None:
     Raises:
         FormatError: the folder is in use, or the format cannot express the SAE's activation.
     """
+    _demand_utf8(folder)
     form, activation = FORMATS[name], saved.sae.activation
     if type(activation) not in form.activations:
         able = [key for key, other in FORMATS.items() if type(activation) in other.activations]

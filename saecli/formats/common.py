@@ -4,29 +4,34 @@ Several libraries subtract the decoder's bias from a row before they encode it; 
 the same: `(x - b_dec) @ W_enc + b = x @ W_enc + (b - b_dec @ W_enc)`. Shapes: D = d_in, F = d_sae.
 """
 
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..activations import Activation
+from ..arrays.array import check_memory, naming
+from ..arrays.formats import list_npz, load_torch
 from ..documents import Origin, read_json
 from ..errors import ConfigError, FormatError, one_line
-from ..files import appearing_whole, regular
+from ..files import appearing_whole, as_named, regular
 from ..sae import SAE
 
 Document = TypeVar("Document")
 
 WEIGHTS = ("W_enc", "b_enc", "W_dec", "b_dec")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
+TO_FIT = "end other programs, or read it on a machine with more"
 
-_HOOK = re.compile(r"blocks\.(\d+)\.hook_(\w+)")
+_HOOK = re.compile(r"blocks\.(\d{1,9})\.hook_(\w+)")
 
 
 @dataclass(frozen=True)
@@ -65,19 +70,21 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
         raise FormatError(f"{path}: expected W_enc of shape (d_in, d_sae), both at least 1, got "
                           f"{tuple(tensors['W_enc'].shape)}")
     d_in, d_sae = tensors["W_enc"].shape
+    dtype = torch.promote_types(tensors["W_enc"].dtype, torch.float32)
+    copied = [tensor for tensor in tensors.values() if tensor.dtype != dtype or not tensor.is_contiguous()]
+    check_memory(str(path), sum(tensor.numel() for tensor in copied) * dtype.itemsize, TO_FIT)
     shapes = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_in), "b_dec": (d_in,),
               **{name: tuple(parameter.shape) for name, parameter in activation.parameters(d_sae).items()}}
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name]:
             raise FormatError(f"{path}: expected {name} of shape {shapes[name]}, got {tuple(tensor.shape)}")
-        if tensor.layout != torch.strided or not tensor.is_floating_point() or not tensor.isfinite().all():
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise FormatError(f"{path}: expected finite floating-point numbers in {name}, got "
                               f"{'others' if tensor.is_floating_point() else tensor.dtype}; the file is damaged")
     try:
         activation.check(d_sae)
     except ConfigError as error:
         raise FormatError(f"{path}: {error}") from error
-    dtype = torch.promote_types(tensors["W_enc"].dtype, torch.float32)
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     weights = {name: ready.pop(name) for name in WEIGHTS}
     sae = SAE(**weights, activation=activation, parameters=ready)
@@ -134,11 +141,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         FormatError: it cannot be read.
     """
-    try:
-        with safe_open(regular(path), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise FormatError(f"cannot read {path}: {one_line(error)}") from error
+    with naming(str(path), TO_FIT), safe_open(regular(path), framework="pt") as file:
+        return _numbers(path, {name: file.get_tensor(name) for name in file.keys()}), file.metadata() or {}  # noqa: SIM118
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -151,8 +155,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
         try:
             save_file(_ready(tensors), temporary, metadata=metadata)
         except SafetensorError as error:
-            raise FormatError(f"cannot write {path}: {error}; nothing half-written was kept, free some space and run "
-                              f"the same command again") from error
+            raise _unwritten(path, error) from error
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
@@ -161,18 +164,37 @@ def read_torch(path: Path) -> dict[str, Tensor]:
     Raises:
         FormatError: it is damaged, or holds anything but tensors by name.
     """
-    try:
-        tensors = torch.load(regular(path), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise FormatError(f"{path} was refused: expected tensors only, got something whose loading could run "
-                          f"code; save it again as a plain state_dict") from error
-    except (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
-        # what torch raises for a damaged file depends on the byte where its unpickler stumbles
-        raise FormatError(f"cannot read {path}: {one_line(error)}") from error
+    with naming(str(path), TO_FIT):
+        tensors = load_torch(regular(path), to_fit=TO_FIT)
     if not isinstance(tensors, dict) or not all(isinstance(key, str) and isinstance(tensor, Tensor)
                                                 for key, tensor in tensors.items()):
         raise FormatError(f"{path}: expected a state_dict, tensors by name, got {type(tensors).__name__} of something "
                           "else")
+    return _numbers(path, tensors)
+
+
+def read_npz(path: Path) -> dict[str, Tensor]:
+    """The arrays of NumPy's archive, by name; no code in it is executed.
+
+    Raises:
+        FormatError: it is damaged, or holds anything but floating-point numbers that torch knows.
+    """
+    with naming(str(path), TO_FIT):
+        arrays = {name: describe() for name, describe in list_npz(regular(path)).items()}
+        check_memory(str(path), sum(array.held for array in arrays.values()), TO_FIT)
+        for name, array in arrays.items():
+            if array.dtype not in FLOATS:
+                raise FormatError(f"{path}: expected floating-point numbers in {name!r}, got {array.dtype}")
+        return {name: torch.from_numpy(np.asarray(array.read(()))) for name, array in arrays.items()}
+
+
+def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file, where each holds numbers that can be computed with."""
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or dtype not in (*FLOATS, *WHOLE):
+            raise FormatError(f"{path}: expected numbers in {name!r}, got {dtype}, {tensor.layout}, on "
+                              f"{tensor.device}; the file is damaged, or holds no SAE")
     return tensors
 
 
@@ -186,8 +208,12 @@ def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
             torch.save(_ready(tensors), temporary)
         except RuntimeError as error:
-            raise FormatError(f"cannot write {path}: {error}; nothing half-written was kept, free some space and run "
-                              f"the same command again") from error
+            raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: Exception) -> FormatError:
+    return FormatError(as_named(f"cannot write {path}: {one_line(error)}; nothing half-written was kept, free some "
+                                "space and run the same command again"))
 
 
 def _ready(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,17 +4,14 @@ A `relu` is one whose thresholds are zero, and a trained `batchtopk` one whose t
 say where its rows came from: Gemma Scope tells model, layer and width by the names of repository and folders.
 """
 
-import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..activations import Activation, BatchTopK, JumpRelu, Relu
-from ..errors import FormatError, one_line
-from ..files import appearing_whole, regular
-from .common import WEIGHTS, SavedSAE, assemble
+from ..files import appearing_whole
+from .common import WEIGHTS, SavedSAE, assemble, read_npz
 
 TENSORS = "params.npz"
 WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
@@ -27,13 +24,7 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
         FormatError: the file is damaged, or holds other arrays than such an SAE has.
     """
     path = folder / TENSORS
-    try:
-        with regular(path).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    except (OSError, ValueError, TypeError, EOFError, RuntimeError, LookupError, zlib.error,
-            zipfile.BadZipFile) as error:
-        raise FormatError(f"cannot read {path}: {one_line(error)}") from error
-    return SavedSAE(assemble(path, tensors, JumpRelu()))
+    return SavedSAE(assemble(path, read_npz(path), JumpRelu()))
 
 
 def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:

@@ -5,7 +5,6 @@ with `format_version`, `activation` and `origin`. It MUST hold W_enc (d_in, d_sa
 floating dtype, and the activation's parameters beside them; it acts on raw activations.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from ..activations import activation_from_json, activation_to_json
 from ..documents import Origin, demand_version, parse_json
 from ..errors import FormatError
+from ..files import to_json
 from .common import SavedSAE, assemble, read_safetensors, write_safetensors
 
 FORMAT_VERSION = 1
@@ -36,7 +36,7 @@ def save_native(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE in this tool's own format; the file appears whole or not at all."""
     header = {"format_version": FORMAT_VERSION, "activation": activation_to_json(saved.sae.activation),
               "origin": saved.origin}
-    write_safetensors(folder / FILE_NAME, saved.sae.tensors(), {"saecli": json.dumps(header)})
+    write_safetensors(folder / FILE_NAME, saved.sae.tensors(), {"saecli": to_json(header)})
 
 
 def load_native(folder: Path) -> SavedSAE:

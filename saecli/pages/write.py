@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..files import finite, folder_appearing_whole
+from ..files import folder_appearing_whole, storable
 
 INDEX, DETAILS = "index.html", "latents"
 SCRIPTS = ("dom.js", "charts.js", "table.js", "latent.js", "main.js")
@@ -23,7 +23,7 @@ UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "
 
 def as_script(document: Any) -> str:
     """A document as JSON that is a JavaScript expression too, and safe inside a script element of a page."""
-    text = json.dumps(finite(document), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(storable(document), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return re.sub("[<>&\u2028\u2029]", lambda match: UNSAFE[match[0]], text)
 
 

@@ -1,6 +1,7 @@
 """One look for all pictures, and how one becomes a file."""
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +65,8 @@ def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
         yield drawn
         path.parent.mkdir(parents=True, exist_ok=True)
         suffix = path.suffix.lower()
-        with appearing_whole(path) as temporary:
+        with appearing_whole(path) as temporary, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # which draws a box for it
             drawn.savefig(temporary, format=suffix[1:], metadata=FORMATS[suffix])
 
 
@@ -74,9 +76,11 @@ def line_style(index: int) -> dict[str, str]:
 
 
 def short(name: str, width: int = NAME_WIDTH) -> str:
-    """A name no longer than legends have room for, its middle left out."""
+    """A name as a label: no longer than legends have room for, its middle left out; what no font has, or no picture's
+    format can hold, as a question mark in a diamond; a dollar as a dollar, not as the beginning of a formula."""
     half = width // 2 - 1
-    return name if len(name) <= width else f"{name[:half]}…{name[-half:]}"
+    shown = name if len(name) <= width else f"{name[:half]}…{name[-half:]}"
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in shown).replace("$", r"\$")
 
 
 def log_scale(axes: Axes, which: str, whole: bool = False) -> None:
@@ -105,7 +109,9 @@ def legend_below(drawn: Figure, handles: Sequence[Any], labels: Sequence[str]) -
     inches = max(0.35 + 0.075 * len(label) for label in labels) + 0.3
     columns = max(1, min(len(labels), int(drawn.get_figwidth() // inches)))
     drawn.set_figheight(drawn.get_figheight() + 0.2 * math.ceil(len(labels) / columns))
-    drawn.legend(handles, labels, loc="outside lower center", ncols=columns)
+    below = drawn.legend(handles, [" "] * len(labels), loc="outside lower center", ncols=columns)
+    for text, label in zip(below.get_texts(), labels, strict=True):
+        text.set_text(label)  # of a label that begins with _, and is there from the first, matplotlib shows nothing
 
 
 def say_empty(axes: Axes, words: str = "nothing to draw") -> None:

@@ -47,6 +47,11 @@ class ActivationStore:
         """
         return cls(path, read_meta(path))
 
+    def __repr__(self) -> str:
+        unfinished = "" if self.complete else ", unfinished"
+        return (f"ActivationStore({self.name!r}, rows={self.rows}, d_in={self.d_in}, {self.dtype}{unfinished}, "
+                f"path={str(self.path)!r})")
+
     @property
     def name(self) -> str:
         """The store's name."""

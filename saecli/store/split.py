@@ -10,11 +10,11 @@ Legend: R rows.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, unknown_choice
 
 Which = Literal["train", "test", "all"]
 TEST_FRACTION = 0.1
@@ -99,8 +99,8 @@ class Split:
     least_train: int = 0
 
     def __post_init__(self) -> None:
-        if self.which not in ("train", "test", "all"):
-            raise ConfigError(f"split must be one of train, test, all, got {self.which!r}")
+        if self.which not in get_args(Which):
+            raise ConfigError(unknown_choice("split", str(self.which), get_args(Which)))
         if not 0 < self.fraction <= 1:
             raise ConfigError(f"--fraction must be above 0 and at most 1, got {self.fraction:g}")
         if not 0 <= self.test_fraction < 1:

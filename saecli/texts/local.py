@@ -5,15 +5,16 @@ import inspect
 import json
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
+from ..errors import ModelError, one_line
 
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
 _DOCSTRING_MIN_CHARS = 40
+ENOUGH_LINES, MOST_BAD = 100, 0.01  # of a .jsonl file: from how many lines on, what share may be left out
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -68,9 +69,9 @@ def _has_blank_line(path: Path) -> bool:
     return False
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path, errors: str = "strict") -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with path.open(encoding="utf-8-sig", errors=errors) as file:
             for line in file:
                 yield line.rstrip("\n")
     except UnicodeDecodeError as error:
@@ -80,19 +81,57 @@ def _lines(path: Path) -> Iterator[str]:
         ) from error
 
 
-def jsonl_texts(path: Path, column: str) -> Iterator[str]:
-    """One column of a file with a JSON object a line."""
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ModelError(
-                f"line {number} of {path} cannot be read; expected one JSON object a line, got {error}; "
-                "correct the line"
-            ) from error
-        yield text_of(row, column, f"line {number} of {path}")
+def jsonl_texts(path: Path, column: str, note: Callable[[str], None]) -> Iterator[str]:
+    """One column of a file with a JSON object a line; lines that hold no text are left out, up to 1% of them.
+
+    Args:
+        path: The file.
+        column: The key of the text.
+        note: Told, when reading ends, how many lines were left out.
+
+    Raises:
+        ModelError: More lines than that hold no text, of the lines up to one that is the 100th or a later one, or of a
+            file of fewer.
+    """
+    lines, bad, refused = 0, 0, False
+    first: ModelError | None = None
+    try:
+        for number, line in enumerate(_lines(path, errors="surrogateescape"), 1):
+            if not line.strip():
+                continue
+            lines += 1
+            text = None
+            try:
+                text = _text_in(line, column, f"line {number} of {path}")
+            except ModelError as error:
+                first, bad = first or error, bad + 1
+            if refused := lines >= ENOUGH_LINES and bad > MOST_BAD * lines:
+                break
+            if text is not None:
+                yield text
+        if refused := bad > MOST_BAD * lines:
+            raise first if bad == lines else ModelError(
+                f"{first}; bad lines: {bad:,} of the first {lines:,}, and no more than {MOST_BAD:.0%} are left out"
+            )
+    finally:  # also where enough was read before the file's end
+        if bad and not refused:
+            note(f"left out {bad:,} of {lines:,} lines, the first: {first}")
+
+
+def _text_in(line: str, column: str, place: str) -> str:
+    """The text in a column of a line of JSON."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{place} cannot be read; expected one JSON object a line, got {one_line(error)}; "
+                         "correct the line") from error
+    text = text_of(row, column, place)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(f"{place} cannot be read; expected UTF-8, got bytes or escapes that are no letters; "
+                         "correct the line") from error
+    return text
 
 
 def text_of(row: Any, column: str, place: str) -> str:
@@ -102,7 +141,7 @@ def text_of(row: Any, column: str, place: str) -> str:
     if column not in row:
         columns = ", ".join(row) or "none"
         raise ModelError(
-            f"{place} has no column {column!r}; expected one of its columns, {columns}; name one of these"
+            f"{place} has no column {column!r}; expected one of its columns, {columns}; name one with --text-column"
         )
     text = row[column]
     if text is None:
@@ -111,6 +150,6 @@ def text_of(row: Any, column: str, place: str) -> str:
         columns = ", ".join(name for name in row if isinstance(row[name], str)) or "none"
         raise ModelError(
             f"{place} holds no text in column {column!r}; expected a string, got {type(text).__name__}; "
-            f"name a column that holds text ({columns} here)"
+            f"name a column that holds text with --text-column ({columns} here)"
         )
     return text

@@ -81,7 +81,7 @@ class TextSource:
         Args:
             start: The number of the first document wanted; all documents of the source count, from 0.
             mark: That of an earlier pass' document at or before it, which spares reading what came before.
-            note: Told where the network fails and another try is made.
+            note: Told where the network fails and another try is made, and of lines of a .jsonl file that are left out.
 
         Raises:
             ModelError: The source cannot be found, reached or read as text.
@@ -94,7 +94,7 @@ class TextSource:
             path = _local_file(self.dataset)
             if path.suffix.lower() == ".parquet":
                 return _parquet(path, self.column).documents(start, mark, note)
-            texts = txt_texts(path) if path.suffix.lower() == ".txt" else jsonl_texts(path, self.column)
+            texts = txt_texts(path) if path.suffix.lower() == ".txt" else jsonl_texts(path, self.column, note)
         return (Document(number, text, None) for number, text in enumerate(islice(texts, start, None), start))
 
     @property
