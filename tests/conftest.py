@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Before torch is imported: threads that wait sleep (see saecli/__init__.py), and tests that run side by side have one
 # thread each, since threads that wait for cores would take longer.
@@ -17,6 +18,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from homes import CommandLine
 from store_producer import Producer
+
+settings.register_profile("quick", max_examples=10, deadline=None)
+settings.register_profile("thorough", max_examples=40, deadline=None)  # pytest --hypothesis-profile thorough
+settings.load_profile("quick")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from storing import collect
@@ -33,7 +33,6 @@ def rows_of(source: ArraySource) -> np.ndarray:
     return np.concatenate([block.copy() for _, block in source.blocks()])
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=5), st.integers(1, 200), st.data())
 def test_blocks_are_the_rows_of_a_reshape_each_number_read_once_and_begin_again_where_any_did(shape, most, data):
     values = np.arange(math.prod(shape)).reshape(shape)

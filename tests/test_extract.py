@@ -126,7 +126,7 @@ def test_a_killed_extraction_equals_one_never_stopped(sae: CommandLine, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [(), ("--packed",)])
+@pytest.mark.parametrize("extra", [(), pytest.param(("--packed",), marks=pytest.mark.long)])
 def test_a_killed_extraction_gone_on_with_in_other_batches_loses_and_doubles_no_token(sae: CommandLine, extra: tuple):
     words = ["extract", "--model", "tiny-gemma2", "--rows", "24000", "--shard-rows", "300", *extra, "--name"]
     assert sae(*words, "whole").status == 0
@@ -193,6 +193,7 @@ def test_the_default_context_is_what_the_model_allows(sae: CommandLine, models, 
     assert sae(*words, models["gpt2"], "--context", "64", "--name", "short", "--json").json["cached"]
 
 
+@pytest.mark.slow
 def test_code_in_a_models_folder_is_neither_run_nor_asked_about(sae: CommandLine, models, text, tmp_path: Path):
     folder = shutil.copytree(models["llama"], tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())

@@ -75,7 +75,7 @@ def test_a_name_of_several_stores_is_what_their_names_begin_with(sae: CommandLin
     assert out.count("stored already, by the same request") == 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_several_places_killed_at_different_shards_equal_those_never_stopped(sae: CommandLine):
     words = ["extract", "--model", "tiny-gemma2", "--rows", "45000", "--shard-rows", "1500"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from encoders import Case, cases, encoder, sae_of, walls
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.activations import AbsTopK, Activation, Relu, ReluTopK, SoftTopK, Swish, TopK
@@ -20,14 +20,12 @@ def supports_at(cells: Cells, rows: torch.Tensor) -> torch.Tensor:
     return cells.supports(cells.pre_activations(rows))
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases(shapes=("plain", "shifted", "uneven")))
 def test_supports_are_the_latents_whose_codes_are_not_zero(case: Case) -> None:
     assert torch.equal(supports_at(cells_of(case.sae), case.rows), case.sae.encode(case.rows) != 0)
 
 
 @pytest.mark.parametrize("width", [1, 4])
-@settings(max_examples=80, deadline=None)
 @given(case=cases())
 def test_margins_equal_the_nearest_of_all_walls(case: Case, width: int) -> None:
     before, largest_cells.SEARCH_WIDTH = largest_cells.SEARCH_WIDTH, width
@@ -41,7 +39,6 @@ def test_margins_equal_the_nearest_of_all_walls(case: Case, width: int) -> None:
     np.testing.assert_allclose(margins, expected, rtol=1e-9, atol=1e-9 * scale)
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases(shapes=("plain", "shifted", "clustered", "uneven")), st.integers(0, 2**32))
 def test_no_direction_leaves_the_cell_before_the_margin_and_the_nearest_wall_leads_out_just_after(
         case: Case, seed: int) -> None:
@@ -64,7 +61,6 @@ def test_no_direction_leaves_the_cell_before_the_margin_and_the_nearest_wall_lea
         assert not outside
 
 
-@settings(max_examples=30, deadline=None)
 @given(cases(kinds=("relu", "jumprelu", "topk", "relu-topk"), shapes=("plain", "uneven")), st.integers(0, 2**32))
 def test_bisection_along_a_ray_finds_the_wall_no_nearer_than_the_margin(case: Case, seed: int) -> None:
     cells = cells_of(case.sae)
@@ -80,7 +76,6 @@ def test_bisection_along_a_ray_finds_the_wall_no_nearer_than_the_margin(case: Ca
     assert (high >= margins.clamp(max=1e4) * (1 - 1e-9) - 1e-9).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases(shapes=("plain", "shifted", "zeros", "uneven", "twins")), st.floats(0.01, 3))
 def test_crossings_count_the_walls_within_the_radius(case: Case, radius: float) -> None:
     cells = cells_of(case.sae)

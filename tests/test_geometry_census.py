@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from encoders import encoder, sae_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.activations import TopK
@@ -15,7 +15,6 @@ from saecli.geometry.partition import cells_of
 from saecli.geometry.survey import Survey
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 400), st.integers(1, 20), st.integers(1, 90))
 def test_streamed_counts_equal_a_set_over_all_rows(seed: int, rows: int, F: int, batch: int) -> None:
     supports = np.random.default_rng(seed).random((rows, F)) < 0.15

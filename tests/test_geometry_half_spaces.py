@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from encoders import Case, cases, encoder, sae_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.activations import JumpRelu, TopK
@@ -25,7 +25,6 @@ def around(row: torch.Tensor, seed: int, count: int = 60) -> torch.Tensor:
     return row + torch.from_numpy(rng.normal(size=(count, len(row))) * 10 ** rng.uniform(-3, 1, (count, 1)))
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases(kinds=ANY, shapes=("plain", "shifted", "clustered", "uneven")), st.integers(0, 2**32))
 def test_a_cell_holds_the_points_that_keep_the_same_latents_and_no_others(case: Case, seed: int) -> None:
     for row in case.rows[:3]:
@@ -38,7 +37,6 @@ def test_a_cell_holds_the_points_that_keep_the_same_latents_and_no_others(case: 
         assert torch.equal((points @ H.T > c).all(1), same)
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases(kinds=("abs-topk",), shapes=("plain", "shifted", "uneven")), st.integers(0, 2**32))
 def test_a_cell_of_abs_topk_tells_signs_apart(case: Case, seed: int) -> None:
     if case.sae.activation.k == case.sae.d_sae:
@@ -49,7 +47,6 @@ def test_a_cell_of_abs_topk_tells_signs_apart(case: Case, seed: int) -> None:
         assert torch.equal(cells_of(case.sae).cell(row).contains(points), same)
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases(shapes=("plain", "shifted", "uneven")), st.integers(0, 2**32))
 def test_no_inequality_is_tighter_than_the_one_said_to_be_the_tightest(case: Case, seed: int) -> None:
     cell, points = cells_of(case.sae).cell(case.rows[0]), around(case.rows[0], seed)
@@ -61,7 +58,6 @@ def test_no_inequality_is_tighter_than_the_one_said_to_be_the_tightest(case: Cas
         torch.testing.assert_close((points * h).sum(1) - c, slack, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases(shapes=("plain", "shifted", "clustered", "uneven")))
 def test_margins_are_the_distances_to_the_nearest_of_the_inequalities(case: Case) -> None:
     cells = cells_of(case.sae)
@@ -71,7 +67,6 @@ def test_margins_are_the_distances_to_the_nearest_of_the_inequalities(case: Case
         assert float(margin) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases(shapes=("plain", "shifted", "twins", "zeros", "uneven")), st.integers(0, 2**32))
 def test_the_segment_between_two_points_of_a_cell_stays_in_it(case: Case, seed: int) -> None:
     cell, points = cells_of(case.sae).cell(case.rows[0]), around(case.rows[0], seed)
@@ -103,7 +98,6 @@ def test_a_cell_without_inequalities_is_the_whole_space() -> None:
     assert cell.inequalities()[0].shape == (0, 3)
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases(kinds=("relu", "topk", "abs-topk", "jumprelu"), shapes=("plain", "clustered", "twins", "zeros")))
 def test_ranks_are_those_of_the_jacobian(case: Case) -> None:
     supports = case.sae.encode(case.rows) != 0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from encoders import Case, cases
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.errors import ConfigError
@@ -31,7 +31,6 @@ def hexagon(weights: tuple[float, ...] = (0,) * 6) -> PowerDiagram:
     return PowerDiagram(torch.stack([angles.cos(), angles.sin()], 1), torch.tensor(weights).double())
 
 
-@settings(max_examples=50, deadline=None)
 @given(cases(kinds=("topk",), shapes=("plain", "shifted", "uneven")))
 def test_rows_at_height_0_are_nearest_to_the_lifted_sites_of_their_power_cells(case: Case) -> None:
     diagram, k = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc), case.sae.activation.k
@@ -44,7 +43,6 @@ def test_rows_at_height_0_are_nearest_to_the_lifted_sites_of_their_power_cells(c
     np.testing.assert_array_equal(np.sort(np.argsort(distances, axis=1)[:, :k], axis=1), kept)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 5))
 def test_section_of_a_lift_is_the_diagram_but_for_a_constant(seed: int, n: int, D: int) -> None:
     diagram = random_diagram(seed, n, D)
@@ -53,7 +51,6 @@ def test_section_of_a_lift_is_the_diagram_but_for_a_constant(seed: int, n: int, 
     torch.testing.assert_close(back.weights - diagram.weights, (-diagram.weights.max()).expand(n), atol=1e-12, rtol=0)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 12), st.integers(1, 5), st.data())
 def test_points_of_any_plane_lie_in_the_same_cells_of_every_order_of_section_and_diagram(
         seed: int, n: int, D: int, data: st.DataObject) -> None:
@@ -66,7 +63,6 @@ def test_points_of_any_plane_lie_in_the_same_cells_of_every_order_of_section_and
     assert torch.equal(section(diagram, origin, basis).nearest(u, k), diagram.nearest(origin + u @ basis, k))
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 7), st.integers(1, 4), st.data())
 def test_sites_are_recovered_from_the_cells_of_their_kth_order_diagram(
         seed: int, d: int, D: int, data: st.DataObject) -> None:
@@ -94,7 +90,6 @@ def test_a_shuffled_diagram_of_four_sites_is_recognised_and_its_cells_are_those_
     assert torch.equal(named.sort(1).values, found.diagram.nearest(x, 2).sort(1).values)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([(4, 2), (5, 2), (5, 3), (6, 3)]))
 def test_a_random_diagram_with_as_many_cells_is_refused(seed: int, shape: tuple[int, int]) -> None:
     d, k = shape

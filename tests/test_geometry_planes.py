@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from encoders import Case, cases, encoder, sae_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.decomposition import PCA
 
@@ -53,7 +53,6 @@ def test_pixels_of_a_pictured_partition_equal_pixelwise_activation(activation: A
     assert drawn.kept[drawn.labels.ravel()].tolist() == supports.sum(1).tolist()
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases(shapes=("plain", "shifted", "clustered", "uneven", "twins", "zeros"), largest_d_sae=14),
        st.integers(0, 2**32))
 def test_pixels_lie_in_the_polygon_of_the_latents_that_they_keep_and_in_no_other(case: Case, seed: int) -> None:
@@ -124,7 +123,6 @@ def test_rows_are_counted_in_the_cells_that_they_fall_in() -> None:
         assert sorted(counts[counts > 0]) == sorted((sae.encode(points) != 0).unique(dim=0, return_counts=True)[1])
 
 
-@settings(max_examples=30, deadline=None)
 @given(cases(shapes=("plain", "uneven")), st.integers(0, 2**32))
 def test_a_section_does_on_the_plane_what_the_sae_does_on_its_points(case: Case, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -136,7 +134,6 @@ def test_a_section_does_on_the_plane_what_the_sae_does_on_its_points(case: Case,
     torch.testing.assert_close(section(u), plane.coordinates(case.sae(points)), rtol=1e-7, atol=1e-7)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 9))
 def test_a_plane_through_three_rows_holds_them_with_their_distances(seed: int, D: int) -> None:
     rows = torch.from_numpy(np.random.default_rng(seed).normal(size=(3, D)))

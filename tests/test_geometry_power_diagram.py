@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from encoders import Case, cases, encoder, sae_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.activations import AbsTopK, JumpRelu, Relu, TopK
@@ -21,7 +21,6 @@ def powers(diagram: PowerDiagram, rows: torch.Tensor) -> np.ndarray:
     return np.square(x[:, None] - mu).sum(-1) - alpha
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases(kinds=("topk", "abs-topk")))
 def test_every_row_without_a_tie_lies_in_the_cell_of_its_nearest_sites(case: Case) -> None:
     found = agreement(case.sae, case.rows.split(3))
@@ -29,7 +28,6 @@ def test_every_row_without_a_tie_lies_in_the_cell_of_its_nearest_sites(case: Cas
     assert found.share in (1.0, None)
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases(kinds=("topk", "abs-topk")))
 def test_every_row_without_a_tie_is_nearer_to_its_own_cells_site_than_to_any_other_visited(case: Case) -> None:
     found, cells = cell_agreement(case.sae, case.rows)
@@ -49,7 +47,6 @@ def test_all_visited_cells_are_compared_and_equal_cells_are_ties() -> None:
     assert (found.ties, cells) == (0, 1)
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases(kinds=("topk",), shapes=("plain", "shifted", "uneven")))
 def test_nearest_sites_are_the_smallest_powers_and_the_largest_pre_activations(case: Case) -> None:
     diagram, k = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc), case.sae.activation.k
@@ -59,7 +56,6 @@ def test_nearest_sites_are_the_smallest_powers_and_the_largest_pre_activations(c
     np.testing.assert_array_equal(nearest, np.sort(kept, axis=1))
 
 
-@settings(max_examples=30, deadline=None)
 @given(cases(kinds=("topk",), largest_d_sae=8, shapes=("plain", "shifted")))
 def test_supports_are_cells_of_the_ordinary_diagram_of_kth_order_sites(case: Case) -> None:
     k = case.sae.activation.k
@@ -70,7 +66,6 @@ def test_supports_are_cells_of_the_ordinary_diagram_of_kth_order_sites(case: Cas
     assert torch.equal(chosen, kept)
 
 
-@settings(max_examples=30, deadline=None)
 @given(cases(kinds=("topk",)))
 def test_kth_order_power_is_the_mean_power_of_the_support(case: Case) -> None:
     diagram = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc)
@@ -81,7 +76,6 @@ def test_kth_order_power_is_the_mean_power_of_the_support(case: Case) -> None:
                                rtol=1e-9, atol=1e-9 * float(diagram.weights.abs().max()))
 
 
-@settings(max_examples=30, deadline=None)
 @given(cases(kinds=("topk",)), st.floats(-5, 5))
 def test_encoder_to_diagram_and_back_is_the_identity_and_a_constant_only_shifts_the_bias(case: Case, c: float) -> None:
     diagram = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc)
@@ -93,7 +87,6 @@ def test_encoder_to_diagram_and_back_is_the_identity_and_a_constant_only_shifts_
     torch.testing.assert_close(shifted.to_encoder()[1], case.sae.b_enc + c / 2, rtol=0, atol=1e-14 * scale)
 
 
-@settings(max_examples=30, deadline=None)
 @given(cases(kinds=("topk",), shapes=("plain", "uneven")), st.floats(-100, 100))
 def test_a_constant_added_to_all_weights_moves_no_cell(case: Case, constant: float) -> None:
     diagram, k = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc), case.sae.activation.k

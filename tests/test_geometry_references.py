@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from encoders import encoder, sae_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 from sklearn.cluster import KMeans, MiniBatchKMeans
@@ -59,7 +59,6 @@ def pca_residual(fitted: np.ndarray, measured: np.ndarray, centre: np.ndarray, r
     return ((pca.inverse_transform(pca.transform(measured)) - measured) ** 2).sum() if len(measured) else 0.0
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 12))
 def test_local_pca_equals_sklearn_pca_of_each_cell(seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
@@ -74,7 +73,6 @@ def test_local_pca_equals_sklearn_pca_of_each_cell(seed: int, count: int) -> Non
     assert fitted.means_residual(rows, cells) == pytest.approx(fitted.spectrum(rows, cells).residual(none), rel=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 60), st.sampled_from([0, 1000]))
 def test_local_pca_of_a_stream_equals_that_of_the_rows_in_memory(seed: int, count: int, batch: int, far: int) -> None:
     rng = np.random.default_rng(seed)
@@ -118,7 +116,6 @@ def test_references_of_a_stream_are_about_those_of_all_rows_in_memory(monkeypatc
     assert (few.kmeans_cells, few.local_pca_cells) == (30, 7)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.floats(0, 3))
 def test_no_choice_of_ranks_beats_the_theorems_ranks_for_lambda(seed: int, penalty: float) -> None:
     rng = np.random.default_rng(seed)
@@ -139,7 +136,6 @@ def test_no_choice_of_ranks_beats_the_theorems_ranks_for_lambda(seed: int, penal
     assert cost(tuple(spectrum.ranks(penalty))) == pytest.approx(best, rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.floats(0, 3))
 def test_lambda_for_a_mean_rank_affords_it_and_the_next_smaller_one_does_not(seed: int, rank: float) -> None:
     rng = np.random.default_rng(seed)
@@ -170,7 +166,6 @@ def test_no_affine_map_found_by_descent_from_anywhere_beats_local_pca(rank: int)
     assert min(found) == pytest.approx(best, rel=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 7, 30]))
 def test_principal_components_are_those_of_sklearn(seed: int, rows: int) -> None:
     x = np.random.default_rng(seed).normal(size=(rows, D))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from encoders import Case, cases, encoder, sae_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.activations import Activation, JumpRelu, Relu, ReluTopK, TopK
@@ -27,13 +27,11 @@ def check(case: Case) -> None:
     assert torch.equal(supports[clear], cells.supports(pre)[clear])
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_what_is_seen_equals_float64(case: Case) -> None:
     check(case)
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases(kinds=("relu", "jumprelu", "topk"), shapes=("plain", "shifted", "clustered", "uneven")),
        st.floats(-12, -5))
 def test_rows_nearer_to_a_boundary_than_float32_can_tell_are_seen_as_float64_does(case: Case, size: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import loaded, save_model, save_tokenizer
 from transformers import AutoTokenizer, LlamaModel
@@ -77,7 +77,6 @@ def test_windows_cover_each_document_once_and_begin_as_the_tokenizer_begins(toke
         assert joined == tokenizers[bos](text, add_special_tokens=False)["input_ids"]
 
 
-@settings(deadline=None, max_examples=60)
 @given(texts=TEXTS, context=st.integers(2, 12), bos=st.booleans())
 def test_packed_windows_are_full_and_are_the_documents_joined_by_bos_or_eos(tokenizers, texts, context, bos):
     windows = list(Windows(tokenizers[bos], context, packed=True).cut(documents(texts)))
@@ -96,7 +95,6 @@ def test_packed_windows_are_full_and_are_the_documents_joined_by_bos_or_eos(toke
                 for token in window.token_ids[window.kept & (window.documents == number)]] == token_ids
 
 
-@settings(deadline=None, max_examples=60)
 @given(texts=TEXTS, context=st.integers(2, 12), packed=st.booleans(), bos=st.booleans(), least=st.integers(1, 4))
 def test_cutting_from_after_a_window_gives_the_windows_that_followed(tokenizers, texts, context, packed, bos, least):
     def cutter() -> Windows:

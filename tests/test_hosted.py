@@ -178,7 +178,7 @@ def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(
     first.commit(first.files | {"layer_12/width_16k/average_l0_82/params.npz": first.files[
         "layer_11/width_16k/average_l0_80/params.npz"]})
     new, before = sae("eval", address, f"{address}@{old}", "--json").json["runs"]
-    assert before | {"run": address} == found != new
+    assert before | {"run": address, "unbeaten": None} == found != new
 
 
 def test_many_saes_none_and_no_such_folder_are_told_by_name(sae: CommandLine, hub: ModelHub, tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def test_while_libraries_are_loaded_nothing_has_begun(tmp_path: Path, met: int):
     assert done.stderr == "stopped before it began; nothing was changed\n"
 
 
-@pytest.mark.parametrize("interrupt", [pytest.param(KILL, marks=pytest.mark.slow), "\n            ".join([
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupt", [KILL, "\n            ".join([
     "try:", f"    {KILL}", "except KeyboardInterrupt:",
     "    raise ImportError('cannot load module more than once per process') from None"])], ids=["plain", "turned"])
 def test_what_a_library_that_is_loaded_late_makes_of_it_is_an_interrupt_all_the_same(tmp_path: Path, interrupt: str):

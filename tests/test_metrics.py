@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -44,7 +44,6 @@ def in_batches(accumulator: Reconstruction | Firing, cuts: list[int], *tensors: 
     return accumulator.result()
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 1000), rows=st.integers(2, 60), cuts=st.lists(st.integers(0, 60), max_size=6))
 def test_reconstruction_in_any_batches_matches_numpy_over_all_rows(seed: int, rows: int, cuts: list[int]) -> None:
     tensors = rows_and_codes(seed, rows)
@@ -117,7 +116,6 @@ def test_constant_rows_have_no_finite_fvu() -> None:
     assert not np.isfinite(in_batches(Reconstruction(2, 1), [], x, x + 1, torch.ones(5, 1))["fvu"])
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 1000), rows=st.integers(1, 60), cuts=st.lists(st.integers(0, 60), max_size=6))
 def test_firing_in_any_batches_matches_numpy_over_all_rows(seed: int, rows: int, cuts: list[int]) -> None:
     _, _, codes = rows_and_codes(seed, rows)

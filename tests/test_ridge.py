@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ridge_problems import moments_of, objective, press, problem, stacked_least_squares, systems_of, terms_of
 
@@ -33,7 +33,6 @@ def test_decoder_equals_the_stacked_pseudo_inverse(held, weights, rows, directed
     np.testing.assert_allclose(decoder.b, b, rtol=1e-7, atol=1e-7)
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), rows=st.integers(3, 40), alpha=st.floats(0.01, 100), mu=st.floats(0, 3))
 def test_c_and_the_decoder_are_a_joint_minimum(seed, rows, alpha, mu):
     z, x, direction, W_t, b_t = problem(rows, 9, 3, seed)
@@ -301,7 +300,6 @@ def test_no_direction_leads_downhill_from_the_decoder(held, weights, rows, decay
     assert sum(of_b).norm() <= 1e-6 * max(x.sum(0).norm(), *(part.norm() for part in of_b))
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), rows=st.integers(3, 30), weights=st.tuples(*[st.floats(0.01, 50)] * 4),
        c=st.floats(-2, 2), held=st.sampled_from(["moments", "held rows"]))
 def test_the_objective_does_not_rise(seed, rows, weights, c, held):

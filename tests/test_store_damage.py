@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from storing import collect, make_store, memory_folder
 
@@ -118,7 +118,6 @@ def test_a_store_json_that_does_not_fit_its_whole_shards_is_named_and_no_shard_i
 
 
 @pytest.mark.parametrize("frame", [True, False])
-@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_one_flipped_bit_anywhere_is_refused_by_name_and_found_by_verify(frame, data):
     with memory_folder() as folder:
@@ -159,7 +158,6 @@ def test_the_checksums_are_those_that_the_format_names(tmp_path):
         assert xxhash.xxh3_64_hexdigest(content[: shard.frame.start] + content[end:]) == shard.frame.xxh3
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_flipped_header_bytes_give_a_sentence_or_the_same_rows(data):
     with memory_folder() as folder:
@@ -230,7 +228,6 @@ ODD = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.integ
                 st.sampled_from(["float32", "float16", [], {}, [[]], ["document"], 10**400]))
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_a_fuzzed_store_json_gives_a_sentence_or_the_first_of_the_same_rows(data):
     with memory_folder() as folder:
@@ -256,7 +253,6 @@ def test_a_fuzzed_store_json_gives_a_sentence_or_the_first_of_the_same_rows(data
             np.testing.assert_array_equal(rows, ROWS[: len(rows)])
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_flipped_and_cut_bytes_of_store_json_give_a_sentence_or_the_same_rows(data):
     with memory_folder() as folder:

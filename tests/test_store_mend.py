@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import store_producer
 from homes import CommandLine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from storing import collect, make_meta, make_store, memory_folder
 
@@ -35,7 +35,6 @@ def files(store):
             for path in (store / "shards").iterdir()}
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.integers(0, 11), st.sampled_from(sorted(DAMAGE))), st.integers(0, 60),
        st.one_of(st.none(), st.integers(200, 900)))
 def test_mended_equals_never_damaged_and_other_shards_are_untouched(damage, stop, limit):
@@ -60,6 +59,7 @@ def test_mended_equals_never_damaged_and_other_shards_are_untouched(damage, stop
         assert metas[0] == metas[1]
 
 
+@pytest.mark.slow
 def test_killed_while_it_mends_and_run_again_equals_never_damaged(produce):
     kills = 0
     with memory_folder() as folder:

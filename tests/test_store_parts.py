@@ -4,7 +4,7 @@ from itertools import zip_longest
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from storing import make_store, memory_folder
 
@@ -17,7 +17,6 @@ def numbered(count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_parts_of_every_batch_are_the_batch(in_memory: bool, data):
     count, parts = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 5))
@@ -36,7 +35,6 @@ def test_parts_of_every_batch_are_the_batch(in_memory: bool, data):
             np.testing.assert_array_equal(np.concatenate(own), batch)
 
 
-@settings(max_examples=8, deadline=None)
 @given(count=st.integers(1, 300), parts=st.integers(1, 5), size=st.integers(1, 120))
 def test_parts_of_the_stored_order_follow_each_other_in_whole_batches(count: int, parts: int, size: int):
     with memory_folder() as folder:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import store_producer
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from power_cut import restore
 from storing import collect, make_meta, make_store, memory_folder
@@ -74,7 +74,7 @@ def test_uninterrupted_store_holds_the_blocks(uninterrupted):
             {"rows": len(norms), "mean": norms.mean(), "max": norms.max()})
 
 
-@pytest.mark.parametrize("least", [20, pytest.param(220, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("least", [20, pytest.param(220, marks=pytest.mark.long)])
 def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce, uninterrupted, least):
     rng = random.Random(least)
     kills = 0
@@ -91,7 +91,7 @@ def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce,
 
 
 @pytest.mark.parametrize(("damaged", "share", "save_seconds"), [
-    (False, 0.1, 60.0), (True, 1, 60.0), pytest.param(False, 1, 60.0, marks=pytest.mark.slow),
+    (False, 0.1, 60.0), (True, 1, 60.0), pytest.param(False, 1, 60.0, marks=pytest.mark.long),
     pytest.param(False, 0.2, 0.0, marks=pytest.mark.slow)])
 def test_a_power_cut_leaves_a_prefix_that_ends_up_as_if_there_had_been_none(produce, uninterrupted, damaged, share,
                                                                             save_seconds):
@@ -119,7 +119,7 @@ def test_a_power_cut_leaves_a_prefix_that_ends_up_as_if_there_had_been_none(prod
                 assert_same(where, uninterrupted)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_extract_killed_at_random_points_equals_one_never_stopped(produce, tmp_path):
     """The command itself, wherever a kill comes."""
     rng = random.Random(2)
@@ -154,7 +154,6 @@ def test_extract_killed_at_random_points_equals_one_never_stopped(produce, tmp_p
         assert_same(path, whole)
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.one_of(st.none(), st.integers(1, 1200)),
        st.sampled_from([None, 1.1]), st.sampled_from([KeyboardInterrupt, None]), st.sampled_from([0.0, 60.0]),
        st.booleans())

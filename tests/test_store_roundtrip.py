@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from storing import collect, make_meta, make_store, memory_folder
 
@@ -30,7 +30,6 @@ def awkward_rows(rng: np.random.Generator, rows: int, d_in: int) -> np.ndarray:
     return values.astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_store_equals_array_in_memory_whatever_the_chunk_shard_and_block_sizes(data):
     dtype = data.draw(st.sampled_from(list(DTYPES)))

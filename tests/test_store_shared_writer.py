@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from storing import memory_folder
 
@@ -129,7 +129,6 @@ def contents(path: Path) -> tuple[list, list, StoreMeta]:
     return [documents[i] for i in order], [values[i] for i in order], store.meta
 
 
-@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10_000), multiple=st.sampled_from([None, 50.0]),
        stops=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30)), max_size=3), last=st.integers(1, 4),
        begun=st.integers(0, 12))

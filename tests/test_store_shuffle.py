@@ -9,7 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from storing import collect, make_store, memory_folder
 
@@ -29,7 +29,6 @@ def reading_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("sae-read")]
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_epoch_is_a_permutation_of_the_split_whatever_the_sizes(data):
     dtype, count = data.draw(st.sampled_from(list(DTYPES))), data.draw(st.integers(1, 256))
@@ -139,7 +138,6 @@ def test_batches_larger_than_a_block_hold_every_row_once(tmp_path):
     np.testing.assert_array_equal(shuffled[np.lexsort((shuffled[:, 1], shuffled[:, 0]))], rows)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**32))
 def test_permutation_beyond_a_table_is_one(count, seed):
     permutation = Permutation(count, np.random.default_rng(seed), largest_table=0)

@@ -6,7 +6,7 @@ import json
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from storing import collect, make_store, memory_folder
 
@@ -34,7 +34,6 @@ def assert_spread(found, rows: np.ndarray) -> None:
     np.testing.assert_allclose(found.scatter, ((rows - rows.mean(axis=0)) ** 2).sum(axis=0), rtol=1e-9, atol=1e-13)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_statistics_equal_numpys_in_float64_whatever_the_shard_chunk_and_block_sizes(data):
     dtype = data.draw(st.sampled_from(list(DTYPES)))

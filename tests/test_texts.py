@@ -18,7 +18,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.errors import ModelError
@@ -119,7 +119,6 @@ def test_tables_give_blank_texts_too(tmp_path, suffix):
     assert documents(write_table(tmp_path / f"a [1]*{suffix}")) == TABLE_DOCUMENTS
 
 
-@settings(deadline=None, max_examples=20)
 @given(start=st.integers(0, 8))
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
 def test_starting_later_gives_the_tail_of_the_whole_pass(tmp_path_factory, suffix, start):

@@ -80,7 +80,7 @@ def test_every_auto_class_loads_it_offline_without_a_warning():
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_script_writes_the_same_weights_from_the_same_seed(tmp_path):
     written = []
     for seed in ("3", "3", "4"):

@@ -25,8 +25,10 @@ SHARED = VARIANTS | {
     "kl": ("--act", "relu", "--sparsity", "kl", "--lr", "0.002", "--normalize", "standardize"),
     "panels": ("--d-sae", "1236", *TOPK, "--inner-steps", "1"),  # of the matrix: several each, the last ones narrow
 }
-CASES = [("jumprelu-clipped", 2, 2), ("few-rows", 2, 2), ("paper", 2, 2), ("sgd", 2, 2), ("kl", 2, 2),
-         ("panels", 3, 3), ("batchtopk", 4, 2), ("dead-latents", 4, 2), ("l1", 4, 2), ("from-running-sums", 4, 2)]
+CASES = [("jumprelu-clipped", 2, 2), ("few-rows", 2, 2), ("panels", 3, 3), ("dead-latents", 4, 2),
+         *(pytest.param(*case, marks=pytest.mark.long) for case in (
+             ("paper", 2, 2), ("sgd", 2, 2), ("kl", 2, 2), ("batchtopk", 4, 2), ("l1", 4, 2),
+             ("from-running-sums", 4, 2)))]
 
 
 def trained(sae: CommandLine, processes: int, shards: int, *words: str):
@@ -57,9 +59,10 @@ def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant
     one = sae(*words, "--name", "one")
     assert one.status == 0, one.err
     done = trained(sae, processes, shards, *words, "--name", "shared")
-    assert_same_result(done.json, one.json)
+    but = "condition" if variant == "few-rows" else ""  # which one process solves for in the rows' dimensions
+    assert_same_result(done.json, one.json, but=but)
     assert variant != "dead-latents" or one.json["final"]["revived"] > 0
-    assert_same_run(sae.home, "shared", "one")
+    assert_same_run(sae.home, "shared", "one", but=but)
 
 
 @pytest.mark.slow

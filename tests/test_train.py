@@ -92,7 +92,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(sae: CommandL
 
 @pytest.mark.parametrize("solver", [pytest.param("sgd", marks=pytest.mark.slow), "pam-sgd"])
 def test_a_killed_run_resumed_equals_one_never_stopped(sae: CommandLine, solver: str):
-    make_store(sae.home, "rows", some_rows(8_000))
+    make_store(sae.home, "rows", some_rows(3_000))
     settings = ("train", "--solver", solver, "--act", "jumprelu", "--d-sae", "64", "--epochs", "10",
                 "--batch-size", "64")
     assert sae(*settings, "--name", "whole").status == 0
