@@ -161,8 +161,8 @@ def test_several_runs_make_one_table_and_one_picture_and_are_measured_as_each_al
     assert "--slice is for the picture of one SAE, got 2 runs" in refused.err
 
 
-@pytest.mark.parametrize("words", [["--rows", "1"], pytest.param(["--fit-rows", "1"], marks=pytest.mark.slow),
-                                   pytest.param(["--split", "train", "--rows", "2"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--rows", "1"], ["--fit-rows", "1"], ["--split", "train", "--rows", "2"]])
 def test_a_row_or_two_are_measured_and_drawn(sae: CommandLine, tmp_path: Path, words: list[str]) -> None:
     for activation in (TopK(3), Relu(), AbsTopK(F)):
         make_run(sae.home, activation.name, random_sae(activation))
@@ -210,7 +210,8 @@ def test_people_see_a_table(sae: CommandLine) -> None:
     assert "hyperplanes within" in out
 
 
-@pytest.mark.parametrize(("name", "words"), [("x.png", []), ("x.svg", ["--slice", "0,7,5"])])
+@pytest.mark.parametrize(("name", "words"), [
+    ("x.png", []), pytest.param("x.svg", ["--slice", "0,7,5"], marks=pytest.mark.slow)])
 def test_a_picture_is_drawn(sae: CommandLine, tmp_path: Path, name: str, words: list[str]) -> None:
     make_run(sae.home, "one", random_sae(TopK(3)))
     done = sae("geometry", "one", "--plot", tmp_path / name, *words)

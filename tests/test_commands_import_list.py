@@ -116,6 +116,7 @@ def test_rows_that_are_not_finite_are_dropped_and_said(sae, tmp_path):
     assert not (sae.home / "activations" / "b").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_import_goes_on_and_equals_one_that_was_never_killed(sae, tmp_path):
     rows = np.random.default_rng(0).standard_normal((200_000, 16), np.float32)
     np.savez(tmp_path / "a.npz", x=rows, y=np.arange(200_000))

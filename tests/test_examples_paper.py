@@ -35,8 +35,8 @@ def script(section: str, *words: str, home: Path) -> subprocess.CompletedProcess
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("section", [section if section == "convergence" else pytest.param(section, marks=pytest.mark.long)
-                                     for section in SECTIONS])
+@pytest.mark.parametrize("section", [
+    pytest.param(section, marks=() if section == "convergence" else pytest.mark.long) for section in SECTIONS])
 def test_quick_form_writes_figures_tables_and_claims_that_the_report_takes(section: str, tmp_path: Path):
     done = script(section, "--quick", "--out", "results", home=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -69,7 +69,7 @@ def test_another_ending_is_refused_in_one_sentence_and_nothing_written(name: str
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("suffix", MAGIC)
+@pytest.mark.parametrize("suffix", [".png", *(pytest.param(one, marks=pytest.mark.slow) for one in (".pdf", ".svg"))])
 def test_any_name_is_drawn_as_it_is_spelt(suffix: str, drawn: list[Figure], tmp_path: Path) -> None:
     names = ["_hidden", "$x^2$ $\\frac{$", "\\$y$", "f\udcff\u202e\0", "日本 😀"]
     loss_curves(tmp_path / f"x{suffix}", dict.fromkeys(names, LINES))
@@ -126,6 +126,7 @@ def test_frontier_draws_beaten_runs_hollow_and_joins_families(drawn: list[Figure
     assert labels == ["1 a (topk)", "2 b (topk)", "3 c (relu)", "4 d (relu)", "hollow: beaten by another run"]
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_no_display_code() -> None:
     code = "import sys, saecli.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -34,7 +34,8 @@ def plot(sae: CommandLine, drawn: list[Any], *words: str) -> list[Any]:
     return [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
 
 
-@pytest.mark.parametrize("activation", [TopK(3), pytest.param(AbsTopK(3), marks=pytest.mark.slow), Relu()],
+@pytest.mark.parametrize("activation", [
+    *(pytest.param(one, marks=pytest.mark.slow) for one in (TopK(3), AbsTopK(3))), Relu()],
                          ids=lambda activation: activation.name)
 def test_projected_rows_are_told_from_those_that_lie_in_the_cell(sae: CommandLine, drawn: list[Any], activation: Relu):
     rows, mine = held_out(sae.home, 8), random_sae(activation)
@@ -77,7 +78,7 @@ def test_where_the_plane_is_the_space_nothing_is_projected_and_each_cell_has_the
 
 
 @pytest.mark.parametrize(("activation", "bars"), [
-    (TopK(3), 1), pytest.param(AbsTopK(3), 1, marks=pytest.mark.slow), (Relu(), 2)],
+    (TopK(3), 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((AbsTopK(3), 1), (Relu(), 2)))],
                          ids=lambda value: getattr(value, "name", ""))
 def test_cells_are_coloured_only_where_a_bar_says_by_what(sae: CommandLine, drawn: list[Any], activation: Relu,
                                                           bars: int):

@@ -62,7 +62,9 @@ def system_and_terms(z: torch.Tensor, x: torch.Tensor, direction: torch.Tensor |
 
 
 @pytest.mark.parametrize("directed", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("data", DATA.values(), ids=DATA)
+@pytest.mark.parametrize("data", [
+    pytest.param(data, id=name, marks=pytest.mark.slow if name in ("sparse", "N >> F", "digits") else ())
+    for name, data in DATA.items()])
 def test_chosen_alpha_is_within_a_hundredth_of_the_best_of_the_full_path(data, directed):
     z, x, direction = data()
     system, terms = system_and_terms(z, x, direction if directed else None)

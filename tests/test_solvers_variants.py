@@ -141,6 +141,7 @@ def test_adam_is_torchs_to_the_bit_also_where_a_tensor_has_no_gradient():
             assert torch.equal(adam.state()[f"adam.{key}.{name}"], value)
 
 
+@pytest.mark.slow
 def test_a_training_does_not_load_torchs_compiler():
     script = ("import sys, numpy, saecli\n"
               "saecli.fit(numpy.random.default_rng(0).normal(size=(60, 8)), d_sae=12, epochs=1)\n"

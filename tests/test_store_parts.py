@@ -16,6 +16,7 @@ def numbered(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.float32)[:, None] + np.zeros(2, np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_memory", [True, False])
 @given(st.data())
 def test_parts_of_every_batch_are_the_batch(in_memory: bool, data):

@@ -90,7 +90,8 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(sae: CommandL
     assert not torch.equal(weights(sae.home, "a")["W_enc"], weights(sae.home, "c")["W_enc"])
 
 
-@pytest.mark.parametrize("solver", [pytest.param("sgd", marks=pytest.mark.slow), "pam-sgd"])
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 def test_a_killed_run_resumed_equals_one_never_stopped(sae: CommandLine, solver: str):
     make_store(sae.home, "rows", some_rows(3_000))
     settings = ("train", "--solver", solver, "--act", "jumprelu", "--d-sae", "64", "--epochs", "10",
@@ -206,6 +207,7 @@ def test_an_exact_shuffle_is_kept_with_the_run_and_refused_where_memory_is_short
         TrainingConfig(shuffle="exact").check_shuffle(3 << 30, 2 << 30)
 
 
+@pytest.mark.slow
 def test_epochs_that_are_kept_measure_as_they_did_in_training(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     for name, words in (("one", ("--keep-every", "2")), ("plain", ())):

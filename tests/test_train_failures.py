@@ -184,6 +184,7 @@ def test_a_file_that_may_grow_no_further_costs_at_most_the_current_epoch(sae: Co
     assert not list((sae.home / "runs").iterdir())
 
 
+@pytest.mark.slow
 def test_an_early_interrupt_ends_with_130_and_no_traceback(sae: CommandLine):
     make_store(sae.home, "rows", np.tile(some_rows(1000), (20, 1)))
     process = subprocess.Popen(
@@ -235,7 +236,7 @@ def test_a_dimension_all_but_zero_is_only_centred(sae: CommandLine):
     assert found["test_fvu"] == pytest.approx(expected["test_fvu"], rel=1e-3)
 
 
-@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.long), pytest.param(13, marks=pytest.mark.slow), 31])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.long), 23])
 def test_a_run_killed_at_any_moment_begins_again_under_its_name_or_is_resumed(produce: Producer, step: int):
     """Killed before every opening, renaming, removing and flushing of a file: the same command begins a run that has no
     checkpoint anew, and `--resume` goes on with one that is known; both end as one that was never killed."""
@@ -267,7 +268,7 @@ def test_a_run_killed_at_any_moment_begins_again_under_its_name_or_is_resumed(pr
             found = load_file(folder / "sae.safetensors")
             assert all(torch.equal(found[name], whole[name]) for name in whole)
             assert {path.name for path in folder.glob("[!.]*")} == names
-        assert kills > 5 and ways >= {(False, True), (True, False)}
+        assert kills > 3 and ways >= {(False, True), (True, False)}
 
 
 def test_a_finished_run_without_its_checkpoint_is_not_taken_for_one_that_was_killed(sae: CommandLine):
