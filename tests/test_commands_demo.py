@@ -16,7 +16,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("brief")
 def test_demo_ends_with_error_sparsity_effect_and_cost_of_both_runs(sae: CommandLine):
     done = sae("demo")

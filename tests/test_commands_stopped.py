@@ -67,7 +67,8 @@ def test_an_import_that_was_stopped_says_what_is_saved_and_goes_on_from_there(sa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shard_rows", "file", "size"), [
-    (30_000, "store.json", 1), (30_000, "shards/.00000.h5.partial", 1_000_000), (500, "shards/00001.h5", 1)])
+    pytest.param(30_000, "store.json", 1, marks=pytest.mark.long), (30_000, "shards/.00000.h5.partial", 1_000_000),
+    pytest.param(500, "shards/00001.h5", 1, marks=pytest.mark.long)])
 def test_an_extraction_that_was_stopped_says_what_is_saved_and_goes_on_from_there(sae: CommandLine, shard_rows: int,
                                                                                 file: str, size: int):
     folder, words = sae.home / "activations" / "s", [*EXTRACT, str(shard_rows)]

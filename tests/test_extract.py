@@ -101,7 +101,7 @@ def test_the_same_request_is_a_cache_hit_and_another_makes_another_store(sae: Co
     assert "made from something else; give another --name" in refused.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_extraction_equals_one_never_stopped(sae: CommandLine, tmp_path: Path):
     words = ["extract", "--model", "tiny-gemma2", "--rows", "3000", "--shard-rows", "300", "--batch-size", "4"]
     assert sae(*words, "--name", "whole").status == 0
@@ -125,8 +125,8 @@ def test_a_killed_extraction_equals_one_never_stopped(sae: CommandLine, tmp_path
     assert [shard.sha256 for shard in metas[0].shards] == [shard.sha256 for shard in metas[1].shards]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("extra", [(), pytest.param(("--packed",), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("extra", [(), ("--packed",)])
 def test_a_killed_extraction_gone_on_with_in_other_batches_loses_and_doubles_no_token(sae: CommandLine, extra: tuple):
     words = ["extract", "--model", "tiny-gemma2", "--rows", "24000", "--shard-rows", "300", *extra, "--name"]
     assert sae(*words, "whole").status == 0

@@ -19,7 +19,7 @@ def started(sae: CommandLine, *words: str) -> subprocess.Popen:
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trainers_that_begin_at_once_get_a_run_each_and_end_alike(sae: CommandLine):
     assert sae("import", "digits").status == 0
     words = ["train", "--epochs", "3", "--d-sae", "16", "--json"]
@@ -34,7 +34,7 @@ def test_trainers_that_begin_at_once_get_a_run_each_and_end_alike(sae: CommandLi
     assert all(run["final"] == alone["final"] for run in found)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_extraction_is_refused_and_readers_see_whole_shards_that_stay(sae: CommandLine, tmp_path: Path):
     words = ["extract", "--model", "tiny-gemma2", "--rows", "40000", "--shard-rows", "500", "--name", "x"]
     path = sae.home / "activations" / "x"

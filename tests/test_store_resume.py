@@ -92,7 +92,7 @@ def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce,
 
 @pytest.mark.parametrize(("damaged", "share", "save_seconds"), [
     (False, 0.1, 60.0), (True, 1, 60.0), pytest.param(False, 1, 60.0, marks=pytest.mark.long),
-    pytest.param(False, 0.2, 0.0, marks=pytest.mark.slow)])
+    pytest.param(False, 0.2, 0.0, marks=pytest.mark.long)])
 def test_a_power_cut_leaves_a_prefix_that_ends_up_as_if_there_had_been_none(produce, uninterrupted, damaged, share,
                                                                             save_seconds):
     rng = random.Random(1)

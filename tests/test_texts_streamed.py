@@ -108,7 +108,7 @@ def environment(hub: FakeHub, home: Path) -> dict[str, str]:
                   "SAE_HOME": str(home)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_extraction_from_a_hub_is_pinned_and_goes_on_without_what_it_has_read(folder: Path, tmp_path: Path):
     words = ["extract", "--model", "tiny-gemma2", "--dataset", DATASET, "--rows", "90000", "--shard-rows", "2000"]
     with serving(folder) as hub:

@@ -62,7 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_process_killed_ends_the_others_and_other_numbers_of_them_complete_the_store(whole: Path, victim: int):
     name = f"killed-{victim}"
     folder = whole / "activations" / name
@@ -101,7 +101,7 @@ def test_control_c_keeps_whole_shards_and_one_process_completes_the_store(whole:
     assert_same_rows(whole, "stopped", "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_damaged_shard_of_several_processes_is_written_anew_by_one_or_by_several(whole: Path, monkeypatch, capsys):
     assert together(2, "--home", whole, *MANY, "--name", "damaged").status == 0
     shards = sorted((whole / "activations" / "damaged" / "shards").glob("*.h5"))
@@ -117,7 +117,7 @@ def test_a_damaged_shard_of_several_processes_is_written_anew_by_one_or_by_sever
     assert_same_rows(whole, "damaged", "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_error_names_its_process_once_and_other_commands_are_refused(sae: CommandLine, tmp_path: Path):
     refused = together(2, "--home", sae.home, "list")
     assert refused.status == 1

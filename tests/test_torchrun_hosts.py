@@ -51,7 +51,7 @@ def ended(*launchers: Launched) -> list:
     return [one.done() for one in launchers]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_hosts_extract_and_train_as_one_process_does(sae: CommandLine, hosts: tuple[str, str]):
     make_store(sae.home, "rows", some_rows())
     train = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "2")

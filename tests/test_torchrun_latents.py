@@ -25,10 +25,10 @@ SHARED = VARIANTS | {
     "kl": ("--act", "relu", "--sparsity", "kl", "--lr", "0.002", "--normalize", "standardize"),
     "panels": ("--d-sae", "1236", *TOPK, "--inner-steps", "1"),  # of the matrix: several each, the last ones narrow
 }
-CASES = [("jumprelu-clipped", 2, 2), ("few-rows", 2, 2), ("panels", 3, 3), ("dead-latents", 4, 2),
+CASES = [("jumprelu-clipped", 2, 2), ("few-rows", 2, 2),
          *(pytest.param(*case, marks=pytest.mark.long) for case in (
-             ("paper", 2, 2), ("sgd", 2, 2), ("kl", 2, 2), ("batchtopk", 4, 2), ("l1", 4, 2),
-             ("from-running-sums", 4, 2)))]
+             ("panels", 3, 3), ("dead-latents", 4, 2), ("paper", 2, 2), ("sgd", 2, 2), ("kl", 2, 2),
+             ("batchtopk", 4, 2), ("l1", 4, 2), ("from-running-sums", 4, 2)))]
 
 
 def trained(sae: CommandLine, processes: int, shards: int, *words: str):
@@ -65,7 +65,7 @@ def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant
     assert_same_run(sae.home, "shared", "one", but=but)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_training_goes_on_with_the_latents_shared_otherwise(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     words = ("train", *COMMON, *TOPK, "--epochs", "4", "--inner-steps", "4", "--batch-size", "250")

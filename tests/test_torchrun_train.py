@@ -81,7 +81,7 @@ def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [
-    pytest.param(name, marks=pytest.mark.long if name in ("lbfgs", "paper", "one-block") else ())
+    pytest.param(name, marks=() if name == "jumprelu-clipped" else pytest.mark.long)
     for name in VARIANTS if name not in GRID])
 def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant: str):
     make_store(sae.home, "rows", some_rows())
@@ -96,7 +96,7 @@ def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant
     assert_same_run(sae.home, "several", "one", rel)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_training_goes_on_at_another_number_of_processes(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     words = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "6", "--inner-steps", "4")

@@ -81,7 +81,7 @@ def test_one_that_diverges_leaves_the_others_to_their_ends(sae: CommandLine):
     assert sae("eval", "run-lr0.01").status == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupt_saves_all_and_each_goes_on_to_what_it_is_alone(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(8_000))
     settings = ("train", "--solver", "pam-sgd", "--act", "topk", "--k", "3", "--d-sae", "64", "--epochs", "12",
