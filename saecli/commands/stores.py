@@ -29,7 +29,7 @@ def open_store(session: Session, name: str | None) -> ActivationStore:
     if name is None:
         session.report.note(f"using the newest store, {store.name}")
     if not store.complete:
-        session.report.note(f"{store.name} is not finished; {store.rows:,} rows of it are there so far")
+        session.report.note(f"{store.name} is not finished; its whole shards hold {counted(store.rows, 'row')} so far")
     # Where the check could not be remembered, it would be made again by every command; reading looks at checksums too.
     if remembers(store.path) and (problems := _check_changed(session, store)):
         raise StoreError(first_of(problems))

@@ -202,7 +202,7 @@ class ActivationStore:
     def _empty(self, split: Split) -> StoreError:
         unit = "documents" if "document" in self.meta.columns else "rows"
         if not self.rows:
-            return StoreError(f"{self.path} holds no rows yet; run the command that makes it once more")
+            return StoreError(f"{self.path} holds no whole shard yet; run the command that makes it once more")
         remedy = ("make a store of more documents, which blank lines part in a .txt file" if unit == "documents"
                   else "import more rows")
         return StoreError(f"the {split.which} split of {self.path} is empty: of its {self.rows} rows, chosen by a "
