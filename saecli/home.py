@@ -14,8 +14,6 @@ from .files import is_utf8, regular
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
 UNREADABLE = "restore it, or remove the folder to go on without it"  # what to do about a marker that cannot be read
-
-
 RUN_VERSION = 1  # of run.json
 LISTED = 3  # entries that a message names
 NAME_BYTES = 200  # of UTF-8: file systems take 255, and there are longer names beside a folder while it is written
@@ -188,7 +186,6 @@ class Shelf:
             name = (complete or list(markers))[0]
         self.read_marker(name)  # raises, where none can be read
         return self.path / name
-
 
     def instead_of(self, name: str) -> str:
         """What there is where no entry has that name: those spelt nearly so, else the newest, and how many more."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from .errors import MachineError
 
 CGROUP = Path("/sys/fs/cgroup")
+LEAST_ADDRESS_SPACE = 2 << 30  # bytes; with less, libraries abort the process as they are loaded, or wait for threads
 # What an allocation that failed is called by torch on a CPU and on devices, by CUDA's libraries, by the loader of
 # libraries, and by Python where a thread finds no room for its stack.
-LEAST_ADDRESS_SPACE = 2 << 30  # bytes; with less, libraries abort the process as they are loaded, or wait for threads
 REFUSALS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory", "_ALLOC_FAILED",
             "bad_alloc", "failed to map segment", "can't start new thread")
 
@@ -33,7 +33,7 @@ def demand_address_space() -> None:
         MachineError: `ulimit -v` leaves less than `LEAST_ADDRESS_SPACE`.
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit not in (resource.RLIM_INFINITY, max(limit, LEAST_ADDRESS_SPACE)):
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
         raise MachineError(f"too little address space to load the libraries: expected {LEAST_ADDRESS_SPACE >> 20:,} "
                            f"MiB or more, got {limit >> 20:,} MiB; raise the limit with `ulimit -v`")
 

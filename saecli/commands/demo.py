@@ -83,7 +83,7 @@ def chain(store: str, sgd: str, pam: str, pictures: Path, measures: Path) -> lis
         ("Measure both on held-out rows: the variance they leave unexplained (fvu), and\n"
          "   how well the model predicts from their reconstructions (ce recovered, kl).",
          ["eval", sgd, pam, *effect, "--plot", frontier, "--csv", str(measures)]),
-        ("Count how often latents fire: dead ones never, dense ones on over a tenth.",
+        ("Count how often latents fire: silent ones never, dense ones on over a tenth.",
          ["sparsity", sgd, pam, "--plot", sparsity]),
         ("Look at the spline that an SAE is, affine on each cell of rows with the same\n"
          "   latents, beside k-means and local PCA.",

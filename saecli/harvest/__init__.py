@@ -7,5 +7,4 @@ from .together import SharedTarget, fill_together, mend_together
 from .windows import POSITIONS, Spot, Windows
 
 __all__ = ["COLUMNS", "POSITIONS", "Block", "Cursor", "Forward", "SharedTarget", "Spot", "Target", "Windows",
-           "batch_tokens", "fill", "fill_together", "in_blocks", "look_ahead",
-           "mend_together"]
+           "batch_tokens", "fill", "fill_together", "in_blocks", "look_ahead", "mend_together"]
