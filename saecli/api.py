@@ -167,5 +167,4 @@ def _flags_as_arguments() -> Iterator[None]:
     try:
         yield
     except SaeError as error:
-        error.args = (re.sub(r"--([a-z][\w-]*)", lambda flag: flag[1].replace("-", "_"), str(error)),)
-        raise
+        raise type(error)(re.sub(r"--([a-z][\w-]*)", lambda flag: flag[1].replace("-", "_"), str(error))) from error

@@ -14,8 +14,9 @@
 Each message is one sentence: what failed; expected X, got Y; what to do.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from string import Formatter
 
 
 class SaeError(Exception):
@@ -23,7 +24,39 @@ class SaeError(Exception):
 
 
 class ConfigError(SaeError, ValueError):
-    """An option or argument that cannot work."""
+    """An option or argument that cannot work.
+
+        ConfigError("k", "must be at most {d_sae}, {most}, got {got}", "lower {k} or raise {d_sae}", most=64, got=65)
+
+    Args:
+        option: the name, in Python's spelling, of the option that it is about; None for none in particular.
+        problem: what is wrong with it. A name in braces stands for a value, else for an option, which the command line
+            spells `--d-sae` and Python `d_sae`.
+        remedy: what to do about it, spelled alike.
+        **values: what the names in braces that are no options stand for.
+    """
+
+    def __init__(self, option: str | None, problem: str | None = None, remedy: str = "", **values: object) -> None:
+        if problem is None:  # a whole sentence, for callers not yet rewritten
+            option, problem, values = None, "{sentence}", {"sentence": option}
+        self.option, self.problem, self.remedy, self.values = option, problem, remedy, values
+        super().__init__(option, problem, remedy)
+
+    @property
+    def options(self) -> list[str]:
+        """The options that it names, the one that it is about first."""
+        named = [name for _, name, _, _ in Formatter().parse(f"{self.problem}{self.remedy}") if name]
+        own = [] if self.option is None else [self.option]
+        return [name for name in dict.fromkeys(own + named) if name not in self.values]
+
+    def sentence(self, spell: Callable[[str], str]) -> str:
+        """The whole message, an option's name written as `spell` gives it."""
+        names = {name: spell(name) for name in self.options} | self.values
+        text = self.problem if self.option is None else f"{spell(self.option)} {self.problem}"
+        return (f"{text}; {self.remedy}" if self.remedy else text).format_map(names)
+
+    def __str__(self) -> str:
+        return self.sentence(str)
 
 
 class StoreError(SaeError, OSError):
