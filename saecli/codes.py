@@ -1,0 +1,363 @@
+"""Codes: what an activation returns, and every product that is taken with them.
+
+Dense codes are a matrix. Sparse codes are offsets, indices and values, as `torch.nn.functional.embedding_bag` takes
+them; topk and batchtopk know theirs without a search. With few of F codes non-zero, a training step costs 2 D F
+operations per row, the pre-activations, in place of 10 D F. Non-zeros are searched for on a CPU only, at most once a
+batch, and taken where they are few: on a GPU the host would have to wait for their number.
+
+Shapes: B rows, n entries, D = d_in, F = d_sae, C columns of a right side.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding_bag
+
+DENSITY = 0.1  # fraction of non-zeros above which dense products take less time
+PAIRS = 1 << 19  # of entries, multiplied at a time
+PAIRS_FRACTION = 0.2  # of the Gram matrix' entries, up to which products are added pair by pair
+PANEL, SPARSE_PANEL = 256, 1024  # columns of a Gram matrix at a time; wider panels pay where codes are sparse
+
+
+class Codes(ABC):
+    """Codes z of a batch, (B, F).
+
+    Args:
+        values: all codes, (B, F), or of sparse ones the entries, (n,); differentiable in the pre-activations.
+    """
+
+    values: Tensor
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """B and F."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The matrix, (B, F)."""
+
+    @abstractmethod
+    def times(self, right: Tensor) -> Tensor:
+        """`z right`, (B, C), for (F, C); differentiable in both."""
+
+    @abstractmethod
+    def transposed_times(self, right: Tensor) -> Tensor:
+        """`z' right`, (F, C), for (B, C)."""
+
+    @abstractmethod
+    def sums(self) -> Tensor:
+        """The sum of each latent's codes, (F,), differentiable."""
+
+    @abstractmethod
+    def add_gram(self, gram: Tensor) -> None:
+        """Add `z' z` to the lower triangle of `gram`, (F, F), which may be the left part of a wider array.
+
+        Products are taken in the codes' precision and added in that of `gram`. What stands above the diagonal may be
+        written to within a panel.
+        """
+
+    @abstractmethod
+    def by_latent(self, vector: Tensor) -> Tensor:
+        """What a vector, (F,), holds for the latent of each value; broadcasts against `values`."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients flow through the codes."""
+        return self.values.requires_grad
+
+    def with_values(self, values: Tensor) -> "Codes":
+        """The same entries with other values; a value of an entry that is not held stays zero."""
+        return replace(self, values=values)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Codes":
+        """The codes under an elementwise function that takes 0 to 0."""
+        return self.with_values(function(self.values))
+
+    def detach(self) -> "Codes":
+        """The same without gradients."""
+        return self.map(Tensor.detach)
+
+    def count(self) -> Tensor:
+        """The number of non-zero codes, a scalar."""
+        return self.values.count_nonzero()
+
+    def counts(self) -> Tensor:
+        """On how many rows each latent fires, (F,)."""
+        return self.map(lambda values: (values != 0).to(values.dtype)).sums()
+
+    def fired(self) -> Tensor:
+        """Which latents fire on any row, a mask, (F,)."""
+        return self.counts() > 0
+
+    def squares(self) -> Tensor:
+        """The sum of each latent's squared codes, (F,)."""
+        return self.map(Tensor.square).sums()
+
+    def bytes(self) -> int:
+        """What holding the codes takes."""
+        return self.values.numel() * self.values.element_size()
+
+
+@dataclass(frozen=True, eq=False)
+class DenseCodes(Codes):
+    """Codes as a matrix, (B, F)."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and F."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def dense(self) -> Tensor:
+        """The matrix."""
+        return self.values
+
+    def times(self, right: Tensor) -> Tensor:
+        """`z right`, (B, C)."""
+        few = self._few
+        return self.values @ right if few is None else few.times(right)
+
+    def transposed_times(self, right: Tensor) -> Tensor:
+        """`z' right`, (F, C)."""
+        few = self._few
+        return self.values.T @ right if few is None else few.transposed_times(right)
+
+    def sums(self) -> Tensor:
+        """The sum of each column, (F,)."""
+        return self.values.sum(0)
+
+    def add_gram(self, gram: Tensor) -> None:
+        """Add `z' z`, panel by panel."""
+        if self._few is not None:
+            self._few.add_gram(gram)
+            return
+        z = self.values
+        for begin in range(0, len(gram), PANEL):
+            end = begin + PANEL
+            gram[begin:end, :end] += z[:, begin:end].T @ z[:, :end]
+
+    def by_latent(self, vector: Tensor) -> Tensor:
+        """The vector itself."""
+        return vector
+
+    @cached_property
+    def _few(self) -> "SparseCodes | None":
+        """The non-zeros, searched for once; None where gradients flow through zeros, or dense products are faster."""
+        return None if self.requires_grad else _non_zeros(self.values, self.values != 0)
+
+
+@dataclass(frozen=True, eq=False)
+class SparseCodes(Codes):
+    """Some entries of a matrix, row after row; all others are zero.
+
+    Args:
+        offsets: where each row begins among the entries, (B,).
+        indices: the latent of each entry, (n,), in any order within a row, and different ones.
+        values: the entries, (n,); any of them may be zero too.
+        width: F.
+    """
+
+    offsets: Tensor
+    indices: Tensor
+    values: Tensor
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and F."""
+        return len(self.offsets), self.width
+
+    def dense(self) -> Tensor:
+        """The matrix, with zeros where there is no entry."""
+        flat = self.values.new_zeros(self.shape[0] * self.width)
+        return flat.scatter(0, self.rows * self.width + self.indices, self.values).view(self.shape)
+
+    def times(self, right: Tensor) -> Tensor:
+        """`z right`, (B, C)."""
+        return embedding_bag(self.indices, right, self.offsets, mode="sum", per_sample_weights=self.values)
+
+    def transposed_times(self, right: Tensor) -> Tensor:
+        """`z' right`, (F, C)."""
+        rows, values, offsets = self._by_latent
+        return embedding_bag(rows, right, offsets, mode="sum", per_sample_weights=values)
+
+    def sums(self) -> Tensor:
+        """The sum of each column, (F,)."""
+        return self.values.new_zeros(self.width).index_add(0, self.indices, self.values)
+
+    def by_latent(self, vector: Tensor) -> Tensor:
+        """The vector's entry for each value, (n,)."""
+        return vector[self.indices]
+
+    def bytes(self) -> int:
+        """Entries by row and by latent."""
+        return len(self.values) * 2 * (8 + self.values.element_size())
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The row of each entry, (n,)."""
+        numbers = torch.arange(len(self.offsets), device=self.offsets.device)
+        return numbers.repeat_interleave(self._sizes, output_size=len(self.values))
+
+    @property
+    def _sizes(self) -> Tensor:
+        """How many entries each row has, (B,)."""
+        return torch.diff(self.offsets, append=self.offsets.new_full((1,), len(self.values)))
+
+    @cached_property
+    def _by_latent(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows and values, each (n,), latent after latent, and where each latent begins, (F,)."""
+        indices, order = self.indices.sort(stable=True)
+        return self.rows[order], self.values[order], _offsets(indices, self.width)
+
+    def add_gram(self, gram: Tensor) -> None:
+        """Add `z' z`, pair by pair of entries of a row where these are few, else panel by panel.
+
+        Cost: some 25 ns a pair on a CPU, since each goes to another place in memory.
+        """
+        if gram.device.type != "cpu":
+            DenseCodes(self.dense()).add_gram(gram)
+        elif int(_pairs(self._sizes).sum()) <= PAIRS_FRACTION * gram.numel():
+            self._add_pairs(gram)
+        else:
+            z = self.dense()
+            for begin in range(0, len(gram), SPARSE_PANEL):
+                end = begin + SPARSE_PANEL
+                gram[begin:, begin:end] += self.transposed_times(z[:, begin:end].contiguous())[begin:]
+
+    def _add_pairs(self, gram: Tensor) -> None:
+        """Add the products of all pairs, `PAIRS` of them at a time, or those of a row."""
+        sizes = self._sizes
+        ends, pairs = sizes.cumsum(0), _pairs(sizes).cumsum(0)
+        flat = gram.as_strided((len(gram) * gram.stride(0),), (1,))
+        begun = 0
+        while begun < len(sizes):
+            seen = int(pairs[begun - 1]) if begun else 0
+            stop = max(int(torch.searchsorted(pairs, seen + PAIRS, right=True)), begun + 1)
+            entries = slice(int(ends[begun] - sizes[begun]), int(ends[stop - 1]))
+            indices, values, own = self.indices[entries], self.values[entries], sizes[begun:stop]
+            firsts = (own.cumsum(0) - own).repeat_interleave(own)  # of the row of each entry, (n,)
+            partners = torch.arange(1, len(indices) + 1) - firsts  # those of its row up to itself
+            left = torch.arange(len(indices)).repeat_interleave(partners)
+            right = torch.arange(len(left)) - (partners.cumsum(0) - partners - firsts)[left]
+            low, high = torch.aminmax(torch.stack([indices[left], indices[right]]), dim=0)
+            flat.scatter_add_(0, high * gram.stride(0) + low, (values[left] * values[right]).to(gram.dtype))
+            begun = stop
+
+
+def _pairs(sizes: Tensor) -> Tensor:
+    """Pairs of entries of rows with so many of them, an entry with itself included."""
+    return sizes * (sizes + 1) // 2
+
+
+def _offsets(bags: Tensor, count: int) -> Tensor:
+    """Where each of `count` bags begins in an ascending list, (n,), of the bag of each entry."""
+    return torch.searchsorted(bags, torch.arange(count, device=bags.device))
+
+
+def _non_zeros(matrix: Tensor, active: Tensor) -> SparseCodes | None:
+    """The entries of a matrix, (B, F), that a mask holds; None on a GPU, or where they are many."""
+    if matrix.device.type != "cpu":
+        return None
+    # NumPy counts and finds what is true several times as fast as PyTorch does.
+    mask = active.detach().flatten().numpy()
+    if np.count_nonzero(mask) > DENSITY * matrix.numel():
+        return None
+    return _taken(matrix, torch.from_numpy(np.flatnonzero(mask)))
+
+
+def _taken(matrix: Tensor, flat: Tensor) -> SparseCodes:
+    """The entries of a matrix, (B, F), at ascending rows, given their numbers in it as one list, (n,)."""
+    rows = flat.div(matrix.shape[1], rounding_mode="floor")
+    values = _Taken.apply(matrix, rows, flat - rows * matrix.shape[1])
+    return SparseCodes(_offsets(rows, len(matrix)), flat - rows * matrix.shape[1], values, matrix.shape[1])
+
+
+class _Taken(torch.autograd.Function):
+    """Entries of a matrix, whose gradient is handed back sparse: `pre_activations` multiplies it as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, columns)
+        ctx.shape = matrix.shape
+        return matrix.flatten().gather(0, rows * matrix.shape[1] + columns)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return torch.sparse_coo_tensor(torch.stack(ctx.saved_tensors), gradient, ctx.shape,
+                                       check_invariants=False), None, None
+
+
+def at(pre: Tensor, indices: Tensor) -> SparseCodes:
+    """The pre-activations of given latents of each row, all others zero.
+
+    Args:
+        pre: (B, F).
+        indices: different latents, (B, K).
+    """
+    rows = torch.arange(len(pre), device=pre.device)[:, None]
+    return _taken(pre, (rows * pre.shape[1] + indices).flatten())
+
+
+def at_entries(pre: Tensor, entries: Tensor) -> SparseCodes:
+    """The pre-activations at some entries of the whole batch, all others zero.
+
+    Args:
+        pre: (B, F).
+        entries: different numbers of entries in `pre` as one list, row after row, (n,).
+    """
+    return _taken(pre, entries.sort().values)
+
+
+def where(pre: Tensor, active: Tensor) -> Codes:
+    """`pre` where a mask holds and else 0; no gradient flows through the others.
+
+    Args:
+        pre: (B, F).
+        active: the mask, (B, F).
+    """
+    few = _non_zeros(pre, active)
+    return DenseCodes(torch.where(active, pre, 0.0)) if few is None else few
+
+
+def joined(blocks: Sequence[SparseCodes]) -> SparseCodes:
+    """The codes of several batches, one below the other."""
+    *before, _ = accumulate((len(block.values) for block in blocks), initial=0)
+    offsets = [block.offsets + begin for block, begin in zip(blocks, before, strict=True)]
+    return SparseCodes(torch.cat(offsets), torch.cat([block.indices for block in blocks]),
+                       torch.cat([block.values for block in blocks]), blocks[0].width)
+
+
+class _PreActivations(torch.autograd.Function):
+    """`x W_enc + b_enc`; where its gradient is sparse, so are the products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.addmm(b_enc, x, W_enc)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        if gradient.layout == torch.strided:
+            return None, (gradient.T @ x).T, gradient.sum(0)
+        rows, columns = gradient._indices()
+        few = SparseCodes(_offsets(rows, len(gradient)), columns, gradient._values(), gradient.shape[1])
+        return None, few.transposed_times(x).T, few.sums()
+
+
+def pre_activations(x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:
+    """`x W_enc + b_enc`, (B, F), differentiable in weights, (D, F), and bias, (F,), but not in the rows x, (B, D)."""
+    return _PreActivations.apply(x, W_enc, b_enc)
