@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .api import fit, load_sae, open_store, save_sae
+    from .dictionary import SAE
     from .errors import SaeError
-    from .sae import SAE
     from .store import ActivationStore
 
 __version__ = "0.1.0"
 __all__ = ["SAE", "ActivationStore", "SaeError", "fit", "load_sae", "open_store", "save_sae"]
 
-_MODULES = {"SAE": "sae", "ActivationStore": "store", "SaeError": "errors"}
+_MODULES = {"SAE": "dictionary", "ActivationStore": "store", "SaeError": "errors"}
 
 if not TYPE_CHECKING:
     def __getattr__(name: str) -> "Any":

@@ -18,16 +18,16 @@ import torch
 from . import formats
 from .activations import ACTIVATIONS
 from .config import choose, fields
+from .dictionary import SAE
 from .errors import ConfigError, SaeError, did_you_mean, unknown_choice
 from .formats import FORMATS, SavedSAE
 from .home import STORE_MARKER, Home
 from .machine import available_memory
 from .report import Report
 from .runs import find_subject
-from .sae import SAE
 from .solvers import SOLVERS
 from .store import ActivationStore, Rows
-from .training import Plan, Record, Trainer, TrainingConfig, origin_of
+from .training import Loop, Plan, Record, Trainer, TrainingConfig, origin_of
 from .training.array_rows import ArrayLike, ArrayRows
 
 # Options of training that are about files, about the choice of a store's rows, and about how these are read.
@@ -90,7 +90,7 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native", store: Activa
     """
     if format not in FORMATS:
         raise ConfigError(unknown_choice("format", format, FORMATS))
-    formats.save(SavedSAE(sae.to("cpu", torch.float32), origin_of(store) if store else {}), format, Path(folder))
+    formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin_of(store) if store else {}), format, Path(folder))
 
 
 def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", act: str = "relu",
@@ -123,10 +123,10 @@ def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", ac
     with _flags_as_arguments():
         trainer = Trainer(_planned(rows, solver, act, options), Record())
         if not progress:
-            return trainer.train(lambda done, words="": None)
+            return Loop([trainer]).train()[0]
         report = Report()
-        with report.progress("training", trainer.steps, "steps") as show:
-            sae = trainer.train(show)
+        with report.progress("training", trainer.steps, "steps") as trainer.show:
+            (sae,) = Loop([trainer]).train()
         for note in trainer.solver.notes():
             report.note(note)
         return sae

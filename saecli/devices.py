@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from .distributed import processes
 from .errors import ConfigError, one_line
-from .launch import local_world
+from .launch import local_world, world
 
 
 def device_named(name: str) -> torch.device:
@@ -16,7 +15,7 @@ def device_named(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda:") and processes() > 1 and local_world() > 1:
+    if name.startswith("cuda:") and world() > 1 and local_world() > 1:
         raise ConfigError(f"--device {name} gives one GPU to all {local_world()} processes of this machine: expected "
                           f"one each; use --device cuda, which does, or cpu")
     try:

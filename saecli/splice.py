@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .dictionary import SAE
 from .errors import ConfigError, StoreError
 from .language_model import LanguageModel, ModelSource
-from .sae import SAE
 from .store import Rows, window_starts
 
 COLUMNS = ("document", "position", "token_id")

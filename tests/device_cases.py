@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from saecli.api import _planned
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 from saecli.training import Record, Trainer
 
 random = np.random.default_rng(0)

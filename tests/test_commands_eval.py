@@ -18,7 +18,7 @@ from saecli.activations import JumpRelu, Relu, TopK
 from saecli.cli import load
 from saecli.commands.eval_measures import LIKE_L0, unbeaten
 from saecli.formats import SavedSAE, save
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 from saecli.store import is_test
 
 KEYS = ["run", "data", "split", "rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "silent_fraction",

@@ -11,7 +11,7 @@ from reports import NASTY, WORDS, Texts, index_of, make_text_run, make_text_stor
 from saecli.activations import AbsTopK, Relu
 from saecli.latents import bin_edges
 from saecli.pages import write_pages
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 
 
 @pytest.fixture(scope="module")

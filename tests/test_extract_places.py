@@ -18,7 +18,7 @@ from tiny_models import WIDTH, save_model
 from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaModel
 
 from saecli.activations import TopK
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 from saecli.store import ActivationStore
 
 TEXT = "\n\n".join("".join("abcdefghijklmnop"[(i * n) % 16] for i in range(n % 37)) or "a" for n in range(120))

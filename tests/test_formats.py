@@ -28,7 +28,7 @@ from saecli.activations import (
 )
 from saecli.errors import FormatError
 from saecli.formats import FORMATS, STAND_INS, SavedSAE, load, recognise, save, save_native
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 
 D, F, K = 12, 30, 4
 ORIGIN = {"model": "some/model", "layer": 3, "site": "resid_post", "context": 128, "prepend_bos": True}
@@ -376,7 +376,7 @@ from pathlib import Path
 from saecli.activations import Relu, ReluTopK
 from saecli.errors import FormatError
 from saecli.formats import FORMATS, SavedSAE, save
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 sae = SAE(torch.ones(64, 256), torch.ones(256), torch.ones(256, 64), torch.ones(64), ReluTopK(k=2))
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, {resource.RLIM_INFINITY}))
 for name, form in FORMATS.items():

@@ -16,7 +16,7 @@ from homes import CommandLine, make_store
 
 from saecli.activations import Activation
 from saecli.formats import FORMATS, SavedSAE, load, save
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 
 pytestmark = pytest.mark.slow
 LIBRARIES = {"saelens": "saelens", "sparsify": "sparsify", "dictionary-learning": "dictionary-learning",

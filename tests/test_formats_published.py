@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from saecli.activations import Activation, BatchTopK, JumpRelu, Relu, ReluTopK
 from saecli.errors import FormatError
 from saecli.formats import SavedSAE, load, save
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 
 D, F, K = 12, 30, 4
 ROWS = torch.randn(200, D, generator=torch.Generator().manual_seed(9)) + 2

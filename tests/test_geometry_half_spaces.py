@@ -14,7 +14,7 @@ from saecli.geometry.affine_maps import ranks
 from saecli.geometry.degenerate import Degenerate
 from saecli.geometry.half_spaces import Cell
 from saecli.geometry.partition import cells_of
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 
 ANY = ("relu", "jumprelu", "batchtopk", "topk", "relu-topk")
 

@@ -21,7 +21,7 @@ from saecli.geometry.margins import visits
 from saecli.geometry.partition import cells_of
 from saecli.geometry.piecewise_affine import LocalPCA, StreamedPCA, principal_components
 from saecli.metrics import reconstruction
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 
 D = 6
 

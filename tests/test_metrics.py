@@ -13,7 +13,7 @@ from saecli.activations import Relu
 from saecli.errors import ConfigError
 from saecli.metrics import DENSE_FREQUENCY, Firing, Reconstruction, doubts, firing, reconstruction
 from saecli.products import NonZeros
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 
 
 def rows_and_codes(seed: int, rows: int, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from saecli.activations import ACTIVATIONS, Activation
 from saecli.products import DENSITY, NonZeros, pre_activations, reconstructions
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 from saecli.solvers import Task
 from saecli.solvers.sgd import Sgd
 

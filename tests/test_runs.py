@@ -11,7 +11,7 @@ from saecli.errors import FormatError, RunError
 from saecli.formats import SavedSAE, save, save_native
 from saecli.home import Home
 from saecli.runs import Subject, find_subject
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 
 
 def small_sae() -> SAE:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saecli.activations import ACTIVATIONS, Activation, BatchTopK, JumpRelu, Relu, Swish, TopK
 from saecli.metrics import reconstruction
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 from saecli.solvers import SOLVERS, Solver, SolverConfig, Task
 from saecli.solvers.alternation import PamSgdSolver
 from saecli.solvers.pam_sgd import PamSgd

@@ -12,7 +12,7 @@ from test_solvers import F, RowsInMemory, sparse_mixture, started, trained
 
 from saecli.activations import JumpRelu, Relu, SoftTopK, TopK
 from saecli.errors import ConfigError
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 from saecli.solvers import SolverConfig, Task
 from saecli.solvers.alternation import PamSgdSolver, outer_iterations
 from saecli.solvers.optimizers import OPTIMIZERS

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from saecli.activations import Relu, TopK
 from saecli.harvest import COLUMNS, Cursor, Forward, Target, Windows, fill, in_blocks
 from saecli.language_model import LanguageModel, Place, find_model
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 from saecli.splice import stored_windows
 from saecli.store import ActivationStore, StoreMeta, StoreWriter, is_test
 from saecli.texts import Document

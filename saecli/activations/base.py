@@ -7,8 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from ..codes import Codes
 from ..config import Config
 from ..errors import ConfigError
 
@@ -23,8 +25,6 @@ class Activation(Config):
     a method `penalty_NAME(pre, codes, W_dec, parameters)` that gives the mean over the rows of a batch, hyphens in its
     name as underscores.
     `opposites` says whether `phi(v) - phi(-v) = v`: two latents of opposite directions are then linear together.
-    `moves_zeros` says whether a gradient reaches anything through codes that are zero. `shares_latents` says whether
-    pre-activations and codes may be those of some of the latents, of which other processes hold more.
     `exact_zeros` says whether codes are sparse by being zero, so that L0 tells how sparse.
     """
 
@@ -32,8 +32,6 @@ class Activation(Config):
     name: ClassVar[str]
     sparsities: ClassVar[tuple[str, ...]] = ("none", "l1", "l1-codes")
     opposites: ClassVar[bool] = False
-    moves_zeros: ClassVar[bool] = False
-    shares_latents: ClassVar[bool] = True
     exact_zeros: ClassVar[bool] = True
 
     def check(self, d_sae: int) -> None:
@@ -67,7 +65,7 @@ class Activation(Config):
         """The parameters at the start of training; none for most activations."""
         return {}
 
-    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """The codes of pre-activations.
 
         Args:
@@ -75,19 +73,21 @@ class Activation(Config):
             parameters: what `parameters` returned, trained since.
 
         Returns:
-            Codes, (B, F), dense.
+            Codes, (B, F): sparse where their entries are known (`encoding.at`), or selected by a mask
+            (`encoding.where`);
+            else `DenseCodes`.
         """
         raise TypeError(f"{type(self).__name__} does not say what its codes are")
 
-    def training_codes(self, pre: Tensor, parameters: Parameters) -> Tensor:
+    def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
         """The codes of a training batch, (B, F), where they depend on the batch as a whole; else those of a call."""
         return self(pre, parameters)
 
-    def estimated(self, codes: Tensor, parameters: Parameters) -> Parameters:
-        """New values of those of `estimates` that a training step moves.
+    def estimated(self, codes: Codes, parameters: Parameters) -> Parameters:
+        """New values of those of `estimates` that a training step moves; several processes take the mean of theirs.
 
         Args:
-            codes: what `training_codes` gave for the step's batch, (B, F).
+            codes: what `training_codes` gave for this process' rows of the step's batch, (B, F).
             parameters: as they stand.
         """
         return {}
@@ -101,7 +101,7 @@ class Activation(Config):
         """
         return {}
 
-    def norm_weights(self, sparsity: str, codes: Tensor, W_dec: Tensor) -> Tensor:
+    def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:
         """How much of a penalty each decoder norm carries: its derivative in `||W_dec_i||`, summed over rows, (F,).
 
         Args:
@@ -109,7 +109,7 @@ class Activation(Config):
             codes: codes of some rows, (B, F).
             W_dec: decoder weights, (F, D).
         """
-        return codes.abs().sum(0) if sparsity == "l1" else codes.new_zeros(codes.shape[1])
+        return codes.map(torch.abs).sums() if sparsity == "l1" else W_dec.new_zeros(len(W_dec))
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
         """The parameters with which pre-activations `factor` > 0 times as large give codes `factor` times as large;
@@ -120,16 +120,16 @@ class Activation(Config):
         """The penalty's weight when the user gives none, for rows of mean squared norm `d_in`."""
         return {"none": 0.0, "l1": 0.1 * math.sqrt(d_in), "l1-codes": 0.1 * math.sqrt(d_in)}[sparsity]
 
-    def penalty_l1(self, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def penalty_l1(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """Scale-free L1, `mean over rows of sum_i |z_i| ||W_dec_i||`: shrinking codes against a growing decoder
         gains nothing."""
-        return codes.abs().mean(0) @ W_dec.norm(dim=1)
+        return (codes.map(torch.abs).sums() / len(pre)) @ W_dec.norm(dim=1)
 
-    def penalty_l1_codes(self, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def penalty_l1_codes(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """L1 of the codes alone, `mean over rows of sum_i |z_i|`, blind to the decoder's size."""
-        return codes.abs().sum(1).mean()
+        return codes.values.abs().sum() / len(pre)
 
-    def penalty(self, sparsity: str, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def penalty(self, sparsity: str, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """The penalty of a batch, a mean over its rows, unweighted.
 
         Args:

@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..codes import Codes
 from ..config import option
-from ..distributed import latents_axis
+from ..encoding import at
 from ..errors import ConfigError
 from .base import Activation, Parameters
 
@@ -32,20 +33,9 @@ class Largest(KeepsK):
         """What the `k` largest are taken of, (B, F)."""
         return pre
 
-    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`pre` at the `k` latents that rank highest, else 0, (B, F)."""
-        if latents_axis().size > 1:
-            return self._shared_codes(pre)
-        kept = self.ranking(pre).topk(self.k, dim=-1, sorted=False).indices  # (B, k)
-        return torch.zeros_like(pre).scatter(-1, kept, pre.gather(-1, kept))
-
-    def _shared_codes(self, pre: Tensor) -> Tensor:
-        """The same where several processes have latents of each row: each says which are its largest."""
-        own = self.ranking(pre.detach()).topk(min(self.k, pre.shape[-1]), dim=-1)  # (B, n)
-        candidates = latents_axis().side_by_side(own.values)  # (B, n P)
-        kept = torch.zeros_like(candidates).scatter_(-1, candidates.topk(self.k, dim=-1, sorted=False).indices, 1.0)
-        kept = kept.chunk(latents_axis().size, -1)[latents_axis().place]
-        return torch.zeros_like(pre).scatter(-1, own.indices, pre.gather(-1, own.indices) * kept)
+        return at(pre, self.ranking(pre.detach()).topk(self.k, dim=-1, sorted=False).indices)
 
 
 @dataclass(frozen=True)
@@ -62,9 +52,9 @@ class ReluTopK(Largest):
 
     name: ClassVar[str] = "relu-topk"
 
-    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`max(pre, 0)` at the `k` latents that rank highest, else 0, (B, F)."""
-        return super().__call__(pre, parameters).relu()
+        return super().__call__(pre, parameters).map(torch.relu)
 
 
 @dataclass(frozen=True)

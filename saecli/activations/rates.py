@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..codes import Codes
 from ..config import option
 from ..errors import ConfigError
 from .base import Activation, Parameters
@@ -51,17 +52,18 @@ class TargetsRate(Activation):
             raise ConfigError(f"--target-rate does nothing with --sparsity {sparsity}; leave it out, or use "
                               f"--sparsity kl")
 
-    def rates(self, codes: Tensor, W_dec: Tensor) -> Tensor:
+    def rates(self, codes: Codes, W_dec: Tensor) -> Tensor:
         """rho_i of the rows, (F,), kept off 0 and 1, where the divergence is infinite."""
-        u = codes.abs() * W_dec.norm(dim=1)
-        return (u / (u + half_firing(W_dec))).mean(0).clamp(LEAST_RATE, 1 - LEAST_RATE)
+        u = codes.values.abs() * codes.by_latent(W_dec.norm(dim=1))
+        rates = codes.with_values(u / (u + half_firing(W_dec))).sums() / codes.shape[0]
+        return rates.clamp(LEAST_RATE, 1 - LEAST_RATE)
 
-    def penalty_kl(self, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def penalty_kl(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """`sum_i rho log(rho / rho_i) + (1 - rho) log((1 - rho) / (1 - rho_i))`, in nats."""
         rho, rates = self.rho, self.rates(codes, W_dec)
         return (rho * (rho / rates).log() + (1 - rho) * ((1 - rho) / (1 - rates)).log()).sum()
 
-    def norm_weights(self, sparsity: str, codes: Tensor, W_dec: Tensor) -> Tensor:
+    def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:
         """As for every activation; for `kl` a latent that fires less than the target has 0 in place of its negative
         derivative.
 
@@ -72,8 +74,8 @@ class TargetsRate(Activation):
         if sparsity != "kl":
             return super().norm_weights(sparsity, codes, W_dec)
         rho, rates, half = self.rho, self.rates(codes, W_dec), half_firing(W_dec)
-        size = codes.abs()
-        rise = (size * half / (size * W_dec.norm(dim=1) + half).square()).sum(0)  # of B rho_i with the norm
+        size, norms = codes.values.abs(), codes.by_latent(W_dec.norm(dim=1))
+        rise = codes.with_values(size * half / (size * norms + half).square()).sums()  # of B rho_i with the norm
         pull = ((1 - rho) / (1 - rates) - rho / rates) * rise
         return torch.where((rates > rho) & (rates < 1 - LEAST_RATE), pull, 0.0)
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..codes import Codes, DenseCodes
 from ..config import option
 from .base import Parameters
 from .largest import KeepsK
@@ -29,9 +30,9 @@ class Swish(TargetsRate):
     opposites: ClassVar[bool] = True
     exact_zeros: ClassVar[bool] = False
 
-    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`pre * sigmoid(pre)`, (B, F)."""
-        return pre * pre.sigmoid()
+        return DenseCodes(pre * pre.sigmoid())
 
     def rescaled(self, parameters: Parameters, factor: float) -> None:
         """None: it bends where pre-activations are near 1."""
@@ -48,17 +49,16 @@ class SoftTopK(KeepsK):
     """
 
     name: ClassVar[str] = "soft-topk"
-    shares_latents: ClassVar[bool] = False
     exact_zeros: ClassVar[bool] = False
 
     temperature: float = option(0.1, "How soft the choice of latents is: a latent's odds change e-fold over it, in "
                                      "units of the codes.", minimum=LEAST_TEMPERATURE)
 
-    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`pre_i P(i in S)`, (B, F)."""
         if self.k == pre.shape[-1]:
-            return pre
-        return torch.cat([SoftTopKCodes.apply(rows, self.k, self.temperature) for rows in pre.split(ROWS)])
+            return DenseCodes(pre)
+        return DenseCodes(torch.cat([SoftTopKCodes.apply(rows, self.k, self.temperature) for rows in pre.split(ROWS)]))
 
     def rescaled(self, parameters: Parameters, factor: float) -> None:
         """None: the temperature stays what the user asked for."""

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from ..dictionary import SAE
 from ..errors import ConfigError, FormatError, StoreError
 from ..formats import FORMATS, STAND_INS, SavedSAE
 from ..metrics import Reconstruction
-from ..sae import SAE
 from .options import Session
 from .subjects import measured
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config import Config, option
 from ..devices import device_named
-from ..distributed import agreed, gathered, is_main, own_rank, processes
+from ..distributed import communicator
 from ..errors import ConfigError
 from ..harvest import (
     COLUMNS,
@@ -172,13 +172,13 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
         context = allowed if config.context is None else config.context
         config = replace(config, context=context, model_dtype=source.dtype_on(where, config.model_dtype))
         source.check_context(context)
-        text = agreed(lambda: text.pinned(session.report.note))
+        text = communicator().broadcast_object(lambda: text.pinned(session.report.note))
         stores = _wanted(session, config, source, text, layer, site, name)
         folders += [store.folder for store in stores]
-        before = agreed(lambda: {store.place for store in stores if store.is_finished(session)})
+        before = communicator().broadcast_object(lambda: {store.place for store in stores if store.is_finished(session)})
         if missing := [store for store in stores if store.place not in before]:
             before |= _extract(session, config, LanguageModel(source, where, dtype=config.model_dtype), text, missing)
-    if is_main():
+    if communicator().is_main:
         say_stored(session, [(ActivationStore.open(store.folder), store.place in before) for store in stores])
 
 
@@ -252,8 +252,8 @@ def _extract(session: Session, config: ExtractConfig, model: LanguageModel, text
     def blocks_from(cursor: Cursor) -> Iterator[Block]:
         return in_blocks(documents_from, new_windows(), config.rows, cursor, ahead)
 
-    together = processes() > 1 or any(made_by_several(store.folder) for store in stores)
-    open_writer = partial(SharedWriter.open, rank=own_rank(), exchange=gathered) if together else StoreWriter.open
+    together = communicator().world_size > 1 or any(made_by_several(store.folder) for store in stores)
+    open_writer = partial(SharedWriter.open, rank=communicator().rank, exchange=communicator().all_gather_object) if together else StoreWriter.open
     with ExitStack() as open_writers:
         writers = []
         for store, width in zip(stores, widths, strict=True):
@@ -288,8 +288,8 @@ def _fill_together(session: Session, config: ExtractConfig, writers: list[Shared
         for target in targets:
             mend_together(target, blocks_from, forward)
         if unfinished:
-            fill_together(unfinished, blocks_from(start), forward, config.rows, Progress(show, unfinished), own_rank(),
-                          processes())
+            fill_together(unfinished, blocks_from(start), forward, config.rows, Progress(show, unfinished), communicator().rank,
+                          communicator().world_size)
         for target in unfinished:
             target.finish()
 

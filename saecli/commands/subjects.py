@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .. import formats
 from ..devices import device_named
+from ..dictionary import SAE
 from ..errors import ConfigError
 from ..formats import SavedSAE
 from ..runs import Subject, find_subject
-from ..sae import SAE
 from ..store import Rows
 from .options import Session, store_names
 from .stores import open_store

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..activations import ACTIVATIONS, activation_from_json
-from ..distributed import agreed, is_main, main_first, share_latents
+from ..distributed import communicator
 from ..errors import ConfigError, RunError
 from ..home import Home, checked_name, now, read_settings
 from ..machine import available_memory
@@ -33,16 +33,12 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           autocompletion=unfinished_names)]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of that --name, or else with the newest "
                                                        "unfinished one, from its last checkpoint, bit for bit.")]
-LatentShards = Annotated[int, typer.Option(
-    "--latent-shards", min=1, help="Under torchrun: how many processes hold the latents together, each a part of the "
-                                   "weights and of the decoder step's d_sae x d_sae matrix; 1 has each process hold "
-                                   "all of them. Rows are shared among the others.")]
 
 
 @configured(TrainingConfig, repeated=True, solver=SOLVERS, act=ACTIVATIONS)
 def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
             data: Data = None, data_hash: DataHash = None, name: Name = None, resume: Resume = False,
-            latent_shards: LatentShards = 1, json: Json = False) -> None:
+            json: Json = False) -> None:
     """Train a sparse autoencoder from a store.
 
     Writes a folder into runs/ of the home, with the SAE (acting on raw activations), a checkpoint after every epoch,
@@ -55,25 +51,26 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     Example: sae train --solver pam-sgd --act topk --k 32
     """
     session = start(ctx, json)
-    share_latents(latent_shards)
+    processes = communicator()
     with ExitStack() as claims:
         try:
             if resume:
-                jobs = [Job(*main_first(lambda: _resumed(session, ctx, name)))]
-                if is_main():
+                jobs = [Job(*processes.main_first(lambda: _resumed(session, ctx, name)))]
+                if processes.is_main:
                     claims.enter_context(claimed(jobs[0].folder, new=False))
             else:
                 names = _names(name, [each.varied for each in options])
-                store = main_first(lambda: open_store(session, data))
+                store = processes.main_first(lambda: open_store(session, data))
                 checked_name(store.name, "the name of the store's folder")
                 runs = [_planned(store, each, solver, act) for each in options]
                 _look_at_hash(session, ctx, runs[0], data_hash)
-                folders = agreed(lambda: [_new_folder(session.home, one, f"{solver}-{act}", claims) for one in names])
+                folders = processes.broadcast_object(
+                    lambda: [_new_folder(session.home, one, f"{solver}-{act}", claims) for one in names])
                 jobs = [Job(*job) for job in zip(folders, runs, options, strict=True)]
         except KeyboardInterrupt:
             session.report.note("stopped before training began; nothing was changed")
             raise
-        train(session, jobs)
+        train(session, jobs, processes)
 
 
 def _planned(store: ActivationStore, options: Given, solver: str, act: str) -> Run:
@@ -139,7 +136,7 @@ def _new_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> P
 def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Path, Run]:
     """A run that was begun before, and its folder first."""
     given = [p for p in ctx.params if ctx.get_parameter_source(p).name == "COMMANDLINE"]
-    other = sorted(set(given) - {"name", "resume", "latent_shards", "json"})
+    other = sorted(set(given) - {"name", "resume", "json"})
     if other:
         raise ConfigError(f"--{other[0].replace('_', '-')} does nothing with --resume, which goes on with the settings "
                           f"the run was begun with; leave it out")

@@ -1,17 +1,15 @@
 """Trains the runs that `sae train` has planned, and tells what came of them."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..distributed import is_main
+from ..distributed import Communicator
 from ..errors import PeerError, SaeError, TrainingError
 from ..report import Step, table
-from ..training import CHECKPOINT, Record, Run, RunRecord, Share, Trainer, alone, doubts_at_start, in_step, read_metrics
+from ..training import CHECKPOINT, Loop, Record, Run, RunRecord, Trainer, doubts_at_start, read_metrics
 from .config_file import CONFIG, write_config
 from .options import Given, Session
 
@@ -33,38 +31,83 @@ class Job:
     options: Given | None = None
 
 
-def train(session: Session, jobs: Sequence[Job]) -> None:
+def train(session: Session, jobs: Sequence[Job], communicator: Communicator) -> None:
     """Train runs to their ends, several of them together, and print what came of them.
 
     Raises:
         KeyboardInterrupt: they were interrupted; those that have a checkpoint can be gone on with.
         SaeError: what ended the only run, or the first of several; the others go on to their ends.
     """
+    try:
+        loop = Loop([_begun(session, job, len(jobs), communicator) for job in jobs])
+        documents = _trained(session, jobs, loop)
+    except (KeyboardInterrupt, PeerError):
+        for job in jobs:
+            name = job.folder.name
+            session.report.note(f"stopped; `sae train --resume --name {name}` goes on after the last whole epoch"
+                                if (job.folder / CHECKPOINT).exists() else
+                                f"stopped before the end of the first epoch; nothing was saved of {name}")
+        raise
     if len(jobs) == 1:
-        (job,) = jobs
-        document = _trained(session, job)
+        (job,), (document,) = jobs, documents
         _tell_notes(session, job, document)
         epochs = f"{document['epochs']} epoch{'s' * (document['epochs'] != 1)}"
         title = f"{document['run']}: {epochs}, {document['steps']:,} steps in {document['seconds']:.0f} s"
         measures = table(title, ["measure", "value", "rows"], [[key, value, _rows_of(key, document)] for key, value in
                                                                document["final"].items()])
         session.report.result(document, measures, f"saved in {document['path']}")
-    else:
-        _train_together(session, jobs)
+        return
+    _print_several(session, jobs, loop, documents)
 
 
-def _train_together(session: Session, jobs: Sequence[Job]) -> None:
-    """Train several runs from one reading of the store."""
-    with session.report.progress(f"training {len(jobs)} SAEs", None, "steps") as show:
+def _begun(session: Session, job: Job, trainings: int, communicator: Communicator) -> Trainer:
+    """Write what a run folder begins with, and say what is trained there."""
+    folder, run, plan = job.folder, job.run, job.run.plan
+    if job.options is not None and communicator.is_main:
+        _write_config(folder, run, job.options)  # before run.json, by which a run is known that can be gone on with
+        run.write(folder, None)
+    trainer = Trainer(plan, RunRecord(run, folder) if communicator.is_main else Record(), trainings=trainings,
+                      communicator=communicator)
+    session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
+                        f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
+                        f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
+    for warning in doubts_at_start(plan):
+        session.report.note(f"{folder.name}: warning: {warning}")
+    return trainer
+
+
+def _trained(session: Session, jobs: Sequence[Job], loop: Loop) -> list[dict[str, Any]]:
+    """Train to the end, and finish the run folders; returns what is to be told of those that did not fail."""
+    one = len(jobs) == 1
+    title, total = ("training", loop.trainers[0].steps) if one else (f"training {len(jobs)} SAEs", None)
+    with session.report.progress(title, total, "steps") as show:
         progress = _Progress(show)
-        outcomes = in_step([partial(_trained, session, job, len(jobs), progress) for job in jobs])
-    errors = {job.folder.name: outcome.error for job, outcome in zip(jobs, outcomes, strict=True) if outcome.error}
-    if any(isinstance(error, KeyboardInterrupt) for error in errors.values()):
-        raise KeyboardInterrupt
+        for job, trainer in zip(jobs, loop.trainers, strict=True):
+            trainer.show = show if one else progress.of(job.folder.name)
+        try:
+            saes = loop.train()
+        except TrainingError as error:
+            raise TrainingError(f"{error}; {_what_is_kept(loop.trainers[0])}") from error
+        results = loop.results(saes) if saes else []
+    finished = [job for job, trainer in zip(jobs, loop.trainers, strict=True) if trainer not in loop.errors]
+    if loop.trainers[0].communicator.is_main:
+        from ..plots import loss_curves  # matplotlib takes a second to import
+
+        for job, result in zip(finished, results, strict=True):
+            loss_curves(job.folder / "loss.png", {job.folder.name: read_metrics(job.folder)})
+            job.run.write(job.folder, result)  # last, so that whatever cuts this short, --resume completes it
+    return [{"run": job.folder.name, "path": str(job.folder), "solver": plan.solver.name, "act": plan.activation.name,
+             "data": job.run.store.name, "d_in": job.run.store.d_in, "d_sae": plan.training.d_sae, **result}
+            for job, result in zip(finished, results, strict=True) for plan in [job.run.plan]]
+
+
+def _print_several(session: Session, jobs: Sequence[Job], loop: Loop, documents: list[dict[str, Any]]) -> None:
+    """Print what came of several runs; raises what ended the last of those that failed."""
+    errors = {job.folder.name: (trainer, loop.errors[trainer]) for job, trainer in
+              zip(jobs, loop.trainers, strict=True) if trainer in loop.errors}
     varied = [*jobs[0].options.varied]
     finished = [job for job in jobs if job.folder.name not in errors]
-    done = [outcome.result | {"varied": dict(job.options.varied)}
-            for job, outcome in zip(finished, (one for one in outcomes if not one.error), strict=True)]
+    done = [document | {"varied": dict(job.options.varied)} for job, document in zip(finished, documents, strict=True)]
     for job, document in zip(finished, done, strict=True):
         _tell_notes(session, job, document, f"{document['run']}: ")
     names = [name for name in SHOWN if name not in varied]
@@ -74,12 +117,13 @@ def _train_together(session: Session, jobs: Sequence[Job]) -> None:
              else None)
     columns = ["run", *(name.replace("_", " ") for name in [*varied, *names])]
     session.report.result({"runs": done}, table(title, columns, rows), f"saved in {jobs[0].folder.parent}")
-    for place, (name, error) in enumerate(errors.items()):
+    for number, (name, (trainer, error)) in enumerate(errors.items(), 1):
         if not isinstance(error, SaeError):
             raise error
-        if place == len(errors) - 1:
-            raise type(error)(f"{name}: {error}") from error
-        session.report.note(f"{name}: {error}")
+        kept = f"; {_what_is_kept(trainer)}" if isinstance(error, TrainingError) else ""
+        if number == len(errors):
+            raise type(error)(f"{name}: {error}{kept}") from error
+        session.report.note(f"{name}: {error}{kept}")
 
 
 class _Progress:
@@ -97,50 +141,6 @@ class _Progress:
             self._show(sum(self._done.values()), f"{name}: {words}")
 
         return step
-
-
-def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress | None = None,
-             share: Share = alone) -> dict[str, Any]:
-    """Train a run to its end; returns what is to be told of it.
-
-    Args:
-        session: the command's session.
-        job: the run.
-        trainings: how many are trained together.
-        progress: the display that they share; None for one of its own.
-        share: how passes over the rows are gone through.
-    """
-    folder, run, plan = job.folder, job.run, job.run.plan
-    try:
-        if job.options is not None and is_main():
-            _write_config(folder, run, job.options)  # before run.json, by which a run is known that can be gone on with
-            run.write(folder, None)
-        trainer = Trainer(plan, RunRecord(run, folder) if is_main() else Record(), trainings)
-        session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
-                            f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
-                            f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
-        for warning in doubts_at_start(plan):
-            session.report.note(f"{folder.name}: warning: {warning}")
-        display = (session.report.progress("training", trainer.steps, "steps") if progress is None
-                   else nullcontext(progress.of(folder.name)))
-        with display as show:
-            try:
-                trained = trainer.train(show, share)
-            except TrainingError as error:
-                raise TrainingError(f"{error}; {_what_is_kept(trainer)}") from error
-            result = trainer.result(trained)
-        if is_main():
-            from ..plots import loss_curves  # matplotlib takes a second to import
-
-            loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
-            run.write(folder, result)  # last, so that whatever cuts this short, --resume completes it
-    except (KeyboardInterrupt, PeerError):
-        session.report.note(f"stopped; `sae train --resume --name {folder.name}` goes on after the last whole epoch"
-                            if (folder / CHECKPOINT).exists() else
-                            f"stopped before the end of the first epoch; nothing was saved of {folder.name}")
-        raise
-    return {"run": folder.name, "path": str(folder), "solver": plan.solver.name, "act": plan.activation.name,
-            "data": run.store.name, "d_in": run.store.d_in, "d_sae": plan.training.d_sae, **result}
 
 
 def _what_is_kept(trainer: Trainer) -> str:

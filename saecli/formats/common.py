@@ -6,7 +6,7 @@ the same: `(x - b_dec) @ W_enc + b = x @ W_enc + (b - b_dec @ W_enc)`. Shapes: D
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +19,10 @@ from torch import Tensor
 from ..activations import Activation
 from ..arrays.array import check_memory, naming
 from ..arrays.formats import list_npz, load_torch
+from ..dictionary import SAE
 from ..documents import Origin, read_json
 from ..errors import ConfigError, FormatError, one_line
 from ..files import appearing_whole, as_named, regular
-from ..sae import SAE
 
 Document = TypeVar("Document")
 
@@ -87,11 +87,11 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
         raise FormatError(f"{path}: {error}") from error
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     weights = {name: ready.pop(name) for name in WEIGHTS}
-    sae = SAE(**weights, activation=activation, parameters=ready)
+    sae = SAE(**weights, activation=activation, activation_parameters=ready)
     if not subtracts:
         return sae
     shift = sae.b_dec.double() @ sae.W_enc.double()
-    return replace(sae, b_enc=(sae.b_enc.double() - shift).to(dtype))
+    return sae.changed(b_enc=(sae.b_enc.double() - shift).to(dtype))
 
 
 def expect_names(path: Path, tensors: Mapping[str, Any], wanted: set[str]) -> None:

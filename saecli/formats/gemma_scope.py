@@ -34,8 +34,8 @@ def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
         saved: the SAE, its activation one of `WRITTEN`.
         folder: an existing folder.
     """
-    sae = saved.sae.to(torch.float32)
+    sae = saved.sae.copy_to(torch.float32)
     tensors = {name: sae.tensors()[name] for name in WEIGHTS}
-    tensors["threshold"] = sae.activation.thresholds(sae.parameters, sae.d_sae).to(torch.float32)
+    tensors["threshold"] = sae.activation.thresholds(sae.activation_parameters, sae.d_sae).to(torch.float32)
     with appearing_whole(folder / TENSORS) as temporary, temporary.open("wb") as file:
         np.savez(file, **{name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()})

@@ -6,7 +6,6 @@ saves its own, and is read back as one. A signed `topk` has no counterpart there
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def load_saelens(folder: Path) -> SavedSAE:
         # its codes are those of the SAE whose decoder has unit rows and whose encoder took over their norms
         norms = sae.W_dec.norm(dim=1)
         W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]  # a latent of norm 0 has codes of 0 either way
-        sae = replace(sae, W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
+        sae = sae.changed(W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
     return SavedSAE.of(sae, origin_from({
         "model": metadata.get("model_name"), **origin_of_hook(metadata.get("hook_name")),
         "context": metadata.get("context_size"), "prepend_bos": metadata.get("prepend_bos")}))
@@ -102,7 +101,7 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
         saved: the SAE, its activation one of `ARCHITECTURES`.
         folder: an existing folder.
     """
-    sae, origin = saved.sae.to(torch.float32), saved.origin
+    sae, origin = saved.sae.copy_to(torch.float32), saved.origin
     metadata = {"sae_lens_version": WRITTEN_FOR, "sae_lens_training_version": None,
                 "model_name": origin.get("model"), "hook_name": hook_name(origin),
                 "context_size": origin.get("context"), "prepend_bos": origin.get("prepend_bos")}
@@ -114,5 +113,5 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
     write_json(folder / CONFIG, config)
     tensors = sae.tensors()
     if isinstance(sae.activation, Thresholded) and "threshold" in tensors:
-        tensors["threshold"] = sae.activation.thresholds(sae.parameters, sae.d_sae)
+        tensors["threshold"] = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
     write_safetensors(folder / TENSORS, tensors)

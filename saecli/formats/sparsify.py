@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..activations import Activation, Relu, ReluTopK
+from ..dictionary import SAE
 from ..errors import ConfigError, FormatError
 from ..files import write_json
-from ..sae import SAE
 from .common import (
     SavedSAE,
     assemble,
@@ -61,7 +61,7 @@ def save_sparsify(saved: SavedSAE, folder: Path) -> None:
         saved: the SAE, its activation one of `LATENTS_KEPT`.
         folder: an existing folder.
     """
-    sae = saved.sae.to(torch.float32)
+    sae = saved.sae.copy_to(torch.float32)
     write_json(folder / CONFIG, {
         "activation": "topk", "expansion_factor": max(1, sae.d_sae // sae.d_in), "normalize_decoder": False,
         "num_latents": sae.d_sae, "k": LATENTS_KEPT[type(sae.activation)](sae), "multi_topk": False,

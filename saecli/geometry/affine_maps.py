@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..sae import SAE
+from ..dictionary import SAE
 
 
 def rank(sae: SAE, support: Tensor) -> int:
@@ -33,5 +33,5 @@ def rank(sae: SAE, support: Tensor) -> int:
 
 def ranks(sae: SAE, supports: Iterable[Tensor]) -> list[tuple[int, int]]:
     """For each of some supports, (F,) bool: how many latents it keeps, and the rank of its map."""
-    sae = sae.to(torch.float64)
+    sae = sae.copy_to(torch.float64)
     return [(int(support.sum()), rank(sae, support.nonzero()[:, 0])) for support in supports]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..sae import SAE
+from ..dictionary import SAE
 from .power_diagram import KthOrderDiagram, PowerDiagram, kth_order_diagram
 
 EPSILON = torch.finfo(torch.float64).eps
@@ -61,7 +61,7 @@ def agreement(sae: SAE, batches: Iterable[Tensor]) -> Agreement | None:
     order = kth_order_diagram(sae)
     if order is None:
         return None
-    sae = sae.to(torch.float64)
+    sae = sae.copy_to(torch.float64)
     found = Agreement(0, 0, 0)
     for x in batches:
         decided, same = _compare(sae, order, x.double())
@@ -86,7 +86,7 @@ def cell_agreement(sae: SAE, x: Tensor) -> tuple[Agreement, int] | None:
     if order is None:
         return None
     x = x.double()
-    pre = sae.to(torch.float64).pre_activations(x)
+    pre = sae.copy_to(torch.float64).pre_activations(x)
     supports = order.sites(order.support(pre), pre).sort(-1).values  # (B, K)
     visited, own = torch.unique(supports, dim=0, return_inverse=True)
     kept = own < CELLS

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..sae import SAE
+from ..dictionary import SAE
 from .affine_maps import rank as map_rank
 from .cells import Cells
 from .kmeans import Labels, Partition, Rows, Stream, affordable, kmeans, streamed_kmeans

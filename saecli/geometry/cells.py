@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..sae import SAE
+from ..dictionary import SAE
 from .half_spaces import Cell
 from .screening import Switches
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Thresholded
-from ..sae import SAE
+from ..dictionary import SAE
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Degenerate:
         """
         encoder = torch.cat([sae.W_enc, sae.b_enc[None]])
         if isinstance(sae.activation, Thresholded):
-            encoder = torch.cat([encoder, sae.activation.thresholds(sae.parameters, sae.d_sae).to(encoder)[None]])
+            thresholds = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
+            encoder = torch.cat([encoder, thresholds.to(encoder)[None]])
         zero = (sae.W_dec == 0).all(1)
         return cls(int((sae.W_enc == 0).all(0).sum()), _in_groups(encoder.T), int(zero.sum()),
                    _in_groups(sae.W_dec[~zero]))

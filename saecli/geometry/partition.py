@@ -1,12 +1,11 @@
 """Which cells an SAE has, by its activation."""
 
-from dataclasses import replace
 
 import torch
 
 from ..activations import ACTIVATIONS, AbsTopK, Activation, ReluTopK, Thresholded, TopK
+from ..dictionary import SAE
 from ..errors import ConfigError
-from ..sae import SAE
 from .cells import Cells, ThresholdedCells
 from .largest_cells import LargestCells, ReluTopKCells
 from .power_diagram import KthOrderDiagram, PowerDiagram, kth_order_diagram
@@ -33,11 +32,11 @@ def cells_of(sae: SAE) -> Cells:
         ConfigError: as of `check_cells`.
     """
     check_cells(sae.activation)
-    sae = sae.to(torch.float64)
+    sae = sae.copy_to(torch.float64)
     # A latent's weights in one piece: they are gathered by the latent, ten times faster so.
-    sae = replace(sae, W_enc=sae.W_enc.T.contiguous().T)
+    sae = sae.changed(W_enc=sae.W_enc.T.contiguous().T)
     if isinstance(sae.activation, Thresholded):
-        return ThresholdedCells(sae, sae.activation.thresholds(sae.parameters, sae.d_sae).double())
+        return ThresholdedCells(sae, sae.activation.thresholds(sae.activation_parameters, sae.d_sae).double())
     if isinstance(sae.activation, ReluTopK):
         order = KthOrderDiagram(PowerDiagram.from_encoder(sae.W_enc, sae.b_enc), TopK(sae.activation.k), sae.d_sae)
         relu = ThresholdedCells(sae, torch.zeros(sae.d_sae, dtype=torch.float64))

@@ -8,7 +8,7 @@ so that the cells that the plane meets are exactly the cells of that small SAE. 
 diagrams as sections of diagrams in more dimensions. Shapes: D = d_in, F = d_sae.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..dictionary import SAE
 from ..errors import ConfigError
-from ..sae import SAE
 from .piecewise_affine import principal_directions
 
 PRINCIPAL_ROWS = 2048  # rows that the principal components are taken of, evenly spaced
@@ -80,9 +80,9 @@ class Plane:
     def section(self, sae: SAE) -> SAE:
         """The SAE of two dimensions that does on the plane's coordinates what this one does on its points; its
         reconstructions are projected on the plane."""
-        sae = sae.to(torch.float64)
-        return replace(sae, W_enc=self.basis @ sae.W_enc, b_enc=self.origin @ sae.W_enc + sae.b_enc,
-                       W_dec=sae.W_dec @ self.basis.T, b_dec=(sae.b_dec - self.origin) @ self.basis.T)
+        sae = sae.copy_to(torch.float64)
+        return sae.changed(W_enc=self.basis @ sae.W_enc, b_enc=self.origin @ sae.W_enc + sae.b_enc,
+                           W_dec=sae.W_dec @ self.basis.T, b_dec=(sae.b_dec - self.origin) @ self.basis.T)
 
 
 def window_of(points: Tensor, held: Tensor) -> Window:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..activations import AbsTopK, Largest, TopK
+from ..dictionary import SAE
 from ..errors import ConfigError
-from ..sae import SAE
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..sae import SAE
+from ..dictionary import SAE
 from .affine_maps import ranks
 from .agreement import agreement, cell_agreement
 from .cells import Cells

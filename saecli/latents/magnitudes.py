@@ -4,8 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..metrics import in_cache
-from ..products import NonZeros
+from ..codes import Codes, SparseCodes, in_cache
 
 OCTAVE = 4  # bins from one power of two to the next: the exponent of a size's fourth power is the number of its bin
 LOWEST, HIGHEST = -24, 24  # powers of two; what lies outside counts in the first or the last bin
@@ -35,17 +34,18 @@ class Magnitudes:
         self._largest = torch.zeros(d_sae)
 
     @torch.no_grad()
-    def update(self, z: Tensor | NonZeros) -> None:
-        """Count the codes of a batch, (B, F), or those that are not zero."""
-        if isinstance(z, NonZeros):
-            self._add(z.values, z.columns)
-            self._sums.index_add_(0, z.columns, z.values.abs().double())
-            self._largest.scatter_reduce_(0, z.columns, z.values.abs().float(), "amax")
-            return
+    def update(self, codes: Codes) -> None:
+        """Count the codes of a batch, (B, F)."""
+        z = codes.values
         if z.device != self._sums.device:
             self._counts, self._sums, self._largest = (t.to(z.device) for t in (self._counts, self._sums,
                                                                                 self._largest))
-        latents = torch.arange(z.shape[1], device=z.device)
+        if isinstance(codes, SparseCodes):
+            self._add(z, codes.indices)
+            self._sums.index_add_(0, codes.indices, z.abs().double())
+            self._largest.scatter_reduce_(0, codes.indices, z.abs().float(), "amax")
+            return
+        latents = torch.arange(codes.shape[1], device=z.device)
         for some in in_cache(z):
             sizes = some.abs()
             self._add(some, latents.expand(len(some), -1))

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..dictionary import SAE
 from ..metrics import Firing
-from ..products import NonZeros
-from ..sae import SAE
 from .blocks import Block
 from .examples import Examples
 from .magnitudes import Magnitudes
@@ -41,8 +40,8 @@ def survey(sae: SAE, blocks: Iterable[Block], examples: Examples) -> Survey:
     """
     found = Survey(Firing(sae.d_sae), Magnitudes(sae.d_sae), examples)
     for block in blocks:
-        codes = sae.encode(block.x)
+        codes = sae.codes(block.x)
         found.firing.update(codes)
-        found.magnitudes.update(NonZeros.of(codes) or codes)
-        found.examples.update(codes, block)
+        found.magnitudes.update(codes)
+        found.examples.update(codes.dense(), block)
     return found

@@ -1,13 +1,14 @@
-"""Weights that change from one outer iteration to the next.
+"""What changes from one outer iteration to the next: weights, and whether alpha is chosen anew.
 
-A schedule is a number; `A:B`, geometric from A at the first outer iteration to B at the last; or `A,B,C`, one value
-an outer iteration, of which the last holds on. Outer iterations are counted from 0.
+A schedule of weights is a number; `A:B`, geometric from A at the first outer iteration to B at the last; or `A,B,C`,
+one value per outer iteration, of which the last holds on. Outer iterations are counted from 0.
 
 Source: the paper's Algorithm 3.1, whose proximal weights carry the index of the outer iteration.
 """
 
 import math
 
+CHOICE_GROWTH = 1.25  # ratio of the outer iterations at which alpha is chosen anew, once there are several
 SPELLING = "a number, FIRST:LAST with both above 0, or numbers of at least 0 with commas between them"
 
 
@@ -51,3 +52,25 @@ def _values(text: str) -> list[float]:
     if len(values) < 2 or (":" in text and len(values) != 2):
         raise ValueError(text)
     return values
+
+
+def is_choosing_step(outer: int) -> bool:
+    """Whether alpha is chosen anew at an outer iteration, counted from 0: at the first few, then ever more rarely,
+    since it moves ever more slowly and choosing costs about a solve."""
+    choice = 0
+    while choice < outer:
+        choice = max(choice + 1, math.floor(CHOICE_GROWTH * choice))
+    return choice == outer
+
+
+def outer_iterations(batches: int, per_epoch: int, every: float) -> int:
+    """How many decoder steps training comes to, the last one of each epoch included.
+
+    Args:
+        batches: in the whole of training.
+        per_epoch: batches of an epoch.
+        every: batches between decoder steps within an epoch; infinite for none.
+    """
+    every = min(every, per_epoch)
+    epochs, rest = divmod(batches, per_epoch)
+    return epochs * math.ceil(per_epoch / every) + math.ceil(rest / every)

@@ -82,7 +82,7 @@ class TrainingConfig(Config):
         missing = sorted({"d_sae", "epochs", "steps", "sparsity", "sparsity_weight"} - document.keys())
         if missing:
             raise ConfigError(f"{cls.__name__} does not match: missing {missing}")
-        return super().from_json({"smoothing": 0.0} | document)  # runs begun before there was any had none
+        return super().from_json(document)
 
     def check_shuffle(self, stored: int, free: int) -> None:
         """Refuse a uniform shuffle of a store that does not fit in memory: each row would come from the disk alone.

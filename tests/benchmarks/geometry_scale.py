@@ -26,7 +26,7 @@ from saecli.formats import SavedSAE, save_native
 from saecli.geometry.margins import batch_size
 from saecli.geometry.partition import cells_of
 from saecli.geometry.survey import gather
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 from saecli.store import StoreMeta, StoreWriter, rows_per_shard
 
 PASS_ROWS = 4096

@@ -1,0 +1,134 @@
+"""What a decoder step takes from the rows: their normal equations, and what revival and penalties look at.
+
+Shapes: B rows in a block, b of them in this process, n sampled, D = d_in, E targets, F = d_sae.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch
+from ..codes import Codes
+from ..dictionary import Dictionary
+from ..distributed import Communicator
+from ..ridge import DecoderState, HeldRows, StreamedCodes, System
+
+SAMPLED_ROWS = 4096  # evenly spaced over all, on which alpha is chosen and dead latents are re-aimed
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """A pass, put together from all processes.
+
+    Args:
+        system: the normal equations; only rank 0 may solve them, or all processes together, as `solve_together` says.
+        rows: N, or the sum of their weights where some count for less.
+        z: codes of the sampled rows, (n, F); all rows where there are fewer than `SAMPLED_ROWS` and none weigh less.
+            Where rank 0 solves, the others have only their own.
+        y: the targets of those rows, (n, E).
+        norm_weights: what the penalty weighs each decoder norm with, (F,).
+        fired: the latents that fired on any row, a mask, (F,).
+    """
+
+    system: System
+    rows: float
+    z: Tensor
+    y: Tensor
+    norm_weights: Tensor
+    fired: Tensor
+
+    @property
+    def solve_together(self) -> bool:
+        """Whether all processes solve, in step, since each multiplies by its own codes."""
+        return isinstance(self.system, StreamedCodes)
+
+
+class DecoderPass:
+    """Collects a pass block by block; `finish` puts all processes' together.
+
+    Args:
+        system: takes the normal equations of this process' rows.
+        dictionary: the encoder's; its decoder gives the norms that a penalty weighs.
+        sparsity: the penalty, or `none`.
+        rows: how many rows are expected, of which every `ceil(rows / SAMPLED_ROWS)`-th is sampled.
+    """
+
+    def __init__(self, system: System, dictionary: Dictionary, sparsity: str, rows: int) -> None:
+        self.system = system
+        self._activation, self._sparsity = dictionary.activation, sparsity
+        self._stride = max(1, math.ceil(rows / SAMPLED_ROWS))
+        self._holds = isinstance(system, HeldRows)  # the rows themselves, and so all of them
+        W_dec = dictionary.decoder().detach()
+        self._W_dec = W_dec
+        self._norm_weights = torch.zeros(len(W_dec), dtype=torch.float64, device=W_dec.device)
+        self._fired = torch.zeros(len(W_dec), dtype=torch.bool, device=W_dec.device)
+        self._z, self._y = [W_dec.new_empty(0, len(W_dec))], [W_dec.new_empty(0, W_dec.shape[1])]
+        self._numbers, self._seen = [torch.arange(0)], 0
+
+    def add(self, codes: Codes, batch: Batch) -> None:
+        """Count a block of rows, of which this process has these codes, (b, F)."""
+        numbers = batch.numbers + self._seen
+        self._seen += batch.size
+        if not len(batch.x):
+            return
+        sampled = (numbers % (1 if self._holds else self._stride) == 0).nonzero()[:, 0]
+        if len(sampled):
+            here = sampled.to(batch.y.device)
+            self._z.append(codes.dense()[here])
+            self._y.append(batch.y[here])
+            self._numbers.append(numbers[sampled])
+        if not self._holds:
+            self.system.add(codes, batch.y)
+        self._norm_weights += self._activation.norm_weights(self._sparsity, codes, self._W_dec)
+        self._fired |= codes.fired()
+
+    def finish(self, communicator: Communicator) -> Observed:
+        """The pass over all processes' rows."""
+        z, y = in_order(torch.cat(self._z), torch.cat(self._y), torch.cat(self._numbers), communicator)
+        if self._holds:
+            system, z, y = HeldRows(z, y), z[::self._stride], y[::self._stride]
+            return put_together(system, z, y, self._norm_weights, self._fired, communicator)
+        return put_together(self.system, z, y, self._norm_weights, self._fired, communicator)
+
+
+def put_together(system: System, z: Tensor, y: Tensor, norm_weights: Tensor, fired: Tensor,
+                 communicator: Communicator) -> Observed:
+    """All processes' parts of a pass; see `Observed` for the arguments, of which z and y are those of all already."""
+    if communicator.world_size > 1:
+        if not isinstance(system, HeldRows):
+            system.reduce(communicator.all_reduce)
+        norm_weights = communicator.all_reduce(norm_weights.clone())
+        fired = communicator.all_reduce(fired.to(torch.int32)) > 0
+        if isinstance(system, StreamedCodes):
+            sizes = communicator.broadcast_object(lambda: len(z))
+            z, y = (communicator.broadcast(rows if communicator.is_main else rows.new_empty(sizes, rows.shape[1]))
+                    for rows in (z.contiguous(), y.contiguous()))
+    return Observed(system, system.rows, z, y, norm_weights, fired)
+
+
+def in_order(z: Tensor, y: Tensor, numbers: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:
+    """All processes' codes and targets on rank 0, in the order of their numbers; the others keep their own."""
+    if communicator.world_size == 1:
+        return z, y
+    order = communicator.gather(numbers).argsort().to(z.device)
+    z, y = communicator.gather(z), communicator.gather(y)
+    return z[order], y[order]
+
+
+def broadcast(state: DecoderState | None, Delta: Tensor, b: Tensor, communicator: Communicator) -> DecoderState:
+    """Rank 0's decoder on every process.
+
+    Args:
+        state: the decoder, where it was solved for.
+        Delta: gives its shape and device, (F, E).
+        b: the same for the bias, (E,).
+        communicator: reaches the other processes.
+    """
+    if communicator.world_size == 1:
+        return state
+    numbers = communicator.broadcast_object(lambda: replace(state, Delta=None, b=None))
+    parts = (Delta, b) if state is None else (state.Delta, state.b)
+    Delta, b = (communicator.broadcast(part.detach().clone(memory_format=torch.contiguous_format)) for part in parts)
+    return replace(numbers, Delta=Delta, b=b)
