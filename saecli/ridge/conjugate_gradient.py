@@ -1,6 +1,6 @@
 """Conjugate gradients for many right sides at once, preconditioned by the diagonal.
 
-Shapes: F the matrix' side, C right sides.
+Shapes: F the matrix's side, C right sides.
 """
 
 from collections.abc import Callable
@@ -11,42 +11,45 @@ import torch
 from torch import Tensor
 
 MOST = 500  # iterations before it gives up
-RESTARTS = 3  # from the true residual, where what the recurrence says of it has drifted from it
+RESTARTS = 3  # from the true residual, where the recurrence's has drifted from it
 
 
 @dataclass(frozen=True)
 class Descent:
-    """What it came to.
+    """How an iteration ended.
 
     Args:
-        solution: (F, C); None once it has been taken over.
-        residual: of the worst column, in the diagonal's norm, over that of its right side; of the solution itself, not
-            of the recurrence.
-        iterations: how many it took.
-        condition: estimate of the preconditioned matrix' condition number.
+        residual: of the worst column, in the diagonal's norm, over that of its right side; computed from the solution,
+            not by the recurrence.
+        iterations: their number.
+        condition: estimate of the preconditioned matrix's condition number.
     """
 
-    solution: Tensor | None
     residual: float
     iterations: int
     condition: float
 
 
 def conjugate_gradient(times: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, diagonal: Tensor,
-                       tolerance: float) -> Descent:
+                       tolerance: float) -> tuple[Tensor, Descent]:
     """Solve `A X = G` for a symmetric positive definite A that is known by its products.
 
     A column's residual r counts as `sqrt(r' diag^-1 r)`. Iterations go on until the worst column is below the
     tolerance; their number grows as the root of the condition number of `diag^-1/2 A diag^-1/2`, which is 1 for latents
-    that never fire together however differently often they fire (Saad, "Iterative Methods for Sparse Linear Systems",
+    that never fire together, however different their rates (Saad, "Iterative Methods for Sparse Linear Systems",
     sections 6.7 and 9.2).
 
     Args:
         times: gives A times (F, C).
         right: G, (F, C), float64.
-        start: what X is sought from, (F, C).
+        start: first guess of X, (F, C).
         diagonal: A's, (F,), positive.
         tolerance: of residuals, over those of X = 0.
+
+    Returns:
+        X, (F, C), and how the iteration ended.
+
+    Cost: a product per iteration, and one per restart.
     """
     inverse = 1 / diagonal[:, None]
     size = (right.square() * inverse).sum(0).sqrt()  # (C,)
@@ -71,11 +74,11 @@ def conjugate_gradient(times: Callable[[Tensor], Tensor], right: Tensor, start: 
             steps.append((step, ratio))
             taken += 1
     worst = square.sqrt().div(size)
-    return Descent(solution, worst.max().item(), taken, _condition(steps, int(worst.argmax())))
+    return solution, Descent(worst.max().item(), taken, _condition(steps, int(worst.argmax())))
 
 
 def _positive(values: Tensor) -> Tensor:
-    """The values, with 1 for those of columns that are solved already, whose steps are then 0."""
+    """The values, with 1 for columns that are solved already, whose steps are then 0."""
     return torch.where(values > 0, values, 1.0)
 
 
