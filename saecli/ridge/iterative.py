@@ -76,7 +76,8 @@ class StreamedCodes(System):
     def reduce(self, all_reduce: AllReduce) -> None:
         """Turn the sums over this process's rows into those over every process's, and from now on every product.
 
-        Every process must then ask for the same solutions in the same order: each product is all-reduced.
+        Every process must then ask for the same solutions in the same order, since each product is all-reduced: alpha
+        is chosen on the same sample of rows in all of them.
         """
         self.changed()
         self._all_reduce = all_reduce
