@@ -35,12 +35,12 @@ class RowsInMemory:
     def d_in(self) -> int:
         return self.x.shape[1]
 
-    def shuffled(self, epoch: int) -> Iterator[Tensor]:
+    def shuffled(self, epoch: int) -> Iterator[Batch]:
         order = torch.randperm(len(self.x), generator=torch.Generator().manual_seed(epoch))
-        return iter(self.x[order].split(self.batch_size))
+        return map(Batch.of, self.x[order].split(self.batch_size))
 
-    def sequential(self) -> Iterator[Tensor]:
-        return iter(self.x.split(40))
+    def some(self, count: int) -> Iterator[Batch]:
+        return map(Batch.of, self.x[:count].split(40))
 
 
 def sparse_mixture(rows: int = 300, seed: int = 0) -> RowsInMemory:
@@ -61,10 +61,39 @@ def started(config: SolverConfig, rows: RowsInMemory, activation: Activation, ep
     return config.build(initial_sae(activation, F, rows.x[:64], seed=1), task)
 
 
+def decoder_steps(solver: Solver, rows: RowsInMemory) -> None:
+    """The decoder steps that are due."""
+    while (due := solver.due) is not None:
+        solver.begin_pass(lambda due=due: rows.some(due))
+        for batch in rows.some(due):
+            solver.observe(batch)
+        solver.end_pass()
+
+
+def solve_decoder(solver: PamSgdSolver, rows: RowsInMemory, last: bool) -> None:
+    """A decoder step over all rows."""
+    solver._last, solver._silenced, solver._due = last, False, rows.rows
+    decoder_steps(solver, rows)
+
+
+def one_epoch(solver: Solver, rows: RowsInMemory, epoch: int = 0) -> list[StepReport]:
+    """A pass over the rows, as the training loop makes it."""
+    reports = []
+    solver.begin_epoch()
+    decoder_steps(solver, rows)
+    for batch in rows.shuffled(epoch):
+        reports += solver.step(batch)
+        decoder_steps(solver, rows)
+        if solver.finished:
+            break
+    reports += solver.end_epoch()
+    decoder_steps(solver, rows)
+    return reports
+
+
 def trained(solver: Solver, rows: RowsInMemory, epochs: int) -> SAE:
     for epoch in range(epochs):
-        for _ in solver.epoch(rows, epoch):
-            pass
+        one_epoch(solver, rows, epoch)
     return solver.sae()
 
 
