@@ -7,9 +7,6 @@ Shapes: N rows, D = d_in, F = d_sae.
 """
 
 import os
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,8 @@ import torch
 
 from . import formats
 from .activations import ACTIVATIONS
-from .config import choose, fields
-from .errors import ConfigError, SaeError, did_you_mean, unknown_choice
+from .config import choose, options_of
+from .errors import ConfigError, did_you_mean, unknown_choice
 from .formats import FORMATS, SavedSAE
 from .home import STORE_MARKER, Home
 from .machine import available_memory
@@ -89,7 +86,7 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native", store: Activa
         FormatError: the folder is in use, or the format cannot express the SAE's activation.
     """
     if format not in FORMATS:
-        raise ConfigError(unknown_choice("format", format, FORMATS))
+        raise unknown_choice("format", format, FORMATS)
     formats.save(SavedSAE(sae.to("cpu", torch.float32), origin_of(store) if store else {}), format, Path(folder))
 
 
@@ -120,21 +117,20 @@ def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", ac
 
     Source: the paper "SplInterp: Improving our Understanding and Training of Sparse Autoencoders", Algorithm 3.1.
     """
-    with _flags_as_arguments():
-        trainer = Trainer(_planned(rows, solver, act, options), Record())
-        if not progress:
-            return trainer.train(lambda done, words="": None)
-        report = Report()
-        with report.progress("training", trainer.steps, "steps") as show:
-            sae = trainer.train(show)
-        for note in trainer.solver.notes():
-            report.note(note)
-        return sae
+    trainer = Trainer(_planned(rows, solver, act, options), Record())
+    if not progress:
+        return trainer.train(lambda done, words="": None)
+    report = Report()
+    with report.progress("training", trainer.steps, "steps") as show:
+        sae = trainer.train(show)
+    for note in trainer.solver.notes():
+        report.note(note)
+    return sae
 
 
 def _planned(rows: ActivationStore | Rows | ArrayLike, solver: str, act: str, options: dict[str, Any]) -> Plan:
-    known = {f.name for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
-             for f, _, _ in fields(config)}
+    known = {name for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
+             for name in options_of(config)}
     idle = dict.fromkeys(OF_FOLDERS, ", which writes no files")
     if not isinstance(rows, ActivationStore):
         idle |= dict.fromkeys(OF_SPLITS, " with rows that are chosen already")
@@ -143,10 +139,10 @@ def _planned(rows: ActivationStore | Rows | ArrayLike, solver: str, act: str, op
     for name in options:
         if name not in known:
             advice = did_you_mean(name, {*known, "solver", "act"}) or "expected one of `sae train`'s"
-            raise ConfigError(f"fit has no option {name}; {advice}")
+            raise ConfigError(None, "fit has no option {name}", "{advice}", name=name, advice=advice)
         if name in idle:
-            raise ConfigError(f"{name} does nothing in fit{idle[name]}; leave it out")
-    training = TrainingConfig(**{f.name: options[f.name] for f, _, _ in fields(TrainingConfig) if f.name in options})
+            raise ConfigError(name, "does nothing in fit{why}", "leave it out", why=idle[name])
+    training = TrainingConfig(**{name: options[name] for name in options_of(TrainingConfig) if name in options})
     chosen = choose(SOLVERS, "solver", solver, options, options.keys())
     activation = choose(ACTIVATIONS, "act", act, options, options.keys())
     if isinstance(rows, ActivationStore):
@@ -159,12 +155,3 @@ def _planned(rows: ActivationStore | Rows | ArrayLike, solver: str, act: str, op
 
 def _home(home: str | Path | None) -> Home:
     return Home(Path(home or os.environ.get("SAE_HOME") or Home.DEFAULT))
-
-
-@contextmanager
-def _flags_as_arguments() -> Iterator[None]:
-    """Have messages call options what Python calls them: `--d-sae` is `d_sae`."""
-    try:
-        yield
-    except SaeError as error:
-        raise type(error)(re.sub(r"--([a-z][\w-]*)", lambda flag: flag[1].replace("-", "_"), str(error))) from error

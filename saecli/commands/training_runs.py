@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..config import flag_of
 from ..distributed import is_main
 from ..errors import PeerError, SaeError, TrainingError
+from ..options import CONFIG, Given, Session, write_config
 from ..report import Step, table
 from ..training import CHECKPOINT, Record, Run, RunRecord, Share, Trainer, alone, doubts_at_start, in_step, read_metrics
-from .config_file import CONFIG, write_config
-from .options import Given, Session
 
 SHOWN = ("test_fvu", "test_l0", "train_fvu", "dead_fraction", "lr", "alpha")  # of several runs, where they have it
 
@@ -78,8 +78,8 @@ def _train_together(session: Session, jobs: Sequence[Job]) -> None:
         if not isinstance(error, SaeError):
             raise error
         if place == len(errors) - 1:
-            raise type(error)(f"{name}: {error}") from error
-        session.report.note(f"{name}: {error}")
+            raise error.within(name) from error
+        session.report.note(error.within(name).sentence(flag_of))
 
 
 class _Progress:
@@ -127,7 +127,7 @@ def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress
             try:
                 trained = trainer.train(show, share)
             except TrainingError as error:
-                raise TrainingError(f"{error}; {_what_is_kept(trainer)}") from error
+                raise error.within(after=_what_is_kept(trainer)) from error
             result = trainer.result(trained)
         if is_main():
             from ..plots import loss_curves  # matplotlib takes a second to import
