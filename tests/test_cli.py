@@ -55,6 +55,21 @@ def test_help_is_shown_as_it_is_written(sae: CommandLine, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_two_screens_and_leaves_the_advanced_options_to_help_all(sae: CommandLine, monkeypatch, name: str):
+    monkeypatch.setenv("COLUMNS", "80")
+    command = load(name)
+    short = sae(name, "--help").out
+    assert len(short.splitlines()) <= 100 and {len(line) for line in short.splitlines() if line[:1] in "╭│╰"} <= {0, 80}
+    shown = set(re.findall(r"^│ (?:-h, )?(--[a-z-]+)", short, re.MULTILINE))
+    assert len(shown) <= (25 if command.advanced else 30)
+    if command.advanced:
+        advanced = {parameter.opts[0] for parameter in command.params if parameter.name in command.advanced}
+        assert shown.isdisjoint(advanced) and f"--help-all shows {len(advanced)} more options" in short
+        every = set(re.findall(r"^│ (?:-h, )?(--[a-z-]+)", sae(name, "--help-all").out, re.MULTILINE))
+        assert every == shown | advanced
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_summary_in_the_list_is_the_first_line_of_the_commands_own_help(name: str):
     module = importlib.import_module(f"saecli.commands.{'import_' if name == 'import' else name}")
     assert inspect.getdoc(module.command).splitlines()[0] == COMMANDS[name]

@@ -135,7 +135,8 @@ def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Pa
     given = [p for p in ctx.params if ctx.get_parameter_source(p).name == "COMMANDLINE"]
     other = sorted(set(given) - {"name", "resume", "json"})
     if other:
-        raise ConfigError(other[0], "does nothing with {resume}, which goes on with the settings of the run", "leave it out")
+        raise ConfigError(other[0], "does nothing with {resume}, which goes on with the settings of the run",
+                          "leave it out")
     runs = session.home.runs
     if name is None:
         unfinished = runs.unfinished()
