@@ -18,7 +18,6 @@ from .config import choose, options_of
 from .errors import ConfigError, did_you_mean, unknown_choice
 from .formats import FORMATS, SavedSAE
 from .home import STORE_MARKER, Home
-from .machine import available_memory
 from .report import Report
 from .runs import find_subject
 from .sae import SAE
@@ -27,8 +26,8 @@ from .store import ActivationStore, Rows
 from .training import Plan, Record, Trainer, TrainingConfig, origin_of
 from .training.array_rows import ArrayLike, ArrayRows
 
-# Options of training that are about files, about the choice of a store's rows, and about how these are read.
-OF_FOLDERS, OF_SPLITS, OF_STORES = ("keep_every", "tensorboard"), ("fraction", "split_seed"), ("shuffle",)
+# Options of training that are about files, and about the choice of a store's rows.
+OF_FOLDERS, OF_SPLITS = ("keep_every", "tensorboard"), ("fraction", "split_seed")
 
 
 def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
@@ -134,8 +133,6 @@ def _planned(rows: ActivationStore | Rows | ArrayLike, solver: str, act: str, op
     idle = dict.fromkeys(OF_FOLDERS, ", which writes no files")
     if not isinstance(rows, ActivationStore):
         idle |= dict.fromkeys(OF_SPLITS, " with rows that are chosen already")
-    if not isinstance(rows, ActivationStore | Rows):
-        idle |= dict.fromkeys(OF_STORES, " with rows in memory")
     for name in options:
         if name not in known:
             advice = did_you_mean(name, {*known, "solver", "act"}) or "expected one of `sae train`'s"
@@ -146,7 +143,6 @@ def _planned(rows: ActivationStore | Rows | ArrayLike, solver: str, act: str, op
     chosen = choose(SOLVERS, "solver", solver, options, options.keys())
     activation = choose(ACTIVATIONS, "act", act, options, options.keys())
     if isinstance(rows, ActivationStore):
-        training.check_shuffle(rows.stored_bytes, available_memory())
         rows = training.rows_of(rows)
     elif not isinstance(rows, Rows):
         rows = ArrayRows(rows)

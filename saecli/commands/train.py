@@ -13,7 +13,6 @@ from ..activations import ACTIVATIONS, activation_from_json
 from ..distributed import agreed, is_main, main_first
 from ..errors import ConfigError, RunError
 from ..home import Home, checked_name, now, read_settings
-from ..machine import available_memory
 from ..options import Given, Json, Session, configured, start, store_names, unfinished_names
 from ..solvers import SOLVERS
 from ..store import ActivationStore
@@ -75,7 +74,6 @@ def _planned(store: ActivationStore, options: Given, solver: str, act: str) -> R
     training = options.config(TrainingConfig)
     chosen_solver = options.choose(SOLVERS, "solver", solver)
     activation = options.choose(ACTIVATIONS, "act", act)
-    training.check_shuffle(store.stored_bytes, available_memory())
     plan = Plan.resolved(training.rows_of(store), training.test_rows_of(store), training, chosen_solver, activation)
     return Run(store, plan, now())
 

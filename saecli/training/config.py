@@ -16,7 +16,6 @@ from .normalise import NORMALISATIONS
 
 MOST_DEFAULT_EPOCHS = 100
 SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # shares of all steps
-SHUFFLES = ("window", "exact")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -59,9 +58,6 @@ class TrainingConfig(Config):
     split_seed: int = option(0, "Seed that chooses the held-out test rows.", minimum=0, once=True, advanced=True)
     seed: int = option(0, "Seed of all that is random, but for the order of the rows.", minimum=0)
     shuffle_seed: int = option(0, "Seed of the order of the rows.", minimum=0, once=True, advanced=True)
-    shuffle: str = option("window", "Order of the rows: window mixes neighbours with rows from all over the store and "
-                                    "suits any size; exact is a uniform shuffle, for stores that fit in memory.",
-                          choices=SHUFFLES, once=True, advanced=True)
     normalize: str = option("scale", "Normalisation of the rows, folded into the saved weights: scale centres them and "
                                      "divides by one number; standardize gives each dimension unit variance.",
                             choices=NORMALISATIONS, once=True)
@@ -85,21 +81,6 @@ class TrainingConfig(Config):
         if missing:
             raise ConfigError(f"{cls.__name__} does not match: missing {missing}")
         return super().from_json({"smoothing": 0.0} | document)  # runs begun before there was any had none
-
-    def check_shuffle(self, stored: int, free: int) -> None:
-        """Refuse a uniform shuffle of a store that does not fit in memory: each row would come from the disk alone.
-
-        Args:
-            stored: bytes of the store's activations.
-            free: bytes of memory.
-
-        Raises:
-            ConfigError: it does not.
-        """
-        if self.shuffle == "exact" and stored > free:
-            raise ConfigError(f"--shuffle exact needs the store in memory: its activations take {stored / 2**30:.1f} "
-                              f"GiB, {free / 2**30:.1f} GiB are free; use --shuffle window, which needs no more than "
-                              "a part of it")
 
     def rows_of(self, store: ActivationStore) -> Rows:
         """The rows of a store to train on.

@@ -154,8 +154,7 @@ class Trainer:
 
     def _rows(self, normalisation: Normalisation) -> TrainingRows:
         training = self.plan.training
-        return TrainingRows(self.train_rows, normalisation, training.batch_size, training.shuffle_seed,
-                            training.shuffle == "exact", self.share)
+        return TrainingRows(self.train_rows, normalisation, training.batch_size, training.shuffle_seed, self.share)
 
     def _demand_memory(self, trainings: int) -> int:
         """The bytes that are free for the solver, which is one of several trainings'."""

@@ -28,13 +28,12 @@ POWER_ITERATIONS = 30  # for an eigenvalue of which two digits are wanted
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """Normalised rows of a store's split, as solvers take them (see `solvers.Rows`); `exact` as of `Rows.batches`."""
+    """Normalised rows of a store's split, as solvers take them (see `solvers.Rows`)."""
 
     stored: StoredRows | ArrayRows
     normalisation: Normalisation
     batch_size: int
     seed: int
-    exact: bool = False
     share: Share = alone
 
     @property
@@ -71,8 +70,7 @@ class TrainingRows:
         return torch.cat(batches)[:SAMPLED_ROWS]
 
     def _batches(self, epoch: int, **part: Part) -> Iterator[Tensor]:
-        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, exact=self.exact,
-                                                    **part))
+        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, **part))
 
     def _portions(self, own: Iterator[Tensor]) -> Iterator[Portion]:
         """This process' portion of every batch, which is empty where it has none."""
