@@ -23,7 +23,9 @@ def parameter_of(option: Option) -> Parameter:
         kind: Any = str
     else:
         kind = Literal[option.choices] if option.choices else option.kinds[0]  # type: ignore[valid-type]
-    flag = f"{flag_of(option.name)}/{flag_of('no_' + option.name)}" if default is True else flag_of(option.name)
+    flag = flag_of(option.name)
+    if kind is bool:
+        flag += f"/{flag_of('no_' + option.name)}"  # what a file switches on, the command line can switch off
     if option.several:
         settings["metavar"] = (settings["metavar"] or f"<{kind.__name__}>") + " ..."
         kind = list[kind]  # type: ignore[valid-type]
