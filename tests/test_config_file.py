@@ -1,5 +1,6 @@
 """`--config run.toml`: a run's own file trains it again, the command line wins, and what is wrong in it is named."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -57,6 +58,15 @@ def test_the_command_line_wins_and_either_spelling_of_a_key_will_do(sae: Command
     kept = tomllib.loads((sae.home / "runs" / "run" / "config.toml").read_text())
     assert (kept["lr"], kept["revive"], kept["smoothing"]) == (0.001, True, "auto")
     assert not {"name", "json", "config"} & kept.keys()
+
+
+def test_what_a_file_switches_on_the_command_line_switches_off(sae: CommandLine, tmp_path: Path):
+    make_store(sae.home, "rows", some_rows(300))
+    config = tmp_path / "run.toml"
+    config.write_text('solver = "sgd"\ntied = true\nd_sae = 24\nsteps = 2\n')
+    for words, tied in ((), True), (("--no-tied",), False):
+        run = sae("train", "--config", config, *words, "--json").json["run"]
+        assert json.loads((sae.home / "runs" / run / "run.json").read_text())["solver"]["tied"] is tied
 
 
 def test_a_store_that_took_the_name_of_the_configs_is_told_of(sae: CommandLine, tmp_path: Path):

@@ -182,7 +182,7 @@ def test_saelens_abstopk_keeps_signs(tmp_path: Path) -> None:
     ("standard", {"normalize_activations": "layer_norm"}, "normalize_activations 'layer_norm'"),
     ("standard", {"normalize_activations": "expected_average_only_in"}, "expected_average_only_in"),
     ("topk", {"k": 1000}, "1000"),
-    ("topk", {}, "--k must be int, got None"),
+    ("topk", {}, "k must be a whole number, got None"),
 ])
 def test_saelens_what_cannot_be_expressed_is_refused_by_name(
         tmp_path: Path, architecture: str, config: dict, names: str) -> None:

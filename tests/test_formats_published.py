@@ -69,7 +69,7 @@ def test_saelens_before_6_says_topk_by_its_function(tmp_path: Path) -> None:
     ({"activation_fn_str": "tanh-relu"}, {}, "activation_fn 'tanh-relu' cannot be expressed here"),
     ({"normalize_activations": True}, {}, "normalize_activations 'expected_average_only_in' cannot"),
     ({"architecture": "gated"}, {}, "architecture 'gated' cannot"),
-    ({"activation_fn_str": "topk"}, {}, "--k must be int, got None"),
+    ({"activation_fn_str": "topk"}, {}, "k must be a whole number, got None"),
     ({}, {"scaling_factor": torch.full((F,), 2.0)}, r"unexpected \['scaling_factor'\]"),
 ])
 def test_saelens_before_6_what_cannot_be_expressed_is_refused_by_name(

@@ -21,13 +21,13 @@ FLOORS = [
     {"formats", "geometry", "metrics"},
     {"hosted"},
     {"latents", "plots", "runs", "solvers", "splice"},
-    {"pages", "training"},
-    {"api", "commands", "root_help"},
+    {"options", "pages", "training"},
+    {"api", "commands", "help_page"},
     {"cli"},
     {"__init__", "__main__"},
 ]
 ALONE = {"transformers": "language_model", "matplotlib": "plots", "datasets": "texts", "pydantic": "documents",
-         "typer": ("commands", "cli", "root_help")}
+         "typer": ("commands", "cli", "help_page", "options")}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

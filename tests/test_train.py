@@ -17,10 +17,9 @@ from homes import CommandLine, make_store, some_rows
 from safetensors.torch import load_file
 
 from saecli.activations import ACTIVATIONS
-from saecli.errors import ConfigError
 from saecli.formats import load_native
 from saecli.store import Spread, is_test
-from saecli.training import TrainingConfig, read_metrics
+from saecli.training import read_metrics
 from saecli.training.normalise import NORMALISATIONS, fit_normalisation
 
 KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_test", "epochs", "steps",
@@ -195,16 +194,6 @@ def test_smaller_fractions_train_on_fewer_rows_and_test_on_the_same(sae: Command
     documents = [sae("train", "--fraction", share, *QUICK).json for share in ("0.25", "1.0")]
     assert documents[0]["rows_train"] == pytest.approx(documents[1]["rows_train"] / 4, rel=0.1)
     assert documents[0]["rows_test"] == documents[1]["rows_test"]
-
-
-def test_an_exact_shuffle_is_kept_with_the_run_and_refused_where_memory_is_short(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows(1000))
-    run = sae("train", "--shuffle", "exact", *QUICK).json["run"]
-    assert json.loads((sae.home / "runs" / run / "run.json").read_text())["training"]["shuffle"] == "exact"
-    TrainingConfig(shuffle="exact").check_shuffle(2 << 30, 2 << 30)
-    TrainingConfig(shuffle="window").check_shuffle(3 << 30, 2 << 30)
-    with pytest.raises(ConfigError, match=r"--shuffle exact needs the store in memory.* 3\.0 GiB, 2\.0 GiB are free"):
-        TrainingConfig(shuffle="exact").check_shuffle(3 << 30, 2 << 30)
 
 
 @pytest.mark.slow

@@ -145,12 +145,12 @@ def test_a_run_of_another_version_is_refused_and_left_alone(sae: CommandLine, fi
 def test_a_run_begun_before_some_options_existed_goes_on_with_their_defaults(sae: CommandLine):
     folder = unfinished(sae)
     marker = json.loads((folder / "run.json").read_text())
-    del marker["training"]["dtype"], marker["training"]["shuffle"]
+    del marker["training"]["dtype"], marker["training"]["shuffle_seed"]
     del marker["solver"]["decoder_every"], marker["activation"]["target_rate"]
     (folder / "run.json").write_text(json.dumps(marker))
     assert sae("train", "--resume", "--name", "run").status == 0
     training = json.loads((folder / "run.json").read_text())["training"]
-    assert (training["dtype"], training["shuffle"]) == ("float32", "window")
+    assert (training["dtype"], training["shuffle_seed"]) == ("float32", 0)
 
 
 def test_a_damaged_line_of_metrics_is_named(sae: CommandLine):

@@ -17,7 +17,7 @@ from .base import Activation, Parameters
 class KeepsK(Activation):
     """An activation that keeps `k` of a row's pre-activations, in one sense or another."""
 
-    k: int = option(32, "Latents kept in each row; by batchtopk on average, by soft-topk in expectation.", minimum=1)
+    k: int = option(32, "Active latents per row; with batchtopk on average, with soft-topk in expectation.", minimum=1)
 
     def check(self, d_sae: int) -> None:
         """Refuse to keep more latents than there are."""

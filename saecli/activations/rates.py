@@ -37,8 +37,9 @@ class TargetsRate(Activation):
     """
 
     target_rate: float | None = option(
-        None, f"Firing rate that --sparsity kl aims at for every latent, a share of the rows; default: {TARGET_RATE}.",
-        minimum=LEAST_RATE, below=1)
+        None, f"Firing rate that --sparsity kl aims at for every latent, a fraction of the rows; default: "
+              f"{TARGET_RATE}.",
+        minimum=LEAST_RATE, below=1, advanced=True)
 
     @property
     def rho(self) -> float:

@@ -51,8 +51,8 @@ class SoftTopK(KeepsK):
     name: ClassVar[str] = "soft-topk"
     exact_zeros: ClassVar[bool] = False
 
-    temperature: float = option(0.1, "How soft the choice of latents is: a latent's odds change e-fold over it, in "
-                                     "units of the codes.", minimum=LEAST_TEMPERATURE)
+    temperature: float = option(0.1, "Softness of the choice of latents, in units of the codes: a latent's odds change "
+                                     "e-fold over one temperature.", minimum=LEAST_TEMPERATURE, advanced=True)
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`pre_i P(i in S)`, (B, F)."""

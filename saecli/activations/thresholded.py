@@ -87,11 +87,12 @@ class JumpRelu(Thresholded, TargetsRate):
     name: ClassVar[str] = "jumprelu"
     sparsities: ClassVar[tuple[str, ...]] = ("l0", "l1", "l1-codes", "kl", "none")
 
-    threshold: float = option(0.1, "Threshold of every latent at the start, in units of the normalised rows.",
-                              minimum=0)
-    bandwidth: float = option(0.3, "Width of the kernel in the threshold's gradient, in units of the codes; it stays "
-                                   "as it is where pam-sgd rescales codes and thresholds.", above=0)
-    fixed_threshold: bool = option(False, "Leave every threshold where it starts.")
+    threshold: float = option(0.1, "Initial threshold of every latent, in units of the normalised rows.",
+                              minimum=0, advanced=True)
+    bandwidth: float = option(0.3, "Width of the kernel in the threshold's gradient, in units of the codes.", above=0,
+                              advanced=True)
+    fixed_threshold: bool = option(False, "Keep every threshold at its initial value; --sparsity is then l1 by "
+                                         "default.", advanced=True)
 
     @property
     def estimates(self) -> tuple[str, ...]:

@@ -13,40 +13,38 @@ from ..activations import ACTIVATIONS, activation_from_json
 from ..distributed import communicator
 from ..errors import ConfigError, RunError
 from ..home import Home, checked_name, now, read_settings
-from ..machine import available_memory
+from ..options import Given, Json, Session, configured, start, store_names, unfinished_names
 from ..solvers import SOLVERS
 from ..store import ActivationStore
 from ..training import Plan, Run, TrainingConfig, claimed
-from .options import Given, Json, Session, configured, start, store_names, unfinished_names
 from .stores import open_store
 from .training_runs import Job, train
 
-Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="How to train.")]
-Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="The activation.")]
-Data = Annotated[str | None, typer.Option("--data", help="Activation store.", show_default="the newest",
+Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="Training algorithm.")]
+Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="Activation.")]
+Data = Annotated[str | None, typer.Option("--data", help="Activation store to train on.", show_default="the newest",
                                                 autocompletion=store_names)]
 DataHash = Annotated[str | None, typer.Option(
-    "--data-hash", help="Hash of what the store was made from, out of a run's config.toml: a note says so where the "
-                        "store of that name has another.", show_default=False)]
+    "--data-hash", help="Hash of the store's origin, as a run's config.toml has it: where the store of that name has "
+                        "another, a note says so.", show_default=False)]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number",
                                           autocompletion=unfinished_names)]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of that --name, or else with the newest "
                                                        "unfinished one, from its last checkpoint, bit for bit.")]
 
-
-@configured(TrainingConfig, repeated=True, solver=SOLVERS, act=ACTIVATIONS)
+@configured(TrainingConfig, repeated=True, advanced={"data_hash"}, solver=SOLVERS, act=ACTIVATIONS)
 def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
             data: Data = None, data_hash: DataHash = None, name: Name = None, resume: Resume = False,
             json: Json = False) -> None:
     """Train a sparse autoencoder from a store.
 
-    Writes a folder into runs/ of the home, with the SAE (acting on raw activations), a checkpoint after every epoch,
+    Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch,
     metrics.jsonl, loss.png, and config.toml, which --config takes to train the same again. A run that was stopped or
     killed goes on with --resume.
 
-    Numbers of the SAE and of its solver, given several times (--seed 0 --seed 1), make a run of each combination, all
-    trained together from one reading of the store; each is what it is alone.
+    Options marked "..." can be given several times (--seed 0 --seed 1): one run for each combination of their values,
+    trained together from one reading of the store, each the same as alone.
 
     Example: sae train --solver pam-sgd --act topk --k 32
     """
@@ -78,7 +76,6 @@ def _planned(store: ActivationStore, options: Given, solver: str, act: str) -> R
     training = options.config(TrainingConfig)
     chosen_solver = options.choose(SOLVERS, "solver", solver)
     activation = options.choose(ACTIVATIONS, "act", act)
-    training.check_shuffle(store.stored_bytes, available_memory())
     plan = Plan.resolved(training.rows_of(store), training.test_rows_of(store), training, chosen_solver, activation)
     return Run(store, plan, now())
 
@@ -102,8 +99,8 @@ def _names(name: str | None, varied: list[Mapping[str, Any]]) -> list[str | None
     names = [None if name is None else checked_name("-".join([name, *map(_words, values.items())]))
              for values in varied]
     if len(set(names)) < len(names) and name is not None:
-        raise ConfigError(f"--name {name} makes one name of several runs: their values differ in characters that a "
-                          "name cannot hold; leave --name out")
+        raise ConfigError("name", "{given} makes one name of several runs: their values differ in characters that a "
+                                  "name cannot hold", "leave {name} out", given=name)
     return names
 
 
@@ -138,8 +135,8 @@ def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Pa
     given = [p for p in ctx.params if ctx.get_parameter_source(p).name == "COMMANDLINE"]
     other = sorted(set(given) - {"name", "resume", "json"})
     if other:
-        raise ConfigError(f"--{other[0].replace('_', '-')} does nothing with --resume, which goes on with the settings "
-                          f"the run was begun with; leave it out")
+        raise ConfigError(other[0], "does nothing with {resume}, which goes on with the settings of the run",
+                          "leave it out")
     runs = session.home.runs
     if name is None:
         unfinished = runs.unfinished()
@@ -160,7 +157,7 @@ def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Pa
                              SOLVERS[settings.pop("name")].from_json(settings),
                              activation_from_json(document["activation"]))
         if plan.training != training:  # defaults are filled in when a run is begun, and may be others by now
-            raise ConfigError("not all of its settings are filled in")
+            raise ConfigError(None, "not all of its settings are filled in")
         run, trained_on = Run(store, plan, document["created"]), document["data_hash"]
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"cannot go on with {name}: {path} is not what this version of `sae train` writes "

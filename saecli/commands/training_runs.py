@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..config import flag_of
 from ..distributed import Communicator
 from ..errors import PeerError, SaeError, TrainingError
+from ..options import CONFIG, Given, Session, write_config
 from ..report import Step, table
 from ..training import CHECKPOINT, Loop, Record, Run, RunRecord, Trainer, doubts_at_start, read_metrics
-from .config_file import CONFIG, write_config
-from .options import Given, Session
 
 SHOWN = ("test_fvu", "test_l0", "train_fvu", "dead_fraction", "lr", "alpha")  # of several runs, where they have it
 
@@ -87,7 +87,7 @@ def _trained(session: Session, jobs: Sequence[Job], loop: Loop) -> list[dict[str
         try:
             saes = loop.train()
         except TrainingError as error:
-            raise TrainingError(f"{error}; {_what_is_kept(loop.trainers[0])}") from error
+            raise error.within(after=_what_is_kept(loop.trainers[0])) from error
         results = loop.results(saes) if saes else []
     finished = [job for job, trainer in zip(jobs, loop.trainers, strict=True) if trainer not in loop.errors]
     if loop.trainers[0].communicator.is_main:
@@ -120,10 +120,10 @@ def _print_several(session: Session, jobs: Sequence[Job], loop: Loop, documents:
     for number, (name, (trainer, error)) in enumerate(errors.items(), 1):
         if not isinstance(error, SaeError):
             raise error
-        kept = f"; {_what_is_kept(trainer)}" if isinstance(error, TrainingError) else ""
+        found = error.within(name, _what_is_kept(trainer) if isinstance(error, TrainingError) else "")
         if number == len(errors):
-            raise type(error)(f"{name}: {error}{kept}") from error
-        session.report.note(f"{name}: {error}{kept}")
+            raise found from error
+        session.report.note(found.sentence(flag_of))
 
 
 class _Progress:

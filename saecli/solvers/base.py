@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..codes import Codes
-from ..config import Config, option
+from ..config import PAPER, Config, option
 from ..dictionary import SAE, Dictionary, Loss
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
@@ -257,12 +257,10 @@ class Solver(ABC):
         self._hold_encoder()
 
 
-def proximal(difference: str) -> Any:
+def proximal(difference: str, more: str) -> Any:
     """Declare a proximal weight: a number or a schedule."""
-    return option(0.0, f"Proximal weight of ||{difference}||^2, beside the sum over all rows: a number, or a "
-                       "schedule over the outer iterations t (with sgd, epochs), FIRST:LAST (geometric) or A,B,C (one "
-                       "each, the last one kept).",
-                  minimum=0, check=check_schedule, metavar="FLOAT|FIRST:LAST|A,B,...")
+    return option(0.0, f"Proximal weight of ||{difference}||^2{more}.", minimum=0, check=check_schedule,
+                  metavar="FLOAT|FIRST:LAST|A,B,...", **PAPER)
 
 
 @dataclass(frozen=True)
@@ -273,16 +271,18 @@ class SolverConfig(Config, ABC):
     name: ClassVar[str]
     memory_advice: ClassVar[str] = "use a smaller --d-sae"
 
-    optimizer: str = option("adam", "What takes the descent steps: adam; sgd, lr times the gradient, the paper's line, "
-                                    "which needs --lr; or lbfgs, to tolerance on all rows as one batch, without "
-                                    "learning rate, smoothing or a rise of the penalty.", choices=tuple(OPTIMIZERS))
-    clip_norm: float | None = option(None, "Scale a step's gradient down to this norm where it is larger; that of the "
-                                           "mean over a batch of ||x_hat - x||^2 and of what is added to it.", above=0)
-    weight_decay: float = option(0.0, "Weight of the squared weights that descent trains, ||W_enc||^2 and with "
-                                      "--solver sgd ||W_dec||^2, not of biases; beside the sum over all rows.",
-                                 minimum=0)
-    mu_enc: float | str = proximal("W_enc - W_enc^t")
-    nu_enc: float | str = proximal("b_enc - b_enc^t")
+    optimizer: str = option("adam", "What takes the descent steps: adam; sgd, plain gradient steps as in the paper's "
+                                    "algorithm, for which --lr must be a number; lbfgs, a solve to tolerance on all "
+                                    "rows as one batch, without learning rate, smoothing or warm-up.",
+                            choices=tuple(OPTIMIZERS), **PAPER)
+    clip_norm: float | None = option(None, "Largest norm of a step's gradient, of the mean loss over a batch; a larger "
+                                           "gradient is scaled down to it.", above=0, **PAPER)
+    weight_decay: float = option(0.0, "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, beside the squared error "
+                                      "summed over all rows.", minimum=0, **PAPER)
+    mu_enc: float | str = proximal("W_enc - W_enc^t", ", beside the squared error summed over all rows: a number, or a "
+                                   "schedule over the outer iterations t (with sgd, epochs), FIRST:LAST (geometric) or "
+                                   "A,B,... (one each, then the last)")
+    nu_enc: float | str = proximal("b_enc - b_enc^t", ", as --mu-enc")
 
     @property
     def steps_per_batch(self) -> int:

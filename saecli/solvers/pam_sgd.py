@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..batch import Batch, joined, mixed
 from ..codes import Codes
-from ..config import option
+from ..config import PAPER, option
 from ..dictionary import SAE, Coupled
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
@@ -54,35 +54,32 @@ class PamSgd(SolverConfig):
     name: ClassVar[str] = "pam-sgd"
     memory_advice: ClassVar[str] = "use a smaller --d-sae, or --solver sgd, which solves for no decoder"
 
-    decoder: str = option("residual", "The decoder step's unknown: residual, W_dec = c W_enc' + Delta with alpha on "
-                                      "Delta; or free, W_dec itself, as in the paper.", choices=("residual", "free"))
-    alpha: float | str = option("auto", "Ridge of the decoder step: alpha ||Delta||^2 or alpha ||W_dec||^2, added to "
-                                        "the sum of squared errors over all rows; auto chooses it by leave-one-out.",
+    decoder: str = option("residual", "Unknown of the decoder step: residual, Delta in W_dec = c W_enc' + Delta; free, "
+                                      "W_dec itself, as in the paper.", choices=("residual", "free"), **PAPER)
+    alpha: float | str = option("auto", "Ridge of the decoder step, beside the squared error summed over all rows: "
+                                        "weight of ||W_dec - c W_enc'||^2, with --decoder free of ||W_dec||^2. auto: "
+                                        "the best by leave-one-out.",
                                 choices=("auto",), minimum=0)
-    beta: float = option(0.0, "Weight of ||b_dec||^2, beside the sum over all rows.", minimum=0)
-    bias: str = option("joint", "How the decoder step finds b_dec: joint, as the minimum together with W_dec; after, "
-                                "from what a W_dec solved without a bias leaves, as in the paper's code, which needs a "
-                                "number for --alpha.", choices=("joint", "after"))
-    mu_dec: float | str = proximal("W_dec - W_dec^t")
-    nu_dec: float | str = proximal("b_dec - b_dec^t")
-    inner_steps: int | str = option("auto", "Encoder steps on each batch; auto: as many as bring the whole of training "
-                                            f"to about {DEFAULT_STEPS} of them, at most {MOST_INNER_STEPS}; 1 with "
-                                            "--steps.",
+    beta: float = option(0.0, "Weight of ||b_dec||^2, beside the squared error summed over all rows.", minimum=0,
+                         **PAPER)
+    bias: str = option("joint", "How the decoder step finds b_dec: joint, together with W_dec; after, as the mean of "
+                                "what a W_dec solved without bias leaves, as in the paper's code, for which --alpha "
+                                "must be a number.", choices=("joint", "after"), **PAPER)
+    mu_dec: float | str = proximal("W_dec - W_dec^t", ", as --mu-enc")
+    nu_dec: float | str = proximal("b_dec - b_dec^t", ", as --mu-enc")
+    inner_steps: int | str = option("auto", f"Encoder steps per batch. auto: about {DEFAULT_STEPS} in all of training, "
+                                            f"at most {MOST_INNER_STEPS} per batch; with --steps, 1.",
                                     choices=("auto",), minimum=1)
-    decoder_every: int | str = option("epoch", "Solve for the decoder after each epoch, by a pass over all training "
-                                               "rows; or also after every so many batches, from the codes of the "
-                                               f"latest {RUNNING_ROWS} rows a latent that encoder steps have "
-                                               "computed, for more rows than are read twice; where there are fewer "
-                                               "rows than that, or with --solve iterative, by such a pass too.",
-                                      choices=("epoch",), minimum=1)
-    decoder_first: bool = option(False, "Solve for the decoder before the encoder steps of each epoch, not after "
-                                        "them, as in the paper's code for language models: training then ends with an "
-                                        "encoder that has moved on from its decoder.")
-    solve: str = option("auto", "How the decoder step is solved: direct, by factorising a d_sae x d_sae matrix; "
-                                "iterative, without that matrix, to a residual of 1e-4; auto: direct where that fits "
-                                "in memory.", choices=("auto", "direct", "iterative"))
-    revive: bool = option(True, "Re-aim latents that fire on no training row at the rows reconstructed worst; "
-                                f"only where there are at least {REVIVAL_ROWS} rows a latent.")
+    decoder_every: int | str = option("epoch", "When to solve for the decoder. epoch: after each epoch, by a pass over "
+                                               "all rows. N: also every N batches, from recent codes.",
+                                      choices=("epoch",), minimum=1, metavar="epoch|N")
+    decoder_first: bool = option(False, "Solve for the decoder before the encoder steps of each epoch, not after them, "
+                                        "as in the paper's code for language models.", **PAPER)
+    solve: str = option("auto", "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix; "
+                                "iterative, without that matrix, to a residual of 1e-4. auto: direct where the matrix "
+                                "fits in memory.", choices=("auto", "direct", "iterative"), advanced=True)
+    revive: bool = option(True, "Re-aim dead latents at the rows reconstructed worst, where there are at least "
+                                f"{REVIVAL_ROWS} rows per latent.", advanced=True)
 
     @property
     def steps_per_batch(self) -> int:

@@ -18,7 +18,7 @@ class Sgd(SolverConfig):
 
     name: ClassVar[str] = "sgd"
 
-    tied: bool = option(False, "Use the encoder's transpose as decoder: W_dec = W_enc'.")
+    tied: bool = option(False, "Tie the decoder to the encoder: W_dec = W_enc'.")
 
     def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "SgdSolver":
         """A solver that starts from a copy of `initial`."""

@@ -51,8 +51,8 @@ class ArrayRows:
         """Dimensions of a row."""
         return self._rows.shape[1]
 
-    def batches(self, batch_size: int, *, seed: int, epoch: int, exact: bool = False) -> Iterator[np.ndarray]:
-        """One epoch of batches (B, D), shuffled uniformly whatever `exact`; a pure function of seed and epoch."""
+    def batches(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+        """One epoch of batches (B, D), shuffled uniformly; a pure function of seed and epoch."""
         order = np.random.default_rng((seed, epoch)).permutation(self.rows)
         for begin in range(0, self.rows, batch_size):
             yield self._rows[order[begin : begin + batch_size]].astype(self._dtype)

@@ -34,7 +34,6 @@ class TrainingRows:
         normalisation: theirs, on the device that batches are moved to.
         batch_size: B.
         seed: of their order.
-        exact: as of `Rows.batches`.
         communicator: the processes that take parts of each batch.
     """
 
@@ -42,7 +41,6 @@ class TrainingRows:
     normalisation: Normalisation
     batch_size: int
     seed: int
-    exact: bool = False
     communicator: Communicator = ALONE
 
     @property
@@ -108,8 +106,7 @@ class TrainingRows:
             yield Batch(x, x, size, None if here else torch.arange(0))
 
     def _batches(self, epoch: int, **part: Part) -> Iterator[Tensor]:
-        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, exact=self.exact,
-                                                    **part))
+        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, **part))
 
     def _nothing(self) -> Tensor:
         return self.normalisation.mean.new_empty(0, self.d_in)

@@ -104,7 +104,7 @@ class Trainer:
             demand_shapes(checkpoint[0], {f"normalisation.{name}": shape for name, shape in shapes.items()})
             normalisation = Normalisation(**{name: checkpoint[0][f"normalisation.{name}"] for name in shapes})
         self.rows = TrainingRows(self.train_rows, normalisation.to(self.device), training.batch_size,
-                                 training.shuffle_seed, training.shuffle == "exact", self.communicator)
+                                 training.shuffle_seed, self.communicator)
         sample, self.normalisation = self.rows.sample(), self.rows.normalisation
         self.worst = DIVERGED * max(1.0, (sample.square().sum(1).mean() / normalisation.variance).item())
         lr = fitted_learning_rate(sample) if training.lr == "auto" else training.lr

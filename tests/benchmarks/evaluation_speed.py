@@ -26,13 +26,13 @@ import torch
 from geometry_scale import make_home, random_sae
 
 from saecli.activations import Activation, Relu, TopK
-from saecli.commands.options import Session
 from saecli.commands.subjects import Measured, measured
 from saecli.geometry.margins import batch_size
 from saecli.geometry.partition import cells_of
 from saecli.geometry.survey import gather
 from saecli.home import Home
 from saecli.metrics import firing, reconstruction
+from saecli.options import Session
 from saecli.report import Report
 
 CASES: dict[str, tuple[Activation, float]] = {  # with the bias of every latent
