@@ -30,8 +30,8 @@ DataHash = Annotated[str | None, typer.Option(
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number",
                                           autocompletion=unfinished_names)]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of that --name, or else with the newest "
-                                                       "unfinished one, from its last checkpoint, bit for bit.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run --name, else with the newest unfinished "
+                                                       "one, from its last checkpoint, bit for bit.")]
 
 @configured(TrainingConfig, repeated=True, advanced={"data_hash"}, solver=SOLVERS, act=ACTIVATIONS)
 def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
