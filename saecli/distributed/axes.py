@@ -173,8 +173,9 @@ def share_latents(places: int) -> None:
     """
     world = processes()
     if world % places:
-        raise ConfigError(f"--latent-shards must divide the number of processes, {world}, got {places}; start the "
-                          f"command by `torchrun --nproc-per-node {places} -m saecli`, or leave the option out")
+        raise ConfigError("latent_shards", "must divide the number of processes, {world}, got {places}", "start the "
+                          "command by `torchrun --nproc-per-node {places} -m saecli`, or leave the option out",
+                          world=world, places=places)
     _grid.clear()
     if places == 1:
         return

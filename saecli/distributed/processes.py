@@ -37,9 +37,10 @@ def join() -> None:
     signal.signal(signal.SIGTERM, _terminated)
     if torch.cuda.is_available():
         if local_world() > torch.cuda.device_count():
-            raise ConfigError(f"there are {local_world()} processes on a machine of {torch.cuda.device_count()} GPUs: "
-                              f"expected a GPU for each; lower --nproc-per-node, or hide the GPUs by "
-                              f"CUDA_VISIBLE_DEVICES= to compute on the CPU")
+            raise ConfigError(None, "there are {processes} processes on a machine of {gpus} GPUs: expected a GPU for "
+                                    "each", "lower torchrun's --nproc-per-node, or hide the GPUs by "
+                              "CUDA_VISIBLE_DEVICES= to compute on the CPU", processes=local_world(),
+                              gpus=torch.cuda.device_count())
         torch.cuda.set_device(local_rank())
     with reaching():
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))

@@ -33,7 +33,7 @@ LOG_EVERY = 20  # steps between lines of measures, and between looks at whether 
 # Mean squared error over that of 0 for every row, above which training diverges. Steps against a decoder solved without
 # a ridge reached 2e4 on the paper's settings, from which the next decoder step comes back.
 DIVERGED = 1e6
-ADVICE = "lower --lr, or look at the data"
+ADVICE = "lower {lr}, or look at the data"
 
 
 class Record:
@@ -168,8 +168,9 @@ class Trainer:
         free //= trainings
         if needed > free:
             beside = "" if trainings == 1 else f" for each of {trainings} trainings"
-            raise ConfigError(f"--solver {solver.name} with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, "
-                              f"{free / 2**30:.1f} GiB are free{beside}; {solver.memory_advice}")
+            raise ConfigError("solver", "{name} with {d_sae} {latents} needs {needed:.1f} GiB of memory, {free:.1f} "
+                                        "GiB are free{beside}", solver.memory_advice, name=solver.name, latents=d_sae,
+                              needed=needed / 2**30, free=free / 2**30, beside=beside)
         return free - batch
 
     def _begin(self, checkpoint: tuple[dict[str, Tensor], Progress] | None) -> tuple[Solver, Normalisation, Progress]:
@@ -241,7 +242,7 @@ class Trainer:
             TrainingError: a weight is NaN or infinite, or the error too large.
         """
         if everyone().any(torch.stack([(~tensor.isfinite()).any() for tensor in sae.tensors().values()])):
-            raise TrainingError(f"the weights became NaN or infinite at step {solver.step}; {ADVICE}")
+            raise TrainingError(None, "the weights became NaN or infinite at step {step}", ADVICE, step=solver.step)
         error = reconstruction(solver.sae(), [solver.task.sample])["mse"] * sae.d_in
         demand_no_worse(error / normalisation.variance.item(), self.worst, f"at step {solver.step}")
 
@@ -265,7 +266,8 @@ def averages(reports: list[StepReport], variance: Tensor) -> dict[str, Any]:
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
         first = reports[int(bad[0])]
-        raise TrainingError(f"the loss became {first.loss.item()} at step {first.step}; {ADVICE}")
+        raise TrainingError(None, "the loss became {loss} at step {step}", ADVICE, loss=first.loss.item(),
+                            step=first.step)
     rows = torch.tensor([report.rows for report in reports]).to(losses)
     share = rows / rows.sum()
     error = share @ everyone().add_up(torch.stack([report.squared_error for report in reports]))
@@ -286,8 +288,8 @@ def demand_no_worse(fvu: float, worst: float, when: str) -> None:
         TrainingError: it is above that, or no number.
     """
     if not fvu <= worst:
-        raise TrainingError(f"training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most; "
-                            f"{ADVICE}")
+        raise TrainingError(None, "training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most",
+                            ADVICE, fvu=fvu, when=when, worst=worst)
 
 
 def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
