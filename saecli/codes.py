@@ -243,8 +243,8 @@ class SparseCodes(Codes):
         return self.values.double().abs().sum()
 
     def bytes(self) -> int:
-        """Entries by row and by latent."""
-        return len(self.values) * 2 * (8 + self.values.element_size())
+        """Rows, indices and values of the entries by row, and their rows and values by latent."""
+        return len(self.values) * (3 * 8 + 2 * self.values.element_size())
 
     @cached_property
     def rows(self) -> Tensor:

@@ -135,16 +135,16 @@ def test_json_round_trip_and_missing_settings_take_their_defaults(activation: Ac
 
 @pytest.mark.parametrize("kind", [TopK, BatchTopK, SoftTopK])
 def test_more_latents_kept_than_there_are_is_refused(kind: type[Activation]) -> None:
-    with pytest.raises(ConfigError, match="--k must be at most --d-sae, 12, got 13"):
+    with pytest.raises(ConfigError, match="k must be at most d_sae, 12, got 13"):
         kind(k=13).check(12)
 
 
 @pytest.mark.parametrize(("activation", "sparsity", "message"), [
-    (Relu(), "l0", "--sparsity l0 cannot be used with --act relu; use one of l1, l1-codes, kl, none"),
-    (TopK(k=3), "kl", "--sparsity kl cannot be used with --act topk; use one of none, l1"),
-    (Relu(target_rate=0.1), None, "--target-rate does nothing with --sparsity l1; leave it out, or use --sparsity kl"),
-    (Swish(target_rate=0.1), None, "--target-rate does nothing with --sparsity none"),
-    (JumpRelu(fixed_threshold=True), "l0", "--sparsity l0 trains nothing but thresholds"),
+    (Relu(), "l0", "sparsity l0 cannot be used with act relu; use one of l1, l1-codes, kl, none"),
+    (TopK(k=3), "kl", "sparsity kl cannot be used with act topk; use one of none, l1"),
+    (Relu(target_rate=0.1), None, "target_rate does nothing with sparsity l1; leave it out, or use sparsity kl"),
+    (Swish(target_rate=0.1), None, "target_rate does nothing with sparsity none"),
+    (JumpRelu(fixed_threshold=True), "l0", "sparsity l0 trains nothing but thresholds"),
 ], ids=str)
 def test_penalties_and_their_settings_that_do_nothing_are_refused(
         activation: Activation, sparsity: str | None, message: str) -> None:
@@ -154,7 +154,7 @@ def test_penalties_and_their_settings_that_do_nothing_are_refused(
 
 @pytest.mark.parametrize("rate", [0.0, 1e-300, 9e-7, 1.0, -0.1, 1.5])
 def test_a_target_rate_that_no_rate_can_meet_is_refused(rate: float) -> None:
-    with pytest.raises(ConfigError, match=r"--target-rate must be (at least 1e-06|below 1), got "):
+    with pytest.raises(ConfigError, match=r"target_rate must be (at least 1e-06|below 1), got "):
         Relu(target_rate=rate)
 
 

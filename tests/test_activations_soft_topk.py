@@ -110,7 +110,7 @@ def test_at_extremes_codes_and_gradient_are_finite_and_the_probabilities_sum_to_
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-60, 9e-7])
 def test_a_temperature_that_float32_could_lose_is_refused(temperature: float) -> None:
-    with pytest.raises(ConfigError, match=f"^--temperature must be at least 1e-06, got {temperature:g}$"):
+    with pytest.raises(ConfigError, match=f"^temperature must be at least 1e-06, got {temperature:g}$"):
         SoftTopK(temperature=temperature)
 
 

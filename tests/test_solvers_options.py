@@ -52,7 +52,7 @@ def test_a_schedule_of_one_outer_iteration_is_its_first_value():
 @pytest.mark.parametrize("spelling", ["", "x", "1:", ":1", "0:1", "1:0", "1:2:3", "1:2,3", "1,", "1,x", "1,-1", "1,nan",
                                       "inf:1", "-1:-2", "auto"])
 def test_other_spellings_are_refused(spelling):
-    with pytest.raises(ConfigError, match=r"--mu-enc must be a number, FIRST:LAST .*, got"):
+    with pytest.raises(ConfigError, match=r"mu_enc must be a number, FIRST:LAST .*, got"):
         PamSgd(mu_enc=spelling)
 
 

@@ -129,7 +129,7 @@ def test_a_run_is_not_gone_on_with_on_other_rows(sae: CommandLine):
 @pytest.mark.parametrize(("fields", "sentence"), [
     ({"format_version": 9}, "expected format version 1 or older, got 9; upgrade saecli"),
     ({"solver": {"name": "foo"}}, "not what this version of `sae train` writes"),
-    ({"activation": {"name": "foo"}}, "the activation must be one of relu, jumprelu"),
+    ({"activation": {"name": "foo"}}, "act must be one of relu, jumprelu"),
     ({"training": {"split_seed": 0, "fraction": 1.0}}, "TrainingConfig does not match"),
 ])
 def test_a_run_of_another_version_is_refused_and_left_alone(sae: CommandLine, fields: dict, sentence: str):

@@ -5,7 +5,7 @@ parameters, its gradient, its sparsity penalties and the shape of its cells. To 
 class here and a line in `ACTIVATIONS`.
 """
 
-from ..errors import ConfigError, unknown_choice
+from ..errors import unknown_choice
 from .base import Activation, Parameters
 from .largest import AbsTopK, KeepsK, Largest, ReluTopK, TopK
 from .smooth import SoftTopK, Swish
@@ -38,5 +38,5 @@ def activation_from_json(document: dict) -> Activation:
     settings = dict(document)
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ConfigError(unknown_choice("the activation", str(name), ACTIVATIONS))
+        raise unknown_choice("act", str(name), ACTIVATIONS)
     return ACTIVATIONS[name].from_json(settings)

@@ -48,8 +48,8 @@ class Activation(Config):
             ConfigError: there are such.
         """
         if sparsity not in self.sparsities:
-            raise ConfigError(f"--sparsity {sparsity} cannot be used with --act {self.name}; "
-                              f"use one of {', '.join(self.sparsities)}")
+            raise ConfigError("sparsity", "{given} cannot be used with {act} {name}", "use one of {others}",
+                              given=sparsity, name=self.name, others=", ".join(self.sparsities))
 
     @property
     def estimates(self) -> tuple[str, ...]:

@@ -50,8 +50,8 @@ class TargetsRate(Activation):
         """Refuse a target rate where nothing aims at it."""
         super().check_sparsity(sparsity)
         if self.target_rate is not None and sparsity != "kl":
-            raise ConfigError(f"--target-rate does nothing with --sparsity {sparsity}; leave it out, or use "
-                              f"--sparsity kl")
+            raise ConfigError("target_rate", "does nothing with {sparsity} {given}",
+                              "leave it out, or use {sparsity} kl", given=sparsity)
 
     def rates(self, codes: Codes, W_dec: Tensor) -> Tensor:
         """rho_i of the rows, (F,), kept off 0 and 1, where the divergence is infinite."""

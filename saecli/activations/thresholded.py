@@ -109,8 +109,8 @@ class JumpRelu(Thresholded, TargetsRate):
         super().check_sparsity(sparsity)
         if self.fixed_threshold and sparsity == "l0":
             others = ", ".join(name for name in self.sparsities if name != "l0")
-            raise ConfigError(f"--sparsity l0 trains nothing but thresholds, which --fixed-threshold holds; leave one "
-                              f"of the two out, or use --sparsity {others}")
+            raise ConfigError("sparsity", "l0 trains nothing but thresholds, which {fixed_threshold} holds",
+                              "leave one of the two out, or use {sparsity} {others}", others=others)
 
     def parameters(self, d_sae: int) -> Parameters:
         """The thresholds, (F,)."""

@@ -269,7 +269,7 @@ class SolverConfig(Config, ABC):
 
     panel: ClassVar[str] = "Solver"
     name: ClassVar[str]
-    memory_advice: ClassVar[str] = "use a smaller --d-sae"
+    memory_advice: ClassVar[str] = "use a smaller {d_sae}"
 
     optimizer: str = option("adam", "What takes the descent steps: adam; sgd, plain gradient steps as in the paper's "
                                     "algorithm, for which --lr must be a number; lbfgs, a solve to tolerance on all "
@@ -305,8 +305,8 @@ class SolverConfig(Config, ABC):
         """
         OPTIMIZERS[self.optimizer].check(rows, batch_size, lr, smoothing)
         if OPTIMIZERS[self.optimizer].to_tolerance and self.clip_norm is not None:
-            raise ConfigError(f"--clip-norm does nothing with --optimizer {self.optimizer}, whose line search finds "
-                              "its steps; leave it out, or use --optimizer adam or sgd")
+            raise ConfigError("clip_norm", "does nothing with {optimizer} {given}, whose line search finds its steps",
+                              "leave it out, or use {optimizer} adam or sgd", given=self.optimizer)
 
     def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
         """The width by which training rows are smoothed when the user gives none."""

@@ -189,8 +189,8 @@ class GradientDescent(Optimizer):
             ConfigError: it is asked for.
         """
         if lr == "auto":
-            raise ConfigError("--lr auto is fitted to Adam and says nothing of the step of --optimizer sgd; "
-                              "give one, such as --lr 0.01, or use --optimizer adam")
+            raise ConfigError("lr", "auto is fitted to Adam and says nothing of the step of {optimizer} sgd",
+                              "give one, such as {lr} 0.01, or use {optimizer} adam")
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
         """One step."""
@@ -229,14 +229,15 @@ class Lbfgs(Optimizer):
             ConfigError: there is one of these.
         """
         if batch_size < rows:
-            raise ConfigError(f"--optimizer lbfgs takes all training rows as one batch, and there are {rows}, more "
-                              f"than --batch-size {batch_size}; give --batch-size {rows}, or use --optimizer adam")
+            raise ConfigError("optimizer", "lbfgs takes all training rows as one batch, and there are {rows}, more "
+                                           "than {batch_size} {given}",
+                              "give {batch_size} {rows}, or use {optimizer} adam", rows=rows, given=batch_size)
         if lr != "auto":
-            raise ConfigError("--lr does nothing with --optimizer lbfgs, whose line search finds its steps; "
-                              "leave it out, or use --optimizer adam or sgd")
+            raise ConfigError("lr", "does nothing with {optimizer} lbfgs, whose line search finds its steps",
+                              "leave it out, or use {optimizer} adam or sgd")
         if smoothing not in ("auto", 0):
-            raise ConfigError("--smoothing cannot be used with --optimizer lbfgs, which solves one problem over the "
-                              "rows as they are; leave it out, or use --optimizer adam")
+            raise ConfigError("smoothing", "cannot be used with {optimizer} lbfgs, which solves one problem over the "
+                                           "rows as they are", "leave it out, or use {optimizer} adam")
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
         """Iterate until nothing changes any more, whatever the learning rate; the loss never ends above its start."""

@@ -52,7 +52,7 @@ class PamSgd(SolverConfig):
     """Options of PAM-SGD; penalties are in the units of a sum of squared errors over all training rows."""
 
     name: ClassVar[str] = "pam-sgd"
-    memory_advice: ClassVar[str] = "use a smaller --d-sae, or --solver sgd, which solves for no decoder"
+    memory_advice: ClassVar[str] = "use a smaller {d_sae}, or {solver} sgd, which solves for no decoder"
 
     decoder: str = option("residual", "Unknown of the decoder step: residual, Delta in W_dec = c W_enc' + Delta; free, "
                                       "W_dec itself, as in the paper.", choices=("residual", "free"), **PAPER)
@@ -103,14 +103,15 @@ class PamSgd(SolverConfig):
         """
         super().check(rows, batch_size, lr, smoothing)
         if OPTIMIZERS[self.optimizer].to_tolerance and self.inner_steps not in ("auto", 1):
-            raise ConfigError(f"--inner-steps {self.inner_steps} does nothing with --optimizer {self.optimizer}, whose "
-                              "one step solves for the encoder to tolerance; leave it out")
+            raise ConfigError("inner_steps", "{given} does nothing with {optimizer} {name}, whose one step solves for "
+                                             "the encoder to tolerance", "leave it out", given=self.inner_steps,
+                              name=self.optimizer)
         if self.bias == "after" and self.alpha == "auto":
-            raise ConfigError("--bias after cannot be used with --alpha auto, which chooses for the bias that is joint "
-                              "with W_dec; give a number, such as --alpha 1, or use --bias joint")
+            raise ConfigError("bias", "after cannot be used with {alpha} auto, which chooses for the bias that is "
+                                      "joint with W_dec", "give a number, such as {alpha} 1, or use {bias} joint")
         if self.decoder_first and self.decoder_every != "epoch":
-            raise ConfigError("--decoder-first cannot be used with --decoder-every, which adds decoder steps after "
-                              "encoder steps; use one of them")
+            raise ConfigError("decoder_first", "cannot be used with {decoder_every}, which adds decoder steps after "
+                                               "encoder steps", "use one of them")
 
     def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
         """The more latents there are for each row, the more (see `smoothing.py`)."""

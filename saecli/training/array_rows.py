@@ -32,14 +32,15 @@ class ArrayRows:
             rows = rows.float() if rows.is_floating_point() and rows.itemsize < 4 else rows  # numpy has no bfloat16
         rows = np.asarray(rows)
         if rows.ndim != 2 or not rows.size or rows.dtype.kind not in "fiu":
-            raise ConfigError(f"rows must be numbers in an array (rows, d_in), got one of {rows.dtype} and shape "
-                              f"{tuple(rows.shape)}")
+            raise ConfigError("rows", "must be numbers in an array (rows, d_in), got one of {dtype} and shape {shape}",
+                              dtype=rows.dtype, shape=tuple(rows.shape))
         self._rows = rows
         # Narrower numbers are widened, wider ones kept: what trains in float64 shall have them.
         self._dtype = np.float64 if rows.dtype == np.float64 else np.float32
         bad = sum(int((~np.isfinite(batch).all(1)).sum()) for batch in self.sequential(CHECKED_ROWS))
         if bad:
-            raise ConfigError(f"rows must be finite, got {bad} of {len(rows)} with a NaN or infinity; leave those out")
+            raise ConfigError("rows", "must be finite, got {bad} of {count} with a NaN or infinity", "leave those out",
+                              bad=bad, count=len(rows))
 
     @property
     def rows(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from ..activations import Activation, sparsity_names
-from ..config import Config, flag_of, option
+from ..config import Config, option
 from ..errors import ConfigError
 from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP, WIDEST, SolverConfig
 from ..store import ActivationStore, Rows
@@ -79,7 +79,7 @@ class TrainingConfig(Config):
         """
         missing = sorted({"d_sae", "epochs", "steps", "sparsity", "sparsity_weight"} - document.keys())
         if missing:
-            raise ConfigError(f"{cls.__name__} does not match: missing {missing}")
+            raise ConfigError(None, "{config} does not match: missing {missing}", config=cls.__name__, missing=missing)
         return super().from_json(document)
 
     def rows_of(self, store: ActivationStore) -> Rows:
@@ -105,22 +105,25 @@ class TrainingConfig(Config):
             ConfigError: options contradict each other, or do nothing together.
         """
         if self.epochs is not None and self.steps is not None:
-            raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
+            raise ConfigError(None, "cannot use both {epochs} and {steps} at the same time", "use one of them")
         sparsity = self.sparsity or activation.default_sparsity
         activation.check_sparsity(sparsity)
         if sparsity == "none" and self.sparsity_weight:
-            raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty"
-                              f" ({', '.join(name for name in activation.sparsities if name != 'none')})")
+            raise ConfigError("sparsity_weight", "does nothing with {sparsity} none",
+                              "leave it out, or name a penalty ({penalties})",
+                              penalties=", ".join(name for name in activation.sparsities if name != "none"))
         if sparsity == "none" and self.sparsity_warm_up != PENALTY_WARM_UP:
-            raise ConfigError("--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty")
+            raise ConfigError("sparsity_warm_up", "does nothing with {sparsity} none",
+                              "leave it out, or name a penalty")
         weight = self.sparsity_weight
         d_sae = self.d_sae or 4 * d_in
         activation.check(d_sae)
         solver.check(rows, self.batch_size, self.lr, self.smoothing)
         for name, default in SCHEDULE.items():
             if getattr(self, name) != default and OPTIMIZERS[solver.optimizer].to_tolerance:
-                raise ConfigError(f"{flag_of(name)} does nothing with --optimizer {solver.optimizer}, whose problem "
-                                  "stays the same from step to step; leave it out, or use --optimizer adam or sgd")
+                raise ConfigError(name, "does nothing with {optimizer} {given}, whose problem stays the same from step "
+                                        "to step", "leave it out, or use {optimizer} adam or sgd",
+                                  given=solver.optimizer)
         epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / self.epoch_batches(rows)))
         return replace(
             self, d_sae=d_sae, sparsity=sparsity, epochs=None if self.steps else epochs,

@@ -16,9 +16,9 @@ def check_tensorboard() -> None:
         ConfigError: it is not.
     """
     if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("--tensorboard needs the package tensorboard, which is not installed; install it with "
-                          "`pip install 'saecli[tensorboard]'`, or leave --tensorboard out: metrics.jsonl holds the "
-                          "same figures")
+        raise ConfigError("tensorboard", "needs the package tensorboard, which is not installed",
+                          "install it with `pip install 'saecli[tensorboard]'`, or leave {tensorboard} out: "
+                          "metrics.jsonl holds the same figures")
 
 
 class EventFiles:

@@ -59,13 +59,13 @@ def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype) -> Normalis
     """
     mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
     if variance.sum() == 0:
-        raise ConfigError(f"there is nothing to learn: expected training rows that differ, got {spread.rows}, "
-                          "all the same; give another --data, or a larger --fraction")
+        raise ConfigError(None, "there is nothing to learn: expected training rows that differ, got {rows}, all the "
+                                "same", "give another {data}, or a larger {fraction}", rows=spread.rows)
     overall = variance.mean().sqrt()
     if overall < LEAST_SCALE:
-        raise ConfigError(f"the training rows are all but the same: expected a spread of {LEAST_SCALE:g} or more, "
-                          f"which weights in float32 can make up for, got {overall:.2g}; multiply them, and import "
-                          "them again")
+        raise ConfigError(None, "the training rows are all but the same: expected a spread of {least:g} or more, which "
+                                "weights in float32 can make up for, got {got:.2g}",
+                          "multiply them, and import them again", least=LEAST_SCALE, got=overall.item())
     if kind == "none":
         mean, scale = torch.zeros_like(mean), torch.ones_like(mean)
     elif kind == "scale":

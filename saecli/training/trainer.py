@@ -32,7 +32,7 @@ LOG_EVERY = 20  # steps between lines of measures, and between looks at whether 
 # Mean squared error over that of 0 for every row, above which training diverges. Steps against a decoder solved without
 # a ridge reached 2e4 on the paper's settings, from which the next decoder step comes back.
 DIVERGED = 1e6
-ADVICE = "lower --lr, or look at the data"
+ADVICE = "lower {lr}, or look at the data"
 
 
 class Record:
@@ -183,7 +183,7 @@ class Trainer:
         """
         solver = self.solver
         if any(not tensor.isfinite().all() for tensor in sae.tensors().values()):
-            raise TrainingError(f"the weights became NaN or infinite at step {solver.steps}; {ADVICE}")
+            raise TrainingError(None, "the weights became NaN or infinite at step {step}", ADVICE, step=solver.steps)
         error = reconstruction(solver.dictionary, [solver.task.sample])["mse"] * sae.d_in
         demand_no_worse(error / self.normalisation.variance.item(), self.worst, f"at step {solver.steps}")
 
@@ -279,7 +279,8 @@ def averages(reports: list[StepReport], variance: Tensor, communicator: Communic
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
         first = reports[int(bad[0])]
-        raise TrainingError(f"the loss became {first.loss.item()} at step {first.step}; {ADVICE}")
+        raise TrainingError(None, "the loss became {loss} at step {step}", ADVICE, loss=first.loss.item(),
+                            step=first.step)
     rows = torch.tensor([report.rows for report in reports]).to(losses)
     weights = rows / rows.sum()
     return {"step": reports[-1].step, "loss": (weights @ losses).item(),
@@ -298,8 +299,8 @@ def demand_no_worse(fvu: float, worst: float, when: str) -> None:
         TrainingError: it is above that, or no number.
     """
     if not fvu <= worst:
-        raise TrainingError(f"training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most; "
-                            f"{ADVICE}")
+        raise TrainingError(None, "training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most",
+                            ADVICE, fvu=fvu, when=when, worst=worst)
 
 
 def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
