@@ -21,12 +21,12 @@ from .config import choose, fields
 from .errors import ConfigError, SaeError, did_you_mean, unknown_choice
 from .formats import FORMATS, SavedSAE
 from .home import STORE_MARKER, Home
-from .machine import available_memory
+from .memory import available_memory
 from .report import Report
-from .runs import find_subject
 from .sae import SAE
 from .solvers import SOLVERS
 from .store import ActivationStore, Rows
+from .subjects import find_subject
 from .training import Plan, Record, Trainer, TrainingConfig, origin_of
 from .training.array_rows import ArrayLike, ArrayRows
 

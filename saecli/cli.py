@@ -20,9 +20,9 @@ from . import __version__, interrupts
 from .errors import ConfigError, PeerError, SaeError, did_you_mean, one_line, printable
 from .files import as_named
 from .home import Home
-from .launch import rank, world
-from .machine import demand_address_space, is_out_of_memory
+from .memory import demand_address_space, is_out_of_memory
 from .root_help import show_root_help
+from .torchrun import rank, world
 
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .distributed import processes
 from .errors import ConfigError, one_line
-from .launch import local_world
+from .torchrun import local_world
 
 
 def device_named(name: str) -> torch.device:

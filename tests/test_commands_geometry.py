@@ -129,7 +129,7 @@ def test_more_training_rows_than_memory_holds_are_streamed_where_asked_for(
         sae: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(sae.home, "one", random_sae(TopK(3)))
     whole = sae("geometry", "--json").json["references"]
-    monkeypatch.setattr("saecli.geometry.survey.SAMPLE_BYTES", 4 * D * 500)
+    monkeypatch.setattr("saecli.spline.survey.SAMPLE_BYTES", 4 * D * 500)
     sampled = sae("geometry", "--json").json["references"]
     assert sampled["rows_fitted"] == 500
     monkeypatch.setattr("saecli.commands.geometry_rows.SAMPLE_ROWS", 500)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from ..errors import FormatError
 from ..files import NotAFile
-from ..machine import available_memory
+from ..memory import available_memory
 from ..report import size_words
 
 BLOCK_BYTES = 16 << 20

@@ -7,7 +7,7 @@ import typer
 
 from .. import formats
 from ..errors import ConfigError
-from ..runs import find_subject
+from ..subjects import find_subject
 from .conversions import converted
 from .options import Json, Run, start
 from .subjects import Data

@@ -5,9 +5,9 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
-from ..geometry.partition import check_cells
-from ..geometry.planes import Plane
-from ..geometry.survey import SAMPLE_ROWS
+from ..spline.partition import check_cells
+from ..spline.planes import Plane
+from ..spline.survey import SAMPLE_ROWS
 from .geometry_measures import Bridges, Wanted, find_out
 from .geometry_pictures import draw_one
 from .geometry_rows import corners_of, rows_at

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..geometry.bridge import Bridge, Visited
-from ..geometry.census import describe
-from ..geometry.degenerate import Degenerate
-from ..geometry.kmeans import Stream
-from ..geometry.margins import local_complexity, margin_measures, radius_of, visits
-from ..geometry.partition import cells_of
-from ..geometry.survey import Survey, gather
+from ..spline.bridge import Bridge, Visited
+from ..spline.census import describe
+from ..spline.degenerate import Degenerate
+from ..spline.kmeans import Stream
+from ..spline.margins import local_complexity, margin_measures, radius_of, visits
+from ..spline.partition import cells_of
+from ..spline.survey import Survey, gather
 from .geometry_rows import held_out_sample, surveyed, training_sample, training_stream
 from .options import Session
 from .subjects import Measured

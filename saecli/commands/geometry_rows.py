@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..geometry.kmeans import Stream
-from ..geometry.margins import HELD_OUT_ROWS, batch_size
-from ..geometry.survey import SAMPLE_ROWS, sample_capacity
+from ..spline.kmeans import Stream
+from ..spline.margins import HELD_OUT_ROWS, batch_size
+from ..spline.survey import SAMPLE_ROWS, sample_capacity
 from ..store import Rows
 from .options import Session
 from .subjects import Measured

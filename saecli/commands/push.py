@@ -10,7 +10,7 @@ import typer
 from .. import formats
 from ..errors import ConfigError
 from ..formats import SavedSAE
-from ..hosted import Address, Entry, Repository, card_with
+from ..hub import Address, Entry, Repository, card_with
 from .conversions import Conversion, can_be_written, converted
 from .eval import Model, Tokens
 from .eval_measures import evaluated

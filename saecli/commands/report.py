@@ -8,8 +8,8 @@ import torch
 import typer
 
 from ..errors import ConfigError
-from ..latents import COLUMNS, Examples, in_blocks, neighbours, survey
-from ..pages import Details, Readings, overview, write_pages
+from ..html_report import Details, Readings, overview, write_pages
+from ..latent_survey import COLUMNS, Examples, in_blocks, neighbours, survey
 from ..report import size_words
 from ..training import read_metrics
 from .eval_measures import evaluated

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, ModelError
 from ..home import Home, read_settings
-from ..pages import Texts, TokenNumbers
+from ..html_report import Texts, TokenNumbers
 from .subjects import Measured
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from .. import formats
 from ..devices import device_named
 from ..errors import ConfigError
 from ..formats import SavedSAE
-from ..runs import Subject, find_subject
 from ..sae import SAE
 from ..store import Rows
+from ..subjects import Subject, find_subject
 from .options import Session, store_names
 from .stores import open_store
 

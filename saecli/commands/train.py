@@ -13,7 +13,7 @@ from ..activations import ACTIVATIONS, activation_from_json
 from ..distributed import agreed, is_main, main_first, share_latents
 from ..errors import ConfigError, RunError
 from ..home import Home, checked_name, now, read_settings
-from ..machine import available_memory
+from ..memory import available_memory
 from ..solvers import SOLVERS
 from ..store import ActivationStore
 from ..training import Plan, Run, TrainingConfig, claimed

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, PeerError
-from ..launch import local_rank, local_world, rank, world
+from ..torchrun import local_rank, local_world, rank, world
 
 Value = TypeVar("Value")
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from ..devices import device_named
 from ..distributed import agreed, everyone, latents_axis, own_part, processes, whole_on_main
 from ..errors import ConfigError, RunError, TrainingError
-from ..launch import local_world
-from ..machine import available_memory
+from ..memory import available_memory
 from ..metrics import reconstruction
 from ..report import Step
 from ..sae import SAE
 from ..solvers import Solver, StepReport, Task
+from ..torchrun import local_world
 from .checkpoints import Progress
 from .config import DTYPES
 from .doubts import doubts_at_end, doubts_at_start

@@ -28,12 +28,12 @@ from geometry_scale import make_home, random_sae
 from saecli.activations import Activation, Relu, TopK
 from saecli.commands.options import Session
 from saecli.commands.subjects import Measured, measured
-from saecli.geometry.margins import batch_size
-from saecli.geometry.partition import cells_of
-from saecli.geometry.survey import gather
 from saecli.home import Home
 from saecli.metrics import firing, reconstruction
 from saecli.report import Report
+from saecli.spline.margins import batch_size
+from saecli.spline.partition import cells_of
+from saecli.spline.survey import gather
 
 CASES: dict[str, tuple[Activation, float]] = {  # with the bias of every latent
     "topk 32": (TopK(k=32), 0.0), "relu, dense": (Relu(), 0.0), "relu, sparse": (Relu(), -6.0)}

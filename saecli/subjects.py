@@ -11,7 +11,7 @@ from pathlib import Path
 from . import formats
 from .errors import HubError, RunError
 from .home import Home, read_run
-from .hosted import Address, fetch, is_cached
+from .hub import Address, fetch, is_cached
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
     Args:
         home: the folder of stores and runs.
         text: name of a run in the home, else a folder that holds an SAE in any known format, else where on the
-            Hugging Face hub one lies (see `hosted.Address`; after `hf://` that alone); None for the newest run.
+            Hugging Face hub one lies (see `hub.Address`; after `hf://` that alone); None for the newest run.
         note: told what was chosen where another reading was possible.
 
     Raises:

@@ -7,9 +7,9 @@ from typing import Self
 
 from ..errors import ConfigError, HubError
 from ..formats import FORMATS
-from ..hub import why_unreachable
+from ..network import why_unreachable
 from .address import Address
-from .sentences import LOG_IN, bars_on_terminals, told
+from .refusals import LOG_IN, bars_on_terminals, told
 
 README = "README.md"
 
