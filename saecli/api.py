@@ -18,11 +18,11 @@ import torch
 from . import formats
 from .activations import ACTIVATIONS
 from .config import choose, fields
+from .console import Console
 from .errors import ConfigError, SaeError, did_you_mean, unknown_choice
 from .formats import FORMATS, SavedSAE
 from .home import STORE_MARKER, Home
 from .memory import available_memory
-from .report import Report
 from .sae import SAE
 from .solvers import SOLVERS
 from .store import ActivationStore, Rows
@@ -124,11 +124,11 @@ def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", ac
         trainer = Trainer(_planned(rows, solver, act, options), Record())
         if not progress:
             return trainer.train(lambda done, words="": None)
-        report = Report()
-        with report.progress("training", trainer.steps, "steps") as show:
+        console = Console()
+        with console.progress("training", trainer.steps, "steps") as show:
             sae = trainer.train(show)
         for note in trainer.solver.notes():
-            report.note(note)
+            console.note(note)
         return sae
 
 

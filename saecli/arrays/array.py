@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from ..errors import FormatError
 from ..files import NotAFile
 from ..memory import available_memory
-from ..report import size_words
+from ..wording import size_words
 
 BLOCK_BYTES = 16 << 20
 REAL_NUMBERS = r"bool|u?int\d+|b?float\d+"

@@ -53,7 +53,7 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
                 *(pictures / f"{name}.png" for name in ("frontier", "sparsity", "geometry")),
                 *(pictures / f"sparsity-patterns-{name}.png" for name in runs)]
     paths = [str(path) for path in pictured]
-    session.report.result(
+    session.console.result(
         {"runs": results, "measures": measured, "pictures": paths}, "",
         comparison(lines, SIDE_BY_SIDE, f"both SAEs on the same held-out rows, after {EPOCHS} passes over the others"),
         Text(meaning(measured[0])), Text("PAM-SGD makes several encoder steps on each batch (--inner-steps)."), "",

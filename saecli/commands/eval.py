@@ -11,7 +11,8 @@ from rich.console import RenderableType
 from ..errors import ConfigError
 from ..files import write_csv
 from ..metrics import doubts
-from ..report import counted, table
+from ..tables import table
+from ..wording import counted
 from .eval_measures import evaluated, marked, meaning
 from .options import Device, Json, Plot, Runs, start
 from .subjects import Data, SplitName, all_measured
@@ -51,7 +52,7 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     found = marked(evaluated(session, everything, model, tokens), everything)
     for one, run in zip(everything, found, strict=True):
         if words := doubts(run, one.sae.d_in, one.sae.d_sae):
-            session.report.note(f"{run['run']}: warning: on these {counted(run['rows'], 'row')} "
+            session.console.note(f"{run['run']}: warning: on these {counted(run['rows'], 'row')} "
                                 f"{', and '.join(words.values())}")
     ranked = sorted(found, key=lambda run: (run["l0"], math.isnan(run["fvu"]), run["fvu"]))
     if plot is not None:
@@ -59,17 +60,17 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
 
         kinds = {one.subject.name: one.sae.activation.name for one in everything}
         frontier(plot, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})
-        session.report.note(f"drew {plot}")
+        session.console.note(f"drew {plot}")
     if csv is not None:
         write_csv(csv, ranked)
-        session.report.note(f"wrote {csv}")
+        session.console.note(f"wrote {csv}")
     order = "sparsest first" if len(found) > 1 else None
     means = meaning(found[0])
     compared = any(run["unbeaten"] is not None for run in found)
     shown = [comparison(ranked, RECONSTRUCTION, f"{order}; {means}" if compared else order)]
     if model is not None:
         shown.append(comparison(ranked, EFFECT, f"with the SAE's reconstructions in {model}; in nats a token"))
-    session.report.result({"runs": found, "unbeaten_means": means}, *shown)
+    session.console.result({"runs": found, "unbeaten_means": means}, *shown)
 
 
 def comparison(runs: Sequence[dict[str, Any]], columns: Sequence[str], title: str | None) -> RenderableType:

@@ -125,7 +125,7 @@ def _splices(session: Session, everything: Sequence[Measured], name: str) -> lis
         cutter = Windows(model.tokenizer, source["context"])
         check_tokens(rows, model, cutter.prefix)
         if source["model"] != place.identity()["model"]:
-            session.report.note(f"{rows.store.name} came from {source['model']}, and is run through {name}")
+            session.console.note(f"{rows.store.name} came from {source['model']}, and is run through {name}")
         found.append(_Splice(members, model, rows, cutter))
     return found
 
@@ -139,10 +139,10 @@ def _effects(session: Session, everything: Sequence[Measured], splices: list[_Sp
     for splice in splices:
         model, rows, source = splice.model, splice.rows, splice.rows.store.meta.source
         windows = stored_windows(rows, splice.cutter.prefix, tokens)
-        with session.report.progress(f"splicing into {model.source.name}", min(tokens, rows.rows), "tokens") as show:
+        with session.console.progress(f"splicing into {model.source.name}", min(tokens, rows.rows), "tokens") as show:
             measures = effects(model, windows, splice.cutter.special, source["layer"], source["site"],
                                [everything[index].sae for index in splice.members], show)
         for index, measure in zip(splice.members, measures, strict=True):
             results[index] = measure
-    session.report.note("special tokens keep their own activations and are left out of the means")
+    session.console.note("special tokens keep their own activations and are left out of the means")
     return results

@@ -27,9 +27,9 @@ def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = 
     Example: sae export first --to saelens --out exported
     """
     session = start(ctx, json, out=out)
-    subject = find_subject(session.home, run, session.report.note)
+    subject = find_subject(session.home, run, session.console.note)
     if run is None:
-        session.report.note(f"using the newest run, {subject.name}")
+        session.console.note(f"using the newest run, {subject.name}")
     saved = formats.load(subject.folder)
     found = converted(session, subject.name, saved, to, data)
     if found.deviation is None and data is not None:
@@ -39,5 +39,5 @@ def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = 
                 "written_as": found.written.sae.activation.name, "deviation": found.deviation,
                 "files": sorted(path.name for path in out.iterdir())}
     if found.told is not None:
-        session.report.note(found.told)
-    session.report.result(document, f"wrote {subject.name} to {out} for {to}: {', '.join(document['files'])}")
+        session.console.note(found.told)
+    session.console.result(document, f"wrote {subject.name} to {out} for {to}: {', '.join(document['files'])}")

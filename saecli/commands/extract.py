@@ -16,6 +16,7 @@ import typer
 from torch import Tensor
 
 from ..config import Config, option
+from ..console import Step
 from ..devices import device_named
 from ..distributed import agreed, gathered, is_main, own_rank, processes
 from ..errors import ConfigError
@@ -38,9 +39,9 @@ from ..harvest import (
 )
 from ..home import checked_name
 from ..language_model import MODEL_DTYPES, SITES, TINY_GEMMA2, LanguageModel, ModelSource, Place, find_model
-from ..report import Step, size_words
 from ..store import DTYPES, ActivationStore, SharedWriter, StoreMeta, StoreWriter, hash_request, made_by_several
 from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, Document, TextSource
+from ..wording import size_words
 from .options import Device, Given, Json, Session, configured, start
 from .stores import (
     DERIVED,
@@ -172,7 +173,7 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
         context = allowed if config.context is None else config.context
         config = replace(config, context=context, model_dtype=source.dtype_on(where, config.model_dtype))
         source.check_context(context)
-        text = agreed(lambda: text.pinned(session.report.note))
+        text = agreed(lambda: text.pinned(session.console.note))
         stores = _wanted(session, config, source, text, layer, site, name)
         folders += [store.folder for store in stores]
         before = agreed(lambda: {store.place for store in stores if store.is_finished(session)})
@@ -244,10 +245,10 @@ def _extract(session: Session, config: ExtractConfig, model: LanguageModel, text
     widths = model.read(*_some_tokens(model, windows), places, lambda activations: activations.shape[-1])
     ahead = look_ahead(model.size)
     tokens = batch_tokens(model, config.batch_size, config.context, places, ahead)
-    forward = Forward(model, config.dtype, tokens, session.report.note)
+    forward = Forward(model, config.dtype, tokens, session.console.note)
 
     def documents_from(spot: Spot) -> Iterator[Document]:
-        return text.documents(spot.document, spot.mark, session.report.note)
+        return text.documents(spot.document, spot.mark, session.console.note)
 
     def blocks_from(cursor: Cursor) -> Iterator[Block]:
         return in_blocks(documents_from, new_windows(), config.rows, cursor, ahead)

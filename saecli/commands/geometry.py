@@ -78,15 +78,15 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
 
             geometry_runs(plot, documents)
     if plot is not None:
-        session.report.note(f"drew {plot}")
+        session.console.note(f"drew {plot}")
     for document in documents:
         if where := disagreement(document["power_diagram"]):
-            session.report.note(f"{document['run']}: the power diagram disagrees {where}; by the theorem it agrees on "
+            session.console.note(f"{document['run']}: the power diagram disagrees {where}; by the theorem it agrees on "
                                 f"all, so this is a bug or rounding, please report it")
     if len(documents) == 1:
-        session.report.result(documents[0], one_table(documents[0]))
+        session.console.result(documents[0], one_table(documents[0]))
     else:
-        session.report.result({"runs": documents}, several_table(documents))
+        session.console.result({"runs": documents}, several_table(documents))
 
 
 def _penalty(text: str) -> float | None:

@@ -85,7 +85,7 @@ def find_out(session: Session, one: Measured, wanted: Wanted, bridges: Bridges) 
     cells, degenerate = cells_of(one.sae), Degenerate.of(one.sae)
     survey = gather(cells, surveyed(session, one, wanted.rows))
     census, sample = survey.census, survey.sample.rows
-    with session.report.progress(f"{one.subject.name}: power diagram, k-means and local PCA", None, "steps"):
+    with session.console.progress(f"{one.subject.name}: power diagram, k-means and local PCA", None, "steps"):
         train = training_sample(one, wanted.fit_rows)
         radius = radius_of(sample, wanted.radius)
         margins, complexity = {one.split: survey.margins.rows}, {one.split: local_complexity(cells, sample, radius)}

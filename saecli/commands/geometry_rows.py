@@ -69,7 +69,7 @@ def _at_random(rows: Rows, count: int, size: int) -> Iterator[NDArray[np.float32
 def surveyed(session: Session, one: Measured, most: int) -> Iterator[Tensor]:
     """The rows to measure, progress shown."""
     done = 0
-    with session.report.progress(f"measuring {one.subject.name}", min(most, one.rows.rows), "rows") as show:
+    with session.console.progress(f"measuring {one.subject.name}", min(most, one.rows.rows), "rows") as show:
         for batch in first(one.rows, most, batch_size(one.sae.d_sae)):
             yield torch.from_numpy(batch)
             done += len(batch)

@@ -11,11 +11,12 @@ import typer
 
 from ..arrays import FLATTEN, SUFFIXES, ArraySource, open_array
 from ..config import Config, option
+from ..console import Step
 from ..errors import StoreError
 from ..files import file_sha256
 from ..home import STORE_MARKER, checked_name
-from ..report import Step, counted, size_words
 from ..store import COLUMNS, DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request, rows_per_shard
+from ..wording import counted, size_words
 from .options import Given, Json, configured, start
 from .stores import DERIVED, MAX_NORM_HELP, filling, finished_store, say_stored, told_when_stopped
 

@@ -8,10 +8,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 
+from ..console import Step
 from ..errors import SaeError, StoreError
 from ..home import Shelf, read_run
-from ..report import Step, number, size_words, table
 from ..store import ActivationStore
+from ..tables import table
+from ..wording import number, size_words
 from .options import Json, Session, start
 from .stores import first_of, rows_dropped, what_was_kept
 
@@ -37,12 +39,12 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
     document: dict[str, Any] = {"home": str(session.home.path), "stores": stores, "runs": runs}
     if check:
         document["problems"] = problems
-    session.report.result(document, *_tables(session, stores, runs), *damaged)
+    session.console.result(document, *_tables(session, stores, runs), *damaged)
     if check and problems:
         raise StoreError(first_of(problems))
     if check:
         shards = sum(store["shards"] for store in stores)
-        session.report.note(f"checked {len(stores)} stores, {shards} shards: all whole")
+        session.console.note(f"checked {len(stores)} stores, {shards} shards: all whole")
 
 
 def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -89,7 +91,7 @@ def _check(session: Session, stores: list[dict[str, Any]]) -> list[str]:
     """What is wrong with the shards of the stores that can be read, or with what `store.json` says of them."""
     total, done = sum(store["bytes"] for store in stores), 0
     problems: list[str] = []
-    with session.report.progress("checking", total, "bytes") as show:
+    with session.console.progress("checking", total, "bytes") as show:
         for store in stores:
             if "problem" not in store:
                 step = partial(_shifted, show, done, store["name"])

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 from ..config import Config, Option, choose, fields, flag_of, scalar_types
+from ..console import Console
 from ..errors import ConfigError
 from ..files import check_place, is_free
 from ..home import Home
-from ..report import Report
 from .config_file import Key, config_parameter, naming
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -60,16 +60,16 @@ class Session:
 
     Args:
         home: the folder of stores and runs.
-        report: the output sink.
+        console: the output sink.
     """
 
     home: Home
-    report: Report
+    console: Console
 
 
 def start(ctx: typer.Context, as_json: bool, plot: Path | None = None, csv: Path | None = None,
           out: Path | None = None) -> Session:
-    """The session of a command, its report set to tables or to JSON.
+    """The session of a command, its console set to tables or to JSON.
 
     Args:
         ctx: the command's context.
@@ -94,7 +94,7 @@ def start(ctx: typer.Context, as_json: bool, plot: Path | None = None, csv: Path
                 check_place(path / "index.html" if path is out else path)
             except OSError as error:
                 raise ConfigError(f"cannot write {path}: {error.strerror or error}; name another place") from error
-    return Session(ctx.find_root().obj, Report(as_json))
+    return Session(ctx.find_root().obj, Console(as_json))
 
 
 @dataclass(frozen=True)

@@ -48,18 +48,18 @@ def command(ctx: typer.Context, run: Run, repo: Repo, private: Private = False, 
     (measures,) = evaluated(session, [replace(one, saved=found.written)], model, tokens)
     card = card_with(_entry(address, found, one, measures), there.card)
     if card is None:
-        session.report.note(f"README.md of {address.repo} was not written by `sae push` and is left as it is")
+        session.console.note(f"README.md of {address.repo} was not written by `sae push` and is left as it is")
     with TemporaryDirectory() as scratch:
         folder = Path(scratch) / "sae"
         formats.save(found.written, found.format, folder)
         files = sorted(path.name for path in folder.iterdir())
         url = there.push(folder, card, private, f"Add {address.folder or 'an SAE'} with sae push")
     if found.told is not None:
-        session.report.note(found.told)
+        session.console.note(found.told)
     document = {"run": one.subject.name, "repo": address.repo, "folder": address.folder, "format": found.format,
                 "written_as": found.written.sae.activation.name, "deviation": found.deviation, "files": files,
                 "card": card is not None, "url": url, "measures": measures}
-    session.report.result(document, f"pushed {one.subject.name} to {address} as {found.format}: {', '.join(files)}",
+    session.console.result(document, f"pushed {one.subject.name} to {address} as {found.format}: {', '.join(files)}",
                           url)
 
 
@@ -96,7 +96,7 @@ def _conversion(session: Session, one: Measured, form: str, data: str | None) ->
             return found
         why += (f", and with {found.written.sae.activation.name} {found.deviation['rows_that_differ']:,} of "
                 f"{found.deviation['rows']:,} held-out rows differ; --format saelens writes that all the same")
-    session.report.note(f"{run} is written as native: {why}")
+    session.console.note(f"{run} is written as native: {why}")
     return converted(session, run, saved, "native", data)
 
 

@@ -10,8 +10,8 @@ import typer
 from ..errors import ConfigError
 from ..html_report import Details, Readings, overview, write_pages
 from ..latent_survey import COLUMNS, Examples, in_blocks, neighbours, survey
-from ..report import size_words
 from ..training import read_metrics
+from ..wording import size_words
 from .eval_measures import evaluated
 from .options import Device, Json, Run, Session, start
 from .report_words import Words, facts, heading, words_for
@@ -58,11 +58,11 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, sp
         chosen = None if latents is None else _numbers(latents, one)
         document = _report(session, one, chosen, top or MOST_PAGES, model, examples, out)
     except KeyboardInterrupt:
-        session.report.note("stopped; nothing was written")
+        session.console.note("stopped; nothing was written")
         raise
     for note in document["notes"]:
-        session.report.note(note)
-    session.report.result(document, f"wrote {document['index']}, with pages of {document['pages']:,} of "
+        session.console.note(note)
+    session.console.result(document, f"wrote {document['index']}, with pages of {document['pages']:,} of "
                                     f"{document['latents']:,} latents, {size_words(document['bytes'])} in all; open it "
                                     f"in a browser")
 
@@ -112,7 +112,7 @@ def _report(session: Session, one: Measured, chosen: list[int] | None, most: int
     notes = [*words.notes, *lacking, *_which(chosen, sae.d_sae)]
     content = overview(heading(one), measures, found, read_metrics(one.subject.folder), facts(session.home, one), notes)
     content["latents"] |= details.columns()
-    with session.report.progress("writing", len(chosen), "latents") as show:
+    with session.console.progress("writing", len(chosen), "latents") as show:
         write_pages(out, f"{one.subject.name}: latents", content, details.contents(show))
     files = [path for path in out.rglob("*") if path.is_file()]
     return {**one.heading, "path": str(out), "index": str(out / "index.html"), "latents": sae.d_sae,
@@ -136,10 +136,10 @@ def _which(chosen: Sequence[int], d_sae: int) -> list[str]:
 def _readings(session: Session, one: Measured, chosen: list[int], words: Words) -> Readings:
     """What the pages of some latents tell beside what the rows show."""
     W_dec, numbers = one.sae.W_dec, torch.tensor(chosen, device=one.sae.W_dec.device)
-    with session.report.progress("comparing latents", len(chosen), "latents") as show:
+    with session.console.progress("comparing latents", len(chosen), "latents") as show:
         near = neighbours(W_dec, numbers, NEIGHBOURS, show)
     outputs: OutputTokens | None = None
     if words.unembedding is not None:
-        with session.report.progress("reading off output tokens", len(chosen), "latents") as show:
+        with session.console.progress("reading off output tokens", len(chosen), "latents") as show:
             outputs = words.unembedding.output_tokens(W_dec[numbers], OUTPUT_TOKENS, show)
     return Readings(chosen, near, words.texts, outputs)

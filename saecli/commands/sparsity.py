@@ -6,8 +6,10 @@ from typing import Any
 
 import typer
 
+from ..console import Console
 from ..metrics import DENSE_FREQUENCY, Firing, firing
-from ..report import Report, counted, table
+from ..tables import table
+from ..wording import counted
 from .options import Device, Json, Plot, Runs, start
 from .subjects import Data, SplitName, all_measured
 
@@ -33,10 +35,10 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     found = [one.heading | counts.result() | {"dead_fraction": one.subject.dead_fraction}
              for one, counts in zip(everything, tallies, strict=True)]
     if plot is not None:
-        _draw(session.report, plot, {run["run"]: counts for run, counts in zip(found, tallies, strict=True)})
+        _draw(session.console, plot, {run["run"]: counts for run, counts in zip(found, tallies, strict=True)})
     rows = [[run["run"], *(run[column] for column in COLUMNS)] for run in found]
     columns = ["run", *(column.replace("_", " ") for column in COLUMNS)]
-    session.report.result({"runs": found}, table(None, columns, rows), *(extremes(run) for run in found))
+    session.console.result({"runs": found}, table(None, columns, rows), *(extremes(run) for run in found))
 
 
 def extremes(run: dict[str, Any]) -> str:
@@ -56,7 +58,7 @@ def _listed(words: list[str]) -> str:
     return ", ".join(words[:LISTED]) + more
 
 
-def _draw(report: Report, path: Path, tallies: dict[str, Firing]) -> None:
+def _draw(console: Console, path: Path, tallies: dict[str, Firing]) -> None:
     from ..plots import firing as histograms
     from ..plots import patterns
 
@@ -67,4 +69,4 @@ def _draw(report: Report, path: Path, tallies: dict[str, Firing]) -> None:
         picture = path.with_stem(f"{path.stem}-patterns{which}")
         drawn.append(path.with_stem(f"{picture.stem}-{len(drawn)}") if picture in drawn else picture)
         patterns(drawn[-1], one.patterns, name)
-    report.note(f"drew {', '.join(map(str, drawn))}")
+    console.note(f"drew {', '.join(map(str, drawn))}")

@@ -6,10 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..console import Step
 from ..errors import PeerError, StoreError
 from ..home import STORE_MARKER
-from ..report import Step, counted, number, table
 from ..store import ActivationStore, Norms, StoreWriter, remembers
+from ..tables import table
+from ..wording import counted, number
 from .options import Session
 
 MAX_NORM_HELP = ("Leave out, and count, rows whose norm is above this many times the median norm, which is that of the "
@@ -27,9 +29,9 @@ def open_store(session: Session, name: str | None) -> ActivationStore:
     """
     store = ActivationStore.open(session.home.stores.find(name))
     if name is None:
-        session.report.note(f"using the newest store, {store.name}")
+        session.console.note(f"using the newest store, {store.name}")
     if not store.complete:
-        session.report.note(f"{store.name} is not finished; its whole shards hold {counted(store.rows, 'row')} so far")
+        session.console.note(f"{store.name} is not finished; its whole shards hold {counted(store.rows, 'row')} so far")
     # Where the check could not be remembered, it would be made again by every command; reading looks at checksums too.
     if remembers(store.path) and (problems := _check_changed(session, store)):
         raise StoreError(first_of(problems))
@@ -53,7 +55,7 @@ def finished_store(session: Session, folder: Path, request_hash: str) -> Activat
                          f"--name")
     problems = _check_changed(session, store)
     if problems:
-        session.report.note(first_of(problems).partition(";")[0])
+        session.console.note(first_of(problems).partition(";")[0])
     return store if store.complete and not problems else None
 
 
@@ -63,8 +65,8 @@ def _check_changed(session: Session, store: ActivationStore) -> list[str]:
     if not shards:
         return []
     rows = sum(store.meta.shards[index].rows for index in shards)
-    with session.report.progress(f"checking {store.name}, which has changed", rows * store.meta.row_bytes,
-                                 "bytes") as show:
+    with session.console.progress(f"checking {store.name}, which has changed", rows * store.meta.row_bytes,
+                                  "bytes") as show:
         return store.verify(shards, show)
 
 
@@ -81,12 +83,12 @@ def told_when_stopped(session: Session) -> Iterator[list[Path]]:
     except (KeyboardInterrupt, PeerError):
         metas = [ActivationStore.open(folder).meta for folder in folders if (folder / STORE_MARKER).exists()]
         if rows := sum(meta.saved_rows for meta in metas):
-            session.report.note(f"stopped; {counted(rows, 'row')} {'is' if rows == 1 else 'are'} saved, and the same "
-                                "command goes on from there")
+            session.console.note(f"stopped; {counted(rows, 'row')} {'is' if rows == 1 else 'are'} saved, and the same "
+                                 "command goes on from there")
         elif folders:
-            session.report.note("stopped before anything was saved; the same command begins again")
+            session.console.note("stopped before anything was saved; the same command begins again")
         else:
-            session.report.note("stopped before it began; nothing was changed")
+            session.console.note("stopped before it began; nothing was changed")
         raise
 
 
@@ -107,15 +109,15 @@ def filling(session: Session, writers: Sequence[StoreWriter], label: str, rows: 
     """
     for writer in writers:
         if writer.damaged:
-            session.report.note(f"{writer.path.name}: writing anew {_named(writer.damaged)}")
+            session.console.note(f"{writer.path.name}: writing anew {_named(writer.damaged)}")
         elif writer.rows:
-            session.report.note(f"{writer.path.name}: going on after {writer.rows:,} rows")
-    with session.report.progress(label, rows, "rows") as show:
+            session.console.note(f"{writer.path.name}: going on after {writer.rows:,} rows")
+    with session.console.progress(label, rows, "rows") as show:
         yield show
     for writer in writers:
         if writer.altered:
-            session.report.note(f"{writer.path.name}: {_named(writer.altered)} came out with other bytes than were "
-                                f"recorded, as another machine or version of a library rounds in other ways")
+            session.console.note(f"{writer.path.name}: {_named(writer.altered)} came out with other bytes than were "
+                                 f"recorded, as another machine or version of a library rounds in other ways")
 
 
 def _named(shards: list[str]) -> str:
@@ -178,7 +180,7 @@ def say_stored(session: Session, stores: Sequence[tuple[ActivationStore, bool]])
         heading = "stored already, by the same request" if cached else "stored"
         documents.append(document)
         tables.append(table(heading, ["", store.name], shown))
-    session.report.result(documents[0] if len(documents) == 1 else {"stores": documents}, *tables)
+    session.console.result(documents[0] if len(documents) == 1 else {"stores": documents}, *tables)
 
 
 def _sizes(norms: Norms) -> str:

@@ -66,7 +66,7 @@ class Measured:
     def batches(self, session: Session) -> Iterator[Tensor]:
         """The rows in stored order, in batches (B, D) of the SAE's device and dtype, progress shown."""
         done = 0
-        with session.report.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
+        with session.console.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
             for batch in self.rows.sequential(self.batch_rows):
                 yield torch.from_numpy(batch).to(self.sae.W_enc)
                 done += len(batch)
@@ -87,14 +87,15 @@ def measured(session: Session, run: str | None, data: str | None, split: str, de
         RunError, FormatError, StoreError: one of them is missing or cannot be read.
         ConfigError: the store's rows are not of the width that the SAE takes, or there is no such device.
     """
-    subject = find_subject(session.home, run, session.report.note)
+    subject = find_subject(session.home, run, session.console.note)
     if run is None:
-        session.report.note(f"using the newest run, {subject.name}")
+        session.console.note(f"using the newest run, {subject.name}")
     if not subject.complete:
-        session.report.note(f"{subject.name} is not finished; this is its last checkpoint")
+        session.console.note(f"{subject.name} is not finished; this is its last checkpoint")
     store = open_store(session, data or subject.data)
     if subject.data_hash is not None and subject.data == store.name and subject.data_hash != store.meta.request_hash:
-        session.report.note(f"{store.name} is not the store that {subject.name} was trained on, though it has its name")
+        session.console.note(f"{store.name} is not the store that {subject.name} was trained on, though it has its "
+                             f"name")
     saved = formats.load(subject.folder)
     if saved.sae.d_in != store.d_in:
         raise ConfigError(f"{subject.name} cannot be measured on {store.name}: expected rows of {saved.sae.d_in} "
@@ -113,5 +114,5 @@ def all_measured(session: Session, runs: Sequence[str] | None, data: str | None,
     """As `measured`, for each of several runs; says so where their rows are not the same."""
     found = [measured(session, run, data, split, device) for run in runs or [None]]
     if len({one.chosen_rows for one in found}) > 1:
-        session.report.note("these runs are measured on different rows, each on its own store and split")
+        session.console.note("these runs are measured on different rows, each on its own store and split")
     return found

@@ -71,7 +71,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                 folders = agreed(lambda: [_new_folder(session.home, one, f"{solver}-{act}", claims) for one in names])
                 jobs = [Job(*job) for job in zip(folders, runs, options, strict=True)]
         except KeyboardInterrupt:
-            session.report.note("stopped before training began; nothing was changed")
+            session.console.note("stopped before training began; nothing was changed")
             raise
         train(session, jobs)
 
@@ -92,8 +92,8 @@ def _look_at_hash(session: Session, ctx: typer.Context, run: Run, data_hash: str
     if chosen["data"] == "COMMANDLINE" != chosen["data_hash"]:
         return  # another store than the file's was asked for
     if data_hash not in (None, run.store.meta.request_hash):
-        session.report.note(f"{run.store.name} is not the store that --data-hash {data_hash} is of, though it has its "
-                            "name; the weights will be others")
+        session.console.note(f"{run.store.name} is not the store that --data-hash {data_hash} is of, though it has its "
+                             "name; the weights will be others")
 
 
 def _names(name: str | None, varied: list[Mapping[str, Any]]) -> list[str | None]:
@@ -149,7 +149,7 @@ def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Pa
         if not unfinished:
             raise RunError(f"there is no unfinished run in {runs.path}; start one with `sae train`")
         name = unfinished[0]
-        session.report.note(f"going on with {name}")
+        session.console.note(f"going on with {name}")
     folder = runs.find(name)
     path = folder / runs.marker
     document = read_settings(path)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..console import Step
 from ..distributed import is_main
 from ..errors import PeerError, SaeError, TrainingError
-from ..report import Step, table
+from ..tables import table
 from ..training import CHECKPOINT, Record, Run, RunRecord, Share, Trainer, alone, doubts_at_start, in_step, read_metrics
 from .config_file import CONFIG, write_config
 from .options import Given, Session
@@ -48,14 +49,14 @@ def train(session: Session, jobs: Sequence[Job]) -> None:
         title = f"{document['run']}: {epochs}, {document['steps']:,} steps in {document['seconds']:.0f} s"
         measures = table(title, ["measure", "value", "rows"], [[key, value, _rows_of(key, document)] for key, value in
                                                                document["final"].items()])
-        session.report.result(document, measures, f"saved in {document['path']}")
+        session.console.result(document, measures, f"saved in {document['path']}")
     else:
         _train_together(session, jobs)
 
 
 def _train_together(session: Session, jobs: Sequence[Job]) -> None:
     """Train several runs from one reading of the store."""
-    with session.report.progress(f"training {len(jobs)} SAEs", None, "steps") as show:
+    with session.console.progress(f"training {len(jobs)} SAEs", None, "steps") as show:
         progress = _Progress(show)
         outcomes = in_step([partial(_trained, session, job, len(jobs), progress) for job in jobs])
     errors = {job.folder.name: outcome.error for job, outcome in zip(jobs, outcomes, strict=True) if outcome.error}
@@ -73,13 +74,13 @@ def _train_together(session: Session, jobs: Sequence[Job]) -> None:
     title = (f"test: {_rows_of('test', done[0])} rows; train and dead: {_rows_of('train', done[0])} rows" if done
              else None)
     columns = ["run", *(name.replace("_", " ") for name in [*varied, *names])]
-    session.report.result({"runs": done}, table(title, columns, rows), f"saved in {jobs[0].folder.parent}")
+    session.console.result({"runs": done}, table(title, columns, rows), f"saved in {jobs[0].folder.parent}")
     for place, (name, error) in enumerate(errors.items()):
         if not isinstance(error, SaeError):
             raise error
         if place == len(errors) - 1:
             raise type(error)(f"{name}: {error}") from error
-        session.report.note(f"{name}: {error}")
+        session.console.note(f"{name}: {error}")
 
 
 class _Progress:
@@ -116,12 +117,12 @@ def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress
             _write_config(folder, run, job.options)  # before run.json, by which a run is known that can be gone on with
             run.write(folder, None)
         trainer = Trainer(plan, RunRecord(run, folder) if is_main() else Record(), trainings)
-        session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
-                            f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
-                            f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
+        session.console.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} "
+                             f"latents on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
+                             f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
         for warning in doubts_at_start(plan):
-            session.report.note(f"{folder.name}: warning: {warning}")
-        display = (session.report.progress("training", trainer.steps, "steps") if progress is None
+            session.console.note(f"{folder.name}: warning: {warning}")
+        display = (session.console.progress("training", trainer.steps, "steps") if progress is None
                    else nullcontext(progress.of(folder.name)))
         with display as show:
             try:
@@ -135,9 +136,9 @@ def _trained(session: Session, job: Job, trainings: int = 1, progress: _Progress
             loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
             run.write(folder, result)  # last, so that whatever cuts this short, --resume completes it
     except (KeyboardInterrupt, PeerError):
-        session.report.note(f"stopped; `sae train --resume --name {folder.name}` goes on after the last whole epoch"
-                            if (folder / CHECKPOINT).exists() else
-                            f"stopped before the end of the first epoch; nothing was saved of {folder.name}")
+        session.console.note(f"stopped; `sae train --resume --name {folder.name}` goes on after the last whole epoch"
+                             if (folder / CHECKPOINT).exists() else
+                             f"stopped before the end of the first epoch; nothing was saved of {folder.name}")
         raise
     return {"run": folder.name, "path": str(folder), "solver": plan.solver.name, "act": plan.activation.name,
             "data": run.store.name, "d_in": run.store.d_in, "d_sae": plan.training.d_sae, **result}
@@ -163,9 +164,9 @@ def _tell_notes(session: Session, job: Job, document: dict[str, Any], before: st
     said = doubts_at_start(job.run.plan)
     for warning in document["warnings"]:
         if warning not in said:
-            session.report.note(f"{before}warning: {warning}")
+            session.console.note(f"{before}warning: {warning}")
     for note in document["notes"]:
-        session.report.note(f"{before}{note}")
+        session.console.note(f"{before}{note}")
 
 
 def _write_config(folder: Path, run: Run, options: Given) -> None:

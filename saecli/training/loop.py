@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..console import Step
 from ..devices import device_named
 from ..distributed import agreed, everyone, latents_axis, own_part, processes, whole_on_main
 from ..errors import ConfigError, RunError, TrainingError
 from ..memory import available_memory
 from ..metrics import reconstruction
-from ..report import Step
 from ..sae import SAE
 from ..solvers import Solver, StepReport, Task
 from ..torchrun import local_world

@@ -28,9 +28,9 @@ from geometry_scale import make_home, random_sae
 from saecli.activations import Activation, Relu, TopK
 from saecli.commands.options import Session
 from saecli.commands.subjects import Measured, measured
+from saecli.console import Console
 from saecli.home import Home
 from saecli.metrics import firing, reconstruction
-from saecli.report import Report
 from saecli.spline.margins import batch_size
 from saecli.spline.partition import cells_of
 from saecli.spline.survey import gather
@@ -64,7 +64,7 @@ def seconds(work: Callable[[], object]) -> np.ndarray:
 
 def timed(home: Path, turns: int) -> tuple[float, dict[str, tuple[float, float, float]]]:
     """The mean L0, and of each pass the median seconds and the median ratios to the bare one."""
-    session = Session(Home(home), Report())
+    session = Session(Home(home), Console())
     one = measured(session, "one", None, "all", "cpu")
     works = passes(one, session)
     found = [{name: seconds(work) for name, work in works.items()} for _ in range(turns + 1)][1:]

@@ -29,10 +29,10 @@ from rich.console import Console
 
 from saecli import distributed, torchrun
 from saecli.activations import TopK
-from saecli.report import table
 from saecli.solvers.alternation import PamSgdSolver
 from saecli.solvers.pam_sgd import PamSgd
 from saecli.store import ActivationStore, StoreMeta, StoreWriter
+from saecli.tables import table
 from saecli.training import Plan, Record, Trainer, TrainingConfig
 
 ROWS, BATCH, SEED = 24_576, 2_048, 0
