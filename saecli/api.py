@@ -6,7 +6,6 @@ meanings of the command line's, whose checks they pass: `sae train --help` says 
 Shapes: N rows, D = d_in, F = d_sae.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +47,7 @@ def open_store(store: str | Path | None = None, home: str | Path | None = None) 
     Raises:
         StoreError: there is none, or its `store.json` is damaged.
     """
-    shelf = _home(home).stores
+    shelf = Home.at(home).stores
     if store is not None and store not in shelf.names() and (Path(store) / STORE_MARKER).is_file():
         return ActivationStore.open(Path(store))
     return ActivationStore.open(shelf.find(None if store is None else str(store)))
@@ -72,7 +71,7 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
         FormatError: the folder holds no SAE in a known format.
         HubError: it is none here, and the hub has none there, or cannot be asked.
     """
-    return formats.load(find_subject(_home(home), None if run is None else str(run)).folder).sae
+    return formats.load(find_subject(Home.at(home), None if run is None else str(run)).folder).sae
 
 
 def save_sae(sae: SAE, folder: str | Path, format: str = "native", store: ActivationStore | None = None) -> None:
@@ -155,10 +154,6 @@ def _planned(rows: ActivationStore | Rows | ArrayLike, solver: str, act: str, op
     elif not isinstance(rows, Rows):
         rows = ArrayRows(rows)
     return Plan.resolved(rows, None, training, chosen, activation)
-
-
-def _home(home: str | Path | None) -> Home:
-    return Home(Path(home or os.environ.get("SAE_HOME") or Home.DEFAULT))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,6 +21,33 @@ class Step(Protocol):
     """Moves a progress display: how much is done, and a few words beside the bar."""
 
     def __call__(self, done: float, words: str = "") -> None: ...
+
+
+class Listener(Protocol):
+    """Whom work tells how it goes: a `Console`, or where no one asked for words, `Silent`."""
+
+    def note(self, text: str) -> None:
+        """Hear something beside the result."""
+
+    def progress(self, label: str, total: float | None, unit: str) -> AbstractContextManager[Step]:
+        """Hear how far long work has come; see `Console.progress`."""
+
+
+class Silent:
+    """Hears all, and says nothing."""
+
+    def note(self, text: str) -> None:
+        """Say nothing."""
+
+    @contextmanager
+    def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
+        """Show nothing; the arguments are those of `Console.progress`."""
+        yield lambda done, words="": None
+
+
+def listening(progress: bool) -> Listener:
+    """Who hears a Python function: stderr where progress is asked for, else no one."""
+    return Console() if progress else Silent()
 
 
 class Console:

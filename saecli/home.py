@@ -1,9 +1,10 @@
 """The home folder: `activations/NAME/` holds stores, `runs/NAME/` holds trained SAEs."""
 
+import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from annotated_types import Ge, Gt, Le
 
@@ -240,6 +241,11 @@ class Home:
         if not is_utf8(self.path.absolute()):
             raise ConfigError(f"cannot use {self.path} as the home: expected a path in UTF-8, got {str(self.path)!r}; "
                               "give another --home")
+
+    @classmethod
+    def at(cls, path: "str | Path | Home | None") -> Self:
+        """The home at a path; None for $SAE_HOME, else ./sae-data."""
+        return cls(path.path if isinstance(path, Home) else Path(path or os.environ.get("SAE_HOME") or cls.DEFAULT))
 
     @property
     def stores(self) -> Shelf:

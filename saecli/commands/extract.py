@@ -38,19 +38,14 @@ from ..harvest import (
     mend_together,
 )
 from ..home import checked_name
+from ..inventory.description import stored
+from ..inventory.filling import DERIVED, MAX_NORM_HELP, filling, told_when_stopped
+from ..inventory.opening import finished_store
 from ..language_model import MODEL_DTYPES, SITES, TINY_GEMMA2, LanguageModel, ModelSource, Place, find_model
 from ..store import DTYPES, ActivationStore, SharedWriter, StoreMeta, StoreWriter, hash_request, made_by_several
 from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, Document, TextSource
 from ..wording import size_words
 from .options import Device, Given, Json, Session, configured, start
-from .stores import (
-    DERIVED,
-    MAX_NORM_HELP,
-    filling,
-    finished_store,
-    say_stored,
-    told_when_stopped,
-)
 
 DEFAULT_DATASET = "Salesforce/wikitext"
 DEFAULT_CONTEXT = 128
@@ -126,7 +121,7 @@ class Wanted:
 
     def is_finished(self, session: Session) -> bool:
         """Whether the store is complete and whole."""
-        return finished_store(session, self.folder, hash_request(self.request)) is not None
+        return finished_store(self.folder, hash_request(self.request), session.console) is not None
 
 
 class Progress:
@@ -164,7 +159,7 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
     session = start(ctx, json)
     if name is not None:
         checked_name(name)
-    with told_when_stopped(session) as folders:
+    with told_when_stopped(session.console) as folders:
         config = options.config(ExtractConfig)
         text = _text_source(config, options)
         where = device_named(device)
@@ -180,7 +175,8 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
         if missing := [store for store in stores if store.place not in before]:
             before |= _extract(session, config, LanguageModel(source, where, dtype=config.model_dtype), text, missing)
     if is_main():
-        say_stored(session, [(ActivationStore.open(store.folder), store.place in before) for store in stores])
+        document, tables = stored([(ActivationStore.open(store.folder), store.place in before) for store in stores])
+        session.console.result(document, *tables)
 
 
 def _text_source(config: ExtractConfig, options: Given) -> TextSource:
@@ -270,7 +266,7 @@ def _extract(session: Session, config: ExtractConfig, model: LanguageModel, text
         if not (missing := _targets(writers, places)):
             return set(places)
         start = _first_cursor(missing)
-        with filling(session, writers, "extracting", max(0, config.rows - start.offered)) as show:
+        with filling(writers, "extracting", max(0, config.rows - start.offered), session.console) as show:
             # Shards that are damaged take passes of their own.
             while targets := _targets(writers, places):
                 fill(targets, blocks_from(_first_cursor(targets)), forward, config.rows, Progress(show, targets))
@@ -285,7 +281,7 @@ def _fill_together(session: Session, config: ExtractConfig, writers: list[Shared
     targets = [SharedTarget(place, writer) for place, writer in zip(places, writers, strict=True)]
     unfinished = [target for target in targets if not target.writer.complete]
     start = _first_cursor(unfinished) if unfinished else Cursor(offered=config.rows)
-    with filling(session, writers, "extracting", max(0, config.rows - start.offered)) as show:
+    with filling(writers, "extracting", max(0, config.rows - start.offered), session.console) as show:
         for target in targets:
             mend_together(target, blocks_from, forward)
         if unfinished:

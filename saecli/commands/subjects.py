@@ -12,11 +12,11 @@ from .. import formats
 from ..devices import device_named
 from ..errors import ConfigError
 from ..formats import SavedSAE
+from ..inventory.opening import open_store
 from ..sae import SAE
 from ..store import Rows
 from ..subjects import Subject, find_subject
 from .options import Session, store_names
-from .stores import open_store
 
 Data = Annotated[str | None, typer.Option(
     "--data", help="Activation store.", show_default="the one that the run was trained on, else the newest",
@@ -92,7 +92,7 @@ def measured(session: Session, run: str | None, data: str | None, split: str, de
         session.console.note(f"using the newest run, {subject.name}")
     if not subject.complete:
         session.console.note(f"{subject.name} is not finished; this is its last checkpoint")
-    store = open_store(session, data or subject.data)
+    store = open_store(session.home, data or subject.data, session.console)
     if subject.data_hash is not None and subject.data == store.name and subject.data_hash != store.meta.request_hash:
         session.console.note(f"{store.name} is not the store that {subject.name} was trained on, though it has its "
                              f"name")

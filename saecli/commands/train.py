@@ -13,12 +13,12 @@ from ..activations import ACTIVATIONS, activation_from_json
 from ..distributed import agreed, is_main, main_first, share_latents
 from ..errors import ConfigError, RunError
 from ..home import Home, checked_name, now, read_settings
+from ..inventory.opening import open_store
 from ..memory import available_memory
 from ..solvers import SOLVERS
 from ..store import ActivationStore
 from ..training import Plan, Run, TrainingConfig, claimed
 from .options import Given, Json, Session, configured, start, store_names, unfinished_names
-from .stores import open_store
 from .training_runs import Job, train
 
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="How to train.")]
@@ -64,7 +64,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                     claims.enter_context(claimed(jobs[0].folder, new=False))
             else:
                 names = _names(name, [each.varied for each in options])
-                store = main_first(lambda: open_store(session, data))
+                store = main_first(lambda: open_store(session.home, data, session.console))
                 checked_name(store.name, "the name of the store's folder")
                 runs = [_planned(store, each, solver, act) for each in options]
                 _look_at_hash(session, ctx, runs[0], data_hash)
@@ -155,7 +155,7 @@ def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Pa
     document = read_settings(path)
     if document["complete"]:
         raise RunError(f"{name} is finished; there is nothing to resume, start a new run with `sae train`")
-    store = open_store(session, document["data"])
+    store = open_store(session.home, document["data"], session.console)
     try:
         settings = dict(document["solver"])
         training = TrainingConfig.from_json(document["training"])
