@@ -13,7 +13,7 @@ from ..spline.partition import cells_of
 from ..spline.plane_cells import keys_at, plane_cells
 from ..spline.planes import Plane, window_of
 from ..wording import number
-from .geometry_measures import Found
+from .measures import Found
 
 ARROWS = 200  # rows whose reconstructions are drawn
 
