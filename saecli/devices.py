@@ -17,16 +17,17 @@ def device_named(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda:") and processes() > 1 and local_world() > 1:
-        raise ConfigError(f"--device {name} gives one GPU to all {local_world()} processes of this machine: expected "
-                          f"one each; use --device cuda, which does, or cpu")
+        raise ConfigError("device", "{got} gives one GPU to all {processes} processes of this machine: expected one "
+                                    "each", "use {device} cuda, which does, or cpu", got=name, processes=local_world())
     try:
         device = torch.device(name)
     except RuntimeError:  # which lists all that torch was ever written for
-        raise ConfigError(f"--device must be cpu, cuda, cuda:N or auto, got {name!r}") from None
+        raise ConfigError("device", "must be cpu, cuda, cuda:N or auto, got {got!r}", got=name) from None
     try:
         torch.zeros(1, dtype=torch.float64, device=device).item()  # sums are float64, which not every device has
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ConfigError(f"--device {name} cannot be used here: {one_line(error)}; use cpu, cuda or auto") from error
+        raise ConfigError("device", "{got} cannot be used here: {why}", "use cpu, cuda or auto", got=name,
+                          why=one_line(error)) from error
     return device
 
 

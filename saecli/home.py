@@ -88,12 +88,12 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def checked_name(name: str, what: str = "--name") -> str:
+def checked_name(name: str, what: str = "{name}") -> str:
     """The name of a run or of a store, which becomes a folder's.
 
     Args:
         name: the name.
-        what: what it is, as a message says.
+        what: what it is, as a message says; a name in braces is an option's, see `ConfigError`.
 
     Raises:
         ConfigError: it cannot be a folder's everywhere, or not be shown as it is.
@@ -103,8 +103,8 @@ def checked_name(name: str, what: str = "--name") -> str:
             and len(name.encode()) <= NAME_BYTES:
         return name
     shown = f"{name!r:.60}{'...' * (len(name) > 60)}" if name else "an empty one"
-    raise ConfigError(f"{what} must be a plain folder name, of printable characters, without slashes or a leading dot, "
-                      f"of at most {NAME_BYTES} bytes, got {shown}")
+    raise ConfigError(None, what + " must be a plain folder name, of printable characters, without slashes or a "
+                                   "leading dot, of at most {most} bytes, got {shown}", most=NAME_BYTES, shown=shown)
 
 
 @dataclass(frozen=True)
@@ -237,10 +237,11 @@ class Home:
 
     def __post_init__(self) -> None:
         if self.path.is_file():
-            raise ConfigError(f"cannot use {self.path} as the home: expected a folder, got a file; give another --home")
+            raise ConfigError(None, "cannot use {path} as the home: expected a folder, got a file",
+                              "give another {home}", path=self.path)
         if not is_utf8(self.path.absolute()):
-            raise ConfigError(f"cannot use {self.path} as the home: expected a path in UTF-8, got {str(self.path)!r}; "
-                              "give another --home")
+            raise ConfigError(None, "cannot use {path} as the home: expected a path in UTF-8, got {got!r}",
+                              "give another {home}", path=self.path, got=str(self.path))
 
     @classmethod
     def at(cls, path: "str | Path | Home | None") -> Self:

@@ -13,7 +13,7 @@ from ..wording import counted
 MAX_NORM_HELP = ("Leave out, and count, rows whose norm is above this many times the median norm, which is that of the "
                  "first block (up to about 10,000 rows, or 16 MiB of an imported file) and noted in the store; "
                  "dictionary_learning's max_activation_norm_multiple; default: none is.")
-DERIVED = "the store's name, which --name sets,"  # where it is made of what the store comes from
+DERIVED = "the store's name, which {name} sets,"  # where it is made of what the store comes from
 
 
 @contextmanager

@@ -42,8 +42,9 @@ def check_suffix(path: Path) -> None:
         ConfigError: its ending is none of `FORMATS`.
     """
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"cannot draw {path}: expected an ending out of {', '.join(FORMATS)}, got "
-                          f"{path.suffix or 'none'}; give the picture another name")
+        raise ConfigError(None, "cannot draw {path}: expected an ending out of {endings}, got {got}",
+                          "give the picture another name", path=path, endings=", ".join(FORMATS),
+                          got=path.suffix or "none")
 
 
 @contextmanager

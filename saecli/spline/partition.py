@@ -22,8 +22,8 @@ def check_cells(activation: Activation) -> None:
     """
     if not isinstance(activation, KNOWN):
         known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, KNOWN)]
-        raise ConfigError(f"the activation {activation.name} has no cells that this tool knows; expected one of "
-                          f"{', '.join(known)}; train such an SAE to see its geometry")
+        raise ConfigError(None, "the activation {name} has no cells that this tool knows; expected one of {known}",
+                          "train such an SAE to see its geometry", name=activation.name, known=", ".join(known))
 
 
 def cells_of(sae: SAE) -> Cells:
