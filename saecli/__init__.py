@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .api import fit, load_sae, open_store, save_sae
     from .errors import SaeError
-    from .evaluation.measures import compare, evaluate
+    from .evaluation.evaluate import compare, evaluate
     from .evaluation.sparsity import sparsity
     from .html_report.report import report
     from .inventory.importing import import_array
@@ -43,8 +43,8 @@ _MODULES = {
     "SAE": "sae",
     "ActivationStore": "store",
     "SaeError": "errors",
-    "compare": "evaluation.measures",
-    "evaluate": "evaluation.measures",
+    "compare": "evaluation.evaluate",
+    "evaluate": "evaluation.evaluate",
     "export": "publishing.export",
     "geometry": "spline_measures.geometry",
     "import_array": "inventory.importing",

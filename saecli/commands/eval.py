@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..evaluation.measured import all_measured
-from ..evaluation.measures import TOKENS, check_tokens_of_model, evaluated, warnings
+from ..evaluation.evaluate import TOKENS, check_tokens_of_model, evaluated, warnings
+from ..evaluation.sae_and_rows import all_measured
 from ..evaluation.tables import draw_frontier, evaluation_tables, sparsest_first
 from ..evaluation.unbeaten import marked, meaning
 from ..files import write_csv

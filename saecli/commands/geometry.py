@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ..evaluation.measured import all_measured
+from ..evaluation.sae_and_rows import all_measured
 from ..spline.survey import SAMPLE_ROWS
 from ..spline_measures.geometry import corners_on, documents_of
 from ..spline_measures.measures import Wanted, penalty_of

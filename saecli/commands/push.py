@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..evaluation.measures import TOKENS
+from ..evaluation.evaluate import TOKENS
 from ..hub import Address
 from ..publishing.push import PushOptions, pushed
 from .eval import Data, Model, Tokens, given

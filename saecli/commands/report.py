@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..evaluation.measured import measured
+from ..evaluation.sae_and_rows import measured
 from ..html_report.report import MOST_EXAMPLES, MOST_PAGES, check_choice, write_report
 from ..wording import size_words
 from .eval import Data, SplitName

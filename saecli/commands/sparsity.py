@@ -2,7 +2,7 @@
 
 import typer
 
-from ..evaluation.measured import all_measured
+from ..evaluation.sae_and_rows import all_measured
 from ..evaluation.sparsity import draw_sparsity, sparsity_document, tallied
 from ..evaluation.tables import extremes, sparsity_table
 from .eval import Data, SplitName

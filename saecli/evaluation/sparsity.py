@@ -8,7 +8,7 @@ from typing import Any
 from ..console import Listener, listening
 from ..home import Home
 from ..metrics import Firing, firing
-from .measured import Measured, RowsLike, SAELike, measured
+from .sae_and_rows import Measured, RowsLike, SAELike, measured
 
 PICTURED_ROWS = 200
 NAMED = 40  # letters of a run's name in that of its picture: a folder's whole path may be too long for a file's name

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from ..metrics import DENSE_FREQUENCY
 from ..tables import table
 from ..wording import counted
-from .measured import Measured
+from .sae_and_rows import Measured
 from .unbeaten import meaning
 
 # In the order of what is asked most: what a narrow terminal has no room for stands below.

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .measured import Measured, by_rows
+from .sae_and_rows import Measured, by_rows
 
 LIKE_L0 = 1.05  # an L0 of at most this many times another's counts as no larger
 ERRORS = {"fvu": 1, "ce_recovered": -1, "kl": 1}  # what runs of like L0 are compared by; times its sign, less is better

@@ -1,6 +1,6 @@
 """A report on an SAE's latents: measured, and written as pages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,15 +8,15 @@ import torch
 
 from ..console import Listener, listening
 from ..errors import ConfigError
-from ..evaluation.measured import Measured, RowsLike, SAELike, held_out, measured
-from ..evaluation.measures import evaluated
+from ..evaluation.evaluate import evaluated
+from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, held_out, measured
 from ..files import is_free
-from ..home import Home
+from ..home import RUN_MARKER, Home, read_settings
 from ..latent_survey import COLUMNS, Examples, in_blocks, neighbours, survey
 from ..training import read_metrics
 from .details import Details, Readings
 from .overview import overview
-from .words import Words, facts, heading, words_for
+from .token_texts import Words, words_for
 from .write import INDEX, write_pages
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
@@ -100,7 +100,7 @@ def write_report(one: Measured, out: Path, latents: str | Sequence[int] | None, 
     (measures,) = evaluated([headline], None, None, listener)
     notes = [*words.notes, *lacking, *_which(chosen, sae.d_sae)]
     curves = [] if one.subject.folder is None else read_metrics(one.subject.folder)
-    content = overview(heading(one), measures, found, curves, facts(one), notes)
+    content = overview(_heading(one), measures, found, curves, _facts(one), notes)
     content["latents"] |= details.columns()
     with listener.progress("writing", len(chosen), "latents") as show:
         write_pages(out, f"{one.subject.name}: latents", content, details.contents(show))
@@ -158,3 +158,23 @@ def _readings(one: Measured, chosen: list[int], words: Words, listener: Listener
         with listener.progress("reading off output tokens", len(chosen), "latents") as show:
             outputs = words.unembedding.output_tokens(W_dec[numbers], OUTPUT_TOKENS, show)
     return Readings(chosen, near, words.texts, outputs)
+
+
+def _heading(one: Measured) -> dict[str, Any]:
+    """What stands below the title."""
+    sae, source = one.sae, one.saved.origin | one.store.meta.source
+    return {**one.heading, "activation": sae.activation.name, "d_in": sae.d_in, "d_sae": sae.d_sae,
+            **{name: source[name] for name in ("model", "layer", "site") if source.get(name) is not None}}
+
+
+def _facts(one: Measured) -> dict[str, Mapping[str, Any]]:
+    """The settings of run and store, by section and name."""
+    store, folder = one.store, one.subject.folder
+    activation = {"name": one.sae.activation.name, **one.sae.activation.to_json()}
+    found: dict[str, Mapping[str, Any]] = {"activation": activation}
+    if folder is not None and (folder / RUN_MARKER).is_file():
+        run = read_settings(folder / RUN_MARKER)
+        found |= {"training": run["training"], "solver": run["solver"],
+                  "at the end of training": (run.get("result") or {}).get("final", {})}
+    shape = {"name": store.name, "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype}
+    return found | {"store": shape | store.meta.source}

@@ -8,7 +8,7 @@ import torch
 
 from ..console import Listener
 from ..errors import ConfigError, FormatError, StoreError
-from ..evaluation.measured import Measured
+from ..evaluation.sae_and_rows import Measured
 from ..formats import FORMATS, STAND_INS, SavedSAE
 from ..metrics import Reconstruction
 from ..sae import SAE

@@ -6,7 +6,7 @@ from typing import Any
 from .. import formats
 from ..console import Listener, listening
 from ..errors import ConfigError
-from ..evaluation.measured import RowsLike, SAELike, measured, opened
+from ..evaluation.sae_and_rows import RowsLike, SAELike, measured, opened
 from ..formats import FORMATS
 from ..home import Home
 from .conversion import converted

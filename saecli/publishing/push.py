@@ -8,8 +8,8 @@ from typing import Any
 from .. import formats
 from ..console import Listener, listening
 from ..errors import ConfigError
-from ..evaluation.measured import Measured, RowsLike, SAELike, measured
-from ..evaluation.measures import check_tokens_of_model, evaluated
+from ..evaluation.evaluate import check_tokens_of_model, evaluated
+from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, measured
 from ..formats import FORMATS, SavedSAE
 from ..home import Home
 from ..hub import Address, Entry, Repository, card_with

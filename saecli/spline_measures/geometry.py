@@ -6,7 +6,7 @@ from typing import Any
 
 from ..console import Listener, listening
 from ..errors import ConfigError
-from ..evaluation.measured import Measured, RowsLike, SAELike, measured
+from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, measured
 from ..home import Home
 from ..spline.partition import check_cells
 from ..spline.planes import Plane

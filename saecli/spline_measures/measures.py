@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..console import Listener
 from ..errors import ConfigError
-from ..evaluation.measured import Measured
+from ..evaluation.sae_and_rows import Measured
 from ..spline.bridge import Bridge, Visited
 from ..spline.census import describe
 from ..spline.degenerate import Degenerate

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..console import Listener
 from ..errors import ConfigError
-from ..evaluation.measured import Measured
+from ..evaluation.sae_and_rows import Measured
 from ..spline.kmeans import Stream
 from ..spline.margins import HELD_OUT_ROWS, batch_size
 from ..spline.survey import SAMPLE_ROWS, sample_capacity

@@ -27,7 +27,7 @@ from geometry_scale import make_home, random_sae
 
 from saecli.activations import Activation, Relu, TopK
 from saecli.console import Silent
-from saecli.evaluation.measured import Measured, measured
+from saecli.evaluation.sae_and_rows import Measured, measured
 from saecli.home import Home
 from saecli.metrics import firing, reconstruction
 from saecli.spline.margins import batch_size

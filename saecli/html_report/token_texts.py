@@ -1,12 +1,10 @@
-"""What a report says in words: the texts of tokens, the run's heading and its settings."""
+"""What the tokens of a store read as, and the language model that says which of them a latent promotes."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, ModelError
-from ..evaluation.measured import Measured
-from ..home import RUN_MARKER, read_settings
+from ..evaluation.sae_and_rows import Measured
 from .details import Texts, TokenNumbers
 
 if TYPE_CHECKING:
@@ -72,23 +70,3 @@ def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
     except ModelError as error:
         notes.append(f"tokens are shown as their numbers, for want of a tokenizer: {error}")
         return Words(has_tokens, notes=notes)
-
-
-def heading(one: Measured) -> dict[str, Any]:
-    """What stands below the title."""
-    sae, source = one.sae, one.saved.origin | one.store.meta.source
-    return {**one.heading, "activation": sae.activation.name, "d_in": sae.d_in, "d_sae": sae.d_sae,
-            **{name: source[name] for name in ("model", "layer", "site") if source.get(name) is not None}}
-
-
-def facts(one: Measured) -> dict[str, Mapping[str, Any]]:
-    """The settings of run and store, by section and name."""
-    store, folder = one.store, one.subject.folder
-    activation = {"name": one.sae.activation.name, **one.sae.activation.to_json()}
-    found: dict[str, Mapping[str, Any]] = {"activation": activation}
-    if folder is not None and (folder / RUN_MARKER).is_file():
-        run = read_settings(folder / RUN_MARKER)
-        found |= {"training": run["training"], "solver": run["solver"],
-                  "at the end of training": (run.get("result") or {}).get("final", {})}
-    shape = {"name": store.name, "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype}
-    return found | {"store": shape | store.meta.source}
