@@ -149,7 +149,7 @@ def test_a_plane_through_three_rows_holds_them_with_their_distances(seed: int, D
     torch.tensor([[0.0, 0, 0], [1, 2, 3], [2, 4, 6]]), torch.zeros(3, 4), torch.tensor([[0.0], [1], [3]]),
     torch.tensor([[1.0, 1, 1], [1, 1, 1], [2, 4, 6]])])
 def test_three_rows_on_a_line_are_refused(rows: torch.Tensor) -> None:
-    with pytest.raises(ConfigError, match="rows of --slice span no plane"):
+    with pytest.raises(ConfigError, match="rows of slice span no plane"):
         Plane.through(rows)
 
 
