@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from saecli.formats import load
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 from saecli.store import ActivationStore
 from saecli.training import read_metrics
 

@@ -5,6 +5,7 @@
     z = sae.encode(x)                     # raw activations (rows, d_in) to codes (rows, d_sae)
     x_hat = sae.decode(z)
     saecli.save_sae(sae, "folder")        # saecli.load_sae("folder") reads it again
+    saecli.evaluate(sae, store)           # {"fvu": ..., "l0": ...}, on the held-out rows
 
 Names are imported when they are first used, so that `import saecli` takes no time.
 """
@@ -24,12 +25,34 @@ if TYPE_CHECKING:
     from .api import fit, load_sae, open_store, save_sae
     from .dictionary import SAE
     from .errors import SaeError
+    from .evaluation.evaluate import compare, evaluate
+    from .evaluation.sparsity import sparsity
+    from .html_report.report import report
+    from .inventory.importing import import_array
+    from .inventory.listing import list_home
+    from .publishing.export import export
+    from .publishing.push import push
+    from .spline_measures.geometry import geometry
     from .store import ActivationStore
 
 __version__ = "0.1.0"
-__all__ = ["SAE", "ActivationStore", "SaeError", "fit", "load_sae", "open_store", "save_sae"]
+__all__ = ["SAE", "ActivationStore", "SaeError", "compare", "evaluate", "export", "fit", "geometry", "import_array",
+           "list_home", "load_sae", "open_store", "push", "report", "save_sae", "sparsity"]
 
-_MODULES = {"SAE": "dictionary", "ActivationStore": "store", "SaeError": "errors"}
+_MODULES = {
+    "SAE": "dictionary",
+    "ActivationStore": "store",
+    "SaeError": "errors",
+    "compare": "evaluation.evaluate",
+    "evaluate": "evaluation.evaluate",
+    "export": "publishing.export",
+    "geometry": "spline_measures.geometry",
+    "import_array": "inventory.importing",
+    "list_home": "inventory.listing",
+    "push": "publishing.push",
+    "report": "html_report.report",
+    "sparsity": "evaluation.sparsity",
+}
 
 if not TYPE_CHECKING:
     def __getattr__(name: str) -> "Any":

@@ -15,14 +15,14 @@ import torch
 from . import formats
 from .activations import ACTIVATIONS
 from .config import choose, options_of
+from .console import Console
 from .dictionary import SAE
 from .errors import ConfigError, did_you_mean, unknown_choice
 from .formats import FORMATS, SavedSAE
 from .home import STORE_MARKER, Home
-from .report import Report
-from .runs import find_subject
 from .solvers import SOLVERS
 from .store import ActivationStore, Rows
+from .subjects import find_subject
 from .training import Loop, Plan, Record, Trainer, TrainingConfig, origin_of
 from .training.array_rows import ArrayLike, ArrayRows
 
@@ -44,7 +44,7 @@ def open_store(store: str | Path | None = None, home: str | Path | None = None) 
     Raises:
         StoreError: there is none, or its `store.json` is damaged.
     """
-    shelf = _home(home).stores
+    shelf = Home.at(home).stores
     if store is not None and store not in shelf.names() and (Path(store) / STORE_MARKER).is_file():
         return ActivationStore.open(Path(store))
     return ActivationStore.open(shelf.find(None if store is None else str(store)))
@@ -68,7 +68,7 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
         FormatError: the folder holds no SAE in a known format.
         HubError: it is none here, and the hub has none there, or cannot be asked.
     """
-    return formats.load(find_subject(_home(home), None if run is None else str(run)).folder).sae
+    return formats.load(find_subject(Home.at(home), None if run is None else str(run)).folder).sae
 
 
 def save_sae(sae: SAE, folder: str | Path, format: str = "native", store: ActivationStore | None = None) -> None:
@@ -119,11 +119,11 @@ def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", ac
     trainer = Trainer(_planned(rows, solver, act, options), Record())
     if not progress:
         return Loop([trainer]).train()[0]
-    report = Report()
-    with report.progress("training", trainer.steps, "steps") as trainer.show:
+    console = Console()
+    with console.progress("training", trainer.steps, "steps") as trainer.show:
         (sae,) = Loop([trainer]).train()
     for note in trainer.solver.notes():
-        report.note(note)
+        console.note(note)
     return sae
 
 

@@ -22,8 +22,8 @@ from .errors import ConfigError, PeerError, SaeError, did_you_mean, one_line, pr
 from .files import as_named
 from .help_page import Command, show_root_help
 from .home import Home
-from .launch import rank, world
-from .machine import demand_address_space, is_out_of_memory
+from .memory import demand_address_space, is_out_of_memory
+from .torchrun import rank, world
 
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, one_line
-from .launch import local_world, world
+from .torchrun import local_world, world
 
 
 def device_named(name: str) -> torch.device:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import ConfigError, PeerError
-from .launch import local_rank, local_world, rank, world
+from .torchrun import local_rank, local_world, rank, world
 
 Value = TypeVar("Value")
 

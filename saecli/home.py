@@ -1,9 +1,10 @@
 """The home folder: `activations/NAME/` holds stores, `runs/NAME/` holds trained SAEs."""
 
+import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from annotated_types import Ge, Gt, Le
 
@@ -87,12 +88,12 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def checked_name(name: str, what: str | None = None) -> str:
+def checked_name(name: str, what: str = "{name}") -> str:
     """The name of a run or of a store, which becomes a folder's.
 
     Args:
         name: the name.
-        what: what it is, as a message says; None for what the option `name` gives.
+        what: what it is, as a message says; a name in braces is an option's, see `ConfigError`.
 
     Raises:
         ConfigError: it cannot be a folder's everywhere, or not be shown as it is.
@@ -102,10 +103,8 @@ def checked_name(name: str, what: str | None = None) -> str:
             and len(name.encode()) <= NAME_BYTES:
         return name
     shown = f"{name!r:.60}{'...' * (len(name) > 60)}" if name else "an empty one"
-    raise ConfigError("name" if what is None else None,
-                      "{what} " * (what is not None) + "must be a plain folder name, of printable characters, without "
-                      "slashes or a leading dot, of at most {most} bytes, got {shown}",
-                      what=what, most=NAME_BYTES, shown=shown)
+    raise ConfigError(None, what + " must be a plain folder name, of printable characters, without slashes or a "
+                                   "leading dot, of at most {most} bytes, got {shown}", most=NAME_BYTES, shown=shown)
 
 
 @dataclass(frozen=True)
@@ -241,8 +240,13 @@ class Home:
             raise ConfigError(None, "cannot use {path} as the home: expected a folder, got a file",
                               "give another {home}", path=self.path)
         if not is_utf8(self.path.absolute()):
-            raise ConfigError(None, "cannot use {path} as the home: expected a path in UTF-8, got {got}",
-                              "give another {home}", path=self.path, got=repr(str(self.path)))
+            raise ConfigError(None, "cannot use {path} as the home: expected a path in UTF-8, got {got!r}",
+                              "give another {home}", path=self.path, got=str(self.path))
+
+    @classmethod
+    def at(cls, path: "str | Path | Home | None") -> Self:
+        """The home at a path; None for $SAE_HOME, else ./sae-data."""
+        return cls(path.path if isinstance(path, Home) else Path(path or os.environ.get("SAE_HOME") or cls.DEFAULT))
 
     @property
     def stores(self) -> Shelf:

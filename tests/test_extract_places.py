@@ -218,7 +218,7 @@ def test_packing_last_positions_is_refused(sae: CommandLine, model, text):
 
 
 def test_without_a_terminal_a_line_tells_of_tokens_rows_bytes_and_time_left(sae: CommandLine, model, text):
-    sae.monkeypatch.setattr("saecli.report.PLAIN_INTERVAL", 0.0)
+    sae.monkeypatch.setattr("saecli.console.PLAIN_INTERVAL", 0.0)
     done = sae("extract", "--model", model, "--dataset", text, "--rows", "600", "--context", "16", "--batch-size", "4")
     line = next(line for line in done.err.splitlines() if "tokens/s" in line)
     for words in (" of 600 rows, ", " rows/s, ", " left  ", " tokens/s, ", " rows written, ", " B"):

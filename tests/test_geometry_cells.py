@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from saecli.activations import AbsTopK, Activation, Relu, ReluTopK, SoftTopK, Swish, TopK
 from saecli.errors import ConfigError
-from saecli.geometry import largest_cells
-from saecli.geometry.cells import Cells
-from saecli.geometry.partition import cells_of
+from saecli.spline import largest_cells
+from saecli.spline.cells import Cells
+from saecli.spline.partition import cells_of
 
 
 def supports_at(cells: Cells, rows: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from saecli.activations import JumpRelu, TopK
 from saecli.errors import ConfigError
-from saecli.geometry import half_spaces
-from saecli.geometry.affine_maps import ranks
-from saecli.geometry.degenerate import Degenerate
-from saecli.geometry.half_spaces import Cell
-from saecli.geometry.partition import cells_of
 from saecli.dictionary import SAE
+from saecli.spline import half_spaces
+from saecli.spline.affine_maps import ranks
+from saecli.spline.degenerate import Degenerate
+from saecli.spline.half_spaces import Cell
+from saecli.spline.partition import cells_of
 
 ANY = ("relu", "jumprelu", "batchtopk", "topk", "relu-topk")
 

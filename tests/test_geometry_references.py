@@ -13,15 +13,15 @@ from sklearn.cluster import KMeans, MiniBatchKMeans
 from sklearn.decomposition import PCA
 
 from saecli.activations import Relu, TopK
-from saecli.geometry import bridge as bridge_module
-from saecli.geometry import kmeans as kmeans_module
-from saecli.geometry.bridge import Bridge, Visited, own_cells
-from saecli.geometry.kmeans import Stream, kmeans
-from saecli.geometry.margins import visits
-from saecli.geometry.partition import cells_of
-from saecli.geometry.piecewise_affine import LocalPCA, StreamedPCA, principal_components
 from saecli.metrics import reconstruction
 from saecli.dictionary import SAE
+from saecli.spline import bridge as bridge_module
+from saecli.spline import kmeans as kmeans_module
+from saecli.spline.bridge import Bridge, Visited, own_cells
+from saecli.spline.kmeans import Stream, kmeans
+from saecli.spline.margins import visits
+from saecli.spline.partition import cells_of
+from saecli.spline.piecewise_affine import LocalPCA, StreamedPCA, principal_components
 
 D = 6
 

@@ -13,7 +13,7 @@ from model_hub import READER, WRITER, ModelHub, serving
 import saecli
 from saecli.activations import JumpRelu, Relu, SoftTopK, TopK
 from saecli.formats import SavedSAE, load, save, save_native
-from saecli.hosted import Address, Entry, card_with
+from saecli.hub import Address, Entry, card_with
 
 # The hub's client uploads large files by a call that its own HTTP library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

@@ -12,8 +12,8 @@ from tiny_models import save_model
 from saecli.devices import device_named
 from saecli.language_model import TINY_GEMMA2, LanguageModel, TokenTexts, Unembedding, find_model
 from saecli.language_model.model import load_tokenizer
-from saecli.latents import Block, Examples, Magnitudes, bin_edges, in_blocks, neighbours
-from saecli.latents.examples import BEFORE, TOKENS
+from saecli.latent_survey import Block, Examples, Magnitudes, bin_edges, in_blocks, neighbours
+from saecli.latent_survey.examples import BEFORE, TOKENS
 from saecli.products import NonZeros
 from saecli.store import ActivationStore, StoreMeta, StoreWriter, is_test
 

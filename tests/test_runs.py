@@ -10,8 +10,8 @@ from saecli.activations import Relu, activation_to_json
 from saecli.errors import FormatError, RunError
 from saecli.formats import SavedSAE, save, save_native
 from saecli.home import Home
-from saecli.runs import Subject, find_subject
 from saecli.dictionary import SAE
+from saecli.subjects import Subject, find_subject
 
 
 def small_sae() -> SAE:

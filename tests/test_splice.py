@@ -197,7 +197,7 @@ def test_a_model_that_the_rows_cannot_come_from_is_refused_before_they_are_measu
     config = LlamaConfig(**{**model.source.config.to_dict(), "head_dim": None, **changes})
     LlamaForCausalLM(config).save_pretrained(other)
     model.tokenizer.save_pretrained(other)
-    monkeypatch.setattr("saecli.commands.eval_measures.reconstruction", lambda *_: pytest.fail("measured first"))
+    monkeypatch.setattr("saecli.evaluation.evaluate.reconstruction", lambda *_: pytest.fail("measured first"))
     done = sae("eval", "--model", other)
     assert done.status == 1
     assert sentence in done.err

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from saecli.activations import TopK
-from saecli.geometry.bridge import fvu, spread
-from saecli.geometry.census import support_keys
-from saecli.geometry.kmeans import kmeans
-from saecli.geometry.partition import cells_of, cells_of_diagram
-from saecli.geometry.piecewise_affine import LocalPCA
-from saecli.geometry.plane_cells import PlaneCells, polygon_cells
-from saecli.geometry.power_diagram import PowerDiagram
 from saecli.plots.cells import arrows, fill, tints
 from saecli.plots.style import COLOURS, figure
-from saecli.sae import SAE
+from saecli.dictionary import SAE
+from saecli.spline.bridge import fvu, spread
+from saecli.spline.census import support_keys
+from saecli.spline.kmeans import kmeans
+from saecli.spline.partition import cells_of, cells_of_diagram
+from saecli.spline.piecewise_affine import LocalPCA
+from saecli.spline.plane_cells import PlaneCells, polygon_cells
+from saecli.spline.power_diagram import PowerDiagram
 
 LATENTS, RATE = 80, 8e-3
 WINDOW = (-2.1, 2.1, -2.1, 2.1)

@@ -16,6 +16,7 @@ import typer
 from torch import Tensor
 
 from ..config import Config, option
+from ..console import Step
 from ..devices import device_named
 from ..distributed import communicator
 from ..errors import ConfigError
@@ -37,19 +38,14 @@ from ..harvest import (
     mend_together,
 )
 from ..home import checked_name
+from ..inventory.description import stored
+from ..inventory.filling import DERIVED, MAX_NORM_HELP, filling, told_when_stopped
+from ..inventory.opening import finished_store
 from ..language_model import MODEL_DTYPES, SITES, TINY_GEMMA2, LanguageModel, ModelSource, Place, find_model
-from ..report import Step, size_words
+from ..options import Device, Given, Json, Session, configured, start
 from ..store import DTYPES, ActivationStore, SharedWriter, StoreMeta, StoreWriter, hash_request, made_by_several
 from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, Document, TextSource
-from .options import Device, Given, Json, Session, configured, start
-from .stores import (
-    DERIVED,
-    MAX_NORM_HELP,
-    filling,
-    finished_store,
-    say_stored,
-    told_when_stopped,
-)
+from ..wording import size_words
 
 DEFAULT_DATASET = "Salesforce/wikitext"
 DEFAULT_CONTEXT = 128
@@ -125,7 +121,7 @@ class Wanted:
 
     def is_finished(self, session: Session) -> bool:
         """Whether the store is complete and whole."""
-        return finished_store(session, self.folder, hash_request(self.request)) is not None
+        return finished_store(self.folder, hash_request(self.request), session.console) is not None
 
 
 class Progress:
@@ -163,7 +159,7 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
     session = start(ctx, json)
     if name is not None:
         checked_name(name)
-    with told_when_stopped(session) as folders:
+    with told_when_stopped(session.console) as folders:
         config = options.config(ExtractConfig)
         text = _text_source(config, options)
         where = device_named(device)
@@ -172,14 +168,15 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
         context = allowed if config.context is None else config.context
         config = replace(config, context=context, model_dtype=source.dtype_on(where, config.model_dtype))
         source.check_context(context)
-        text = communicator().broadcast_object(lambda: text.pinned(session.report.note))
+        text = communicator().broadcast_object(lambda: text.pinned(session.console.note))
         stores = _wanted(session, config, source, text, layer, site, name)
         folders += [store.folder for store in stores]
         before = communicator().broadcast_object(lambda: {store.place for store in stores if store.is_finished(session)})
         if missing := [store for store in stores if store.place not in before]:
             before |= _extract(session, config, LanguageModel(source, where, dtype=config.model_dtype), text, missing)
     if communicator().is_main:
-        say_stored(session, [(ActivationStore.open(store.folder), store.place in before) for store in stores])
+        document, tables = stored([(ActivationStore.open(store.folder), store.place in before) for store in stores])
+        session.console.result(document, *tables)
 
 
 def _text_source(config: ExtractConfig, options: Given) -> TextSource:
@@ -244,10 +241,10 @@ def _extract(session: Session, config: ExtractConfig, model: LanguageModel, text
     widths = model.read(*_some_tokens(model, windows), places, lambda activations: activations.shape[-1])
     ahead = look_ahead(model.size)
     tokens = batch_tokens(model, config.batch_size, config.context, places, ahead)
-    forward = Forward(model, config.dtype, tokens, session.report.note)
+    forward = Forward(model, config.dtype, tokens, session.console.note)
 
     def documents_from(spot: Spot) -> Iterator[Document]:
-        return text.documents(spot.document, spot.mark, session.report.note)
+        return text.documents(spot.document, spot.mark, session.console.note)
 
     def blocks_from(cursor: Cursor) -> Iterator[Block]:
         return in_blocks(documents_from, new_windows(), config.rows, cursor, ahead)
@@ -269,7 +266,7 @@ def _extract(session: Session, config: ExtractConfig, model: LanguageModel, text
         if not (missing := _targets(writers, places)):
             return set(places)
         start = _first_cursor(missing)
-        with filling(session, writers, "extracting", max(0, config.rows - start.offered)) as show:
+        with filling(writers, "extracting", max(0, config.rows - start.offered), session.console) as show:
             # Shards that are damaged take passes of their own.
             while targets := _targets(writers, places):
                 fill(targets, blocks_from(_first_cursor(targets)), forward, config.rows, Progress(show, targets))
@@ -284,7 +281,7 @@ def _fill_together(session: Session, config: ExtractConfig, writers: list[Shared
     targets = [SharedTarget(place, writer) for place, writer in zip(places, writers, strict=True)]
     unfinished = [target for target in targets if not target.writer.complete]
     start = _first_cursor(unfinished) if unfinished else Cursor(offered=config.rows)
-    with filling(session, writers, "extracting", max(0, config.rows - start.offered)) as show:
+    with filling(writers, "extracting", max(0, config.rows - start.offered), session.console) as show:
         for target in targets:
             mend_together(target, blocks_from, forward)
         if unfinished:

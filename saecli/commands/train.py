@@ -13,11 +13,11 @@ from ..activations import ACTIVATIONS, activation_from_json
 from ..distributed import communicator
 from ..errors import ConfigError, RunError
 from ..home import Home, checked_name, now, read_settings
+from ..inventory.opening import open_store
 from ..options import Given, Json, Session, configured, start, store_names, unfinished_names
 from ..solvers import SOLVERS
 from ..store import ActivationStore
 from ..training import Plan, Run, TrainingConfig, claimed
-from .stores import open_store
 from .training_runs import Job, train
 
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="Training algorithm.")]
@@ -58,7 +58,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                     claims.enter_context(claimed(jobs[0].folder, new=False))
             else:
                 names = _names(name, [each.varied for each in options])
-                store = processes.main_first(lambda: open_store(session, data))
+                store = processes.main_first(lambda: open_store(session.home, data, session.console))
                 checked_name(store.name, "the name of the store's folder")
                 runs = [_planned(store, each, solver, act) for each in options]
                 _look_at_hash(session, ctx, runs[0], data_hash)
@@ -66,7 +66,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                     lambda: [_new_folder(session.home, one, f"{solver}-{act}", claims) for one in names])
                 jobs = [Job(*job) for job in zip(folders, runs, options, strict=True)]
         except KeyboardInterrupt:
-            session.report.note("stopped before training began; nothing was changed")
+            session.console.note("stopped before training began; nothing was changed")
             raise
         train(session, jobs, processes)
 
@@ -86,8 +86,8 @@ def _look_at_hash(session: Session, ctx: typer.Context, run: Run, data_hash: str
     if chosen["data"] == "COMMANDLINE" != chosen["data_hash"]:
         return  # another store than the file's was asked for
     if data_hash not in (None, run.store.meta.request_hash):
-        session.report.note(f"{run.store.name} is not the store that --data-hash {data_hash} is of, though it has its "
-                            "name; the weights will be others")
+        session.console.note(f"{run.store.name} is not the store that --data-hash {data_hash} is of, though it has its "
+                             "name; the weights will be others")
 
 
 def _names(name: str | None, varied: list[Mapping[str, Any]]) -> list[str | None]:
@@ -143,13 +143,13 @@ def _resumed(session: Session, ctx: typer.Context, name: str | None) -> tuple[Pa
         if not unfinished:
             raise RunError(f"there is no unfinished run in {runs.path}; start one with `sae train`")
         name = unfinished[0]
-        session.report.note(f"going on with {name}")
+        session.console.note(f"going on with {name}")
     folder = runs.find(name)
     path = folder / runs.marker
     document = read_settings(path)
     if document["complete"]:
         raise RunError(f"{name} is finished; there is nothing to resume, start a new run with `sae train`")
-    store = open_store(session, document["data"])
+    store = open_store(session.home, document["data"], session.console)
     try:
         settings = dict(document["solver"])
         training = TrainingConfig.from_json(document["training"])

@@ -7,10 +7,11 @@ from typing import Any
 
 from .. import __version__
 from ..config import flag_of
+from ..console import Step
 from ..distributed import Communicator
 from ..errors import PeerError, SaeError, TrainingError
 from ..options import CONFIG, Given, Session, write_config
-from ..report import Step, table
+from ..tables import table
 from ..training import CHECKPOINT, Loop, Record, Run, RunRecord, Trainer, doubts_at_start, read_metrics
 
 SHOWN = ("test_fvu", "test_l0", "train_fvu", "dead_fraction", "lr", "alpha")  # of several runs, where they have it
@@ -44,7 +45,7 @@ def train(session: Session, jobs: Sequence[Job], communicator: Communicator) -> 
     except (KeyboardInterrupt, PeerError):
         for job in jobs:
             name = job.folder.name
-            session.report.note(f"stopped; `sae train --resume --name {name}` goes on after the last whole epoch"
+            session.console.note(f"stopped; `sae train --resume --name {name}` goes on after the last whole epoch"
                                 if (job.folder / CHECKPOINT).exists() else
                                 f"stopped before the end of the first epoch; nothing was saved of {name}")
         raise
@@ -55,7 +56,7 @@ def train(session: Session, jobs: Sequence[Job], communicator: Communicator) -> 
         title = f"{document['run']}: {epochs}, {document['steps']:,} steps in {document['seconds']:.0f} s"
         measures = table(title, ["measure", "value", "rows"], [[key, value, _rows_of(key, document)] for key, value in
                                                                document["final"].items()])
-        session.report.result(document, measures, f"saved in {document['path']}")
+        session.console.result(document, measures, f"saved in {document['path']}")
         return
     _print_several(session, jobs, loop, documents)
 
@@ -68,11 +69,11 @@ def _begun(session: Session, job: Job, trainings: int, communicator: Communicato
         run.write(folder, None)
     trainer = Trainer(plan, RunRecord(run, folder) if communicator.is_main else Record(), trainings=trainings,
                       communicator=communicator)
-    session.report.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
+    session.console.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
                         f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
                         f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
     for warning in doubts_at_start(plan):
-        session.report.note(f"{folder.name}: warning: {warning}")
+        session.console.note(f"{folder.name}: warning: {warning}")
     return trainer
 
 
@@ -80,7 +81,7 @@ def _trained(session: Session, jobs: Sequence[Job], loop: Loop) -> list[dict[str
     """Train to the end, and finish the run folders; returns what is to be told of those that did not fail."""
     one = len(jobs) == 1
     title, total = ("training", loop.trainers[0].steps) if one else (f"training {len(jobs)} SAEs", None)
-    with session.report.progress(title, total, "steps") as show:
+    with session.console.progress(title, total, "steps") as show:
         progress = _Progress(show)
         for job, trainer in zip(jobs, loop.trainers, strict=True):
             trainer.show = show if one else progress.of(job.folder.name)
@@ -116,14 +117,14 @@ def _print_several(session: Session, jobs: Sequence[Job], loop: Loop, documents:
     title = (f"test: {_rows_of('test', done[0])} rows; train and dead: {_rows_of('train', done[0])} rows" if done
              else None)
     columns = ["run", *(name.replace("_", " ") for name in [*varied, *names])]
-    session.report.result({"runs": done}, table(title, columns, rows), f"saved in {jobs[0].folder.parent}")
+    session.console.result({"runs": done}, table(title, columns, rows), f"saved in {jobs[0].folder.parent}")
     for number, (name, (trainer, error)) in enumerate(errors.items(), 1):
         if not isinstance(error, SaeError):
             raise error
         found = error.within(name, _what_is_kept(trainer) if isinstance(error, TrainingError) else "")
         if number == len(errors):
             raise found from error
-        session.report.note(found.sentence(flag_of))
+        session.console.note(found.sentence(flag_of))
 
 
 class _Progress:
@@ -163,9 +164,9 @@ def _tell_notes(session: Session, job: Job, document: dict[str, Any], before: st
     said = doubts_at_start(job.run.plan)
     for warning in document["warnings"]:
         if warning not in said:
-            session.report.note(f"{before}warning: {warning}")
+            session.console.note(f"{before}warning: {warning}")
     for note in document["notes"]:
-        session.report.note(f"{before}{note}")
+        session.console.note(f"{before}{note}")
 
 
 def _write_config(folder: Path, run: Run, options: Given) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..language_model import LanguageModel, Place
-from ..machine import is_out_of_memory
+from ..memory import is_out_of_memory
 from .blocks import LOOK_AHEAD, Batch, Block
 
 CPU_TOKENS = 1 << 11  # tokens in a forward pass where memory decides nothing: more no longer made it faster

@@ -16,7 +16,7 @@ from transformers import __version__ as transformers_version
 
 from ..errors import ConfigError, ModelError
 from ..files import NotAFile, regular
-from ..hub import why_unreachable
+from ..network import why_unreachable
 
 TINY_GEMMA2 = "tiny-gemma2"
 BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}

@@ -15,7 +15,7 @@ def parameter_of(option: Option) -> Parameter:
     """The parameter that stands for an option on the command line."""
     default = option.default
     settings: dict[str, Any] = {"help": option.help, "rich_help_panel": option.panel, "metavar": option.metavar,
-                                "show_default": default is not None}
+                                "show_default": default is not None and default is not False}
     if len(option.kinds) > 1:
         numeric = next(kind for kind in option.kinds if kind is not str)
         settings |= {"parser": _word_or_number(option, numeric), "autocompletion": lambda: list(option.choices),

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from ..console import Console
 from ..errors import ConfigError
 from ..files import check_place, is_free
 from ..home import Home
-from ..report import Report
 
 
 def store_names(ctx: typer.Context) -> list[str]:
@@ -51,11 +51,11 @@ class Session:
 
     Args:
         home: the folder of stores and runs.
-        report: the output sink.
+        console: the output sink.
     """
 
     home: Home
-    report: Report
+    console: Console
 
 
 def start(ctx: typer.Context, as_json: bool, plot: Path | None = None, csv: Path | None = None,
@@ -87,4 +87,4 @@ def start(ctx: typer.Context, as_json: bool, plot: Path | None = None, csv: Path
             except OSError as error:
                 raise ConfigError(None, "cannot write {path}: {reason}", "name another place", path=path,
                                   reason=error.strerror or error) from error
-    return Session(ctx.find_root().obj, Report(as_json))
+    return Session(ctx.find_root().obj, Console(as_json))

@@ -11,9 +11,9 @@ from matplotlib.colors import ListedColormap, LogNorm, Normalize, to_rgb
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from ..geometry.census import spread_out
-from ..geometry.colouring import colouring
-from ..geometry.plane_cells import PlaneCells
+from ..spline.census import spread_out
+from ..spline.colouring import colouring
+from ..spline.plane_cells import PlaneCells
 from .style import COLOURS, GREY
 
 TINTS = np.array([to_rgb(colour) for colour in COLOURS[:6]]) * 0.45 + 0.55  # pale enough for rows to stand out

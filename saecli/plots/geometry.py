@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from ..geometry.census import describe
-from ..geometry.plane_cells import PlaneCells
-from ..report import counted
+from ..spline.census import describe
+from ..spline.plane_cells import PlaneCells
+from ..wording import counted
 from .cells import arrows, fill_by_occupancy, fill_by_size, scatter
 from .style import COLOURS, GREY, figure, log_scale, say_empty, short
 

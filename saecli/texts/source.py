@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from ..errors import ModelError
 from ..files import NotAFile, file_sha256, regular
-from ..hub import why_unreachable
+from ..network import why_unreachable
 from .local import jsonl_texts, stdlib_docstrings, txt_texts
 from .steady import Document, Mark
 from .streamed import Streamed, commit_of, unreachable

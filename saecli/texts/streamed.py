@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ModelError, SaeError, one_line
-from ..hub import why_unreachable
+from ..network import why_unreachable
 from .local import text_of
 from .steady import Document, Mark, Patience, may_pass, steadily
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch
+from ..console import Step
 from ..devices import device_named
 from ..dictionary import SAE
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError, RunError, TrainingError
-from ..launch import local_world
-from ..machine import available_memory
+from ..memory import available_memory
 from ..metrics import reconstruction
-from ..report import Step
 from ..solvers import Solver, StepReport, Task
+from ..torchrun import local_world
 from .checkpoints import Progress
 from .config import DTYPES
 from .doubts import doubts_at_end, doubts_at_start

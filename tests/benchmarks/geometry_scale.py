@@ -23,10 +23,10 @@ import torch
 
 from saecli.activations import Activation, Relu, TopK, activation_to_json
 from saecli.formats import SavedSAE, save_native
-from saecli.geometry.margins import batch_size
-from saecli.geometry.partition import cells_of
-from saecli.geometry.survey import gather
 from saecli.dictionary import SAE
+from saecli.spline.margins import batch_size
+from saecli.spline.partition import cells_of
+from saecli.spline.survey import gather
 from saecli.store import StoreMeta, StoreWriter, rows_per_shard
 
 PASS_ROWS = 4096

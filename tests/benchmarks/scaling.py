@@ -27,12 +27,12 @@ import torch.distributed as dist
 from peak import peak_of
 from rich.console import Console
 
-from saecli import distributed, launch
+from saecli import distributed, torchrun
 from saecli.activations import TopK
-from saecli.report import table
 from saecli.solvers.alternation import PamSgdSolver
 from saecli.solvers.pam_sgd import PamSgd
 from saecli.store import ActivationStore, StoreMeta, StoreWriter
+from saecli.tables import table
 from saecli.training import Plan, Record, Trainer, TrainingConfig
 
 ROWS, BATCH, SEED = 24_576, 2_048, 0
@@ -62,7 +62,7 @@ class Traffic:
 
 def work(home: Path, d_sae: int, shards: int) -> None:
     """What each process does: train, and tell seconds and bytes of steps and of decoder steps."""
-    if launch.world() > 1:
+    if torchrun.world() > 1:
         distributed.join()
     distributed.share_latents(shards)
     traffic, seconds, calls = Traffic(), Counter(), Counter()
@@ -112,7 +112,7 @@ def work_extract() -> None:
     except SystemExit as stop:
         if stop.code:
             raise
-    if launch.rank() == 0:
+    if torchrun.rank() == 0:
         print(json.dumps({"seconds": seconds}))
 
 

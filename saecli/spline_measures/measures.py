@@ -1,4 +1,4 @@
-"""What `sae geometry` finds out about one SAE."""
+"""What there is to find out about the spline that an SAE is, and the references beside it."""
 
 import math
 from dataclasses import asdict, dataclass, replace
@@ -8,33 +8,59 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..geometry.bridge import Bridge, Visited
-from ..geometry.census import describe
-from ..geometry.degenerate import Degenerate
-from ..geometry.kmeans import Stream
-from ..geometry.margins import local_complexity, margin_measures, radius_of, visits
-from ..geometry.partition import cells_of
-from ..geometry.survey import Survey, gather
-from .geometry_rows import held_out_sample, surveyed, training_sample, training_stream
-from .options import Session
-from .subjects import Measured
+from ..console import Listener
+from ..errors import ConfigError
+from ..evaluation.sae_and_rows import Measured
+from ..spline.bridge import Bridge, Visited
+from ..spline.census import describe
+from ..spline.degenerate import Degenerate
+from ..spline.kmeans import Stream
+from ..spline.margins import local_complexity, margin_measures, radius_of, visits
+from ..spline.partition import cells_of
+from ..spline.survey import SAMPLE_ROWS, Survey, gather
+from .rows import held_out_sample, surveyed, training_sample, training_stream
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user set.
+    """How much to measure.
 
     Args:
-        rows: rows to measure at most.
+        rows: rows to measure at most; of more, a random sample.
         fit_rows: training rows to fit the references on at most.
-        radius: of the local complexity, as a share of the rows' median distance to their mean.
-        penalty: lambda of local PCA's variable rank; None for that of the SAE's own mean rank.
+        radius: of the local complexity, as a share of the rows' median distance to their mean; above 0.
+        penalty: lambda of local PCA's variable rank, in squared units of the rows; None for that of the SAE's own mean
+            rank.
     """
 
-    rows: int
-    fit_rows: int
-    radius: float
-    penalty: float | None
+    rows: int = 100_000
+    fit_rows: int = SAMPLE_ROWS
+    radius: float = 0.01
+    penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "fit_rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, "must be at least 1, got {got}", got=getattr(self, name))
+        if not 0 < self.radius < math.inf:
+            raise ConfigError("radius", "must be a number above 0, got {got:g}", got=self.radius)
+
+
+def penalty_of(value: str | float) -> float | None:
+    """The lambda of local PCA's variable rank; None for `auto`.
+
+    Raises:
+        ConfigError: it is neither auto nor a number that is at least 0.
+    """
+    if value == "auto":
+        return None
+    try:
+        penalty = float(value)
+    except ValueError:
+        penalty = -1.0
+    if not 0 <= penalty < math.inf:
+        raise ConfigError("lambda", "must be auto or a number that is at least 0, got {got!r}", got=value)
+    return penalty
 
 
 @dataclass(frozen=True)
@@ -67,7 +93,7 @@ class Bridges:
 
     def of(self, one: Measured, train: NDArray[np.float32], stream: Stream | None, rank: int) -> Bridge:
         """The references of an SAE, fitted on training rows, (N, D), or on a stream that these are a sample of."""
-        key = (one.rows.store.name, one.subject.split_seed, one.subject.fraction, len(train), stream and stream.rows,
+        key = (one.store.name, one.subject.split_seed, one.subject.fraction, len(train), stream and stream.rows,
                one.sae.d_sae, min(rank, one.sae.d_in))
         if key not in self._fitted:
             self._fitted.clear()
@@ -76,16 +102,16 @@ class Bridges:
 
 
 @torch.no_grad()
-def find_out(session: Session, one: Measured, wanted: Wanted, bridges: Bridges) -> Found:
+def find_out(one: Measured, wanted: Wanted, bridges: Bridges, listener: Listener) -> Found:
     """Measure one SAE.
 
     Raises:
         ConfigError: its activation has no cells.
     """
     cells, degenerate = cells_of(one.sae), Degenerate.of(one.sae)
-    survey = gather(cells, surveyed(session, one, wanted.rows))
+    survey = gather(cells, surveyed(one, wanted.rows, listener))
     census, sample = survey.census, survey.sample.rows
-    with session.report.progress(f"{one.subject.name}: power diagram, k-means and local PCA", None, "steps"):
+    with listener.progress(f"{one.subject.name}: power diagram, k-means and local PCA", None, "steps"):
         train = training_sample(one, wanted.fit_rows)
         radius = radius_of(sample, wanted.radius)
         margins, complexity = {one.split: survey.margins.rows}, {one.split: local_complexity(cells, sample, radius)}

@@ -1,13 +1,11 @@
-"""What `sae report` says in words: the texts of tokens, the run's heading and its settings."""
+"""What the tokens of a store read as, and the language model that says which of them a latent promotes."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, ModelError
-from ..home import Home, read_settings
-from ..pages import Texts, TokenNumbers
-from .subjects import Measured
+from ..evaluation.sae_and_rows import Measured
+from .details import Texts, TokenNumbers
 
 if TYPE_CHECKING:
     from ..language_model import Unembedding
@@ -42,7 +40,7 @@ def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
         ModelError: the model that was asked for cannot be loaded.
         ConfigError: its residual stream is of another width than the rows.
     """
-    store = one.rows.store
+    store = one.store
     named = store.meta.source.get("model")
     notes = [] if has_tokens else [f"{store.name} keeps no tokens, so examples are numbers of its rows, counted from 0"]
     if has_tokens and store.meta.source.get("positions") == "last":
@@ -52,8 +50,9 @@ def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
 
         place = find_model(model)
         if place.d_model != one.sae.d_in:
-            raise ConfigError(f"{one.subject.name} cannot be read through {model}: expected a model of width "
-                              f"{one.sae.d_in}, got {place.d_model}; name the model that the rows came from")
+            raise ConfigError(None, "{sae} cannot be read through {name}: expected a model of width {d_in}, got {got}",
+                              "name the model that the rows came from", sae=one.subject.name, name=model,
+                              d_in=one.sae.d_in, got=place.d_model)
         if named is not None and named != place.identity()["model"]:
             notes.append(f"{store.name} came from {named}, and is read through {model}")
         loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
@@ -71,23 +70,3 @@ def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
     except ModelError as error:
         notes.append(f"tokens are shown as their numbers, for want of a tokenizer: {error}")
         return Words(has_tokens, notes=notes)
-
-
-def heading(one: Measured) -> dict[str, Any]:
-    """What stands below the title."""
-    sae, source = one.sae, one.saved.origin | one.rows.store.meta.source
-    return {**one.heading, "activation": sae.activation.name, "d_in": sae.d_in, "d_sae": sae.d_sae,
-            **{name: source[name] for name in ("model", "layer", "site") if source.get(name) is not None}}
-
-
-def facts(home: Home, one: Measured) -> dict[str, Mapping[str, Any]]:
-    """The settings of run and store, by section and name."""
-    store, marker = one.rows.store, one.subject.folder / home.runs.marker
-    activation = {"name": one.sae.activation.name, **one.sae.activation.to_json()}
-    found: dict[str, Mapping[str, Any]] = {"activation": activation}
-    if marker.is_file():
-        run = read_settings(marker)
-        found |= {"training": run["training"], "solver": run["solver"],
-                  "at the end of training": (run.get("result") or {}).get("final", {})}
-    shape = {"name": store.name, "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype}
-    return found | {"store": shape | store.meta.source}

@@ -1,16 +1,17 @@
-"""What `export` and `push` share: an SAE as another library's format says it, and what that changes."""
+"""An SAE as another library's format says it, and what that changes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ..console import Listener
 from ..dictionary import SAE
 from ..errors import ConfigError, FormatError, StoreError
+from ..evaluation.sae_and_rows import Measured
 from ..formats import FORMATS, STAND_INS, SavedSAE
 from ..metrics import Reconstruction
-from .options import Session
-from .subjects import measured
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,14 @@ class Conversion:
                 f"fvu goes from {found['fvu']:.4g} to {found['fvu_written']:.4g}")
 
 
-def converted(session: Session, run: str, saved: SavedSAE, to: str, data: str | None) -> Conversion:
+def converted(saved: SavedSAE, to: str, held_out: Callable[[], Measured], listener: Listener) -> Conversion:
     """Make an SAE ready for a format; where another stands in for it, the difference is measured on held-out rows.
 
     Args:
-        session: the command's session.
-        run: how the user names the SAE.
         saved: the SAE.
         to: one of `FORMATS`.
-        data: the store to measure on; None for the run's own, else the newest.
+        held_out: opens the SAE and its held-out rows, if they are needed.
+        listener: told how far the measurement is.
 
     Raises:
         FormatError: the format cannot express the SAE's activation, nor one that stands in for it.
@@ -64,7 +64,7 @@ def converted(session: Session, run: str, saved: SavedSAE, to: str, data: str | 
     if not can_be_written(sae, to):
         raise _inexpressible(sae, to)
     stand_in = STAND_INS[type(sae.activation)](sae)
-    return Conversion(to, sae, replace(saved, sae=stand_in), _deviation(session, run, sae, stand_in, to, data))
+    return Conversion(to, sae, replace(saved, sae=stand_in), _deviation(sae, stand_in, to, held_out, listener))
 
 
 def can_be_written(sae: SAE, to: str) -> bool:
@@ -83,22 +83,24 @@ def _inexpressible(sae: SAE, to: str) -> FormatError:
 
 
 @torch.no_grad()
-def _deviation(session: Session, run: str, sae: SAE, stand_in: SAE, to: str, data: str | None) -> dict[str, Any]:
+def _deviation(sae: SAE, stand_in: SAE, to: str, held_out: Callable[[], Measured],
+               listener: Listener) -> dict[str, Any]:
     """How far an SAE and the one written in its place lie apart, on the held-out rows."""
     try:
-        one = measured(session, run, data, "test", "auto")
+        one = held_out()
     except StoreError as error:
-        raise ConfigError(f"{to} lacks the activation {sae.activation.name}; writing {stand_in.activation.name} in its "
-                          f"place needs rows to measure the difference on, but {error}") from error
+        raise ConfigError(None, "{to} lacks the activation {lacking}", "writing {instead} in its place needs rows to "
+                                "measure the difference on, but {error}", to=to, lacking=sae.activation.name,
+                          instead=stand_in.activation.name, error=error) from error
     sae, stand_in = one.sae, stand_in.to(one.sae.W_enc.device)
     exact, instead = (Reconstruction(sae.d_in, sae.d_sae) for _ in range(2))
     differ, largest = 0, 0.0
-    for x in one.batches(session):
+    for x in one.batches(listener):
         z, other = sae.encode(x), stand_in.encode(x)
         x_hat, other_hat = sae.decode(z), stand_in.decode(other)
         exact.update(x, x_hat, z)
         instead.update(x, other_hat, other)
         differ += int((z != other).any(1).sum())
         largest = max(largest, float((x_hat - other_hat).abs().max()))
-    return {"data": one.rows.store.name, "rows": one.rows.rows, "rows_that_differ": differ,
+    return {"data": one.heading["data"], "rows": one.rows.rows, "rows_that_differ": differ,
             "max_difference": largest, "fvu": exact.result()["fvu"], "fvu_written": instead.result()["fvu"]}

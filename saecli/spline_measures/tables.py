@@ -6,7 +6,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..report import counted, number, table
+from ..tables import table
+from ..wording import counted, number
 
 
 def _middle(measures: dict[str, Any]) -> str:

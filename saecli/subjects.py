@@ -1,4 +1,4 @@
-"""Run folders, and finding the SAE that a command is to look at.
+"""SAEs to look at, and finding the one that a user means.
 
 A run folder holds `run.json` (`format_version`, `created`, `complete`, `data`: the store's name, `training`,
 `solver`, `activation`, `result`), `config.toml`, `metrics.jsonl`, and from the first checkpoint on `sae.safetensors`.
@@ -11,7 +11,7 @@ from pathlib import Path
 from . import formats
 from .errors import HubError, RunError
 from .home import Home, read_run
-from .hosted import Address, fetch, is_cached
+from .hub import Address, fetch, is_cached
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Subject:
 
     Args:
         name: what it is called in tables: its run's name, its path below the runs, or the path that was given.
-        folder: where it lies.
+        folder: where it lies; None for an SAE in memory.
         data: name of the store that it was trained on; None where no one knows.
         split_seed: seed of the split into training and held-out rows.
         fraction: share of the training rows that it was trained on, in (0, 1].
@@ -31,7 +31,7 @@ class Subject:
     """
 
     name: str
-    folder: Path
+    folder: Path | None = None
     data: str | None = None
     split_seed: int = 0
     fraction: float = 1.0
@@ -46,7 +46,7 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
     Args:
         home: the folder of stores and runs.
         text: name of a run in the home, else a folder that holds an SAE in any known format, else where on the
-            Hugging Face hub one lies (see `hosted.Address`; after `hf://` that alone); None for the newest run.
+            Hugging Face hub one lies (see `hub.Address`; after `hf://` that alone); None for the newest run.
         note: told what was chosen where another reading was possible.
 
     Raises:

@@ -6,9 +6,9 @@ from pathlib import Path, PurePosixPath
 
 from ..errors import HubError, one_line
 from ..formats import FORMATS, format_of, known_files
-from ..hub import why_unreachable
+from ..network import why_unreachable
 from .address import Address, cached_snapshot
-from .sentences import bars_on_terminals, is_passing, told
+from .refusals import bars_on_terminals, is_passing, told
 
 SHOWN = 8  # folders that a message lists
 

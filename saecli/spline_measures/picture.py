@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..geometry.census import spread_out
-from ..geometry.partition import cells_of
-from ..geometry.plane_cells import keys_at, plane_cells
-from ..geometry.planes import Plane, window_of
-from ..report import number
-from .geometry_measures import Found
+from ..spline.census import spread_out
+from ..spline.partition import cells_of
+from ..spline.plane_cells import keys_at, plane_cells
+from ..spline.planes import Plane, window_of
+from ..wording import number
+from .measures import Found
 
 ARROWS = 200  # rows whose reconstructions are drawn
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from ..latents import Survey
+from ..latent_survey import Survey
 from .overview import rounded
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
@@ -47,7 +47,7 @@ class Readings:
 
     Args:
         chosen: the latents that have a page, (C,), ascending.
-        neighbours: cosines and latents, (C, n) each; see `latents.neighbours`.
+        neighbours: cosines and latents, (C, n) each; see `latent_survey.neighbours`.
         texts: of the tokens; of no use where the store has none.
         outputs: the tokens that each speaks for; None without a model.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..latents import Survey, bin_edges
+from ..latent_survey import Survey, bin_edges
 from ..metrics import DENSE_FREQUENCY
 
 POINTS = 400  # of a curve, about what its pixels can show

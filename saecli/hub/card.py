@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..report import number
+from ..wording import number
 from .address import Address
 
 START = "<!-- `sae push` writes from here: it replaces the line of the SAE that it pushes, and keeps the others -->"

@@ -88,10 +88,11 @@ def recover(diagram: PowerDiagram, k: int, supports: Sequence[Sequence[int]] | N
         named = sorted(tuple(sorted(support)) for support in supports)
         if named != every:
             raise ConfigError("supports", "must name each of the {C} subsets of {k} out of {d} sites once, got {got} "
-                                          "of them", "list each once", C=C, k=k, d=d, got=len(set(named) & set(every)))
+                                          "of them", "list each once", C=C, k=k, d=d,
+                              got=len(set(named) & set(every)))
     elif 1 < k < d - 1 and C > SEARCHED:
         raise ConfigError(None, "of {C} cells not every labelling can be tried; expected at most {most} cells, or the "
-                                "supports that they are called by", C=C, most=SEARCHED)
+                                "{supports} that they are called by", C=C, most=SEARCHED)
     nu, side = diagram.centroids, diagram.centroids.square().sum(1) - diagram.weights
     member = torch.zeros(C, d, dtype=torch.float64)
     member[torch.arange(C)[:, None], torch.tensor(every)] = 1 / k

@@ -1,6 +1,6 @@
 """Which rows `sae geometry` looks at. Shapes: N training rows, D = d_in."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -8,29 +8,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..console import Listener
 from ..errors import ConfigError
-from ..geometry.kmeans import Stream
-from ..geometry.margins import HELD_OUT_ROWS, batch_size
-from ..geometry.survey import SAMPLE_ROWS, sample_capacity
+from ..evaluation.sae_and_rows import Measured
+from ..spline.kmeans import Stream
+from ..spline.margins import HELD_OUT_ROWS, batch_size
+from ..spline.survey import SAMPLE_ROWS, sample_capacity
 from ..store import Rows
-from .options import Session
-from .subjects import Measured
 
 SAMPLE_SEED = 0
 STREAM_BYTES = 2**26  # of streamed rows at a time, 64 MiB
 
 
-def corners_of(text: str) -> tuple[int, ...]:
-    """The row numbers of `--slice`; none for `pca`.
+def corners_of(text: str | Sequence[int]) -> tuple[int, ...]:
+    """The numbers of the rows that a picture's plane goes through; none for `pca`.
+
+    Args:
+        text: `pca`, or three numbers, as they are or as in `0,5,9`.
 
     Raises:
-        ConfigError: it is neither pca nor three numbers.
+        ConfigError: it is neither.
     """
     if text == "pca":
         return ()
-    words = text.split(",")
+    words = text.split(",") if isinstance(text, str) else [str(number) for number in text]
     if len(words) != 3 or not all(word.strip().isdecimal() for word in words):
-        raise ConfigError(f"--slice must be pca or three row numbers like 0,5,9, got {text!r}")
+        raise ConfigError("slice", "must be pca or three row numbers like 0,5,9, got {got!r}", got=text)
     return tuple(int(word) for word in words)
 
 
@@ -41,8 +44,8 @@ def rows_at(rows: Rows, numbers: tuple[int, ...]) -> Tensor:
         ConfigError: there are not so many rows.
     """
     if numbers and max(numbers) >= rows.rows:
-        raise ConfigError(f"--slice names row {max(numbers)}, but the split has {rows.rows:,} rows, counted from 0; "
-                          f"choose lower numbers")
+        raise ConfigError("slice", "names row {number}, but the split has {rows:,} rows, counted from 0",
+                          "choose lower numbers", number=max(numbers), rows=rows.rows)
     found: dict[int, Tensor] = {}
     start_of = 0
     for batch in rows.sequential(1024) if numbers else ():
@@ -66,11 +69,11 @@ def _at_random(rows: Rows, count: int, size: int) -> Iterator[NDArray[np.float32
         count -= len(batch)
 
 
-def surveyed(session: Session, one: Measured, most: int) -> Iterator[Tensor]:
+def surveyed(one: Measured, most: int, listener: Listener) -> Iterator[Tensor]:
     """The rows to measure, progress shown."""
     done = 0
-    with session.report.progress(f"measuring {one.subject.name}", min(most, one.rows.rows), "rows") as show:
-        for batch in first(one.rows, most, batch_size(one.sae.d_sae)):
+    with listener.progress(f"measuring {one.subject.name}", min(most, one.rows.rows), "rows") as show:
+        for batch in first(one.of_store, most, batch_size(one.sae.d_sae)):
             yield torch.from_numpy(batch)
             done += len(batch)
             show(done)
@@ -96,12 +99,12 @@ def training_stream(one: Measured, most: int) -> Stream | None:
 
 
 def _trained_on(one: Measured) -> Rows:
-    return one.rows.store.split("train", fraction=one.subject.fraction, seed=one.subject.split_seed)
+    return one.store.split("train", fraction=one.subject.fraction, seed=one.subject.split_seed)
 
 
 def held_out_sample(one: Measured) -> NDArray[np.float32] | None:
     """Rows that the run was not trained on, at most as many as margins are measured of; None where there are none."""
-    rows = one.rows.store.split("test", seed=one.subject.split_seed)
+    rows = one.store.split("test", seed=one.subject.split_seed)
     return _in_memory(rows, HELD_OUT_ROWS) if rows.rows else None
 
 

@@ -1,0 +1,92 @@
+"""How measures of SAEs are shown to people: tables, lines that name latents, and the frontier's picture."""
+
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from ..metrics import DENSE_FREQUENCY
+from ..tables import table
+from ..wording import counted
+from .sae_and_rows import Measured
+from .unbeaten import meaning
+
+# In the order of what is asked most: what a narrow terminal has no room for stands below.
+RECONSTRUCTION = ("l0", "fvu", "explained_variance", "mse", "cosine", "l1", "silent_fraction", "dead_fraction", "rows",
+                  "split", "data")
+EFFECT = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "tokens")
+SPARSITY = ("l0", "l0_std", "density", "silent", "dense", "dead_fraction", "rows", "split", "data")
+LISTED = 12  # latents that a list names before it says how many more there are
+
+
+def sparsest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Measures of runs by L0, of equal ones by FVU."""
+    return sorted(runs, key=lambda run: (run["l0"], math.isnan(run["fvu"]), run["fvu"]))
+
+
+def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> list[RenderableType]:
+    """The tables of `sae eval`, one of reconstruction, and with a model one of the effect on it.
+
+    Args:
+        ranked: the measures, sparsest first.
+        model: the language model that the SAEs were spliced into; None for none.
+    """
+    order = "sparsest first" if len(ranked) > 1 else None
+    compared = any(run["unbeaten"] is not None for run in ranked)
+    shown = [comparison(ranked, RECONSTRUCTION, f"{order}; {meaning(ranked[0])}" if compared else order)]
+    if model is not None:
+        shown.append(comparison(ranked, EFFECT, f"with the SAE's reconstructions in {model}; in nats a token"))
+    return shown
+
+
+def comparison(runs: Sequence[dict[str, Any]], columns: Sequence[str], title: str | None) -> RenderableType:
+    """A table that people see: a run a line in the order given, those that are unbeaten marked.
+
+    Args:
+        runs: measures by name; `run` and `unbeaten` among them.
+        columns: the measures to show.
+        title: the line above; None for none.
+    """
+    rows = [[run["run"] + " *" * bool(run["unbeaten"]), *(run[column] for column in columns)] for run in runs]
+    return table(title, ["run", *(column.replace("_", " ") for column in columns)], rows)
+
+
+def draw_frontier(path: Path, ranked: Sequence[dict[str, Any]], everything: Sequence[Measured]) -> None:
+    """Draw FVU against L0, of SAEs in this order, coloured by activation."""
+    from ..plots import frontier  # matplotlib takes a second to import
+
+    kinds = {one.subject.name: one.sae.activation.name for one in everything}
+    frontier(path, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})
+
+
+def read_measures(path: Path) -> list[dict[str, Any]]:
+    """What `sae eval --csv` wrote, a mapping a run: names as text, `unbeaten` as a bool, all else as floats."""
+    kinds = {"run": str, "data": str, "split": str, "unbeaten": "True".__eq__}
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{name: kinds.get(name, float)(word) for name, word in line.items()} for line in csv.DictReader(file)]
+
+
+def sparsity_table(runs: Sequence[dict[str, Any]]) -> RenderableType:
+    """The table of `sae sparsity`, a run a line."""
+    rows = [[run["run"], *(run[column] for column in SPARSITY)] for run in runs]
+    return table(None, ["run", *(column.replace("_", " ") for column in SPARSITY)], rows)
+
+
+def extremes(run: dict[str, Any]) -> str:
+    """Two lines that name a run's dense and silent latents, the most frequent and the first of them."""
+    frequency = run["frequency"]
+    dense = sorted((i for i, f in enumerate(frequency) if f > DENSE_FREQUENCY), key=lambda i: -frequency[i])
+    silent = [i for i, f in enumerate(frequency) if f == 0]
+    rows = f"on these {counted(run['rows'], 'row')}"
+    return (f"{run['run']}: dense {rows}: {_listed([f'{i} ({frequency[i]:.0%})' for i in dense])}\n"
+            f"{run['run']}: silent {rows}: {_listed([str(i) for i in silent])}")
+
+
+def _listed(words: list[str]) -> str:
+    if not words:
+        return "none"
+    more = f" and {len(words) - LISTED:,} more" if len(words) > LISTED else ""
+    return ", ".join(words[:LISTED]) + more
