@@ -1,6 +1,6 @@
 """saecli: sparse autoencoders from a language model's activations, trained, evaluated and understood.
 
-    store = saecli.open_store("notes")
+    store = saecli.extract("tiny-gemma2", layer=2, rows=20_000)    # or saecli.open_store("notes")
     sae = saecli.fit(store, solver="pam-sgd", act="topk", k=32)
     z = sae.encode(x)                     # raw activations (rows, d_in) to codes (rows, d_sae)
     x_hat = sae.decode(z)
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
     from .api import fit, load_sae, open_store, save_sae
     from .errors import SaeError
+    from .harvest import extract
     from .sae import SAE
     from .store import ActivationStore
 
 __version__ = "0.1.0"
-__all__ = ["SAE", "ActivationStore", "SaeError", "fit", "load_sae", "open_store", "save_sae"]
+__all__ = ["SAE", "ActivationStore", "SaeError", "extract", "fit", "load_sae", "open_store", "save_sae"]
 
-_MODULES = {"SAE": "sae", "ActivationStore": "store", "SaeError": "errors"}
+_MODULES = {"SAE": "sae", "ActivationStore": "store", "SaeError": "errors", "extract": "harvest"}
 
 if not TYPE_CHECKING:
     def __getattr__(name: str) -> "Any":

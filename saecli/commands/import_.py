@@ -15,9 +15,20 @@ from ..errors import StoreError
 from ..files import file_sha256
 from ..home import STORE_MARKER, checked_name
 from ..report import Step, counted, size_words
-from ..store import COLUMNS, DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request, rows_per_shard
+from ..store import (
+    COLUMNS,
+    DTYPES,
+    MAX_NORM_HELP,
+    ActivationStore,
+    StoreMeta,
+    StoreWriter,
+    filling,
+    finished_store,
+    hash_request,
+    rows_per_shard,
+)
 from .options import Given, Json, configured, start
-from .stores import DERIVED, MAX_NORM_HELP, filling, finished_store, say_stored, told_when_stopped
+from .stores import DERIVED, say_stored, told_when_stopped
 
 
 @dataclass(frozen=True)
@@ -74,12 +85,12 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
         if config.flatten == "positions":
             source["flatten"] = config.flatten
         wanted = hash_request({**source, "dtype": dtype, "shard_rows": shard_rows})
-        if (finished := finished_store(session, folder, wanted)) is not None:
+        if (finished := finished_store(session.report, folder, wanted)) is not None:
             return say_stored(session, [(finished, True)])
         meta = StoreMeta(source, wanted, dtype, array.features, shard_rows,
                          columns=tuple(array.columns(0, 0)), max_norm_multiple=config.max_norm_multiple)
         with (StoreWriter.open(folder, meta) as writer,
-              filling(session, [writer], "importing", array.rows) as show):
+              filling(session.report, [writer], "importing", array.rows) as show):
             while not writer.complete:
                 _fill(writer, array, show)
                 writer.finish()

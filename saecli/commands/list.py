@@ -11,9 +11,9 @@ from rich.console import RenderableType
 from ..errors import SaeError, StoreError
 from ..home import Shelf, read_run
 from ..report import Step, number, size_words, table
-from ..store import ActivationStore
+from ..store import ActivationStore, first_of, saved_rows
 from .options import Json, Session, start
-from .stores import first_of, rows_dropped, what_was_kept
+from .stores import rows_dropped, what_was_kept
 
 Check = Annotated[bool, typer.Option("--check", help="Read every shard and compare it with its checksum; exit with "
                                                      "status 1 if one is damaged.")]
@@ -62,7 +62,7 @@ def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> 
 def _store(shelf: Shelf, name: str) -> dict[str, Any]:
     store = ActivationStore.open(shelf.path / name)
     return {"state": "complete" if store.complete else "unfinished", "created": store.meta.created,
-            "rows": store.meta.saved_rows, "d_in": store.d_in, "dtype": store.dtype, "shards": len(store.meta.shards),
+            "rows": saved_rows(store.path), "d_in": store.d_in, "dtype": store.dtype, "shards": len(store.meta.shards),
             **what_was_kept(store), "source": store.meta.source}
 
 

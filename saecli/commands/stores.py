@@ -8,14 +8,11 @@ from typing import Any
 
 from ..errors import PeerError, StoreError
 from ..home import STORE_MARKER
-from ..report import Step, counted, number, table
-from ..store import ActivationStore, Norms, StoreWriter, remembers
+from ..report import counted, number, table
+from ..store import ActivationStore, Norms, check_changed, first_of, remembers, saved_rows
 from .options import Session
 
-MAX_NORM_HELP = ("Leave out, and count, rows whose norm is above this many times the median norm, which is that of the "
-                 "first block (up to about 10,000 rows, or 16 MiB of an imported file) and noted in the store; "
-                 "dictionary_learning's max_activation_norm_multiple; default: none is.")
-DERIVED = "the store's name, which --name sets,"  # where it is made of what the store comes from
+DERIVED = "the store's name, which --name sets,"  # where it is made of the imported file's name
 TEXT_REASONS = ("empty_texts", "short_texts")  # reasons in `dropped` that count texts and not rows
 
 
@@ -31,41 +28,9 @@ def open_store(session: Session, name: str | None) -> ActivationStore:
     if not store.complete:
         session.report.note(f"{store.name} is not finished; its whole shards hold {counted(store.rows, 'row')} so far")
     # Where the check could not be remembered, it would be made again by every command; reading looks at checksums too.
-    if remembers(store.path) and (problems := _check_changed(session, store)):
+    if remembers(store.path) and (problems := check_changed(session.report, store)):
         raise StoreError(first_of(problems))
     return store
-
-
-def finished_store(session: Session, folder: Path, request_hash: str) -> ActivationStore | None:
-    """The store in a folder, where it holds all that a request asks for.
-
-    Returns:
-        None where it has yet to be written, or shards of it have.
-
-    Raises:
-        StoreError: the folder holds something else.
-    """
-    if not (folder / STORE_MARKER).exists():
-        return None
-    store = ActivationStore.open(folder)
-    if store.meta.request_hash != request_hash:
-        raise StoreError(f"there is a store named {folder.name!r} already, made from something else; give another "
-                         f"--name")
-    problems = _check_changed(session, store)
-    if problems:
-        session.report.note(first_of(problems).partition(";")[0])
-    return store if store.complete and not problems else None
-
-
-def _check_changed(session: Session, store: ActivationStore) -> list[str]:
-    """What is wrong with the shards that may have changed since the store was written, a sentence for each."""
-    shards = store.changed()
-    if not shards:
-        return []
-    rows = sum(store.meta.shards[index].rows for index in shards)
-    with session.report.progress(f"checking {store.name}, which has changed", rows * store.meta.row_bytes,
-                                 "bytes") as show:
-        return store.verify(shards, show)
 
 
 @contextmanager
@@ -79,8 +44,7 @@ def told_when_stopped(session: Session) -> Iterator[list[Path]]:
     try:
         yield folders
     except (KeyboardInterrupt, PeerError):
-        metas = [ActivationStore.open(folder).meta for folder in folders if (folder / STORE_MARKER).exists()]
-        if rows := sum(meta.saved_rows for meta in metas):
+        if rows := sum(saved_rows(folder) for folder in folders if (folder / STORE_MARKER).exists()):
             session.report.note(f"stopped; {counted(rows, 'row')} {'is' if rows == 1 else 'are'} saved, and the same "
                                 "command goes on from there")
         elif folders:
@@ -88,39 +52,6 @@ def told_when_stopped(session: Session) -> Iterator[list[Path]]:
         else:
             session.report.note("stopped before it began; nothing was changed")
         raise
-
-
-def first_of(problems: list[str]) -> str:
-    """One sentence for all of several problems."""
-    return f"found {len(problems)} problems, the first: {problems[0]}" if len(problems) > 1 else problems[0]
-
-
-@contextmanager
-def filling(session: Session, writers: Sequence[StoreWriter], label: str, rows: int) -> Iterator[Step]:
-    """Show how stores are filled, say what they go on with, and in the end what became of damaged shards.
-
-    Args:
-        session: the command's session.
-        writers: the stores' writers.
-        label: what is being done.
-        rows: how many rows there are to come.
-    """
-    for writer in writers:
-        if writer.damaged:
-            session.report.note(f"{writer.path.name}: writing anew {_named(writer.damaged)}")
-        elif writer.rows:
-            session.report.note(f"{writer.path.name}: going on after {writer.rows:,} rows")
-    with session.report.progress(label, rows, "rows") as show:
-        yield show
-    for writer in writers:
-        if writer.altered:
-            session.report.note(f"{writer.path.name}: {_named(writer.altered)} came out with other bytes than were "
-                                f"recorded, as another machine or version of a library rounds in other ways")
-
-
-def _named(shards: list[str]) -> str:
-    """Some shards in words, not all of their names where they are many."""
-    return f"{', '.join(shards[:3])}" + (f" and {len(shards) - 3} more shards" if len(shards) > 3 else "")
 
 
 def what_was_kept(store: ActivationStore) -> dict[str, Any]:
