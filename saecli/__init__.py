@@ -1,6 +1,6 @@
 """saecli: sparse autoencoders from a language model's activations, trained, evaluated and understood.
 
-    store = saecli.open_store("notes")
+    store = saecli.extract("tiny-gemma2", layer=2, rows=20_000)    # or saecli.open_store("notes")
     sae = saecli.fit(store, solver="pam-sgd", act="topk", k=32)
     z = sae.encode(x)                     # raw activations (rows, d_in) to codes (rows, d_sae)
     x_hat = sae.decode(z)
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .errors import SaeError
     from .evaluation.evaluate import compare, evaluate
     from .evaluation.sparsity import sparsity
+    from .harvest import extract
     from .html_report.report import report
     from .inventory.importing import import_array
     from .inventory.listing import list_home
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from .store import ActivationStore
 
 __version__ = "0.1.0"
-__all__ = ["SAE", "ActivationStore", "SaeError", "compare", "evaluate", "export", "fit", "geometry", "import_array",
-           "list_home", "load_sae", "open_store", "push", "report", "save_sae", "sparsity"]
+__all__ = ["SAE", "ActivationStore", "SaeError", "compare", "evaluate", "export", "extract", "fit", "geometry",
+           "import_array", "list_home", "load_sae", "open_store", "push", "report", "save_sae", "sparsity"]
 
 _MODULES = {
     "SAE": "dictionary",
@@ -46,6 +47,7 @@ _MODULES = {
     "compare": "evaluation.evaluate",
     "evaluate": "evaluation.evaluate",
     "export": "publishing.export",
+    "extract": "harvest",
     "geometry": "spline_measures.geometry",
     "import_array": "inventory.importing",
     "list_home": "inventory.listing",

@@ -109,10 +109,14 @@ class Communicator:
             dist.broadcast_object_list(values, 0)
         return values[0]
 
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        self.all_gather_object(None)
+
     def main_first(self, find: Callable[[], Value]) -> Value:
         """What each process finds, the others after rank 0: what it remembers of a check they need not make."""
         value = find() if self.is_main else None
-        self.all_gather_object(None)
+        self.barrier()
         return value if self.is_main else find()
 
 

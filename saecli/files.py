@@ -203,12 +203,11 @@ def make_folder(path: Path) -> None:
         flush_to_disk(folder.parent)
 
 
-def lock_folder(folder: Path, together: bool = False) -> int:
+def lock_folder(folder: Path) -> int:
     """Lock a folder, which is made if need be, against other processes that lock it.
 
     Args:
         folder: the folder.
-        together: share the lock with all others that share it.
 
     Returns:
         A descriptor to close when done; the system closes it, and lets go of the lock, if the process dies.
@@ -225,7 +224,7 @@ def lock_folder(folder: Path, together: bool = False) -> int:
         except FileNotFoundError:
             continue
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another process may have removed the folder, lock and all, since the file was opened.
             if os.path.samestat(os.stat(folder / LOCK), os.fstat(descriptor)):
                 return descriptor

@@ -17,7 +17,7 @@ from homes import CommandLine
 from tiny_models import CONFIGS, VOCABULARY, WIDTH, loaded, save_model
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from saecli.commands import extract
+from saecli.harvest import extraction
 from saecli.store import ActivationStore
 
 TEXT = "\n\n".join(" ".join("abcdefghijklmnop"[i % 7 : i % 7 + 3 + i % 9] for i in range(n, n + 20)) for n in range(40))
@@ -279,13 +279,13 @@ def test_an_empty_text_is_refused_and_leaves_nothing(sae: CommandLine, models, t
 def test_a_store_that_another_process_finished_while_the_model_was_loaded_is_there_already(
         sae: CommandLine, models, text, monkeypatch):
     words = ("extract", "--model", models["gpt2"], "--layer", "1", "--dataset", text, "--context", "16", "--name", "s")
-    load = extract.LanguageModel
+    load = extraction.LanguageModel
 
     def slow(*args: object, **options: object) -> object:
-        monkeypatch.setattr(extract, "LanguageModel", load)
+        monkeypatch.setattr(extraction, "LanguageModel", load)
         assert sae(*words, "--json").json["cached"] is False  # the other
         return load(*args, **options)
 
-    monkeypatch.setattr(extract, "LanguageModel", slow)
+    monkeypatch.setattr(extraction, "LanguageModel", slow)
     done = sae(*words, "--json")
     assert (done.status, done.json["cached"]) == (0, True)

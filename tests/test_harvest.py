@@ -43,8 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks small enough for a few texts to make many."""
-    monkeypatch.setattr("saecli.harvest.blocks.LOOK_AHEAD", 400)
-    monkeypatch.setattr("saecli.harvest.blocks.FIRST_ROWS", 100)
+    monkeypatch.setattr("saecli.harvest.window_blocks.LOOK_AHEAD", 400)
+    monkeypatch.setattr("saecli.harvest.window_blocks.FIRST_ROWS", 100)
 
 
 def documents(texts: list[str], start: int = 0) -> list[Document]:
@@ -138,7 +138,7 @@ def test_blocks_from_any_blocks_cursor_on_are_the_same_blocks(tokenizers, packed
 def test_packing_needs_a_token_to_part_documents(tokenizers):
     bare = AutoTokenizer.from_pretrained(tokenizers[False].name_or_path, eos_token=None)
     bare.eos_token = None
-    with pytest.raises(ConfigError, match="--packed needs a token to part documents"):
+    with pytest.raises(ConfigError, match="packed needs a token to part documents"):
         Windows(bare, CONTEXT, packed=True)
 
 

@@ -217,5 +217,5 @@ def test_threads_of_the_consumer_are_as_many_as_before(rows):
 
 def test_a_batch_size_below_one_is_refused_at_once(rows):
     for stream in (lambda: rows.sequential(0), lambda: rows.batches(0, seed=0, epoch=0)):
-        with pytest.raises(ConfigError, match="batch-size must be at least 1, got 0"):
+        with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
             stream()

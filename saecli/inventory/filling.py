@@ -7,12 +7,9 @@ from pathlib import Path
 from ..console import Listener, Step
 from ..errors import PeerError
 from ..home import STORE_MARKER
-from ..store import ActivationStore, StoreWriter
+from ..store import StoreWriter, saved_rows
 from ..wording import counted
 
-MAX_NORM_HELP = ("Leave out, and count, rows whose norm is above this many times the median norm, which is that of the "
-                 "first block (up to about 10,000 rows, or 16 MiB of an imported file) and noted in the store; "
-                 "dictionary_learning's max_activation_norm_multiple; default: none is.")
 DERIVED = "the store's name, which {name} sets,"  # where it is made of what the store comes from
 
 
@@ -27,8 +24,7 @@ def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
     try:
         yield folders
     except (KeyboardInterrupt, PeerError):
-        metas = [ActivationStore.open(folder).meta for folder in folders if (folder / STORE_MARKER).exists()]
-        if rows := sum(meta.saved_rows for meta in metas):
+        if rows := sum(saved_rows(folder) for folder in folders if (folder / STORE_MARKER).exists()):
             listener.note(f"stopped; {counted(rows, 'row')} {'is' if rows == 1 else 'are'} saved, and the same "
                           "command goes on from there")
         elif folders:

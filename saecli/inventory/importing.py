@@ -14,9 +14,18 @@ from ..console import Listener, Step, listening
 from ..errors import StoreError
 from ..files import file_sha256
 from ..home import STORE_MARKER, Home, checked_name
-from ..store import COLUMNS, DTYPES, ActivationStore, StoreMeta, StoreWriter, hash_request, rows_per_shard
+from ..store import (
+    COLUMNS,
+    DTYPES,
+    MAX_NORM_HELP,
+    ActivationStore,
+    StoreMeta,
+    StoreWriter,
+    hash_request,
+    rows_per_shard,
+)
 from ..wording import counted, size_words
-from .filling import DERIVED, MAX_NORM_HELP, filling, told_when_stopped
+from .filling import DERIVED, filling, told_when_stopped
 from .opening import finished_store
 
 

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from ..console import Listener, Step, listening
 from ..errors import SaeError
 from ..home import Home, Shelf, read_run
-from ..store import ActivationStore
+from ..store import ActivationStore, saved_rows
 from ..tables import table
 from ..wording import number, size_words
 from .description import rows_dropped, what_was_kept
@@ -64,7 +64,7 @@ def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> 
 def _store(shelf: Shelf, name: str) -> dict[str, Any]:
     store = ActivationStore.open(shelf.path / name)
     return {"state": "complete" if store.complete else "unfinished", "created": store.meta.created,
-            "rows": store.meta.saved_rows, "d_in": store.d_in, "dtype": store.dtype, "shards": len(store.meta.shards),
+            "rows": saved_rows(store.path), "d_in": store.d_in, "dtype": store.dtype, "shards": len(store.meta.shards),
             **what_was_kept(store), "source": store.meta.source}
 
 

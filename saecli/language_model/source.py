@@ -86,7 +86,8 @@ class ModelSource:
             ConfigError: it is not.
         """
         if not 0 <= layer < self.layers:
-            raise ConfigError(f"{self.name} has layers 0 to {self.layers - 1}, got --layer {layer}")
+            raise ConfigError(None, "{model_name} has layers 0 to {last}, got {layer} {got}", model_name=self.name,
+                              last=self.layers - 1, got=layer)
 
     def check_context(self, context: int) -> None:
         """Refuse windows with more tokens than the model has positions.
@@ -95,8 +96,8 @@ class ModelSource:
             ConfigError: they have.
         """
         if self.positions is not None and context > self.positions:
-            raise ConfigError(f"{self.name} takes windows of at most {self.positions:,} tokens, got --context "
-                              f"{context:,}; lower it")
+            raise ConfigError(None, "{model_name} takes windows of at most {most} tokens, got {context} {got}",
+                              "lower it", model_name=self.name, most=f"{self.positions:,}", got=f"{context:,}")
 
     def identity(self) -> dict[str, Any]:
         """What decides the weights, as part of a request's hash: revision, or sizes and times of a folder's files."""

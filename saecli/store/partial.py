@@ -35,7 +35,7 @@ def store_partial(path: Path, meta: StoreMeta, shard: ShardWriter, last: Resume,
     """
     copy = ShardWriter(path / SHARDS / partial_name(len(meta.shards), shard.rows), meta)
     try:
-        for rows, columns in shard.pieces():
+        for rows, columns in shard.parts():
             copy.append(rows, columns)
         digest, frame = copy.commit()
     except BaseException:

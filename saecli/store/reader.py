@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import StoreError
 from .checks import changed, find_damage, no_show
-from .rows import Rows
+from .chosen_rows import Rows
 from .schema import SHARDS, StoreMeta, read_meta
 from .shard import MappedShards, demand_room, read_layout
 from .split import TEST_FRACTION, Split, Which
@@ -25,14 +25,18 @@ class ActivationStore:
     Args:
         path: the store's folder.
         meta: its `store.json`.
+
+    Attributes:
+        shard_starts: (shards + 1,) number of each shard's first row, and behind them the number of all rows.
     """
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
         self.path = path
         self.meta = meta
         self._shards = MappedShards(path, meta)
-        # Every shard but the last has the same number of chunks, so a chunk's number says its shard.
-        self._chunks_per_shard = -(-meta.shard_rows // min(meta.chunk_rows, meta.shard_rows))
+        rows = np.array([shard.rows for shard in meta.shards], np.int64)
+        self._chunk_starts = np.concatenate([[0], np.cumsum(-(-rows // meta.chunk_rows))])
+        self.shard_starts = np.concatenate([[0], np.cumsum(rows)])
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -153,15 +157,15 @@ class ActivationStore:
 
     def chunk(self, chunk: int) -> np.ndarray:
         """The rows of one chunk, by its number within the store, as they are stored; a read-only view."""
-        return self._shards.chunk(*divmod(chunk, self._chunks_per_shard))
+        return self._shards.chunk(*self._within_shard(chunk))
 
     def expect(self, chunk: int) -> None:
         """Have the system fetch a chunk from disk meanwhile, if it is to be read for the first time."""
-        self._shards.expect(*divmod(chunk, self._chunks_per_shard))
+        self._shards.expect(*self._within_shard(chunk))
 
     def chunk_column(self, chunk: int, name: str) -> np.ndarray:
         """The part of a column that belongs to one chunk; a read-only view."""
-        shard, within = divmod(chunk, self._chunks_per_shard)
+        shard, within = self._within_shard(chunk)
         start = within * self.meta.chunk_rows
         return self._shards.column(shard, name)[start : start + self.chunk_sizes[chunk]]
 
@@ -169,21 +173,22 @@ class ActivationStore:
         """What the rows of a chunk are split by: their documents, else their numbers within the store."""
         if "document" in self.meta.columns:
             return self.chunk_column(chunk, "document")
-        shard, within = divmod(chunk, self._chunks_per_shard)
-        start = shard * self.meta.shard_rows + within * self.meta.chunk_rows
+        shard, within = self._within_shard(chunk)
+        start = int(self.shard_starts[shard]) + within * self.meta.chunk_rows
         return np.arange(start, start + self.chunk_sizes[chunk])
 
     def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The chunks that rows are in, from their numbers within the store, and their numbers within those chunks."""
-        shards, within = np.divmod(rows, self.meta.shard_rows)
-        chunks, within = np.divmod(within, self.meta.chunk_rows)
-        return shards * self._chunks_per_shard + chunks, within
+        shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
+        chunks, within = np.divmod(rows - self.shard_starts[shards], self.meta.chunk_rows)
+        return self._chunk_starts[shards] + chunks, within
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
         """What some rows are split by, as `chunk_ids`; (R,) from their ascending numbers within the store."""
         if "document" not in self.meta.columns:
             return rows
-        shards, within = np.divmod(rows, self.meta.shard_rows)
+        shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
+        within = rows - self.shard_starts[shards]
         ends = np.flatnonzero(np.diff(shards, append=-1)) + 1
         return np.concatenate([self._shards.column(int(shards[begin]), "document")[within[begin:end]]
                                for begin, end in pairwise([0, *ends.tolist()])])
@@ -195,6 +200,11 @@ class ActivationStore:
     def whole_shards(self) -> list[np.ndarray]:
         """The rows of each shard as stored, where `in_memory`; read-only views."""
         return [self._shards.whole(shard) for shard in range(len(self.meta.shards))]
+
+    def _within_shard(self, chunk: int) -> tuple[int, int]:
+        """The shard of a chunk, and the chunk's number within it."""
+        shard = int(np.searchsorted(self._chunk_starts, chunk, side="right")) - 1
+        return shard, chunk - int(self._chunk_starts[shard])
 
     def _ids(self) -> Iterator[np.ndarray]:
         return map(self.chunk_ids, range(len(self.chunk_sizes)))

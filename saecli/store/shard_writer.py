@@ -78,11 +78,8 @@ class ShardWriter:
             if self._filled == len(self._chunk):
                 self._flush_chunk()
 
-    def commit(self, path: Path | None = None) -> tuple[str, Frame]:
+    def commit(self) -> tuple[str, Frame]:
         """Finish the shard, flush it to disk and let it appear.
-
-        Args:
-            path: where, in the same folder, if not where it was said to be at first.
 
         Returns:
             The SHA-256 of the file, and its frame.
@@ -109,10 +106,10 @@ class ShardWriter:
         digest = file_sha256(self._file_path)
         with self._file_path.open("rb", buffering=0) as file:
             frame = Frame(start, frame_checksum(file, start, self._end))
-        settle(self._file_path, path or self.path)
+        settle(self._file_path, self.path)
         return digest, frame
 
-    def pieces(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    def parts(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """What was appended so far, a chunk at a time: rows as they are stored, (R, D), and their columns."""
         shape = (self.rows - self._filled, self._meta.d_in)
         whole = np.memmap(self._file_path, self._chunk.dtype, "r", self._start, shape) if shape[0] else self._chunk[:0]
@@ -120,22 +117,6 @@ class ShardWriter:
         for begin in range(0, self.rows, len(self._chunk)):
             rows = whole[begin : begin + len(self._chunk)] if begin < len(whole) else self._chunk[: self._filled]
             yield rows, {name: column[begin : begin + len(rows)] for name, column in columns.items()}
-
-    def lay_open(self) -> tuple[Path, int, dict[str, np.ndarray]]:
-        """Flush what there is to disk, for another process to take; nothing can be appended any more.
-
-        Returns:
-            The file, the byte offset of the rows in it, which lie there one after the other as they are stored, and
-            their columns, (rows,) each.
-
-        Raises:
-            OSError: the disk refuses it.
-        """
-        if self._filled:
-            _write(self._file, memoryview(self._chunk[: self._filled]).cast("B"), self._end)
-        os.fsync(self._file)
-        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
-        return self._file_path, self._start, columns
 
     def abandon(self) -> None:
         """Remove what was written; calling it after `commit` does nothing."""

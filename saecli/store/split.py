@@ -100,11 +100,12 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.which not in get_args(Which):
-            raise ConfigError(unknown_choice("split", str(self.which), get_args(Which)))
+            raise ConfigError(None, "{sentence}", sentence=unknown_choice("split", str(self.which), get_args(Which)))
         if not 0 < self.fraction <= 1:
-            raise ConfigError(f"--fraction must be above 0 and at most 1, got {self.fraction:g}")
+            raise ConfigError("fraction", "must be above 0 and at most 1, got {got}", got=f"{self.fraction:g}")
         if not 0 <= self.test_fraction < 1:
-            raise ConfigError(f"the test fraction must be at least 0 and below 1, got {self.test_fraction:g}")
+            raise ConfigError("test_fraction", "must be at least 0 and below 1, got {got}",
+                              got=f"{self.test_fraction:g}")
 
     def fitted(self, ids: Callable[[], Iterator[np.ndarray]]) -> Self:
         """The split of a whole store: where a share alone takes no document, the one with the lowest hash.

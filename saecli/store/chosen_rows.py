@@ -4,22 +4,48 @@ Legend: B rows of a batch, D = d_in.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from ..errors import ConfigError, StoreError
-from .shard_statistics import spread_of
+from .shard_statistics import stored_statistics
 from .shuffle import Deal
-from .split import Split
+from .split import TEST_FRACTION, Split, Which
 from .statistics import Spread
-from .stream import WHOLE, Part, Source, in_order, shuffled
-
-if TYPE_CHECKING:
-    from .reader import ActivationStore
+from .stream import WHOLE, Part, Source, StoredChunks, in_order, shuffled
 
 WINDOW_BYTES = 256 << 20
+STATISTICS_ROWS = 1024  # of a batch, in a pass that measures rows
+# Of the scatter of all rows, at least so much must be left in every dimension when that of some is taken from it: of
+# the 15 digits of float64 this leaves 9.
+LEAST_LEFT = 1e-6
 UNIT_BYTES = 64 << 10  # what a disk reads from anywhere at about half its speed, or more where others are near
+
+
+class SplitStore(StoredChunks, Protocol):
+    """A store that rows can be chosen from, as `ActivationStore` is one."""
+
+    path: Path
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def chunk_sizes(self) -> np.ndarray: ...
+
+    def chunk_column(self, chunk: int, name: str) -> np.ndarray: ...
+
+    def chunk_ids(self, chunk: int) -> np.ndarray: ...
+
+    def row_ids(self, rows: np.ndarray) -> np.ndarray: ...
+
+    def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0,
+              test_fraction: float = TEST_FRACTION) -> "Rows": ...
 
 
 class Rows:
@@ -31,7 +57,7 @@ class Rows:
         counts: (chunks,) how many rows of each chunk belong to it.
     """
 
-    def __init__(self, store: "ActivationStore", split: Split, counts: np.ndarray) -> None:
+    def __init__(self, store: SplitStore, split: Split, counts: np.ndarray) -> None:
         self.store = store
         self.split = split
         self._counts = counts
@@ -149,4 +175,29 @@ class Rows:
 
 def _check_batch_size(batch_size: int) -> None:
     if batch_size < 1:
-        raise ConfigError(f"--batch-size must be at least 1, got {batch_size}")
+        raise ConfigError("batch_size", "must be at least 1, got {got}", got=batch_size)
+
+
+def spread_of(rows: Rows) -> Spread:
+    """Mean and scatter of a split's own rows, exact to rounding whatever the store knows.
+
+    Where the split is the whole store but for the held-out rows, it is the store's less theirs.
+
+    Raises:
+        StoreError: a shard is missing or damaged.
+
+    Cost: a pass over the held-out rows where the rows are all others; a pass over the rows themselves where they are
+    fewer (a fraction), where a shard has no statistics, or where next to all of some dimension's scatter is held out.
+    """
+    store, split = rows.store, rows.split
+    whole = stored_statistics(store.path, store.meta) if split.which == "train" and split.fraction == 1 else None
+    if whole is None:
+        return _measured(rows)
+    if rows.rows == store.rows:
+        return whole.spread
+    rest = whole.spread - _measured(store.split("test", seed=split.seed, test_fraction=split.test_fraction))
+    return _measured(rows) if (rest.scatter < LEAST_LEFT * whole.spread.scatter).any() else rest
+
+
+def _measured(rows: Rows) -> Spread:
+    return Spread.measured(rows.sequential(STATISTICS_ROWS), rows.d_in)

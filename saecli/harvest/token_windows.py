@@ -86,11 +86,11 @@ class Windows:
         self._special = frozenset(tokenizer.all_special_ids)
         self.left_out: Counter[str] = Counter()
         if self._room < 1:
-            raise ConfigError(f"--context must be above {len(self.prefix)}, the number of tokens that the model wants "
-                              f"before a text, got {context}")
+            raise ConfigError("context", "must be above {least}, the number of tokens that the model wants before a "
+                                         "text, got {got}", least=len(self.prefix), got=context)
         if packed and not self._separator:
-            raise ConfigError("--packed needs a token to part documents: expected a tokenizer with BOS or EOS, got one "
-                              "without; leave it out")
+            raise ConfigError("packed", "needs a token to part documents: expected a tokenizer with BOS or EOS, got "
+                                        "one without", "leave it out")
 
     def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
         """The windows of documents, in their order.
@@ -100,6 +100,10 @@ class Windows:
             token: number of the first document's token to begin with.
         """
         return self._pack(documents, token) if self._packed else self._part(documents, token)
+
+    def rows(self, document: Document) -> int:
+        """How many rows a document gives, packed or not."""
+        return sum(int(window.kept.sum()) for window in self._part([document], 0))
 
     def _part(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
         for document in documents:

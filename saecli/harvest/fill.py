@@ -13,8 +13,8 @@ from ..errors import StoreError
 from ..language_model import Place
 from ..store import StoreWriter
 from .ahead import Ahead
-from .blocks import Block, Cursor
 from .forward import Forward, Found
+from .window_blocks import Block, Cursor
 
 COLUMNS = ("token_id", "position", "document")
 NONFINITE_ROWS = 10_000  # so many rows that none can be stored of are no accident

@@ -1,4 +1,4 @@
-"""Blocks of windows: what is looked ahead at, sorted by length, and stored in document order.
+"""Blocks of token windows: what is looked ahead at, sorted by length, and stored in document order.
 
 Where a block ends depends on the text and the request alone, never on the size of a batch: an interrupted extraction
 goes on from the beginning of a block, whatever its batches were or will be. Shapes: W windows, N tokens of them all,
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..texts import Document
-from .windows import Spot, Window, Windows
+from .token_windows import Spot, Window, Windows
 
 LOOK_AHEAD = 1 << 15  # tokens in a block, about
 LEAST_AHEAD = 1 << 12
