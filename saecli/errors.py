@@ -35,9 +35,7 @@ class SaeError(Exception):
 class _OptionsError(SaeError):
     """An error whose sentence names options, each caller in its own spelling: see `ConfigError`, the first of them."""
 
-    def __init__(self, option: str | None, problem: str | None = None, remedy: str = "", **values: object) -> None:
-        if problem is None:  # a whole sentence, for callers not yet rewritten
-            option, problem, values = None, "{sentence}", {"sentence": option}
+    def __init__(self, option: str | None, problem: str, remedy: str = "", **values: object) -> None:
         self.option, self.problem, self.remedy, self.values = option, problem, remedy, values
         super().__init__(option, problem, remedy)
 

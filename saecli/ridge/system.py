@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 AllReduce = Callable[[Tensor], Tensor]  # gives the sum of every process's tensor, the same bits in each process
 
-NOT_FINITE = "the decoder step cannot be solved: the codes, or their products, are not finite; lower --lr"
+NOT_FINITE = ("the decoder step cannot be solved: the codes, or their products, are not finite", "lower {lr}")
 INFINITE_ALPHA = 1e9  # of A's mean diagonal: W is T then to nine digits, and c would be lost in a difference
 PIECE = 256  # rows of a matrix that are all-reduced at a time
 
