@@ -7,6 +7,7 @@ Typer parameter of it and checks the values of a TOML file by it, and help pages
 
 import dataclasses
 import functools
+import json
 import types
 import typing
 from collections.abc import Callable, Mapping, Set
@@ -185,6 +186,11 @@ def options_of(config: type[Config]) -> dict[str, Option]:
                                   kinds=tuple(kind for kind in kinds if kind is not types.NoneType),
                                   optional=types.NoneType in kinds)
     return found
+
+
+def toml_lines(values: Mapping[str, Any]) -> list[str]:
+    """Values as lines of TOML, which writes words, numbers and lists as JSON does; None is left out."""
+    return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None]
 
 
 def choose(table: Mapping[str, type[Config]], selector: str, name: str,

@@ -1,15 +1,13 @@
-"""`--config run.toml`: options from a TOML file, checked as those of the command line are, and a run's own such file.
+"""`--config run.toml`: options from a TOML file, checked as those of the command line are.
 
     solver = "pam-sgd"
     d_sae = 512          # the long option's name; d-sae does too
     revive = false
-
-TOML writes words, numbers and lists as JSON does, so that the standard library both reads and writes it.
 """
 
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
@@ -17,11 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import Option
+from ..config import Option, toml_lines
 from ..errors import ConfigError, did_you_mean, one_line
-from ..files import appearing_whole, regular
+from ..files import regular
 
-CONFIG = "config.toml"  # in a run's folder, what trains that run again
 HELP = 'TOML file of options, each by its long name (dtype = "float32"); those on the command line win.'
 
 
@@ -104,7 +101,7 @@ def naming(ctx: typer.Context, path: Path | None) -> Iterator[None]:
         yield
     except ConfigError as error:
         said = [line for name, given in ctx.params.items() if name in error.options and name in (ctx.default_map or ())
-                and ctx.get_parameter_source(name).name == "DEFAULT_MAP" for line in _lines({name: _alone(given)})]
+                and ctx.get_parameter_source(name).name == "DEFAULT_MAP" for line in toml_lines({name: _alone(given)})]
         if not said:
             raise
         raise error.within(f"{path} says {' and '.join(said)}") from error
@@ -113,22 +110,3 @@ def naming(ctx: typer.Context, path: Path | None) -> Iterator[None]:
 def _alone(value: Any) -> Any:
     """The only value of a list that has one."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def write_config(path: Path, heading: Iterable[str], values: Mapping[str, Any], filled: Mapping[str, Any]) -> None:
-    """Write a file that `read_config` reads; it appears whole or not at all.
-
-    Args:
-        path: the file.
-        heading: comments that it begins with.
-        values: options by key.
-        filled: the others, as they were filled in, which stand below as comments; those that are None are left out.
-    """
-    lines = [*(f"# {line}" for line in heading), "", *_lines(values), "", "# Not given, and so by default:",
-             *(f"# {line}" for line in _lines(filled))]
-    with appearing_whole(path) as temporary:
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _lines(values: Mapping[str, Any]) -> list[str]:
-    return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None]

@@ -1,9 +1,9 @@
 """Pictures, saved as PNG, PDF or SVG by the ending of their path; the only place that imports matplotlib."""
 
-from .geometry_runs import geometry_runs
 from .geometry import GeometryPicture, geometry
-from .style import check_suffix
+from .geometry_runs import geometry_runs
 from .runs import firing, frontier, loss_curves, patterns
+from .style import check_suffix
 
 __all__ = ["GeometryPicture", "check_suffix", "firing", "frontier", "geometry", "geometry_runs", "loss_curves",
            "patterns"]

@@ -81,8 +81,8 @@ class Cholesky:
                 raise TrainingError(None, *NOT_FINITE)
             ridge *= 10
         raise TrainingError(None, "the decoder step cannot be solved: its matrix is not positive definite with a ridge "
-                            "of {ridge:.3g}, since the codes' offset is so large against their spread that float32 sums "
-                            "lose it", "normalise the rows, e.g. with {normalize} scale", ridge=ridge / 10)
+                            "of {ridge:.3g}, since the codes' offset is so large against their spread that float32 "
+                            "sums lose it", "normalise the rows, e.g. with {normalize} scale", ridge=ridge / 10)
 
     def _factorised(self, diagonal: Tensor, updates: Sequence[Update]) -> bool:
         """Fill in the factor of `A + sum w u u'`, whose updates' diagonal is part of `diagonal`, and its 1-norm; false

@@ -8,10 +8,12 @@ from .checkpoints import CHECKPOINT, read_metrics
 from .claim import claimed
 from .config import TrainingConfig
 from .doubts import doubts_at_start
+from .jobs import Job, claimed_folders, resumed_job, run_names
 from .loop import Loop
 from .plan import Plan
 from .run import Run, RunRecord, origin_of
+from .runs import train_runs
 from .trainer import Record, Trainer
 
-__all__ = ["CHECKPOINT", "Loop", "Plan", "Record", "Run", "RunRecord", "Trainer", "TrainingConfig", "claimed",
-           "doubts_at_start", "origin_of", "read_metrics"]
+__all__ = ["CHECKPOINT", "Job", "Loop", "Plan", "Record", "Run", "RunRecord", "Trainer", "TrainingConfig", "claimed",
+           "claimed_folders", "doubts_at_start", "origin_of", "read_metrics", "resumed_job", "run_names", "train_runs"]

@@ -19,6 +19,7 @@ from .plan import Plan
 from .trainer import Measures, Record
 
 ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
+CONFIG = "config.toml"  # of a run: what trains it again
 KEPT = "kept"  # folder of a run, of the run folders of its earlier epochs
 
 
