@@ -89,7 +89,8 @@ def _trained(jobs: Sequence[Job], loop: Loop, listener: Listener) -> list[dict[s
             loss_curves(job.folder / "loss.png", {job.folder.name: read_metrics(job.folder)})
             job.run.write(job.folder, result)  # last, so that whatever cuts this short, --resume completes it
     return [{"run": job.folder.name, "path": str(job.folder), "solver": plan.solver.name, "act": plan.activation.name,
-             "data": job.run.store.name, "d_in": job.run.store.d_in, "d_sae": plan.training.d_sae, **result}
+             "data": job.run.store.name, "d_in": job.run.store.d_in, "d_sae": plan.training.d_sae, **result,
+             **({} if one else {"varied": dict(job.varied)})}
             for job, result in zip(finished, results, strict=True) for plan in [job.run.plan]]
 
 
