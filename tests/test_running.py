@@ -76,7 +76,7 @@ class Counted(RowsInMemory):
     passes = 0
 
     def some(self, count: int) -> Iterator[Batch]:
-        self.passes += bool(count)
+        self.passes += count == self.rows
         return super().some(count)
 
 
