@@ -43,7 +43,7 @@ def test_document_equals_brute_force(sae: CommandLine, activation: Relu) -> None
     trained = random_sae(activation)
     make_run(sae.home, "one", trained)
     found = sae("geometry", "--json").json
-    exact, rows = trained.to(torch.float64), torch.from_numpy(held_out()).double()
+    exact, rows = trained.copy_to(torch.float64), torch.from_numpy(held_out()).double()
 
     assert list(found) == KEYS
     assert [found[key] for key in KEYS[:5]] == ["one", "rows", "test", activation.name, len(rows)]

@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def codes_of(texts: Texts, sae: SAE) -> np.ndarray:
-    return sae.to(torch.float64).encode(torch.from_numpy(texts.rows).double()).numpy()
+    return sae.copy_to(torch.float64).encode(torch.from_numpy(texts.rows).double()).numpy()
 
 
 @pytest.mark.parametrize("activation", [Relu(), AbsTopK(k=5)], ids=lambda activation: activation.name)

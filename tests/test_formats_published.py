@@ -30,7 +30,7 @@ def weights() -> dict[str, torch.Tensor]:
     (BatchTopK(k=K), {"threshold": torch.tensor(1.5)}, np.full(F, 1.5))], ids=["relu", "jumprelu", "batchtopk"])
 def test_params_npz_holds_gemma_scopes_five_arrays_whose_formula_gives_the_codes(
         tmp_path: Path, activation: Activation, parameters: dict, threshold: np.ndarray) -> None:
-    sae = SAE(**weights(), activation=activation, parameters=parameters)
+    sae = SAE(**weights(), activation=activation, activation_parameters=parameters)
     save(SavedSAE(sae), "gemma-scope", tmp_path / "out")
     with np.load(tmp_path / "out" / "params.npz", allow_pickle=False) as arrays:
         found = {name: arrays[name] for name in arrays.files}

@@ -111,7 +111,7 @@ def test_equal_and_zero_latents_are_counted() -> None:
     rng = np.random.default_rng(0)
     sae = sae_of(*encoder(rng, 4, 12, "plain"), JumpRelu(), rng)
     assert Degenerate.of(sae) == Degenerate(0, 0, 0, 0)
-    W_enc, W_dec, threshold = sae.W_enc.clone(), sae.W_dec.clone(), sae.parameters["threshold"].clone()
+    W_enc, W_dec, threshold = sae.W_enc.clone(), sae.W_dec.clone(), sae.activation_parameters["threshold"].clone()
     b_enc = sae.b_enc.clone()
     W_enc[:, [0, 1, 2]], b_enc[[0, 1]], threshold[[0, 1]] = 0, 5, 0.5
     W_dec[[3, 4]], W_dec[[5, 6, 7]] = 0, W_dec[8].clone()

@@ -23,7 +23,7 @@ def held_out(home: Path, d_in: int) -> np.ndarray:
 
 
 def supports(sae: SAE, x: np.ndarray) -> np.ndarray:
-    return (sae.to(torch.float64).encode(torch.from_numpy(x)) != 0).numpy()
+    return (sae.copy_to(torch.float64).encode(torch.from_numpy(x)) != 0).numpy()
 
 
 def plot(sae: CommandLine, drawn: list[Any], *words: str) -> list[Any]:

@@ -83,7 +83,7 @@ def identity_sae() -> SAE:
 def oracle(folder: Path, windows: Iterator[list[int]], sae: SAE) -> dict[str, float]:
     """One window at a time in float64, the site replaced by a hook written out here."""
     llama = LlamaForCausalLM.from_pretrained(folder).double()
-    sae = sae.to(torch.float64)
+    sae = sae.copy_to(torch.float64)
 
     def run(ids: Tensor, replace: object) -> Tensor:
         handle = llama.model.layers[LAYER].register_forward_hook(

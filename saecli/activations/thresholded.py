@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..codes import Codes
+from ..codes import Codes, SparseCodes
 from ..config import option
 from ..encoding import at_entries, where
 from ..errors import ConfigError
@@ -126,7 +126,9 @@ class JumpRelu(Thresholded, TargetsRate):
         # Pre-activations just below their threshold are zero, and yet their gradient moves it.
         reach = thresholds.detach() - (self.bandwidth / 2 if thresholds.requires_grad else 0)
         near = where(pre, pre > reach)
-        return near.with_values(_JumpReluGate.apply(near.values, near.by_latent(thresholds).expand_as(near.values),
+        # A zero in place of one far below could itself be near a small threshold.
+        values = near.values if isinstance(near, SparseCodes) else pre
+        return near.with_values(_JumpReluGate.apply(values, near.by_latent(thresholds).expand_as(values),
                                                     self.bandwidth))
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
