@@ -271,7 +271,8 @@ class Extraction:
                     writer = StoreWriter.open(rank_folder(request.folder, rank), rank_meta(meta), limit=own.rows)
                     opened.append(OpenedStore(request.place, held.enter_context(writer), own))
             of_ranks = self._communicator.all_gather_object({one.place: one.writer.rows for one in opened})
-            stored = {request.folder.name: sum(rows.get(request.place, 0) for rows in of_ranks) for request, _ in stores}
+            stored = {request.folder.name: sum(rows.get(request.place, 0) for rows in of_ranks)
+                      for request, _ in stores}
             for name, rows in stored.items():
                 if rows:
                     self._report.note(f"{name}: going on after {rows:,} rows")
