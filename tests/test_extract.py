@@ -17,6 +17,8 @@ from homes import CommandLine
 from tiny_models import CONFIGS, VOCABULARY, WIDTH, loaded, save_model
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+import saecli
+from saecli.errors import ConfigError
 from saecli.harvest import extraction
 from saecli.store import ActivationStore
 
@@ -289,3 +291,19 @@ def test_a_store_that_another_process_finished_while_the_model_was_loaded_is_the
     monkeypatch.setattr(extraction, "LanguageModel", slow)
     done = sae(*words, "--json")
     assert (done.status, done.json["cached"]) == (0, True)
+
+
+def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
+    options = {"layer": 1, "site": "mlp_out", "dataset": str(text), "context": 16, "rows": 300, "home": sae.home}
+    store = saecli.extract(str(models["gpt2"]), **options)
+    assert (store.complete, store.rows, store.meta.source["site"]) == (True, 300, "mlp_out")
+    words = ("extract", "--model", models["gpt2"], "--layer", "1", "--site", "mlp_out", "--dataset", text, "--context",
+             "16", "--rows", "300", "--json")
+    assert sae(*words).json["cached"]
+    assert saecli.extract(str(models["gpt2"]), **options, progress=True).path == store.path
+    with pytest.raises(ConfigError, match="extract has no option contex; did you mean context"):
+        saecli.extract(str(models["gpt2"]), contex=16)
+    with pytest.raises(ConfigError, match="site must be one of resid_post, resid_pre"):
+        saecli.extract(str(models["gpt2"]), site="mlp")
+    with pytest.raises(ConfigError, match="dataset_split does nothing with the dataset stdlib-docs; leave it out"):
+        saecli.extract(str(models["gpt2"]), dataset="stdlib-docs", dataset_split="train")

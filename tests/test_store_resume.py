@@ -188,6 +188,19 @@ def test_interrupted_after_any_blocks_and_run_again_equals_never_interrupted(pau
             [shard["file"] for shard in whole["meta"]["shards"]]] * 2
 
 
+def test_a_full_store_that_was_stopped_counts_nothing_of_the_block_after(tmp_path):
+    rows, special = np.ones((20, 4), np.float32), {"special": np.ones(3)}
+    with suppress(KeyboardInterrupt), StoreWriter.open(tmp_path / "s", make_meta(4), limit=40) as writer:
+        for block in range(2):
+            writer.append(rows, {}, {"block": block}, special, {"block": block + 1})
+        raise KeyboardInterrupt
+    with StoreWriter.open(tmp_path / "s", make_meta(4), limit=40) as writer:
+        assert writer.full
+        writer.finish()
+    meta = ActivationStore.open(tmp_path / "s").meta
+    assert (meta.rows, meta.dropped) == (40, {"special": 6})
+
+
 def test_a_damaged_partial_shard_is_not_taken_up_and_its_rows_come_again(tmp_path):
     rows = np.random.default_rng(0).standard_normal((250, 4), np.float32)
     make_store(tmp_path / "whole", rows)

@@ -269,11 +269,14 @@ class Extraction:
                 if own.rows and not joining_began(request.folder):
                     writer = StoreWriter.open(rank_folder(request.folder, rank), rank_meta(meta), limit=own.rows)
                     opened.append(OpenedStore(request.place, held.enter_context(writer), own))
-            stored = self._communicator.all_gather_object({one.place: one.writer.rows for one in opened})
-            for request, _ in stores:
-                if rows := sum(of_rank.get(request.place, 0) for of_rank in stored):
-                    self._listener.note(f"{request.folder.name}: going on after {rows:,} rows")
-            with self._listener.progress("extracting", self._config.rows, "rows") as show:
+            of_ranks = self._communicator.all_gather_object({one.place: one.writer.rows for one in opened})
+            stored = {request.folder.name: sum(rows.get(request.place, 0) for rows in of_ranks)
+                      for request, _ in stores}
+            for name, rows in stored.items():
+                if rows:
+                    self._listener.note(f"{name}: going on after {rows:,} rows")
+            left = max(0, self._config.rows - min(stored.values(), default=0))
+            with self._listener.progress("extracting", left, "rows") as show:
                 self._fill(opened, show, world_size)
 
     def _fill(self, opened: Sequence[OpenedStore], show: Step, world_size: int = 1) -> None:

@@ -109,14 +109,16 @@ def fill(targets: Sequence[Target], blocks: Iterator[Block], forward: Forward, r
     with Ahead(blocks) as stream, ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool:
         under_way: Future[None] = pool.submit(lambda: None)
         for block in stream:
-            if block.cursor.offered >= rows:  # enough, unless some could not be stored
-                under_way.result()
             if all(target.full for target in targets):
                 break
             taking = [target for target in targets if target.wants(block)]
             found = forward(block, [target.place for target in taking], show) if taking and len(block.lengths) else None
             under_way.result()
             under_way = pool.submit(_append, taking, block, found)
+            if block.offered >= rows:  # enough, unless some could not be stored
+                under_way.result()
+                if all(target.full for target in targets):
+                    break
         under_way.result()
 
 

@@ -95,6 +95,8 @@ class StoreWriter(ClaimedStore):
         self._resume, self._last = partial.onward, partial.shard.resume
         self._ended = Dropped(partial.shard.dropped, partial.shard.dropped_norms)
         self._onward = partial.onward, self._ended
+        if not partial.onward.skip and self._limit is not None and self.rows >= self._limit:
+            self._resume = None  # full, with the whole of its last block: nothing of the next is wanted or counted
 
     @classmethod
     def open(cls, path: Path, meta: StoreMeta, *, limit: int | None = None, save_seconds: float = SAVE_SECONDS,
