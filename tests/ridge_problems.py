@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from saecli.codes import Codes, where
+from saecli.codes import Codes
+from saecli.encoding import where
 from saecli.ridge import Factorisation, HeldRows, Sums, System, Terms, solve
 from saecli.ridge.choice import Press
 

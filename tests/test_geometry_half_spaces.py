@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.activations import JumpRelu, TopK
-from saecli.errors import ConfigError
 from saecli.dictionary import SAE
+from saecli.errors import ConfigError
 from saecli.spline import half_spaces
 from saecli.spline.affine_maps import ranks
 from saecli.spline.degenerate import Degenerate

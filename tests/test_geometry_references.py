@@ -13,8 +13,8 @@ from sklearn.cluster import KMeans, MiniBatchKMeans
 from sklearn.decomposition import PCA
 
 from saecli.activations import Relu, TopK
-from saecli.metrics import reconstruction
 from saecli.dictionary import SAE
+from saecli.metrics import reconstruction
 from saecli.spline import bridge as bridge_module
 from saecli.spline import kmeans as kmeans_module
 from saecli.spline.bridge import Bridge, Visited, own_cells

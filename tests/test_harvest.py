@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tiny_models import loaded, save_model, save_tokenizer
 from transformers import AutoTokenizer, LlamaModel
 
+from saecli.distributed import Communicator
 from saecli.errors import ConfigError, ModelError
 from saecli.harvest import COLUMNS, Cursor, Forward, Target, Windows, batch_tokens, fill, in_blocks
-from saecli.harvest.communicator import Communicator
 from saecli.harvest.forward import tokens_that_fit
 from saecli.harvest.ranks import Quota, rows_by_rank
 from saecli.language_model import LanguageModel, Place

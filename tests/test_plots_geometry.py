@@ -9,8 +9,8 @@ import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
 
 from saecli.activations import AbsTopK, Relu, TopK
-from saecli.plots.cells import cell_image
 from saecli.dictionary import SAE
+from saecli.plots.cells import cell_image
 from saecli.spline.plane_cells import PlaneCells
 from saecli.store import is_test
 

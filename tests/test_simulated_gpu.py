@@ -11,9 +11,9 @@ if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend") 
 
 import simulated_gpu
 from device_cases import ACTS, ROWS, SOLVERS, trained
+from saecli.products import NonZeros
 
 from saecli.metrics import firing, reconstruction
-from saecli.products import NonZeros
 from saecli.solvers.base import Solver
 from saecli.solvers.optimizers import Adam
 

@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from measured import Claim, arguments, rows_of, write_claims, write_series
+from saecli.solvers.alternation import PamSgdSolver
 from torch import Tensor
 
 from saecli.activations import Activation, SoftTopK, Swish
 from saecli.plots.style import COLOURS, figure, legend_below, log_scale
 from saecli.solvers import Task
-from saecli.solvers.alternation import PamSgdSolver
 from saecli.solvers.pam_sgd import PamSgd
 from saecli.training.rows import initial_sae
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from saecli.activations import TopK
+from saecli.dictionary import SAE
 from saecli.plots.cells import arrows, fill, tints
 from saecli.plots.style import COLOURS, figure
-from saecli.dictionary import SAE
 from saecli.spline.bridge import fvu, spread
 from saecli.spline.census import support_keys
 from saecli.spline.kmeans import kmeans

@@ -26,7 +26,8 @@ import torch
 from peak import peak_of
 from torch import Tensor
 
-from saecli.codes import SparseCodes, where
+from saecli.codes import SparseCodes
+from saecli.encoding import where
 from saecli.ridge import Sums, Terms, choose_alpha, solve
 
 BLOCK = 4096  # rows, as in training

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saecli.codes import where
+from saecli.encoding import where
 from saecli.ridge import HeldRows, Sums, System, Terms, choose_alpha, solve
 from saecli.ridge.choice import LEAST, MOST, Press
 

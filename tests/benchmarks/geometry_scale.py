@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from saecli.activations import Activation, Relu, TopK, activation_to_json
-from saecli.formats import SavedSAE, save_native
 from saecli.dictionary import SAE
+from saecli.formats import SavedSAE, save_native
 from saecli.spline.margins import batch_size
 from saecli.spline.partition import cells_of
 from saecli.spline.survey import gather

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from saecli.solvers.alternation import PamSgdSolver
 from torch import Tensor
 
 from saecli.activations import Activation, Relu, TopK
 from saecli.solvers import Task
-from saecli.solvers.alternation import PamSgdSolver
 from saecli.solvers.pam_sgd import PamSgd
 from saecli.training.rows import initial_sae
 

@@ -26,10 +26,10 @@ import numpy as np
 import torch.distributed as dist
 from peak import peak_of
 from rich.console import Console
+from saecli.solvers.alternation import PamSgdSolver
 
 from saecli import distributed, torchrun
 from saecli.activations import TopK
-from saecli.solvers.alternation import PamSgdSolver
 from saecli.solvers.pam_sgd import PamSgd
 from saecli.store import ActivationStore, StoreMeta, StoreWriter
 from saecli.tables import table

@@ -24,7 +24,7 @@ import torch
 from peak import peak_of
 from torch import Tensor
 
-from saecli.codes import where
+from saecli.encoding import where
 from saecli.ridge import DecoderState, StreamedCodes, Sums, Terms, solve
 
 K, GROUPS, ALPHA, BLOCK = 32, 64, 0.05, 4096
