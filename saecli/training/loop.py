@@ -42,7 +42,9 @@ class Loop:
                 are far worse than none; the last checkpoint, `Trainer.kept`, is from before.
         """
         try:
-            self._each(Trainer.begin)
+            first, *others = self.trainers
+            first.begin()
+            self._each(lambda trainer: trainer.begin(first), others)
             while running := [trainer for trainer in self._live() if trainer.progress.epoch < trainer.epochs]:
                 self._epoch(min(trainer.progress.epoch for trainer in running), running)
         finally:

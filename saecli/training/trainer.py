@@ -92,21 +92,18 @@ class Trainer:
         self.epochs = math.ceil(self.steps / per_epoch)
         self.kept = Progress()  # as of the last checkpoint
 
-    def begin(self) -> None:
-        """Make the solver, or bring it back from its checkpoint."""
-        training, d_in = self.plan.training, self.train_rows.d_in
+    def begin(self, beside: "Trainer | None" = None) -> None:
+        """Make the solver, or bring it back from its checkpoint.
+
+        Args:
+            beside: one of the same rows that has begun, whose normalisation and sample of them is taken.
+        """
+        training = self.plan.training
         checkpoint = self.communicator.broadcast_object(self.record.checkpoint)
-        if checkpoint is None:
-            spread = self.communicator.broadcast_object(self.train_rows.spread)
-            normalisation = fit_normalisation(training.normalize, spread, DTYPES[training.dtype])
-        else:
-            shapes = {"mean": (d_in,), "scale": (d_in,), "variance": ()}
-            demand_shapes(checkpoint[0], {f"normalisation.{name}": shape for name, shape in shapes.items()})
-            normalisation = Normalisation(**{name: checkpoint[0][f"normalisation.{name}"] for name in shapes})
-        self.rows = TrainingRows(self.train_rows, normalisation.to(self.device), training.batch_size,
-                                 training.shuffle_seed, self.communicator)
-        sample, self.normalisation = self.rows.sample(), self.rows.normalisation
-        self.worst = DIVERGED * max(1.0, (sample.square().sum(1).mean() / normalisation.variance).item())
+        self.rows = self._normalised_rows(checkpoint and checkpoint[0]) if beside is None else beside.rows
+        self.sample = self.rows.sample() if beside is None else beside.sample
+        sample, self.normalisation = self.sample, self.rows.normalisation
+        self.worst = DIVERGED * max(1.0, (sample.square().sum(1).mean() / self.normalisation.variance).item())
         lr = fitted_learning_rate(sample) if training.lr == "auto" else training.lr
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
                     sample, training.smoothing, training.seed, self.batches,
@@ -123,6 +120,19 @@ class Trainer:
         self._seen = 0
         self.test: Measures | None = None
         self.record.begin(self.progress.step, self.epochs)
+
+    def _normalised_rows(self, checkpoint: Mapping[str, Tensor] | None) -> TrainingRows:
+        """The training rows, normalised as in a checkpoint, or as they are measured now."""
+        training, d_in = self.plan.training, self.train_rows.d_in
+        if checkpoint is None:
+            spread = self.communicator.broadcast_object(self.train_rows.spread)
+            normalisation = fit_normalisation(training.normalize, spread, DTYPES[training.dtype])
+        else:
+            shapes = {"mean": (d_in,), "scale": (d_in,), "variance": ()}
+            demand_shapes(checkpoint, {f"normalisation.{name}": shape for name, shape in shapes.items()})
+            normalisation = Normalisation(**{name: checkpoint[f"normalisation.{name}"] for name in shapes})
+        return TrainingRows(self.train_rows, normalisation.to(self.device), training.batch_size,
+                            training.shuffle_seed, self.communicator)
 
     @property
     def sae(self) -> SAE:
