@@ -152,7 +152,8 @@ class Dictionary(Module, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         """The reconstructions, (..., D), of raw activations x, (..., D); as `decode` of `encode`."""
-        return self.decode_codes(self.codes(self._rows("encode", x, self.d_in))).reshape(*x.shape[:-1], -1)
+        y_hat = self.decode_codes(self.codes(self._rows("encode", x, self.d_in)))
+        return y_hat.reshape(*x.shape[:-1], len(self.b_dec))
 
     def sae(self) -> "SAE":
         """A copy as an SAE of its own, frozen."""
