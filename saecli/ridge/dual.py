@@ -138,13 +138,13 @@ class Dual(Factorisation[HeldRows]):
         """Estimate for S in the 1-norm."""
         return self.inner.condition()
 
-    def own(self, index: Tensor) -> "OwnRows":
+    def own(self, index: Tensor) -> "DualRows":
         """The rows with the given numbers, (m,); 2 N^2 operations each."""
         rows, columns = len(self.centred), torch.arange(len(index), device=index.device)
         units = self.centred.new_full((rows, len(index)), -(1 - (1 - self._shrink) ** 0.5) / rows)
         units[index, columns] += 1  # P's columns
         solved = self.inner.solve(units)
-        return OwnRows(self, self.ridge * (solved * units).sum(0), solved)
+        return DualRows(self, self.ridge * (solved * units).sum(0), solved)
 
     @property
     def inner(self) -> Cholesky:
@@ -169,9 +169,8 @@ class Dual(Factorisation[HeldRows]):
 
 
 @dataclass(frozen=True)
-class OwnRows:
-    """Rows of the system itself, to full precision: differences from 1 or from the target, which a small ridge makes
-    nearly equal, would leave none. With psi_i = z_i - s z_bar and M the inverse:
+class DualRows:
+    """See `OwnRows`.
 
     Args:
         dual: their factorisation.

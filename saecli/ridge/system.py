@@ -7,15 +7,12 @@ float64. Symbols as in the package's docstring; `shrink` is s.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from ..codes import Codes
 from .terms import Terms
-
-if TYPE_CHECKING:
-    from .dual import OwnRows
 
 AllReduce = Callable[[Tensor], Tensor]  # gives the sum of every process's tensor, the same bits in each process
 
@@ -89,6 +86,23 @@ class System(ABC):
         self.version += 1
 
 
+class OwnRows(Protocol):
+    """Rows of the system itself, to full precision: differences from 1 or from the target, which a small ridge makes
+    nearly equal, would leave none. With psi_i = z_i - s z_bar and M the inverse:
+
+    Args:
+        slack: `1 - 1/(N + beta + nu) - psi_i' M psi_i`, (m,), 1 less the leverage.
+    """
+
+    slack: Tensor
+
+    def u(self) -> Tensor:
+        """`M psi_i`, (F, m)."""
+
+    def residual(self, centre: Tensor) -> Tensor:
+        """`y_i - centre - psi_i' M sum z (y - centre)'`, (m, E), for a centre of shape (E,)."""
+
+
 S = TypeVar("S", bound=System)
 
 
@@ -143,7 +157,7 @@ class Factorisation(ABC, Generic[S]):
         """The largest residual so far over its right side; nan where solutions are exact to float64's rounding."""
         return math.nan
 
-    def own(self, index: Tensor) -> "OwnRows | None":
+    def own(self, index: Tensor) -> OwnRows | None:
         """The system's own rows with the given numbers, (m,); None where it does not hold its rows."""
         return None
 
