@@ -108,7 +108,7 @@ def test_a_process_killed_ends_the_others_and_the_same_command_completes_the_sto
     assert said[-1].startswith(f"sae: process {1 - victim} of 2: ")
     assert "run the same command again to go on from what was saved" in said[-1]
     before = saved_rows(folder)
-    assert 1500 * shards <= before < 36_000
+    assert 1500 * (shards - 2) <= before < 36_000  # each rank may have one that its store.json does not name yet
     other = together(3, "--home", whole, *MANY, "--name", name)
     assert other.status == 1
     assert "expected the number of processes that began it, 2, got 3" in own_words(other.err)[-1]
