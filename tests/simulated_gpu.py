@@ -42,6 +42,15 @@ class OnGpu(torch.Tensor):
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
         return _run(op, args, kwargs or {})
 
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, new):
+        torch.Tensor.data.__set__(self, new)
+        self.held = new.held
+
     def tolist(self):  # torch refuses both for subclasses
         return self.cpu().tolist()
 

@@ -31,6 +31,11 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saecli.encoding.few_entries", lambda mask: None)
     monkeypatch.setattr("saecli.codes.PAIRS_FRACTION", -1.0)
 
+    def dense_gradient(indices, values, shape, check_invariants):  # tensors of the device cannot be sparse
+        return values.new_zeros(shape).index_put_(tuple(indices), values)
+
+    monkeypatch.setattr(torch, "sparse_coo_tensor", dense_gradient)
+
 
 @pytest.mark.parametrize("solver, act", CASES, ids=str)
 def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> None:

@@ -91,21 +91,30 @@ class Trainer:
         self.steps = training.steps or training.epochs * per_epoch
         self.epochs = math.ceil(self.steps / per_epoch)
         self.kept = Progress()  # as of the last checkpoint
+        self.rows: TrainingRows | None = None  # once it has begun
 
-    def begin(self) -> None:
-        """Make the solver, or bring it back from its checkpoint."""
+    def begin(self, shared: TrainingRows | None = None) -> None:
+        """Make the solver, or bring it back from its checkpoint.
+
+        Args:
+            shared: the rows as another training of the same ones has begun on them, so that they are not measured and
+                sampled anew; a checkpoint has its own normalisation.
+        """
         training, d_in = self.plan.training, self.train_rows.d_in
         checkpoint = self.communicator.broadcast_object(self.record.checkpoint)
-        if checkpoint is None:
+        if checkpoint is None and shared is not None:
+            normalisation = shared.normalisation
+        elif checkpoint is None:
             spread = self.communicator.broadcast_object(self.train_rows.spread)
             normalisation = fit_normalisation(training.normalize, spread, DTYPES[training.dtype])
         else:
             shapes = {"mean": (d_in,), "scale": (d_in,), "variance": ()}
             demand_shapes(checkpoint[0], {f"normalisation.{name}": shape for name, shape in shapes.items()})
             normalisation = Normalisation(**{name: checkpoint[0][f"normalisation.{name}"] for name in shapes})
-        self.rows = TrainingRows(self.train_rows, normalisation.to(self.device), training.batch_size,
-                                 training.shuffle_seed, training.shuffle == "exact", self.communicator)
-        sample, self.normalisation = self.rows.sample(), self.rows.normalisation
+        self.rows = shared if checkpoint is None and shared is not None else TrainingRows(
+            self.train_rows, normalisation.to(self.device), training.batch_size, training.shuffle_seed,
+            training.shuffle == "exact", self.communicator)
+        sample, self.normalisation = self.rows.sample, self.rows.normalisation
         self.worst = DIVERGED * max(1.0, (sample.square().sum(1).mean() / normalisation.variance).item())
         lr = fitted_learning_rate(sample) if training.lr == "auto" else training.lr
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
