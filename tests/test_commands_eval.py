@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from saecli.activations import JumpRelu, Relu, TopK
 from saecli.cli import load
 from saecli.commands.eval_measures import LIKE_L0, unbeaten
-from saecli.formats import SavedSAE, save
 from saecli.dictionary import SAE
+from saecli.formats import SavedSAE, save
 from saecli.store import is_test
 
 KEYS = ["run", "data", "split", "rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "silent_fraction",

@@ -9,8 +9,8 @@ from encoders import walls
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 
 from saecli.activations import AbsTopK, BatchTopK, JumpRelu, Relu, ReluTopK, Swish, TopK
-from saecli.metrics import reconstruction
 from saecli.dictionary import SAE
+from saecli.metrics import reconstruction
 from saecli.store import is_test
 
 KEYS = ["run", "data", "split", "act", "rows", "l0", "cells_visited", "cells_possible_log10", "cells_share_log10",

@@ -9,9 +9,9 @@ from homes import CommandLine, F, make_run, make_store, random_sae, some_rows
 from reports import NASTY, WORDS, Texts, index_of, make_text_run, make_text_store, pages_of, save_model
 
 from saecli.activations import AbsTopK, Relu
+from saecli.dictionary import SAE
 from saecli.latents import bin_edges
 from saecli.pages import write_pages
-from saecli.dictionary import SAE
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,9 @@ from saecli.activations import (
     Swish,
     TopK,
 )
+from saecli.dictionary import SAE
 from saecli.errors import FormatError
 from saecli.formats import FORMATS, STAND_INS, SavedSAE, load, recognise, save, save_native
-from saecli.dictionary import SAE
 
 D, F, K = 12, 30, 4
 ORIGIN = {"model": "some/model", "layer": 3, "site": "resid_post", "context": 128, "prepend_bos": True}

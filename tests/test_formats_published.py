@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from saecli.activations import Activation, BatchTopK, JumpRelu, Relu, ReluTopK
+from saecli.dictionary import SAE
 from saecli.errors import FormatError
 from saecli.formats import SavedSAE, load, save
-from saecli.dictionary import SAE
 
 D, F, K = 12, 30, 4
 ROWS = torch.randn(200, D, generator=torch.Generator().manual_seed(9)) + 2

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.activations import JumpRelu, TopK
+from saecli.dictionary import SAE
 from saecli.errors import ConfigError
 from saecli.geometry import half_spaces
 from saecli.geometry.affine_maps import ranks
 from saecli.geometry.degenerate import Degenerate
 from saecli.geometry.half_spaces import Cell
 from saecli.geometry.partition import cells_of
-from saecli.dictionary import SAE
 
 ANY = ("relu", "jumprelu", "batchtopk", "topk", "relu-topk")
 

@@ -13,6 +13,7 @@ from sklearn.cluster import KMeans, MiniBatchKMeans
 from sklearn.decomposition import PCA
 
 from saecli.activations import Relu, TopK
+from saecli.dictionary import SAE
 from saecli.geometry import bridge as bridge_module
 from saecli.geometry import kmeans as kmeans_module
 from saecli.geometry.bridge import Bridge, Visited, own_cells
@@ -21,7 +22,6 @@ from saecli.geometry.margins import visits
 from saecli.geometry.partition import cells_of
 from saecli.geometry.piecewise_affine import LocalPCA, StreamedPCA, principal_components
 from saecli.metrics import reconstruction
-from saecli.dictionary import SAE
 
 D = 6
 

@@ -9,9 +9,9 @@ import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
 
 from saecli.activations import AbsTopK, Relu, TopK
+from saecli.dictionary import SAE
 from saecli.geometry.plane_cells import PlaneCells
 from saecli.plots.cells import cell_image
-from saecli.dictionary import SAE
 from saecli.store import is_test
 
 CORNERS = (0, 7, 5)

@@ -9,7 +9,17 @@ import torch
 from grids import grid
 from homes import CommandLine, make_store, some_rows
 from safetensors.torch import load_file
-from test_solvers import F, RowsInMemory, decoder_steps, loss_of, one_epoch, solve_decoder, sparse_mixture, started, trained
+from test_solvers import (
+    F,
+    RowsInMemory,
+    decoder_steps,
+    loss_of,
+    one_epoch,
+    solve_decoder,
+    sparse_mixture,
+    started,
+    trained,
+)
 
 from saecli.activations import JumpRelu, Relu, SoftTopK, TopK
 from saecli.batch import Batch
@@ -267,7 +277,8 @@ def test_a_penalty_too_strong_for_any_code_ends_them_all(weight):
 @pytest.mark.parametrize(("decoder", "activation", "rows"),
                          grid(["free", "residual"], [Relu(), TopK(k=3)], [300, 20]), ids=str)
 def test_without_room_for_the_gram_matrix_an_iteration_trains_to_the_same_error(decoder, activation, rows):
-    data, errors, d_sae = sparse_mixture(rows), [], 40  # with fewer latents the Gram matrix takes less than an iteration
+    d_sae = 40  # with fewer latents the Gram matrix takes less than an iteration
+    data, errors = sparse_mixture(rows), []
     for memory, solve in ((math.inf, "auto"), (math.inf, "iterative"), (0.0, "auto"), (0.0, "direct")):
         task = Task(rows, 30, 1e-2, "none", 0.0, batches=math.ceil(rows / 32), memory=memory)
         initial = initial_sae(activation, d_sae, data.x, 1)

@@ -89,7 +89,8 @@ def test_l1_of_the_codes_is_blind_to_the_decoder():
     ridge = 1e-3 * torch.eye(F + 1).double()
     ridge[-1, -1] = 0
     expected = torch.linalg.solve(with_one.T @ with_one + ridge, with_one.T @ data.x)
-    torch.testing.assert_close(torch.cat([solver.decoder.Delta, solver.decoder.b[None]]), expected, rtol=1e-5, atol=1e-6)
+    found = torch.cat([solver.decoder.Delta, solver.decoder.b[None]])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bias", ["joint", "after"])

@@ -13,9 +13,9 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from saecli.activations import Relu, TopK
+from saecli.dictionary import SAE
 from saecli.harvest import COLUMNS, Cursor, Forward, Target, Windows, fill, in_blocks
 from saecli.language_model import LanguageModel, Place, find_model
-from saecli.dictionary import SAE
 from saecli.splice import stored_windows
 from saecli.store import ActivationStore, StoreMeta, StoreWriter, is_test
 from saecli.texts import Document
