@@ -11,7 +11,6 @@ if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend") 
 
 import simulated_gpu
 from device_cases import ACTS, ROWS, SOLVERS, trained
-from saecli.products import NonZeros
 
 from saecli.metrics import firing, reconstruction
 from saecli.solvers.base import Solver
@@ -31,6 +30,11 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saecli.codes.few_entries", lambda mask: None)
     monkeypatch.setattr("saecli.encoding.few_entries", lambda mask: None)
     monkeypatch.setattr("saecli.codes.PAIRS_FRACTION", -1.0)
+
+    def dense_gradient(indices, values, shape, check_invariants):  # tensors of the device cannot be sparse
+        return values.new_zeros(shape).index_put_(tuple(indices), values)
+
+    monkeypatch.setattr(torch, "sparse_coo_tensor", dense_gradient)
 
 
 @pytest.mark.parametrize("solver, act", CASES, ids=str)

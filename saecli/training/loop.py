@@ -42,9 +42,7 @@ class Loop:
                 are far worse than none; the last checkpoint, `Trainer.kept`, is from before.
         """
         try:
-            first, *others = self.trainers
-            first.begin()
-            self._each(lambda trainer: trainer.begin(first), others)
+            self._each(lambda trainer: trainer.begin(next((one.rows for one in self._live() if one.rows), None)))
             while running := [trainer for trainer in self._live() if trainer.progress.epoch < trainer.epochs]:
                 self._epoch(min(trainer.progress.epoch for trainer in running), running)
         finally:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -82,6 +83,7 @@ class TrainingRows:
                 yield joined(pending)
                 pending = []
 
+    @cached_property
     def sample(self) -> Tensor:
         """The first rows of the shuffled order, `SAMPLED_ROWS` or all there are, (n, D); the same in all processes."""
         batches, seen = [], 0

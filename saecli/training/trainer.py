@@ -91,18 +91,19 @@ class Trainer:
         self.steps = training.steps or training.epochs * per_epoch
         self.epochs = math.ceil(self.steps / per_epoch)
         self.kept = Progress()  # as of the last checkpoint
+        self.rows: TrainingRows | None = None  # once it has begun
 
-    def begin(self, beside: "Trainer | None" = None) -> None:
+    def begin(self, shared: TrainingRows | None = None) -> None:
         """Make the solver, or bring it back from its checkpoint.
 
         Args:
-            beside: one of the same rows that has begun, whose normalisation and sample of them is taken.
+            shared: the rows as another training has begun on them, so that they are not measured and sampled anew; a
+                checkpoint has its own normalisation.
         """
         training = self.plan.training
         checkpoint = self.communicator.broadcast_object(self.record.checkpoint)
-        self.rows = self._normalised_rows(checkpoint and checkpoint[0]) if beside is None else beside.rows
-        self.sample = self.rows.sample() if beside is None else beside.sample
-        sample, self.normalisation = self.sample, self.rows.normalisation
+        self.rows = shared if checkpoint is None and shared else self._normalised_rows(checkpoint and checkpoint[0])
+        sample, self.normalisation = self.rows.sample, self.rows.normalisation
         self.worst = DIVERGED * max(1.0, (sample.square().sum(1).mean() / self.normalisation.variance).item())
         lr = fitted_learning_rate(sample) if training.lr == "auto" else training.lr
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
