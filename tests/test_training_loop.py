@@ -125,9 +125,8 @@ def test_one_that_wants_passes_of_its_own_shares_the_others(batches: Counter):
     batches.clear()
     found = Loop([trainer(rows, "pam-sgd", **options) for options in ({"d_sae": 200}, often)]).train()
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
-    begun = read[0] - 2  # before the decoder steps of its two epochs, of which the other one makes passes alike
-    assert batches["sequential", None, 0] == begun + read[1]
-    assert read[1] == begun + 2 * 5  # 4 within an epoch of 15 batches, and one at its end
+    assert batches["sequential", None, 0] == read[1] + 1  # rows in memory are looked through as each is planned
+    assert read[1] - read[0] == 2 * 4  # within an epoch of 15 batches; both make the pass at its end
 
 
 def test_of_different_lengths_each_comes_to_its_own_end():
@@ -149,8 +148,6 @@ def test_a_failure_leaves_the_others_to_go_on(failing: dict):
     assert list(loop.errors) == [loop.trainers[1]]
     assert isinstance(loop.errors[loop.trainers[1]], TrainingError if "lr" in failing else OSError)
     assert [one.record.ended for one in loop.trainers] == [1, 1, 1]
-    measured = np.float32(loop.trainers[0].progress.seconds)
-    assert measured > 0
 
 
 def test_the_only_one_raises_what_ends_it():
