@@ -134,8 +134,8 @@ def test_a_run_to_resume_with_any_setting_changed_goes_on_or_is_refused(sae: Com
 
 
 @pytest.mark.parametrize("change", [
-    lambda tensors: tensors.pop("trained.W_enc"),
-    lambda tensors: tensors.update({"trained.b_enc": torch.zeros(1)}),
+    lambda tensors: tensors.pop("dictionary.W_enc"),
+    lambda tensors: tensors.update({"dictionary.b_enc": torch.zeros(1)}),
     lambda tensors: tensors.update({"adam.exp_avg.W_enc": torch.zeros(1)}),
     lambda tensors: tensors.update({"normalisation.mean": torch.zeros(1)}),
 ])

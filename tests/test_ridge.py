@@ -176,7 +176,7 @@ def test_codes_that_are_not_finite_are_refused_by_a_sentence():
     z, x, _, W_t, b_t = problem(30, 12, 4)
     z[2, 3] = torch.nan
     for system in (sums_of(z, x, 30), HeldRows(z, x), HeldRows(z[:5], x[:5])):
-        with pytest.raises(TrainingError, match="are not finite; lower --lr"):
+        with pytest.raises(TrainingError, match="are not finite; lower lr"):
             solved(system, terms_of((1.0, 0.0, 0.0, 0.0), None, W_t, b_t))
 
 
@@ -184,7 +184,7 @@ def test_a_nan_that_the_factorisation_does_not_flag_is_refused_too(monkeypatch):
     z, x, _, W_t, b_t = problem(30, 12, 4)
     z[2, 3] = torch.nan
     monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix: (matrix.tril(), torch.tensor(0)))  # as on CUDA
-    with pytest.raises(TrainingError, match="are not finite; lower --lr"):
+    with pytest.raises(TrainingError, match="are not finite; lower lr"):
         solved(sums_of(z, x, 30), terms_of((1.0, 0.0, 0.0, 0.0), None, W_t, b_t))
 
 
@@ -192,7 +192,7 @@ def test_finite_sums_that_no_ridge_makes_solvable_are_not_called_infinite():
     z, x, _, W_t, b_t = problem(30, 12, 4)
     system = sums_of(z, x, 30)
     system.gram.matrix.add_(1e4 * (1 - torch.eye(12)))  # what rounding may leave of codes far from 0
-    with pytest.raises(TrainingError, match=r"offset is so large .* --normalize scale") as refused:
+    with pytest.raises(TrainingError, match=r"offset is so large .* normalize scale") as refused:
         solved(system, terms_of((0.0, 0.0, 0.0, 0.0), None, W_t, b_t))
     assert "not finite" not in str(refused.value)
 

@@ -88,7 +88,7 @@ def test_a_start_near_the_solution_saves_iterations():
 def test_codes_that_are_not_finite_are_refused_by_a_sentence():
     z, x, _, W_t, b_t = codes(100, 0.5)
     z[2, 3] = torch.nan
-    with pytest.raises(TrainingError, match="are not finite; lower --lr"):
+    with pytest.raises(TrainingError, match="are not finite; lower lr"):
         solved(products_of(z, x), terms_of((1.0, 0.0, 0.0, 0.0), None, W_t, b_t))
 
 

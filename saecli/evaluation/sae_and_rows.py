@@ -117,7 +117,7 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, 
                           "name another store with {data}", sae=subject.name, name=name, d_in=saved.sae.d_in,
                           got=rows.d_in)
     which = None if isinstance(rows, ArrayRows) else rows.split.which
-    return Measured(subject, SavedSAE(saved.sae.to(device_named(device)), saved.origin), which, rows)
+    return Measured(subject, SavedSAE(saved.sae.copy_to(device_named(device)), saved.origin), which, rows)
 
 
 def opened(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:

@@ -92,15 +92,15 @@ def _deviation(sae: SAE, stand_in: SAE, to: str, held_out: Callable[[], Measured
         raise ConfigError(None, "{to} lacks the activation {lacking}", "writing {instead} in its place needs rows to "
                                 "measure the difference on, but {error}", to=to, lacking=sae.activation.name,
                           instead=stand_in.activation.name, error=error) from error
-    sae, stand_in = one.sae, stand_in.to(one.sae.W_enc.device)
+    sae, stand_in = one.sae, stand_in.copy_to(one.sae.W_enc.device)
     exact, instead = (Reconstruction(sae.d_in, sae.d_sae) for _ in range(2))
     differ, largest = 0, 0.0
     for x in one.batches(listener):
-        z, other = sae.encode(x), stand_in.encode(x)
-        x_hat, other_hat = sae.decode(z), stand_in.decode(other)
+        z, other = sae.codes(x), stand_in.codes(x)
+        x_hat, other_hat = sae.decode_codes(z), stand_in.decode_codes(other)
         exact.update(x, x_hat, z)
         instead.update(x, other_hat, other)
-        differ += int((z != other).any(1).sum())
+        differ += int((z.dense() != other.dense()).any(1).sum())
         largest = max(largest, float((x_hat - other_hat).abs().max()))
     return {"data": one.heading["data"], "rows": one.rows.rows, "rows_that_differ": differ,
             "max_difference": largest, "fvu": exact.result()["fvu"], "fvu_written": instead.result()["fvu"]}
