@@ -5,11 +5,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..formats import FORMATS
 from ..options import Json, Run, start
 from ..publishing.export import exported
 from .eval import Data
 
-To = Annotated[Literal["saelens", "sparsify", "dictionary-learning", "gemma-scope"], typer.Option(
+To = Annotated[Literal[tuple(name for name in FORMATS if name != "native")], typer.Option(
     "--to", help="The library, or gemma-scope for params.npz.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..evaluation.evaluate import TOKENS
+from ..formats import FORMATS
 from ..hub import Address
 from ..options import Device, Json, run_names, start
 from ..publishing.push import PushOptions, pushed
@@ -16,7 +17,7 @@ Repo = Annotated[str, typer.Argument(metavar="USER/REPO", help="Repository on th
                                      "need be; /FOLDER after it names the folder in it, else a folder of RUN's name.")]
 Private = Annotated[bool, typer.Option("--private", help="Make the repository private; one that is there and public is "
                                                          "refused.")]
-Form = Annotated[Literal["auto", "saelens", "native", "sparsify", "dictionary-learning", "gemma-scope"], typer.Option(
+Form = Annotated[Literal[("auto", *FORMATS)], typer.Option(
     "--format", help="Format of the files. auto: saelens, where that reconstructs all held-out rows alike, else "
                      "native.")]
 
