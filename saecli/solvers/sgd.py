@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ..batch import Batch
 from ..config import option
-from ..dictionary import SAE, Coupled
+from ..dictionary import SAE, Coupled, Dictionary
 from ..distributed import ALONE, Communicator
 from .base import Solver, SolverConfig, StepReport, Task
 from .optimizers import OPTIMIZERS
@@ -22,7 +22,8 @@ class Sgd(SolverConfig):
 
     def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "SgdSolver":
         """A solver that starts from a copy of `initial`."""
-        return SgdSolver(initial, task, self, communicator)
+        start = initial.sae()
+        return SgdSolver(Coupled(start, 1.0, None) if self.tied else start, task, self, communicator)
 
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
         """Weights, their gradients, what the optimiser keeps, and for `mu_enc` the encoder as it was, in float32."""
@@ -31,11 +32,9 @@ class Sgd(SolverConfig):
 
 
 class SgdSolver(Solver):
-    """Descent on encoder and decoder together, or with tied weights on the one matrix they share."""
+    """Descent on all parameters of a dictionary together."""
 
-    def __init__(self, initial: SAE, task: Task, config: Sgd, communicator: Communicator = ALONE) -> None:
-        start = initial.sae()
-        dictionary = Coupled(start, 1.0, None) if config.tied else start
+    def __init__(self, dictionary: Dictionary, task: Task, config: Sgd, communicator: Communicator = ALONE) -> None:
         super().__init__(dictionary, (), task, config, math.ceil(task.steps / task.batches), communicator)
 
     def step(self, batch: Batch) -> list[StepReport]:
