@@ -11,8 +11,8 @@ from ..home import Home
 from ..metrics import doubts, reconstruction
 from ..store import Rows
 from ..wording import counted
+from .comparing import marked
 from .sae_and_rows import Measured, RowsLike, SAELike, all_measured, by_rows
-from .unbeaten import marked
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and only a model needs it
     from ..harvest import Windows

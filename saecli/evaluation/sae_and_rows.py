@@ -14,7 +14,7 @@ from ..dictionary import SAE
 from ..errors import ConfigError
 from ..formats import SavedSAE
 from ..home import Home
-from ..inventory.opening import open_store
+from ..inventory.filling import open_store
 from ..store import ActivationStore, Rows
 from ..subjects import Subject, find_subject
 from ..training.array_rows import ArrayLike, ArrayRows

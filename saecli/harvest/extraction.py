@@ -15,8 +15,7 @@ from ..devices import device_named
 from ..distributed import Communicator, communicator
 from ..errors import ConfigError, StoreError, did_you_mean
 from ..home import STORE_MARKER, Home, checked_name
-from ..inventory.filling import filling
-from ..inventory.opening import finished_store
+from ..inventory.filling import filling, finished_store
 from ..language_model import SITES, LanguageModel, Place, find_model
 from ..store import (
     ActivationStore,

@@ -11,8 +11,7 @@ from ..documents import read_json
 from ..errors import RunError
 from ..files import lock_folder
 from ..home import RUN_MARKER, Marker
-from .checkpoints import CHECKPOINT, METRICS
-from .event_files import EVENTS
+from .checkpoints import CHECKPOINT, EVENTS, METRICS
 
 BEFORE_MARKER = {"config.toml"}  # what a run writes before its run.json, and then before its first checkpoint
 BEFORE_CHECKPOINT = {*BEFORE_MARKER, RUN_MARKER, METRICS, EVENTS, "sae.safetensors"}
