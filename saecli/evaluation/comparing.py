@@ -1,4 +1,4 @@
-"""Which of several SAEs come out best: those that no other beats at like sparsity."""
+"""Which of several SAEs come out best at like sparsity, and how measures are shown to people."""
 
 import csv
 import math

@@ -54,7 +54,7 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
 def compare(saes: Sequence[SAELike], data: RowsLike = None, *, split: str = "test", model: str | None = None,
             tokens: int | None = None, device: str = "auto", home: str | Path | None = None,
             progress: bool = False) -> list[dict[str, Any]]:
-    """Measure several SAEs, and say which of those that share their rows no other beats; see `unbeaten.unbeaten`.
+    """Measure several SAEs, and say which of those that share their rows no other beats; see `comparing.unbeaten`.
 
     Args:
         saes: each as of `evaluate`, which explains the other arguments too.

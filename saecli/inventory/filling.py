@@ -1,4 +1,4 @@
-"""Opening a home's stores: what was changed since it was written is checked first."""
+"""Opening a home's stores, what was changed being checked first; and what is said while stores are filled."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""An SAE as another library's format says it, and what that changes."""
+"""SAEs made ready for another library's format, what that changes, and written in it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

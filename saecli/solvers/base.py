@@ -18,8 +18,7 @@ from ..config import PAPER, Config, option
 from ..dictionary import SAE, Dictionary, Loss
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
-from .optimizers import OPTIMIZERS
-from .schedules import check_schedule, weight_at
+from .optimizers import OPTIMIZERS, check_schedule, weight_at
 from .smoothing import Smoothing
 
 DEFAULT_STEPS = 4000  # optimiser steps that defaults aim at
