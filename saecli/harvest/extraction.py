@@ -29,11 +29,9 @@ from ..store import (
 )
 from ..texts import Document, TextSource
 from ..wording import size_words
-from .config import DEFAULT_CONTEXT, ExtractConfig
+from .config import DEFAULT_CONTEXT, ExtractConfig, Quota, StoreRequest, rows_by_rank, store_requests
 from .fill import COLUMNS, Target, fill, parts_of
 from .forward import Forward, batch_tokens
-from .ranks import Quota, rows_by_rank
-from .request import StoreRequest, store_requests
 from .token_windows import Spot, Windows
 from .window_blocks import Block, Cursor, in_blocks, look_ahead
 

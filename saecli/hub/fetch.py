@@ -1,4 +1,4 @@
-"""Fetching an SAE from the Hugging Face hub into the cache of its client: how a user names it, and what the client raises."""
+"""Fetching an SAE from the Hugging Face hub into its client's cache: how users name it, and what the client raises."""
 
 import re
 import sys

@@ -1,5 +1,5 @@
-"""Putting an SAE into a repository on the Hugging Face hub, as one commit with a model card: what SAEs are there, what was
-measured, and how to load them.
+"""Putting an SAE into a repository on the Hugging Face hub, as one commit with a model card: what the SAEs are, their
+measures, and how to load them.
 """
 
 from collections.abc import Mapping

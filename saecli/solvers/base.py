@@ -1,6 +1,6 @@
 """What all solvers share: the descent step with its schedule, and the state that resuming needs.
 
-Shapes: B rows, D = d_in, F = d_sae. Rows are normalised rows throughout (see `normalise.py`).
+Shapes: B rows, D = d_in, F = d_sae. Rows are normalised rows throughout (see `training/rows.py`).
 """
 
 import math

@@ -18,8 +18,7 @@ from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, measured
 from ..home import Home
 from ..spline.census import spread_out
 from ..spline.partition import cells_of, check_cells
-from ..spline.plane_cells import keys_at, plane_cells
-from ..spline.planes import Plane, window_of
+from ..spline.plane_cells import Plane, keys_at, plane_cells, window_of
 from ..spline.survey import SAMPLE_ROWS
 from ..wording import number
 from .measures import Bridges, Found, Wanted, corners_of, find_out, penalty_of, rows_at

@@ -19,11 +19,21 @@ from ..errors import ConfigError
 from ..evaluation.sae_and_rows import Measured
 from ..spline.bridge import Bridge, Visited
 from ..spline.census import describe
-from ..spline.degenerate import Degenerate
 from ..spline.kmeans import Stream
-from ..spline.margins import HELD_OUT_ROWS, batch_size, local_complexity, margin_measures, radius_of, visits
 from ..spline.partition import cells_of
-from ..spline.survey import SAMPLE_ROWS, Survey, gather, sample_capacity
+from ..spline.survey import (
+    HELD_OUT_ROWS,
+    SAMPLE_ROWS,
+    Degenerate,
+    Survey,
+    batch_size,
+    gather,
+    local_complexity,
+    margin_measures,
+    radius_of,
+    sample_capacity,
+    visits,
+)
 from ..store import Rows
 
 SAMPLE_SEED = 0

@@ -4,8 +4,7 @@ A batch of activations enters in `rows.py`, which normalises it; `loop.py` pushe
 `observe` for a decoder step, where codes and targets go to `saecli/ridge`.
 """
 
-from .checkpoints import CHECKPOINT, read_metrics
-from .claim import claimed
+from .checkpoints import CHECKPOINT, claimed, read_metrics
 from .config import Plan, TrainingConfig
 from .doubts import doubts_at_start
 from .jobs import Job, claimed_folders, resumed_job, run_names

@@ -13,8 +13,7 @@ from ..errors import ConfigError
 from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP, WIDEST, SolverConfig
 from ..store import ActivationStore, Rows
 from ..store import Rows as StoredRows
-from .array_rows import ArrayRows
-from .normalise import NORMALISATIONS
+from .rows import NORMALISATIONS, ArrayRows
 
 MOST_DEFAULT_EPOCHS = 100
 SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # shares of all steps

@@ -15,7 +15,7 @@ from ..errors import ConfigError, RunError
 from ..home import Home, checked_name, read_settings
 from ..inventory.filling import open_store
 from ..solvers import SOLVERS
-from .claim import claimed
+from .checkpoints import claimed
 from .config import Plan, TrainingConfig
 from .run import Run
 
