@@ -18,13 +18,13 @@ from .config import choose, options_of
 from .console import Console
 from .dictionary import SAE
 from .errors import ConfigError, did_you_mean, unknown_choice
+from .evaluation.sae_and_rows import find_subject
 from .formats import FORMATS, SavedSAE
 from .home import STORE_MARKER, Home
 from .solvers import SOLVERS
 from .store import ActivationStore, Rows
-from .subjects import find_subject
 from .training import Loop, Plan, Record, Trainer, TrainingConfig, origin_of
-from .training.array_rows import ArrayLike, ArrayRows
+from .training.rows import ArrayLike, ArrayRows
 
 # Options of training that are about files, and about the choice of a store's rows.
 OF_FOLDERS, OF_SPLITS = ("keep_every", "tensorboard"), ("fraction", "split_seed")

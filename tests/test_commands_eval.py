@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from saecli.activations import JumpRelu, Relu, TopK
 from saecli.cli import load
 from saecli.dictionary import SAE
-from saecli.evaluation.unbeaten import LIKE_L0, unbeaten
+from saecli.evaluation.comparing import LIKE_L0, unbeaten
 from saecli.formats import SavedSAE, save
 from saecli.store import is_test
 

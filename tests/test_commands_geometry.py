@@ -132,7 +132,7 @@ def test_more_training_rows_than_memory_holds_are_streamed_where_asked_for(
     monkeypatch.setattr("saecli.spline.survey.SAMPLE_BYTES", 4 * D * 500)
     sampled = sae("geometry", "--json").json["references"]
     assert sampled["rows_fitted"] == 500
-    monkeypatch.setattr("saecli.spline_measures.rows.SAMPLE_ROWS", 500)
+    monkeypatch.setattr("saecli.spline_measures.measures.SAMPLE_ROWS", 500)
     streamed, fewer = (sae("geometry", "--json", "--fit-rows", n).json["references"] for n in ("100000", "1000"))
     assert (streamed["rows_fitted"], fewer["rows_fitted"]) == (whole["rows_fitted"], 1000)
     assert (streamed["kmeans_cells"], streamed["local_pca_cells"]) == (F, F)

@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from saecli.activations import JumpRelu, TopK
 from saecli.dictionary import SAE
 from saecli.errors import ConfigError
-from saecli.spline import half_spaces
-from saecli.spline.affine_maps import ranks
-from saecli.spline.degenerate import Degenerate
-from saecli.spline.half_spaces import Cell
+from saecli.spline.cells import Cell
 from saecli.spline.partition import cells_of
+from saecli.spline.survey import Degenerate, ranks
 
 ANY = ("relu", "jumprelu", "batchtopk", "topk", "relu-topk")
 
@@ -84,7 +82,7 @@ def test_too_many_inequalities_are_refused_and_the_tightest_still_found(monkeypa
     sae = sae_of(*encoder(rng, 3, 20, "plain"), TopK(5), rng)
     cell = cells_of(sae).cell(torch.ones(3).double())
     assert cell.count == 75
-    monkeypatch.setattr(half_spaces, "EXACT", 100)
+    monkeypatch.setattr("saecli.spline.cells.EXACT", 100)
     with pytest.raises(ConfigError, match="75 inequalities in 3 dimensions; expected at most 100 numbers"):
         cell.inequalities()
     assert cell.contains(torch.ones(1, 3).double()).all()

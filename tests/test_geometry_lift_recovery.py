@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.errors import ConfigError
-from saecli.spline.lift import lift, section
-from saecli.spline.power_diagram import PowerDiagram
+from saecli.spline.power_diagram import PowerDiagram, lift, section
 from saecli.spline.recovery import recover, sites_for
 
 

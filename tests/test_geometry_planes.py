@@ -11,10 +11,19 @@ from sklearn.decomposition import PCA
 from saecli.activations import AbsTopK, Activation, JumpRelu, Relu, TopK
 from saecli.errors import ConfigError
 from saecli.plots.cells import cell_image, tints
-from saecli.spline.colouring import colouring, touching
 from saecli.spline.partition import cells_of
-from saecli.spline.plane_cells import PlaneCells, keys_at, pixel_cells, pixels_for, plane_cells, polygon_cells
-from saecli.spline.planes import Plane, window_of
+from saecli.spline.plane_cells import (
+    Plane,
+    PlaneCells,
+    colouring,
+    keys_at,
+    pixel_cells,
+    pixels_for,
+    plane_cells,
+    polygon_cells,
+    touching,
+    window_of,
+)
 
 
 def numbered(patterns: np.ndarray) -> np.ndarray:

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, LlamaModel
 from saecli.distributed import Communicator
 from saecli.errors import ConfigError, ModelError
 from saecli.harvest import COLUMNS, Cursor, Forward, Target, Windows, batch_tokens, fill, in_blocks
+from saecli.harvest.config import Quota, rows_by_rank
 from saecli.harvest.forward import tokens_that_fit
-from saecli.harvest.ranks import Quota, rows_by_rank
 from saecli.language_model import LanguageModel, Place
 from saecli.store import ActivationStore, StoreMeta, StoreWriter
 from saecli.texts import Document
@@ -153,7 +153,7 @@ def test_the_ranks_together_are_given_the_rows_of_one_process(tokenizers, texts,
 
     every, talk = documents(texts), Talk(world_size)
     with ThreadPoolExecutor(world_size) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("saecli.harvest.ranks.COUNTED", 3)
+        patch.setattr("saecli.harvest.config.COUNTED", 3)
         found = list(pool.map(lambda rank: rows_by_rank(
             every, Windows(tokenizers[True], 8, positions, packed, least), rows, talk.rank(rank), lambda done: None),
             range(world_size)))

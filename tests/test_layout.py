@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "saecli"
 
 FLOORS = [
-    {"assets", "errors", "network", "torchrun", "wording"},
+    {"errors", "network", "torchrun", "wording"},
     {"interrupts"},
     {"files", "memory", "tables"},
     {"documents"},
@@ -23,7 +23,7 @@ FLOORS = [
     {"harvest"},
     {"formats", "metrics", "spline"},
     {"hub"},
-    {"latent_survey", "plots", "solvers", "splice", "subjects"},
+    {"latent_survey", "plots", "solvers", "splice"},
     {"options", "training"},
     {"evaluation"},
     {"html_report", "publishing", "spline_measures"},

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from saecli.activations import ACTIVATIONS
 from saecli.config import PAPER, Config, flag_of, option, options_of
 from saecli.errors import ConfigError, TrainingError, unknown_choice
-from saecli.options.given import Given, configured
-from saecli.options.parameters import own_options
+from saecli.options.given import Given, configured, own_options
 from saecli.solvers import SOLVERS
 from saecli.training import TrainingConfig
 

@@ -8,7 +8,7 @@ import torch
 from ridge_problems import codes_of, press, problem, solved, sums_of, terms_of
 
 from saecli.errors import TrainingError
-from saecli.ridge import TOLERANCE, StreamedCodes, choose_alpha, conjugate_gradient
+from saecli.ridge import TOLERANCE, StreamedCodes, choose_alpha, iterative
 from saecli.ridge.iterative import JOINED_ROWS
 
 WEIGHTS = {"all": (0.7, 2.0, 0.3, 5.0), "ridge only": (0.7, 0.0, 0.0, 0.0)}
@@ -93,7 +93,7 @@ def test_codes_that_are_not_finite_are_refused_by_a_sentence():
 
 
 def test_an_iteration_that_does_not_get_there_says_how_far_it_is(monkeypatch):
-    monkeypatch.setattr(conjugate_gradient, "MOST", 3)
+    monkeypatch.setattr(iterative, "MOST", 3)
     z, x, direction, W_t, b_t = codes(2000, 0.3)
     found = solved(products_of(z, x), terms_of((1e-3, 0.0, 0.0, 0.0), direction, W_t, b_t))
     assert found.residual > 10 * TOLERANCE and found.W.isfinite().all()
@@ -108,7 +108,7 @@ def test_the_gradient_method_finds_solution_residual_and_condition(spread):
     matrix = matrix * size * size[:, None]
     right = torch.randn(30, 4, generator=generator, dtype=torch.float64)
     right[:, 1] = 0
-    solution, found = conjugate_gradient.conjugate_gradient(lambda V: matrix @ V, right, torch.zeros_like(right),
+    solution, found = iterative.conjugate_gradient(lambda V: matrix @ V, right, torch.zeros_like(right),
                                                             matrix.diagonal(), 1e-10)
     np.testing.assert_allclose(matrix @ solution, right, atol=1e-7 * right.abs().max())
     assert found.residual <= 1e-10 and found.iterations < 60

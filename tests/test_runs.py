@@ -9,9 +9,9 @@ import torch
 from saecli.activations import Relu, activation_to_json
 from saecli.dictionary import SAE
 from saecli.errors import FormatError, RunError
+from saecli.evaluation.sae_and_rows import Subject, find_subject
 from saecli.formats import SavedSAE, save, save_native
 from saecli.home import Home
-from saecli.subjects import Subject, find_subject
 
 
 def small_sae() -> SAE:

@@ -26,9 +26,8 @@ from saecli.batch import Batch
 from saecli.dictionary import SAE
 from saecli.errors import ConfigError
 from saecli.solvers import SolverConfig, Task
-from saecli.solvers.optimizers import OPTIMIZERS
+from saecli.solvers.optimizers import OPTIMIZERS, outer_iterations, weight_at
 from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver
-from saecli.solvers.schedules import outer_iterations, weight_at
 from saecli.solvers.sgd import Sgd
 from saecli.training import RunRecord
 from saecli.training.checkpoints import Progress

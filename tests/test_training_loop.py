@@ -14,7 +14,7 @@ from saecli.api import _planned
 from saecli.errors import ConfigError, TrainingError
 from saecli.store import Rows
 from saecli.training import Loop, Record, Trainer
-from saecli.training.array_rows import ArrayRows
+from saecli.training.rows import ArrayRows
 
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
 KINDS = [("pam-sgd", "topk", {"k": 3}), ("sgd", "jumprelu", {}), ("pam-sgd", "batchtopk", {"k": 2, "inner_steps": 2}),

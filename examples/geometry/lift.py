@@ -19,11 +19,9 @@ from mpl_toolkits.mplot3d.art3d import Poly3DCollection
 
 from saecli.plots.cells import TINTS, fill
 from saecli.plots.style import figure
-from saecli.spline.colouring import colouring
-from saecli.spline.lift import lift, section
 from saecli.spline.partition import cells_of_diagram
-from saecli.spline.plane_cells import PlaneCells, polygon_cells
-from saecli.spline.power_diagram import PowerDiagram
+from saecli.spline.plane_cells import PlaneCells, colouring, polygon_cells
+from saecli.spline.power_diagram import PowerDiagram, lift, section
 
 WINDOW = (-1.3, 1.3, -1.3, 1.3)
 HEIGHTS = (0.0, 0.5, 1.0)

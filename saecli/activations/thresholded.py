@@ -10,9 +10,8 @@ from ..codes import Codes, SparseCodes
 from ..config import option
 from ..encoding import at_entries, where
 from ..errors import ConfigError
-from .base import Activation, Parameters
+from .base import Activation, Parameters, TargetsRate
 from .largest import KeepsK
-from .rates import TargetsRate
 
 # Share of the newest batch in batchtopk's threshold. A slower mean lags behind growing pre-activations; PAM-SGD's
 # decoder is then fitted to denser codes than training keeps, which makes them grow the faster (digits, k = 16: FVU

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from ..evaluation.tables import comparison, read_measures
-from ..evaluation.unbeaten import meaning
+from ..evaluation.comparing import comparison, meaning, read_measures
 from ..home import Home, read_settings
 from ..language_model import TINY_GEMMA2
 from ..options import Json, start

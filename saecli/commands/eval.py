@@ -5,10 +5,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ..evaluation.comparing import draw_frontier, evaluation_tables, marked, meaning, sparsest_first
 from ..evaluation.evaluate import TOKENS, check_tokens_of_model, evaluated, warnings
 from ..evaluation.sae_and_rows import all_measured
-from ..evaluation.tables import draw_frontier, evaluation_tables, sparsest_first
-from ..evaluation.unbeaten import marked, meaning
 from ..files import write_csv
 from ..options import Device, Json, Plot, Runs, start, store_names
 

@@ -7,8 +7,8 @@ import typer
 
 from ..distributed import communicator
 from ..harvest import ExtractConfig, extract_stores
-from ..inventory.description import stored
 from ..inventory.filling import told_when_stopped
+from ..inventory.listing import stored
 from ..language_model import SITES
 from ..options import Device, Given, Json, configured, start
 

@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 from ..arrays import SUFFIXES
-from ..inventory.description import stored
 from ..inventory.importing import ImportConfig, imported
+from ..inventory.listing import stored
 from ..options import Given, Json, configured, start
 
 File = Annotated[str, typer.Argument(

@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 from ..errors import StoreError
+from ..inventory.filling import first_of
 from ..inventory.listing import listed, listing_tables
-from ..inventory.opening import first_of
 from ..options import Json, start
 
 Check = Annotated[bool, typer.Option("--check", help="Read every shard and compare it with its checksum; exit with "

@@ -10,7 +10,7 @@ from ..config import flag_of
 from ..distributed import communicator
 from ..errors import ConfigError, SaeError
 from ..home import checked_name, now
-from ..inventory.opening import open_store
+from ..inventory.filling import open_store
 from ..options import Given, Json, configured, start, store_names, unfinished_names
 from ..solvers import SOLVERS
 from ..store import ActivationStore

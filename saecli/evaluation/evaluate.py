@@ -11,8 +11,8 @@ from ..home import Home
 from ..metrics import doubts, reconstruction
 from ..store import Rows
 from ..wording import counted
+from .comparing import marked
 from .sae_and_rows import Measured, RowsLike, SAELike, all_measured, by_rows
-from .unbeaten import marked
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and only a model needs it
     from ..harvest import Windows
@@ -54,7 +54,7 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
 def compare(saes: Sequence[SAELike], data: RowsLike = None, *, split: str = "test", model: str | None = None,
             tokens: int | None = None, device: str = "auto", home: str | Path | None = None,
             progress: bool = False) -> list[dict[str, Any]]:
-    """Measure several SAEs, and say which of those that share their rows no other beats; see `unbeaten.unbeaten`.
+    """Measure several SAEs, and say which of those that share their rows no other beats; see `comparing.unbeaten`.
 
     Args:
         saes: each as of `evaluate`, which explains the other arguments too.

@@ -1,16 +1,24 @@
-"""What decides the rows of an extraction."""
+"""What an extraction is asked for: its options, the stores that it fills, and which rank stores which documents.
 
-from collections.abc import Set
+Document i is rank i mod world_size's.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice, product
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ..config import Config, option
+from ..distributed import Communicator
 from ..errors import ConfigError
-from ..language_model import MODEL_DTYPES, TINY_GEMMA2
-from ..store import DTYPES, MAX_NORM_HELP
-from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, TextSource
-from .token_windows import POSITIONS
+from ..home import Shelf, checked_name
+from ..inventory.filling import DERIVED
+from ..language_model import MODEL_DTYPES, TINY_GEMMA2, ModelSource, Place
+from ..store import DTYPES, MAX_NORM_HELP, hash_request
+from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, Document, TextSource
+from .token_windows import POSITIONS, Windows
 
 DEFAULT_DATASET = "Salesforce/wikitext"
 DEFAULT_CONTEXT = 128
@@ -79,3 +87,115 @@ class ExtractConfig(Config):
             raise ConfigError("packed", "does nothing with {positions} last, which takes a row of each document's own "
                                         "window", "leave it out")
         return TextSource(dataset, self.dataset_config, self.dataset_split, self.text_column, self.dataset_revision)
+
+
+# Options that decide the rows, beside model, text, layer and site; the size of a batch and the device do not.
+DECIDING = ("rows", "min_tokens", "context", "packed", "positions", "dtype", "model_dtype", "shard_rows")
+
+
+@dataclass(frozen=True)
+class StoreRequest:
+    """A store that is asked for.
+
+    Args:
+        place: layer and site that it holds.
+        folder: where it is, or will be.
+        source: what decides its rows.
+    """
+
+    place: Place
+    folder: Path
+    source: dict[str, Any]
+
+    @property
+    def hash(self) -> str:
+        """By which a finished store of the same rows is recognised."""
+        return hash_request(self.source)
+
+
+def store_requests(config: ExtractConfig, model: ModelSource, text: TextSource, layers: Sequence[int],
+                   sites: Sequence[str], name: str | None, shelf: Shelf) -> list[StoreRequest]:
+    """The stores asked for: every site of every layer, each as if it were asked for alone.
+
+    Args:
+        config: with the context and the precision of the forward pass resolved.
+        model: where the model is.
+        text: where the documents come from, pinned.
+        layers: blocks to read.
+        sites: where in each.
+        name: the store's name, of several what their names begin with; None to make them of what they hold.
+        shelf: where stores are.
+
+    Raises:
+        ConfigError: the model has no such layer, or the name cannot be a folder's.
+    """
+    for layer in layers:
+        model.check_layer(layer)
+    places = [Place(*pair) for pair in product(dict.fromkeys(layers), dict.fromkeys(sites))]
+    common = {field: getattr(config, field) for field in DECIDING} | model.identity() | text.identity()
+    if config.max_norm_multiple is not None:  # otherwise the request is what it was before there was this option
+        common["max_norm_multiple"] = config.max_norm_multiple
+    found = []
+    for place in places:
+        source = {**common, **place._asdict()}
+        suffix = f"l{place.layer}-{place.site}"
+        if name is None:
+            model_name = Path(os.path.abspath(config.model)).name
+            named = checked_name(f"{model_name}-{suffix}-{hash_request(source)[:6]}", DERIVED)
+        else:
+            named = checked_name(name if len(places) == 1 else f"{name}-{suffix}")
+        found.append(StoreRequest(place, shelf.path / named, source))
+    return found
+
+
+COUNTED = 4096  # documents between two exchanges of their rows
+
+
+class Quota(NamedTuple):
+    """What one rank stores.
+
+    Args:
+        rank: its number.
+        world_size: how many ranks there are.
+        rows: rows of its documents, from the first of them on.
+    """
+
+    rank: int
+    world_size: int
+    rows: int
+
+    def documents(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Those of some documents that are this rank's."""
+        return (document for document in documents if document.number % self.world_size == self.rank)
+
+
+def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, communicator: Communicator,
+                 show: Callable[[float], None]) -> list[int]:
+    """How many rows each rank stores, so that all together store those that one process would.
+
+    Each rank tokenizes its own documents and counts their rows, until all of them have enough. No rank needs to know
+    later how far another has come.
+
+    Args:
+        documents: all of the text, in every rank.
+        windows: cuts them; counts the documents that it leaves out.
+        rows: how many are wanted.
+        communicator: the ranks.
+        show: told how many rows have been counted.
+
+    Returns:
+        The numbers of rows by rank; fewer than are wanted in all where the text ends before.
+    """
+    world_size, waiting = communicator.world_size, iter(documents)
+    found, left = [0] * world_size, rows
+    while some := list(islice(waiting, COUNTED)):
+        own = [(document.number, windows.rows(document)) for document in some
+               if document.number % world_size == communicator.rank]
+        for number, count in sorted(one for every in communicator.all_gather_object(own) for one in every):
+            taken = min(count, left)
+            found[number % world_size] += taken
+            left -= taken
+        show(rows - left)
+        if not left:
+            break
+    return found

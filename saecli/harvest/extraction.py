@@ -15,8 +15,7 @@ from ..devices import device_named
 from ..distributed import Communicator, communicator
 from ..errors import ConfigError, StoreError, did_you_mean
 from ..home import STORE_MARKER, Home, checked_name
-from ..inventory.filling import filling
-from ..inventory.opening import finished_store
+from ..inventory.filling import filling, finished_store
 from ..language_model import SITES, LanguageModel, Place, find_model
 from ..store import (
     ActivationStore,
@@ -30,11 +29,9 @@ from ..store import (
 )
 from ..texts import Document, TextSource
 from ..wording import size_words
-from .config import DEFAULT_CONTEXT, ExtractConfig
+from .config import DEFAULT_CONTEXT, ExtractConfig, Quota, StoreRequest, rows_by_rank, store_requests
 from .fill import COLUMNS, Target, fill, parts_of
 from .forward import Forward, batch_tokens
-from .ranks import Quota, rows_by_rank
-from .request import StoreRequest, store_requests
 from .token_windows import Spot, Windows
 from .window_blocks import Block, Cursor, in_blocks, look_ahead
 

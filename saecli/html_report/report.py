@@ -1,26 +1,134 @@
-"""A report on an SAE's latents: measured, and written as pages."""
+"""A report on an SAE's latents: measured, read as tokens, and written as pages.
 
-from collections.abc import Mapping, Sequence
+`index.html` holds style, script and the overview. The latents' pages lie in `latents/00000.js` and on, some latents a
+file, each a call of the function `saeLatents` that the script defines: a browser that opens a page from disk may run
+scripts beside it, while it refuses to read files.
+"""
+
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..console import Listener, listening
-from ..errors import ConfigError
+from ..errors import ConfigError, ModelError
 from ..evaluation.evaluate import evaluated
 from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, held_out, measured
-from ..files import is_free
+from ..files import folder_appearing_whole, is_free, storable
 from ..home import RUN_MARKER, Home, read_settings
 from ..latent_survey import COLUMNS, Examples, in_blocks, neighbours, survey
 from ..training import read_metrics
-from .details import Details, Readings
+from .details import Details, Readings, Texts, TokenNumbers
 from .overview import overview
-from .token_texts import Words, words_for
-from .write import INDEX, write_pages
 
-if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
-    from ..language_model import OutputTokens
+if TYPE_CHECKING:
+    from ..language_model import OutputTokens, Unembedding
+
+INDEX, DETAILS = "index.html", "latents"
+SCRIPTS = ("dom.js", "charts.js", "table.js", "latent.js", "main.js")
+# What could end a script or begin a comment in it, and what older browsers take for the end of a line.
+UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def as_script(document: Any) -> str:
+    """A document as JSON that is a JavaScript expression too, and safe inside a script element of a page."""
+    text = json.dumps(storable(document), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return re.sub("[<>&\u2028\u2029]", lambda match: UNSAFE[match[0]], text)
+
+
+def write_pages(folder: Path, title: str, overview: dict[str, Any], details: Iterable[dict[str, Any]]) -> None:
+    """Write a report; the folder appears whole or not at all.
+
+    Args:
+        folder: does not exist yet, or is empty; its parents are made.
+        title: what the browser shows as the page's name.
+        overview: what the first page tells; see `overview.overview`.
+        details: of some latents each; see `details.Details`.
+    """
+    with folder_appearing_whole(folder) as temporary:
+        (temporary / DETAILS).mkdir()
+        for number, content in enumerate(details):
+            (temporary / DETAILS / f"{number:05}.js").write_text(f"saeLatents({number},{as_script(content)});\n",
+                                                                 encoding="utf-8")
+        (temporary / INDEX).write_text(_index(title, overview), encoding="utf-8")
+
+
+def _index(title: str, overview: dict[str, Any]) -> str:
+    assets = files(__package__) / "assets"
+    parts = {"title": html.escape(title), "style": (assets / "style.css").read_text(encoding="utf-8"),
+             "script": "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS),
+             "data": as_script(overview)}
+    template = (assets / "index.html").read_text(encoding="utf-8")
+    # In one go, so that nothing in a part is taken for a mark.
+    return re.sub(r"\{\{ (\w+) \}\}", lambda mark: parts[mark[1]], template)
+
+
+@dataclass(frozen=True)
+class Words:
+    """How tokens read.
+
+    Args:
+        has_tokens: whether the store keeps any.
+        texts: what tokens read as.
+        unembedding: of the language model; None for none.
+        notes: sentences on what is missing.
+    """
+
+    has_tokens: bool
+    texts: Texts = field(default_factory=TokenNumbers)
+    unembedding: "Unembedding | None" = None
+    notes: list[str] = field(default_factory=list)
+
+
+def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
+    """The texts of a store's tokens, by the tokenizer of a model, or of the one that the store names.
+
+    Args:
+        one: the SAE and its rows.
+        model: the language model to take the unembedding of as well; None for none.
+        has_tokens: whether the store keeps any.
+
+    Raises:
+        ModelError: the model that was asked for cannot be loaded.
+        ConfigError: its residual stream is of another width than the rows.
+    """
+    store = one.store
+    named = store.meta.source.get("model")
+    notes = [] if has_tokens else [f"{store.name} keeps no tokens, so examples are numbers of its rows, counted from 0"]
+    if has_tokens and store.meta.source.get("positions") == "last":
+        notes.append(f"{store.name} keeps only the last token of each document, so examples are single tokens")
+    if model is not None:
+        from ..language_model import LanguageModel, TokenTexts, Unembedding, find_model
+
+        place = find_model(model)
+        if place.d_model != one.sae.d_in:
+            raise ConfigError(None, "{sae} cannot be read through {name}: expected a model of width {d_in}, got {got}",
+                              "name the model that the rows came from", sae=one.subject.name, name=model,
+                              d_in=one.sae.d_in, got=place.d_model)
+        if named is not None and named != place.identity()["model"]:
+            notes.append(f"{store.name} came from {named}, and is read through {model}")
+        loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
+        return Words(has_tokens, TokenTexts(loaded.tokenizer), Unembedding(loaded), notes)
+    if not has_tokens:
+        return Words(has_tokens, notes=notes)
+    if named is None:
+        notes.append(f"{store.name} does not say which model its tokens are of, so they are shown as numbers; --model "
+                     f"names it")
+        return Words(has_tokens, notes=notes)
+    from ..language_model import TokenTexts
+
+    try:
+        return Words(has_tokens, TokenTexts.of_model(named), notes=notes)
+    except ModelError as error:
+        notes.append(f"tokens are shown as their numbers, for want of a tokenizer: {error}")
+        return Words(has_tokens, notes=notes)
+
 
 MOST_PAGES = 4096  # that are written unasked
 MOST_EXAMPLES = 100  # texts a latent

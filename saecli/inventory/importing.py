@@ -25,8 +25,7 @@ from ..store import (
     rows_per_shard,
 )
 from ..wording import counted, size_words
-from .filling import DERIVED, filling, told_when_stopped
-from .opening import finished_store
+from .filling import DERIVED, filling, finished_store, told_when_stopped
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from .blocks import COLUMNS, Block, in_blocks
 from .examples import Examples
-from .magnitudes import Magnitudes, bin_edges
-from .neighbours import neighbours
-from .survey import Survey, survey
+from .survey import Magnitudes, Survey, bin_edges, neighbours, survey
 
 __all__ = ["COLUMNS", "Block", "Examples", "Magnitudes", "Survey", "bin_edges", "in_blocks", "neighbours", "survey"]

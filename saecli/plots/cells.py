@@ -12,8 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from ..spline.census import spread_out
-from ..spline.colouring import colouring
-from ..spline.plane_cells import PlaneCells
+from ..spline.plane_cells import PlaneCells, colouring
 from .style import COLOURS, GREY
 
 TINTS = np.array([to_rgb(colour) for colour in COLOURS[:6]]) * 0.45 + 0.55  # pale enough for rows to stand out

@@ -14,7 +14,7 @@ from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, measured
 from ..formats import FORMATS, SavedSAE
 from ..home import Home
 from ..hub import Address, Entry, Repository, card_with
-from .conversion import Conversion, can_be_written, converted
+from .export import Conversion, can_be_written, converted
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ from .iterative import TOLERANCE, Iterative, StreamedCodes
 from .plan import Plan, plan
 from .solve import DecoderState, solve
 from .sums import Direct, Sums
-from .system import AllReduce, Factorisation, System
-from .terms import Terms
+from .system import AllReduce, Factorisation, System, Terms
 
 __all__ = ["TOLERANCE", "AllReduce", "DecoderState", "Direct", "Dual", "Factorisation", "HeldRows", "Iterative", "Plan",
            "StreamedCodes", "Sums", "System", "Terms", "choose_alpha", "plan", "solve"]

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from .solve import best_multiple
-from .system import Factorisation, System
-from .terms import Terms
+from .system import Factorisation, System, Terms
 
 LEAST_SLACK = 1e-12  # 1 - h_i from which on a row counts as fitted alone
 LEAST, MOST = -7, 3  # powers of ten of A's mean diagonal between which alpha is sought

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .system import PIECE, Factorisation, System
-from .terms import Terms
+from .system import PIECE, Factorisation, System, Terms
 
 FLAT = 1e-14  # fraction of ||T0||^2 from which down the objective's curvature in c is rounding
 

@@ -1,6 +1,6 @@
 """What all solvers share: the descent step with its schedule, and the state that resuming needs.
 
-Shapes: B rows, D = d_in, F = d_sae. Rows are normalised rows throughout (see `normalise.py`).
+Shapes: B rows, D = d_in, F = d_sae. Rows are normalised rows throughout (see `training/rows.py`).
 """
 
 import math
@@ -18,8 +18,7 @@ from ..config import PAPER, Config, option
 from ..dictionary import SAE, Dictionary, Loss
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
-from .optimizers import OPTIMIZERS
-from .schedules import check_schedule, weight_at
+from .optimizers import OPTIMIZERS, check_schedule, weight_at
 from .smoothing import Smoothing
 
 DEFAULT_STEPS = 4000  # optimiser steps that defaults aim at

@@ -13,7 +13,7 @@ from ..batch import Batch
 from ..codes import Codes
 from ..dictionary import Dictionary
 from ..distributed import Communicator
-from ..ridge import DecoderState, HeldRows, StreamedCodes, System
+from ..ridge import TOLERANCE, DecoderState, HeldRows, StreamedCodes, System
 
 SAMPLED_ROWS = 4096  # evenly spaced over all, on which alpha is chosen and dead latents are re-aimed
 
@@ -132,3 +132,36 @@ def broadcast(state: DecoderState | None, Delta: Tensor, b: Tensor, communicator
     parts = (Delta, b) if state is None else (state.Delta, state.b)
     Delta, b = (communicator.broadcast(part.detach().clone(memory_format=torch.contiguous_format)) for part in parts)
     return replace(numbers, Delta=Delta, b=b)
+
+
+THRESHOLD_FRACTION = 0.8  # of the rows, above which degrees of freedom are said to be too many
+THRESHOLD_RATIO = 2  # of rows and latents, either way, within which
+
+
+def notes_on(decoder: DecoderState, chosen: bool, rows: int, latents: int, raised: float) -> list[str]:
+    """What the last decoder step came to, and what was wrong with it where something was.
+
+    Args:
+        decoder: as the last step left it.
+        chosen: whether its alpha was chosen, not given.
+        rows: N.
+        latents: F.
+        raised: the largest ridge that a decoder step took in place of a smaller one; 0 for none.
+    """
+    alpha, dof = decoder.alpha, decoder.dof
+    notes = [f"decoder: alpha {alpha:.3g} {'chosen by leave-one-out' if chosen else 'as given'} leaves {dof:,.0f} "
+             f"effective degrees of freedom of {rows:,} rows ({rows / latents:.2g} rows a latent); "
+             f"condition {decoder.condition:.0e}"]
+    if not chosen and dof > THRESHOLD_FRACTION * rows and 1 / THRESHOLD_RATIO <= rows / latents <= THRESHOLD_RATIO:
+        notes.append(f"--alpha {alpha:.3g} lets the decoder fit nearly every one of {rows:,} rows by itself with "
+                     f"{latents:,} latents, which is where the error on other rows peaks; use --alpha auto, or a "
+                     "larger --alpha")
+    if decoder.residual > 2 * TOLERANCE:
+        notes.append(f"the last decoder step was solved to a residual of {decoder.residual:.1g} only, where "
+                     f"{TOLERANCE:g} was wanted; give a larger --alpha, or --solve direct")
+    if raised:
+        advice = ("the codes are degenerate: see `sae sparsity`, and try a lower --lr" if chosen
+                  else "give a larger --alpha, or leave the choice to --alpha auto")
+        notes.append(f"a decoder step could not be solved with the ridge asked for, and took "
+                     f"{raised:.3g} instead; {advice}")
+    return notes

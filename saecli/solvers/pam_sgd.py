@@ -29,12 +29,10 @@ from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
 from ..ridge import DecoderState, Plan, Terms, choose_alpha, plan, solve
 from .base import DEFAULT_STEPS, Solver, SolverConfig, StepReport, Task, proximal
-from .decoder_pass import SAMPLED_ROWS, DecoderPass, Observed, broadcast
+from .decoder_pass import SAMPLED_ROWS, DecoderPass, Observed, broadcast, notes_on
 from .maintenance import balance, directions_of_worst, penalty_decay, revive, silence
-from .notes import notes_on
-from .optimizers import OPTIMIZERS
+from .optimizers import OPTIMIZERS, is_choosing_step, outer_iterations
 from .running import Running
-from .schedules import is_choosing_step, outer_iterations
 from .smoothing import default_width
 
 LAST_ROWS = 32  # rows per latent that the last decoder step takes where rows are read once

@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from ..dictionary import SAE
-from .affine_maps import rank as map_rank
 from .cells import Cells
 from .kmeans import Labels, Partition, Rows, Stream, affordable, kmeans, streamed_kmeans
 from .piecewise_affine import LocalPCA, PiecewisePCA, Spectrum, StreamedPCA
+from .survey import rank as map_rank
 
 KMEANS_ROWS = 4  # training rows that a cell of the k-means autoencoder holds on average, at least
 LOCAL_PCA_ROWS = 4  # the same for a cell of local PCA, in units of its rank, or its directions are the rows' noise

@@ -11,8 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .cells import Cells, ThresholdedCells
-from .half_spaces import Cell
+from .cells import Cell, Cells, ThresholdedCells
 from .power_diagram import KthOrderDiagram
 from .screening import Swaps
 

@@ -1,20 +1,68 @@
-"""The geometry of one SAE or of several: measured, drawn, and held against the theorem on the power diagram."""
+"""The geometry of one SAE or of several: measured, drawn, and held against the theorem on the power diagram.
 
-from collections.abc import Sequence
+Shapes: M rows, D = d_in.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from ..console import Listener, listening
 from ..errors import ConfigError
 from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, measured
 from ..home import Home
-from ..spline.partition import check_cells
-from ..spline.planes import Plane
+from ..spline.census import spread_out
+from ..spline.partition import cells_of, check_cells
+from ..spline.plane_cells import Plane, keys_at, plane_cells, window_of
 from ..spline.survey import SAMPLE_ROWS
-from .measures import Bridges, Wanted, find_out, penalty_of
-from .picture import draw_one
-from .rows import corners_of, rows_at
+from ..wording import number
+from .measures import Bridges, Found, Wanted, corners_of, find_out, penalty_of, rows_at
 from .tables import disagreement
+
+ARROWS = 200  # rows whose reconstructions are drawn
+
+
+@torch.no_grad()
+def draw_one(path: Path, found: Found, through: Plane | None, marked: Mapping[int, Tensor]) -> None:
+    """Draw what was found out.
+
+    Args:
+        path: where to.
+        found: what was found out.
+        through: the plane that is shown; None for the principal one.
+        marked: the rows that it goes through, by number, (D,) each.
+    """
+    from ..plots import GeometryPicture, geometry  # matplotlib takes a second to import
+
+    one, document, sample = found.one, found.document, found.survey.sample.rows
+    plane = through or Plane.principal(sample)
+    x = torch.from_numpy(sample)
+    points = plane.coordinates(x)
+    places = plane.coordinates(torch.stack(list(marked.values()))) if marked else points[:0]
+    caption = (f"on the plane through rows {', '.join(map(str, marked))}" if marked
+               else "on the plane of principal components 1 and 2" if one.sae.d_in > 2 else "in the space of the rows")
+    section = cells_of(plane.section(one.sae))
+    cells, fallen_on = plane_cells(section, window_of(points, places)), keys_at(section, points)
+    own = found.survey.sample_keys.rows.tolist()
+    rows, near = spread_out(sample, ARROWS), document["complexity"]
+    compared = document["references"]
+    fvus = {"k-means": compared["kmeans_fvu"], "SAE": compared["sae_fvu"], "local PCA": compared["local_pca_fvu"]}
+    ends = found.bridge.reconstructions(rows)
+    geometry(path, GeometryPicture(
+        title=f"{document['run']} on {document['data']}", caption=caption, d_in=one.sae.d_in, cells=cells,
+        occupancy=cells.occupancy(fallen_on), points=points.numpy(), distance=float(plane.distances(x).median()),
+        at_home=sum(map(operator.eq, fallen_on, own)),
+        marks=dict(zip(marked, places.numpy(), strict=True)),
+        margins={split: some[:, 0] for split, some in found.margins.items()}, complexity=found.complexity,
+        near=f"{near['boundary']} within {number(near['radius'])}", growth=found.survey.census.growth,
+        sizes=found.survey.census.sizes(), rows=plane.coordinates(torch.from_numpy(rows)).numpy(),
+        bridge={name: (plane.coordinates(torch.from_numpy(np.asarray(ends[name]))).numpy(), fvu)
+                for name, fvu in fvus.items()}))
 
 
 def geometry(sae: SAELike = None, data: RowsLike = None, *, split: str = "test", rows: int = 100_000,

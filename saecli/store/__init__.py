@@ -2,16 +2,14 @@
 
 from .admission import MAX_NORM_HELP, Admission
 from .checks import remembers
-from .chosen_rows import Rows, spread_of
-from .dropped import Norms
+from .chosen_rows import Rows, spread_of, window_starts
 from .dtypes import DTYPES
 from .ranks import RankedStore, joining_began, rank_folder, rank_meta, saved_rows
 from .reader import ActivationStore
 from .schema import COLUMNS, Resume, ShardRecord, StoreMeta, hash_request, rows_per_chunk, rows_per_shard
 from .split import TEST_FRACTION, Which, is_test
-from .statistics import Spread
+from .statistics import Norms, Spread
 from .stream import Part
-from .window_starts import window_starts
 from .writer import StoreWriter
 
 __all__ = ["COLUMNS", "DTYPES", "MAX_NORM_HELP", "TEST_FRACTION", "ActivationStore", "Admission", "Norms", "Part",

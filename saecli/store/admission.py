@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .dropped import Dropped, row_norms
 from .dtypes import DTYPES
 from .schema import StoreMeta
+from .statistics import Dropped, row_norms
 
 NONFINITE = "nonfinite"
 HIGH_NORM = "high_norm"

@@ -1,6 +1,6 @@
 """Rows chosen from a store, to iterate over as often as needed.
 
-Legend: B rows of a batch, D = d_in.
+Legend: B rows of a batch, R rows, D = d_in.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +15,19 @@ from .shuffle import Deal
 from .split import TEST_FRACTION, Split, Which
 from .statistics import Spread
 from .stream import WHOLE, Part, Source, StoredChunks, in_order, shuffled
+
+
+def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The indices, ascending, of the rows with which a window begins, the first row of all not counted.
+
+    A window of a store is told by its rows: they are of one document, and their positions ascend.
+
+    Args:
+        documents: (R,) integers, of rows in stored order.
+        positions: (R,) integers, of the same rows.
+    """
+    return 1 + np.flatnonzero((np.diff(documents) != 0) | (np.diff(positions) <= 0))
+
 
 WINDOW_BYTES = 256 << 20
 STATISTICS_ROWS = 1024  # of a batch, in a pass that measures rows

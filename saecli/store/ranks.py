@@ -20,9 +20,9 @@ from ..files import flush_to_disk, lock_folder, make_folder
 from ..home import STORE_MARKER
 from .checks import no_show
 from .claim import ClaimedStore, claim, no_rows, other_number, remove_empty
-from .dropped import Dropped
 from .schema import RANKS, SHARDS, RankShards, ShardRecord, StoreMeta, read_meta, shard_name, write_meta
 from .shard_statistics import norm_fields, stored_statistics
+from .statistics import Dropped
 
 WAIT_SECONDS = 10.0  # that rank 0, where it is stopped, waits for the others to save their rows
 POLL_SECONDS = 0.05

@@ -50,8 +50,8 @@ from ..documents import Origin, demand_version, parse_json
 from ..errors import ConfigError, StoreError
 from ..files import regular, write_json
 from ..home import STORE_MARKER, UNREADABLE, now
-from .dropped import Norms
 from .dtypes import DTYPES
+from .statistics import Norms
 
 FORMAT_VERSION = 1
 SHARDS = "shards"

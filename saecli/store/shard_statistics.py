@@ -8,10 +8,9 @@ import numpy as np
 
 from ..errors import StoreError
 from .checks import MEND_SHARD
-from .dropped import Norms
 from .schema import SHARDS, ShardRecord, StoreMeta
 from .shard import HDF5_ERRORS, read_layout
-from .statistics import BINS, QUANTILES, Spread, Statistics
+from .statistics import BINS, QUANTILES, Norms, Spread, Statistics
 
 STATISTICS = "statistics"
 

@@ -1,12 +1,15 @@
-"""Writing one shard.
+"""Writing one shard, and storing now and then what there is of it: a kill loses rows of a minute at most.
 
 The HDF5 library never writes to the disk here: on a full one it has been seen to crash the process. It writes
 its few kilobytes of headers, and the columns, into memory; the activations go into the file at the offset that
 the headers give for them, by plain writes whose failure is an OSError like any other.
 
+Rows of a shard that is not whole yet are a shard of their own, which only the next writer reads.
+
 Legend: R rows, D = d_in.
 """
 
+import dataclasses
 import io
 import os
 from collections.abc import Iterator, Mapping
@@ -17,12 +20,27 @@ import h5py
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from ..errors import StoreError
 from ..files import file_sha256, make_folder, partial_path, settle
 from .checks import frame_checksum
 from .dtypes import DTYPES
-from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, Frame, StoreMeta
+from .schema import (
+    ACTIVATIONS,
+    CHECKSUM,
+    CHUNK_CHECKSUMS,
+    COLUMNS,
+    SHARDS,
+    Frame,
+    Partial,
+    Resume,
+    ShardRecord,
+    StoreMeta,
+    partial_name,
+    shard_name,
+)
+from .shard import MappedShards
 from .shard_statistics import put_statistics
-from .statistics import Statistics
+from .statistics import Dropped, Statistics
 
 # Of everything in the file, in bytes: NumPy is slow with numbers that lie askew.
 ALIGNMENT = 64
@@ -231,3 +249,65 @@ def _create(file: h5py.File, name: str, kind: h5py.h5t.TypeID, shape: tuple[int,
         layout.set_chunk(chunk)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     return h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), layout)
+
+
+SAVE_SECONDS = 60.0  # copying a shard takes half a second at most
+
+
+def store_partial(path: Path, meta: StoreMeta, shard: ShardWriter, last: Resume, onward: Resume,
+                  ended: Dropped) -> Partial:
+    """Store what there is of a shard; more can be appended to it.
+
+    Args:
+        path: the store's folder.
+        meta: its `store.json`.
+        shard: what is being written, of one row or more.
+        last: where its last row came from.
+        onward: where the producer goes on.
+        ended: rows dropped in the blocks that ended since the shard before, and before that.
+
+    Returns:
+        What is to be said of it in `store.json`.
+
+    Raises:
+        OSError: the disk refuses it.
+    """
+    copy = ShardWriter(path / SHARDS / partial_name(len(meta.shards), shard.rows), meta)
+    try:
+        for rows, columns in shard.parts():
+            copy.append(rows, columns)
+        digest, frame = copy.commit()
+    except BaseException:
+        copy.abandon()
+        raise
+    record = ShardRecord(copy.path.name, shard.rows, digest, dict(ended.counts), last, dict(ended.norms), frame)
+    return Partial(record, onward)
+
+
+def taken_up(path: Path, meta: StoreMeta) -> ShardWriter | None:
+    """A shard to append to that holds what was stored of it before; None where that is damaged.
+
+    Args:
+        path: the store's folder.
+        meta: its `store.json`, which names a partial shard.
+    """
+    assert meta.partial is not None
+    record = meta.partial.shard
+    stored = MappedShards(path, dataclasses.replace(meta, shards=(record,)))
+    shard = ShardWriter(path / SHARDS / shard_name(len(meta.shards)), meta)
+    try:
+        columns = {name: stored.column(0, name) for name in meta.columns}
+        for chunk, begin in enumerate(range(0, record.rows, meta.chunk_rows)):
+            rows = stored.chunk(0, chunk)
+            shard.append(rows, {name: column[begin : begin + len(rows)] for name, column in columns.items()})
+    except StoreError:  # then its rows come from the producer once more
+        shard.abandon()
+        return None
+    return shard
+
+
+def remove_partials(path: Path, kept: Partial | None = None) -> None:
+    """Remove the partial shards of a store, but for the one that is kept; a kill can leave others."""
+    for file in (path / SHARDS).glob("*-*.h5"):
+        if kept is None or file.name != kept.shard.file:
+            file.unlink()

@@ -20,13 +20,11 @@ from ..home import STORE_MARKER
 from .admission import Admission
 from .checks import no_show, suspect
 from .claim import ClaimedStore, claim, no_rows, other_number, remove_empty
-from .dropped import Dropped
 from .dtypes import DTYPES
-from .partial import SAVE_SECONDS, remove_partials, store_partial, taken_up
 from .schema import SHARDS, Partial, Resume, ShardRecord, StoreMeta, shard_name, write_meta
 from .shard_statistics import norm_fields, with_shard
-from .shard_writer import ShardWriter
-from .statistics import Statistics
+from .shard_writer import SAVE_SECONDS, ShardWriter, remove_partials, store_partial, taken_up
+from .statistics import Dropped, Statistics
 
 SOURCE_CHANGED = "the source has changed, so remove the store and make it again"
 

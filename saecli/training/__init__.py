@@ -4,13 +4,11 @@ A batch of activations enters in `rows.py`, which normalises it; `loop.py` pushe
 `observe` for a decoder step, where codes and targets go to `saecli/ridge`.
 """
 
-from .checkpoints import CHECKPOINT, read_metrics
-from .claim import claimed
-from .config import TrainingConfig
+from .checkpoints import CHECKPOINT, claimed, read_metrics
+from .config import Plan, TrainingConfig
 from .doubts import doubts_at_start
 from .jobs import Job, claimed_folders, resumed_job, run_names
 from .loop import Loop
-from .plan import Plan
 from .run import Run, RunRecord, origin_of
 from .runs import train_runs
 from .trainer import Record, Trainer

@@ -1,4 +1,4 @@
-"""What every solver's training has in common, as options."""
+"""A training's settings: what every solver's has in common, as options, and the whole plan decided."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ from ..config import Config, option
 from ..errors import ConfigError
 from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP, WIDEST, SolverConfig
 from ..store import ActivationStore, Rows
-from .normalise import NORMALISATIONS
+from ..store import Rows as StoredRows
+from .rows import NORMALISATIONS, ArrayRows
 
 MOST_DEFAULT_EPOCHS = 100
 SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # shares of all steps
@@ -137,3 +138,33 @@ class TrainingConfig(Config):
     def epoch_batches(self, rows: int) -> int:
         """Batches in one pass over so many rows."""
         return math.ceil(rows / self.batch_size)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be trained, fully decided.
+
+    Args:
+        train_rows: the rows to train on.
+        test_rows: the rows to measure on after each epoch; None for none.
+        training: the settings, resolved.
+        solver: the solver and its settings, resolved.
+        activation: the activation and its settings.
+    """
+
+    train_rows: StoredRows | ArrayRows
+    test_rows: StoredRows | None
+    training: TrainingConfig
+    solver: SolverConfig
+    activation: Activation
+
+    @classmethod
+    def resolved(cls, train_rows: StoredRows | ArrayRows, test_rows: StoredRows | None, training: TrainingConfig,
+                 solver: SolverConfig, activation: Activation) -> Self:
+        """The plan with every default filled in.
+
+        Raises:
+            ConfigError: settings contradict each other, or do nothing together.
+        """
+        training = training.resolved(activation, solver, train_rows.rows, train_rows.d_in)
+        return cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)), activation)

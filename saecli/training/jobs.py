@@ -13,11 +13,10 @@ from ..console import Listener
 from ..distributed import Communicator
 from ..errors import ConfigError, RunError
 from ..home import Home, checked_name, read_settings
-from ..inventory.opening import open_store
+from ..inventory.filling import open_store
 from ..solvers import SOLVERS
-from .claim import claimed
-from .config import TrainingConfig
-from .plan import Plan
+from .checkpoints import claimed
+from .config import Plan, TrainingConfig
 from .run import Run
 
 

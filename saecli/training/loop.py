@@ -12,8 +12,7 @@ from ..batch import Batch
 from ..dictionary import SAE
 from ..metrics import reconstructions
 from ..store import Rows as StoredRows
-from .array_rows import ArrayRows
-from .rows import raw_batches
+from .rows import ArrayRows, raw_batches
 from .trainer import Measures, Trainer
 
 

@@ -1,4 +1,8 @@
-"""Where batches of activations enter training, and the SAE that it starts from."""
+"""The rows that an SAE is trained on: those of a store, or in memory, normalised; the normalisation is folded into the
+saved weights.
+
+Shapes: N rows, B rows of a batch, D = d_in.
+"""
 
 import math
 from collections.abc import Iterator
@@ -6,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing
 import torch
 from torch import Tensor
 
@@ -14,10 +19,129 @@ from ..batch import Batch, joined
 from ..devices import moved
 from ..dictionary import SAE
 from ..distributed import ALONE, Communicator
-from ..store import Part
+from ..errors import ConfigError
+from ..store import Part, Spread
 from ..store import Rows as StoredRows
-from .array_rows import ArrayRows
-from .normalise import Normalisation
+
+NORMALISATIONS = ("scale", "standardize", "none")
+LEAST_SCALE = 1e-35  # weights for raw rows are divided by the scale, and float32 ends at 3.4e38
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """`(x - mean) / scale`.
+
+    Args:
+        mean: what is subtracted, (D,).
+        scale: what is divided by, (D,), positive.
+        variance: mean squared distance of the normalised training rows from their mean, a scalar.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    variance: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields by name."""
+        return {"mean": self.mean, "scale": self.scale, "variance": self.variance}
+
+    def to(self, device: torch.device) -> "Normalisation":
+        """A copy on another device."""
+        return Normalisation(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The normalised rows, (B, D), as a new tensor."""
+        return (x - self.mean) / self.scale
+
+
+def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype) -> Normalisation:
+    """The normalisation of rows of which mean and scatter are known.
+
+    Args:
+        kind: `none`; `scale`, centre and divide by one number, so that the mean squared norm is D; or
+            `standardize`, centre and give each dimension unit variance, as the paper does.
+        spread: that of the training rows alone: the held-out rows have no part in what is trained.
+        dtype: what the result is rounded to.
+
+    Returns:
+        The normalisation; a dimension that does not vary, or by less than `LEAST_SCALE`, is only centred.
+
+    Raises:
+        ConfigError: the rows do not vary at all, so that there is nothing to learn, or by less than that.
+    """
+    mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
+    if variance.sum() == 0:
+        raise ConfigError(None, "there is nothing to learn: expected training rows that differ, got {rows}, all the "
+                                "same", "give another {data}, or a larger {fraction}", rows=spread.rows)
+    overall = variance.mean().sqrt()
+    if overall < LEAST_SCALE:
+        raise ConfigError(None, "the training rows are all but the same: expected a spread of {least:g} or more, which "
+                                "weights in float32 can make up for, got {got:.2g}",
+                          "multiply them, and import them again", least=LEAST_SCALE, got=overall.item())
+    if kind == "none":
+        mean, scale = torch.zeros_like(mean), torch.ones_like(mean)
+    elif kind == "scale":
+        scale = overall.expand_as(mean)
+    else:
+        scale = torch.where(variance.sqrt() > LEAST_SCALE, variance.sqrt(), 1.0)
+    return Normalisation(mean.to(dtype), scale.to(dtype), (variance / scale.square()).sum().to(dtype))
+
+
+ArrayLike = Tensor | numpy.typing.ArrayLike
+CHECKED_ROWS = 65_536  # at a time, so that no second copy of all rows is made
+
+
+class ArrayRows:
+    """The rows of an array; what training asks of `store.Rows`, it answers.
+
+    Args:
+        rows: (N, D) numbers, floating or whole; a tensor of float32 or an array is not copied.
+
+    Raises:
+        ConfigError: it is not, is empty, or holds a NaN or infinity.
+    """
+
+    def __init__(self, rows: ArrayLike) -> None:
+        if isinstance(rows, Tensor):
+            rows = rows.detach().cpu()
+            rows = rows.float() if rows.is_floating_point() and rows.itemsize < 4 else rows  # numpy has no bfloat16
+        rows = np.asarray(rows)
+        if rows.ndim != 2 or not rows.size or rows.dtype.kind not in "fiu":
+            raise ConfigError("rows", "must be numbers in an array (rows, d_in), got one of {dtype} and shape {shape}",
+                              dtype=rows.dtype, shape=tuple(rows.shape))
+        self._rows = rows
+        # Narrower numbers are widened, wider ones kept: what trains in float64 shall have them.
+        self._dtype = np.float64 if rows.dtype == np.float64 else np.float32
+        bad = sum(int((~np.isfinite(batch).all(1)).sum()) for batch in self.sequential(CHECKED_ROWS))
+        if bad:
+            raise ConfigError("rows", "must be finite, got {bad} of {count} with a NaN or infinity", "leave those out",
+                              bad=bad, count=len(rows))
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return self._rows.shape[0]
+
+    @property
+    def d_in(self) -> int:
+        """Dimensions of a row."""
+        return self._rows.shape[1]
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+        """One epoch of batches (B, D), shuffled uniformly; a pure function of seed and epoch."""
+        order = np.random.default_rng((seed, epoch)).permutation(self.rows)
+        for begin in range(0, self.rows, batch_size):
+            yield self._rows[order[begin : begin + batch_size]].astype(self._dtype)
+
+    def sequential(self, batch_size: int) -> Iterator[np.ndarray]:
+        """The rows in order, in batches (B, D)."""
+        for begin in range(0, self.rows, batch_size):
+            yield self._rows[begin : begin + batch_size].astype(self._dtype)
+
+    def spread(self) -> Spread:
+        """Their mean and scatter, in one pass."""
+        return Spread.measured(self.sequential(CHECKED_ROWS), self.d_in)
+
 
 STREAMED_ROWS = 2048  # rows at a time where their order does not matter
 SUMMED_ROWS = 4096  # the same for sums over all rows, of which each block's go through all of a d_sae x d_sae matrix

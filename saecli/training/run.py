@@ -13,9 +13,8 @@ from ..files import write_json
 from ..formats import SavedSAE, save_native
 from ..home import RUN_MARKER, RUN_VERSION
 from ..store import ActivationStore
-from .checkpoints import MetricsLog, Progress, load_checkpoint, save_checkpoint
-from .event_files import EventFiles, check_tensorboard
-from .plan import Plan
+from .checkpoints import EventFiles, MetricsLog, Progress, check_tensorboard, load_checkpoint, save_checkpoint
+from .config import Plan
 from .trainer import Measures, Record
 
 ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source

@@ -20,11 +20,9 @@ from ..metrics import reconstruction
 from ..solvers import Solver, StepReport, Task
 from ..torchrun import local_world
 from .checkpoints import Progress
-from .config import DTYPES
+from .config import DTYPES, Plan
 from .doubts import doubts_at_end, doubts_at_start
-from .normalise import Normalisation, fit_normalisation
-from .plan import Plan
-from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae
+from .rows import SUMMED_ROWS, Normalisation, TrainingRows, fit_normalisation, fitted_learning_rate, initial_sae
 
 Measures = dict[str, Any]  # as of `metrics.reconstruction`
 

@@ -30,9 +30,8 @@ from saecli.console import Silent
 from saecli.evaluation.sae_and_rows import Measured, measured
 from saecli.home import Home
 from saecli.metrics import firing, reconstruction
-from saecli.spline.margins import batch_size
 from saecli.spline.partition import cells_of
-from saecli.spline.survey import gather
+from saecli.spline.survey import batch_size, gather
 
 CASES: dict[str, tuple[Activation, float]] = {  # with the bias of every latent
     "topk 32": (TopK(k=32), 0.0), "relu, dense": (Relu(), 0.0), "relu, sparse": (Relu(), -6.0)}

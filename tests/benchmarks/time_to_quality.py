@@ -35,7 +35,7 @@ from training_speed import SAELENS, with_saelens
 from saecli import formats
 from saecli.metrics import reconstruction
 from saecli.store import ActivationStore, spread_of
-from saecli.training.normalise import Normalisation, fit_normalisation
+from saecli.training.rows import Normalisation, fit_normalisation
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1)
 SOLVERS = ("pam-sgd", "sgd")
