@@ -8,11 +8,7 @@ from .torchrun import local_world, world
 
 
 def device_named(name: str) -> torch.device:
-    """The device that `--device` asks for.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """The device that `--device` asks for; ConfigError where there is no such device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda:") and world() > 1 and local_world() > 1:

@@ -202,7 +202,6 @@ class SAE(Dictionary):
         self.register_parameter("W_dec", Parameter(W_dec.detach(), requires_grad=False))
 
     def decoder(self) -> Tensor:
-        """W_dec, (F, D)."""
         return self.W_dec
 
     def tensors(self) -> dict[str, Tensor]:

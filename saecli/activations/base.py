@@ -35,18 +35,11 @@ class Activation(Config):
     exact_zeros: ClassVar[bool] = True
 
     def check(self, d_sae: int) -> None:
-        """Refuse settings that cannot work with `d_sae` latents.
-
-        Raises:
-            ConfigError: they cannot.
-        """
+        """Refuse settings that cannot work with `d_sae` latents, by a ConfigError."""
 
     def check_sparsity(self, sparsity: str) -> None:
-        """Refuse a penalty that the activation does not offer, or settings that do nothing with the penalty.
-
-        Raises:
-            ConfigError: there are such.
-        """
+        """Refuse a penalty that the activation does not offer, or settings that do nothing with the penalty, by a
+        ConfigError."""
         if sparsity not in self.sparsities:
             raise ConfigError("sparsity", "{given} cannot be used with {act} {name}", "use one of {others}",
                               given=sparsity, name=self.name, others=", ".join(self.sparsities))

@@ -18,11 +18,7 @@ WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
 
 
 def load_gemma_scope(folder: Path) -> SavedSAE:
-    """Read an SAE of Gemma Scope.
-
-    Raises:
-        FormatError: the file is damaged, or holds other arrays than such an SAE has.
-    """
+    """Read an SAE of Gemma Scope; FormatError where the file is damaged, or holds other arrays than such an SAE has."""
     path = folder / TENSORS
     return SavedSAE(assemble(path, read_npz(path), JumpRelu()))
 

@@ -33,11 +33,8 @@ LATENTS_KEPT: dict[type[Activation], Callable[[SAE], int]] = {
 
 
 def load_sparsify(folder: Path) -> SavedSAE:
-    """Read an SAE that sparsify saved.
-
-    Raises:
-        FormatError: the files are damaged, or hold a transcoder or another activation than TopK.
-    """
+    """Read an SAE that sparsify saved; FormatError where the files are damaged, or hold a transcoder or another
+    activation than TopK."""
     path = folder / CONFIG
     config = read_config(path, dict[str, Any])
     refuse_unless(path, config, "activation", "topk")

@@ -12,11 +12,8 @@ from ..wording import counted
 
 
 def open_store(home: Home, name: str | None, listener: Listener) -> ActivationStore:
-    """The store of that name, or the newest, which is then named.
-
-    Raises:
-        StoreError: there is none, or a shard that was changed since the store was written is damaged.
-    """
+    """The store of that name, or the newest, which is then named; StoreError where there is none, or a shard that was
+    changed since the store was written is damaged."""
     store = ActivationStore.open(home.stores.find(name))
     if name is None:
         listener.note(f"using the newest store, {store.name}")

@@ -39,11 +39,8 @@ class Place(NamedTuple):
 
 
 def blocks_of(model: nn.Module, name: str, layers: int) -> nn.ModuleList:
-    """The model's list of transformer blocks: the outermost module list as long as the configuration says.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """The model's list of transformer blocks: the outermost module list as long as the configuration says; ModelError
+    where there is none."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
     if not lists:
         raise ModelError(f"cannot find the blocks of {name}: expected a module list of length {layers}, "
@@ -125,11 +122,7 @@ class LanguageModel:
         return self.model.get_input_embeddings().weight.shape[0]
 
     def check_tokens(self, token_ids: Tensor) -> None:
-        """Refuse tokens without an embedding: a tokenizer may know more than its model.
-
-        Raises:
-            ModelError: there is one.
-        """
+        """Refuse tokens without an embedding: a tokenizer may know more than its model. Raises ModelError."""
         if (largest := int(token_ids.max())) >= self.vocabulary:
             raise ModelError(f"{self.source.name} cannot read the token {largest}: expected token ids below "
                              f"{self.vocabulary}, the size of its embedding; use the tokenizer that the model was "
@@ -212,11 +205,7 @@ class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward pass 
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """A model's tokenizer.
-
-    Raises:
-        ModelError: its files are missing or cannot be read.
-    """
+    """A model's tokenizer; ModelError where its files are missing or cannot be read."""
     try:
         found = AutoTokenizer.from_pretrained(source.location, revision=source.revision, trust_remote_code=False)
     except UNLOADABLE as error:

@@ -36,11 +36,7 @@ NAME_WIDTH = 40  # letters of a run's name that a legend shows
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a picture's path before the work that it would show.
-
-    Raises:
-        ConfigError: its ending is none of `FORMATS`.
-    """
+    """Refuse a picture's path before the work that it would show; ConfigError where its ending is none of `FORMATS`."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(None, "cannot draw {path}: expected an ending out of {endings}, got {got}",
                           "give the picture another name", path=path, endings=", ".join(FORMATS),

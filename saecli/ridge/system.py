@@ -172,11 +172,8 @@ class Factorisation(ABC, Generic[S]):
 
     @property
     def system(self) -> S:
-        """The normal equations, unchanged since they were factorised. All storage is reached through them.
-
-        Raises:
-            RuntimeError: they have been factorised again, or have changed, and this factorisation is gone.
-        """
+        """The normal equations, unchanged since they were factorised. All storage is reached through them. Raises
+        RuntimeError where they have been factorised again, or have changed, and this factorisation is gone."""
         if self._system.version != self._version:
             raise RuntimeError(f"this factorisation, with a ridge of {self.ridge:.3g}, has been superseded: its normal "
                                "equations have been factorised again, or have changed; factorise them once more")

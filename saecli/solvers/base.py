@@ -297,11 +297,8 @@ class SolverConfig(Config, ABC):
         return self
 
     def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse settings of training that cannot work with the solver's options; see `Optimizer.check`.
-
-        Raises:
-            ConfigError: they cannot.
-        """
+        """Refuse settings of training that cannot work with the solver's options; see `Optimizer.check`. Raises
+        ConfigError."""
         OPTIMIZERS[self.optimizer].check(rows, batch_size, lr, smoothing)
         if OPTIMIZERS[self.optimizer].to_tolerance and self.clip_norm is not None:
             raise ConfigError("clip_norm", "does nothing with {optimizer} {given}, whose line search finds its steps",

@@ -203,7 +203,6 @@ class Adam(Optimizer):
         self._steps = {name: torch.zeros((), device=tensor.device) for name, tensor in self.tensors.items()}
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
-        """One step."""
         for tensor in self.tensors.values():
             tensor.grad = None
         loss().backward()
@@ -255,17 +254,12 @@ class GradientDescent(Optimizer):
 
     @classmethod
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse `--lr auto`.
-
-        Raises:
-            ConfigError: it is asked for.
-        """
+        """Refuse `--lr auto`, by a ConfigError."""
         if lr == "auto":
             raise ConfigError("lr", "auto is fitted to Adam and says nothing of the step of {optimizer} sgd",
                               "give one, such as {lr} 0.01, or use {optimizer} adam")
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
-        """One step."""
         gradients = self._gradients(loss())
         self._clip(gradients)
         with torch.no_grad():
@@ -295,11 +289,7 @@ class Lbfgs(Optimizer):
 
     @classmethod
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse batches, a learning rate and smoothing.
-
-        Raises:
-            ConfigError: there is one of these.
-        """
+        """Refuse batches, a learning rate and smoothing, by a ConfigError."""
         if batch_size < rows:
             raise ConfigError("optimizer", "lbfgs takes all training rows as one batch, and there are {rows}, more "
                                            "than {batch_size} {given}",

@@ -47,11 +47,8 @@ class Plane:
 
     @classmethod
     def through(cls, rows: Tensor) -> Self:
-        """The plane through three rows, (3, D), its origin the first and its first axis towards the second.
-
-        Raises:
-            ConfigError: they lie on one line.
-        """
+        """The plane through three rows, (3, D), its origin the first and its first axis towards the second; ConfigError
+        where they lie on one line."""
         rows = rows.double()
         sides = rows[1:] - rows[0]
         axes, sizes = torch.linalg.qr(sides.T)

@@ -86,19 +86,17 @@ class Rows:
         """Dimensions of a row."""
         return self.store.d_in
 
-    def batches(self, batch_size: int, *, seed: int, epoch: int, exact: bool = False,
-                window_bytes: int = WINDOW_BYTES, part: Part = WHOLE) -> Iterator[np.ndarray]:
+    def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
+                part: Part = WHOLE) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches; the next ones are prepared by threads meanwhile.
 
         Every row comes exactly once. A batch holds no more pairs of rows of one document than a uniform shuffle's
-        (see `shuffle.py`). The order is a function of the rows, seed, epoch, batch size, window and `exact` alone.
+        (see `shuffle.py`). The order is a function of the rows, seed, epoch, batch size and window alone.
 
         Args:
             batch_size: rows of a batch, at least 1; the last of the epoch may be short.
             seed: at least 0.
             epoch: at least 0.
-            exact: shuffle uniformly. Where the store is larger than memory, each row is then read from disk alone;
-                otherwise runs of 64 KiB are.
             window_bytes: size of a window as stored. Two are held, or none where the store lies in the system's page
                 cache, from which rows are then gathered; a store smaller than a window is shuffled uniformly.
             part: the part of every batch that is yielded, where several processes share them; one that it has no rows
@@ -113,7 +111,7 @@ class Rows:
         _check_batch_size(batch_size)
         row_bytes = self.store.meta.row_bytes
         deal = Deal(self.store.rows, self.rows, self._keeps, (seed, epoch), window_bytes // row_bytes,
-                    1 if exact else UNIT_BYTES // row_bytes, batch_size)
+                    UNIT_BYTES // row_bytes, batch_size)
         return shuffled(self._source, deal, batch_size, part)
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:

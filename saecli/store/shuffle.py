@@ -7,8 +7,6 @@ and has the same place in all of them. So two rows of a unit leave a turn apart,
 a turn has. A batch then holds no more pairs of rows of one document than a uniform shuffle's, however small a part of
 the store a window is, and yet the disk is read in runs.
 
-Where units are single rows, the shuffle is uniform, whatever the window.
-
 Legend: R rows, U units.
 """
 

@@ -313,11 +313,8 @@ def demand_no_worse(fvu: float, worst: float, when: str) -> None:
 
 
 def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a checkpoint that is not of this training, as after an edit of either.
-
-    Raises:
-        RunError: one of these tensors is not in it, or of another shape.
-    """
+    """Refuse a checkpoint that is not of this training, as after an edit of either; RunError where one of these tensors
+    is not in it, or of another shape."""
     for name, shape in shapes.items():
         got = tuple(kept[name].shape) if name in kept else None
         if got != shape:
