@@ -310,11 +310,8 @@ def few_entries(mask: Tensor) -> Tensor | None:
 
 
 def located(flat: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Where entries at ascending rows of a matrix (B, F) are, given their numbers in it, (n,).
-
-    Returns:
-        The offsets, (B,), rows, (n,), and latents, (n,).
-    """
+    """The offsets, (B,), rows, (n,), and latents, (n,), of entries at ascending rows of a matrix (B, F), given their
+    numbers in it, (n,)."""
     rows = flat.div(shape[1], rounding_mode="floor")
     return offsets_of(rows, shape[0]), rows, flat - rows * shape[1]
 

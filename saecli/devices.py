@@ -28,12 +28,8 @@ def device_named(name: str) -> torch.device:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on a device, without waiting for what the device has still to do.
-
-    Args:
-        tensor: on the CPU.
-        device: where to; for a CPU the tensor itself is returned, elsewhere its memory can be used again at once.
-    """
+    """A tensor of the CPU on a device, without waiting for what that has still to do; for a CPU the tensor itself,
+    elsewhere its memory can be used again at once."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)  # what can be paged out is copied while the host waits

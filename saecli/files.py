@@ -26,13 +26,8 @@ class NotAFile(OSError):  # noqa: N818 - named as NotADirectoryError is
 
 
 def regular(path: Path) -> Path:
-    """The path, where a regular file stands at it, or a link to one.
-
-    Raises:
-        NotAFile: something else does.
-        FileNotFoundError: nothing does.
-        OSError: the system does not tell.
-    """
+    """The path, where a regular file stands at it, or a link to one; NotAFile where something else does, and
+    FileNotFoundError or another OSError as the system says."""
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind != stat.S_IFREG:
         raise NotAFile(f"expected a file, got {KINDS.get(kind, 'something else')}")

@@ -77,21 +77,12 @@ class Activation(Config):
         return self(pre, parameters)
 
     def estimated(self, codes: Codes, parameters: Parameters) -> Parameters:
-        """New values of those of `estimates` that a training step moves; several processes take the mean of theirs.
-
-        Args:
-            codes: what `training_codes` gave for this process' rows of the step's batch, (B, F).
-            parameters: as they stand.
-        """
+        """New values of those of `estimates` that a training step moves, given what `training_codes` gave for this
+        process' rows of the batch, (B, F); several processes take the mean of theirs."""
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """The values of those of `estimates` that suit some rows best.
-
-        Args:
-            pre: pre-activations of the rows, (n, F).
-            parameters: as they stand.
-        """
+        """The values of those of `estimates` that suit some rows best, given their pre-activations, (n, F)."""
         return {}
 
     def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:

@@ -45,13 +45,8 @@ def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
 
 
 def tallied(everything: Sequence[Measured], pictured: bool, listener: Listener) -> list[Firing]:
-    """How often the latents of each SAE fire on its rows.
-
-    Args:
-        everything: the SAEs and their rows.
-        pictured: keep the first rows' codes, for `draw_sparsity`.
-        listener: told how far it has come.
-    """
+    """How often the latents of each SAE fire on its rows; where they are to be pictured, by `draw_sparsity`, with the
+    first rows' codes."""
     return [firing(one.sae, one.batches(listener), PICTURED_ROWS if pictured else 0) for one in everything]
 
 

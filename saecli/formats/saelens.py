@@ -88,12 +88,8 @@ def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
 
 
 def save_saelens(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE so that SAELens' `SAE.load_from_disk` reads it.
-
-    Args:
-        saved: the SAE, its activation one of `ARCHITECTURES`.
-        folder: an existing folder.
-    """
+    """Write an SAE, its activation one of `ARCHITECTURES`, to an existing folder so that SAELens' `SAE.load_from_disk`
+    reads it."""
     sae, origin = saved.sae.copy_to(torch.float32), saved.origin
     metadata = {"sae_lens_version": WRITTEN_FOR, "sae_lens_training_version": None,
                 "model_name": origin.get("model"), "hook_name": hook_name(origin),

@@ -127,13 +127,8 @@ class Target:
 
 def parts_of(block: Block, found: Found | None,
              d_in: int) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A block as a store's writer takes it: rows, columns, and norms of what was left out, by reason.
-
-    Args:
-        block: the block.
-        found: what it gave; None where it has no tokens.
-        d_in: width of the rows.
-    """
+    """A block, and what it gave, None where it has no tokens, as a store's writer takes them: rows of width `d_in`,
+    columns, and norms of what was left out, by reason."""
     dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
     if found is None:
         return np.empty((0, d_in), np.float32), block.columns, dropped

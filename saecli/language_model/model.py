@@ -175,13 +175,8 @@ class LanguageModel:
 
     @contextmanager
     def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """While open, forward passes go on from `replace(activations)` in place of the activations at a site.
-
-        Args:
-            layer: block, from 0.
-            site: one of `SITES`.
-            replace: maps activations (B, T, D) to activations of that shape.
-        """
+        """While open, forward passes go on from `replace(activations)`, (B, T, D) as they are, in place of the
+        activations at one of `SITES` of a block, from 0."""
         module, is_input = hook_point(self.blocks[layer], site)
 
         def on_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -66,13 +66,9 @@ class ModelSource:
         return (self.layers - 1) // 2
 
     def dtype_on(self, device: torch.device, wanted: str = "auto") -> str:
-        """The precision of a forward pass.
-
-        Args:
-            device: where it runs.
-            wanted: one of `MODEL_DTYPES`; or auto, for float32 on a CPU, where half precision is slow and rarely
-                native, and elsewhere the precision that the checkpoint names, float32 if none of these.
-        """
+        """The precision of a forward pass on a device: the one wanted of `MODEL_DTYPES`; for auto float32 on a CPU,
+        where half precision is slow and rarely native, and elsewhere what the checkpoint names, float32 if none of
+        these."""
         if wanted != "auto":
             return wanted
         named = next((str(found).removeprefix("torch.") for config in (self.config.get_text_config(), self.config)

@@ -81,13 +81,8 @@ def short(name: str, width: int = NAME_WIDTH) -> str:
 
 
 def log_scale(axes: Axes, which: str, whole: bool = False) -> None:
-    """Make an axis logarithmic, with plain numbers where it spans fewer than three decades, the denser the fewer.
-
-    Args:
-        axes: the panel.
-        which: "x" or "y".
-        whole: what it shows are counts, with nothing between 1 and 2.
-    """
+    """Make a panel's axis, "x" or "y", logarithmic, with plain numbers where it spans fewer than three decades, the
+    denser the fewer; `whole` for counts, with nothing between 1 and 2."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()

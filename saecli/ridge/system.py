@@ -77,12 +77,8 @@ class System(ABC):
 
     @abstractmethod
     def add(self, codes: Codes, y: Tensor) -> None:
-        """Add a block of rows.
-
-        Args:
-            codes: (B, F), without gradients; they may be kept, and must not be written to again.
-            y: their targets, (B, E), in the codes' precision.
-        """
+        """Add a block of rows: codes (B, F), without gradients, which may be kept, and must not be written to again,
+        and targets (B, E), in the codes' precision."""
 
     @property
     @abstractmethod

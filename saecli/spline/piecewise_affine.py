@@ -288,11 +288,7 @@ class StreamedPCA(PiecewisePCA):
 
     @classmethod
     def over(cls, centres: Rows, directions: bool) -> Self:
-        """Sums over no rows yet.
-
-        Args:
-            centres: (C, D).
-            directions: whether they are to have directions, which takes 8 C D^2 bytes.
+        """Sums over no rows yet, about centres (C, D); of cells that are to have directions, which takes 8 C D^2 bytes.
         """
         (C, D), width = centres.shape, centres.shape[1] if directions else 0
         return cls(np.zeros(C, np.int64), centres.astype(np.float64), np.zeros((C, D)), np.zeros((C, width, width)))

@@ -41,14 +41,8 @@ STREAM_BYTES = 2**26  # of streamed rows at a time, 64 MiB
 
 
 def corners_of(text: str | Sequence[int]) -> tuple[int, ...]:
-    """The numbers of the rows that a picture's plane goes through; none for `pca`.
-
-    Args:
-        text: `pca`, or three numbers, as they are or as in `0,5,9`.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """The numbers of the rows that a picture's plane goes through, given as they are or as in `0,5,9`; none for `pca`.
+    Raises ConfigError where it is neither `pca` nor three."""
     if text == "pca":
         return ()
     words = text.split(",") if isinstance(text, str) else [str(number) for number in text]

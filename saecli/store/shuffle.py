@@ -78,13 +78,8 @@ class Deal:
         self._units = -(-self._permutation.count // self.windows)
 
     def window(self, number: int) -> np.ndarray:
-        """The rows of one of the windows.
-
-        Returns:
-            (R,) int64 row numbers within the store, in the order in which they leave.
-
-        Cost: some 30 ns a stored row, besides `keeps`.
-        """
+        """The rows of one of the windows, (R,) int64 numbers within the store, in the order in which they leave; some
+        30 ns a stored row, besides `keeps`."""
         first = number * self._units
         units = self._permutation(np.arange(first, min(first + self._units, self._permutation.count)))
         units.sort()  # so that `keeps` goes forward

@@ -46,13 +46,7 @@ class Progress:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
-    """Write a checkpoint in place of the one before.
-
-    Args:
-        folder: the run folder.
-        tensors: the state of training, by name.
-        progress: how far it has come.
-    """
+    """Write a run's checkpoint in place of the one before: the state of training, by name, and how far it has come."""
     write_safetensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
 
 
