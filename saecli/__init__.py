@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from .api import fit, load_sae, open_store, save_sae
     from .dictionary import SAE
     from .errors import SaeError
-    from .evaluation.evaluate import compare, evaluate
-    from .evaluation.sparsity import sparsity
+    from .evaluation.evaluate import compare, evaluate, sparsity
     from .harvest import extract
     from .html_report.report import report
     from .inventory.importing import import_array
@@ -53,7 +52,7 @@ _MODULES = {
     "list_home": "inventory.listing",
     "push": "publishing.push",
     "report": "html_report.report",
-    "sparsity": "evaluation.sparsity",
+    "sparsity": "evaluation.evaluate",
 }
 
 if not TYPE_CHECKING:

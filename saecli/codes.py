@@ -122,25 +122,20 @@ class DenseCodes(Codes):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """B and F."""
         return self.values.shape[0], self.values.shape[1]
 
     def dense(self) -> Tensor:
-        """The matrix."""
         return self.values
 
     def times(self, right: Tensor) -> Tensor:
-        """`z right`, (B, C)."""
         few = self._few
         return self.values @ right if few is None else few.times(right)
 
     def transposed_times(self, right: Tensor) -> Tensor:
-        """`z' right`, (F, C)."""
         few = self._few
         return self.values.T @ right if few is None else few.transposed_times(right)
 
     def sums(self) -> Tensor:
-        """The sum of each column, (F,)."""
         return self.values.sum(0)
 
     def add_gram(self, gram: Tensor) -> None:
@@ -158,14 +153,12 @@ class DenseCodes(Codes):
         return vector
 
     def latent_counts(self) -> Tensor:
-        """On how many rows each latent fires, (F,), int64."""
         counts = torch.zeros(self.shape[1], dtype=torch.int64, device=self.values.device)
         for some in in_cache(self.values):
             counts += (some != 0).sum(0, dtype=torch.int32)
         return counts
 
     def row_counts(self) -> Tensor:
-        """How many latents fire on each row, (B,), int64."""
         return torch.cat([(some != 0).sum(1, dtype=torch.int32) for some in in_cache(self.values)]).long()
 
     def l1(self) -> Tensor:
@@ -203,7 +196,6 @@ class SparseCodes(Codes):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """B and F."""
         return len(self.offsets), self.width
 
     def dense(self) -> Tensor:
@@ -212,16 +204,13 @@ class SparseCodes(Codes):
         return flat.scatter(0, self.rows * self.width + self.indices, self.values).view(self.shape)
 
     def times(self, right: Tensor) -> Tensor:
-        """`z right`, (B, C)."""
         return embedding_bag(self.indices, right, self.offsets, mode="sum", per_sample_weights=self.values)
 
     def transposed_times(self, right: Tensor) -> Tensor:
-        """`z' right`, (F, C)."""
         rows, values, offsets = self._by_latent
         return embedding_bag(rows, right, offsets, mode="sum", per_sample_weights=values)
 
     def sums(self) -> Tensor:
-        """The sum of each column, (F,)."""
         return self.values.new_zeros(self.width).index_add(0, self.indices, self.values)
 
     def by_latent(self, vector: Tensor) -> Tensor:
@@ -229,17 +218,14 @@ class SparseCodes(Codes):
         return vector[self.indices]
 
     def latent_counts(self) -> Tensor:
-        """On how many rows each latent fires, (F,), int64."""
         fires = (self.values != 0).long()
         return fires.new_zeros(self.width).index_add(0, self.indices, fires)
 
     def row_counts(self) -> Tensor:
-        """How many latents fire on each row, (B,), int64."""
         fires = (self.values != 0).long()
         return fires.new_zeros(self.shape[0]).index_add(0, self.rows, fires)
 
     def l1(self) -> Tensor:
-        """The sum of all codes' magnitudes, a scalar, float64."""
         return self.values.double().abs().sum()
 
     def bytes(self) -> int:
@@ -324,11 +310,8 @@ def few_entries(mask: Tensor) -> Tensor | None:
 
 
 def located(flat: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Where entries at ascending rows of a matrix (B, F) are, given their numbers in it, (n,).
-
-    Returns:
-        The offsets, (B,), rows, (n,), and latents, (n,).
-    """
+    """The offsets, (B,), rows, (n,), and latents, (n,), of entries at ascending rows of a matrix (B, F), given their
+    numbers in it, (n,)."""
     rows = flat.div(shape[1], rounding_mode="floor")
     return offsets_of(rows, shape[0]), rows, flat - rows * shape[1]
 

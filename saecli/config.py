@@ -85,11 +85,7 @@ class Option:
         return type(value) in self.kinds or (type(value) is int and float in self.kinds)
 
     def checked(self, value: Any) -> Any:
-        """The value, of the type that it takes.
-
-        Raises:
-            ConfigError: it is none that is allowed.
-        """
+        """The value, of the type that it takes; ConfigError where it is none that is allowed."""
         if value is None and self.optional:
             return None
         if type(value) in LARGEST and not abs(value) <= LARGEST[type(value)]:
@@ -164,11 +160,8 @@ class Config:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The configuration that `to_json` wrote; a field that the document lacks, written before there was such an
-        option, takes its default.
-
-        Raises:
-            ConfigError: the document has a field too many, or one with a value not allowed.
-        """
+        option, takes its default. Raises ConfigError where the document has a field too many, or one with a value not
+        allowed."""
         if unexpected := sorted(document.keys() - options_of(cls).keys()):
             raise ConfigError(None, "{config} does not match: unexpected {unexpected}", config=cls.__name__,
                               unexpected=unexpected)

@@ -8,11 +8,7 @@ from .torchrun import local_world, world
 
 
 def device_named(name: str) -> torch.device:
-    """The device that `--device` asks for.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """The device that `--device` asks for; ConfigError where there is no such device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda:") and world() > 1 and local_world() > 1:
@@ -32,12 +28,8 @@ def device_named(name: str) -> torch.device:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on a device, without waiting for what the device has still to do.
-
-    Args:
-        tensor: on the CPU.
-        device: where to; for a CPU the tensor itself is returned, elsewhere its memory can be used again at once.
-    """
+    """A tensor of the CPU on a device, without waiting for what that has still to do; for a CPU the tensor itself,
+    elsewhere its memory can be used again at once."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)  # what can be paged out is copied while the host waits

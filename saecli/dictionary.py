@@ -100,13 +100,8 @@ class Dictionary(Module, ABC):
         return codes.times(self.decoder()) + self.b_dec
 
     def loss(self, batch: Batch, sparsity: str = "none", weight: float = 0.0) -> Loss:
-        """`mean over rows of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters.
-
-        Args:
-            batch: the rows, of the dictionary's dtype and device; this process may have none of them.
-            sparsity: one of the activation's penalties, or `none`.
-            weight: the penalty's.
-        """
+        """`mean over rows of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters, of a batch, of
+        which this process may have no rows; the penalty is one of the activation's, or `none`."""
         pre = self.pre_activations(batch.x)
         codes = self.activation.training_codes(pre, self.activation_parameters)
         if not len(batch.x):
@@ -202,7 +197,6 @@ class SAE(Dictionary):
         self.register_parameter("W_dec", Parameter(W_dec.detach(), requires_grad=False))
 
     def decoder(self) -> Tensor:
-        """W_dec, (F, D)."""
         return self.W_dec
 
     def tensors(self) -> dict[str, Tensor]:

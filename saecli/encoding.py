@@ -60,12 +60,7 @@ class _Taken(torch.autograd.Function):
 
 
 def at(pre: Tensor, indices: Tensor) -> SparseCodes:
-    """The pre-activations of given latents of each row, all others zero.
-
-    Args:
-        pre: (B, F).
-        indices: different latents, (B, K).
-    """
+    """The pre-activations, (B, F), of given latents of each row, (B, K), all different; all others zero."""
     rows = torch.arange(len(pre), device=pre.device)
     count = indices.shape[1]
     values = _Taken.apply(pre, rows.repeat_interleave(count), indices.flatten())
@@ -73,22 +68,13 @@ def at(pre: Tensor, indices: Tensor) -> SparseCodes:
 
 
 def at_entries(pre: Tensor, entries: Tensor) -> SparseCodes:
-    """The pre-activations at some entries of the whole batch, all others zero.
-
-    Args:
-        pre: (B, F).
-        entries: the entries' numbers in `pre` read row after row, all different, in any order, (n,).
-    """
+    """The pre-activations, (B, F), at some entries of the whole batch, (n,), all different and in any order, numbered
+    row after row; all others zero."""
     return _at_ascending(pre, entries.sort().values)
 
 
 def where(pre: Tensor, active: Tensor) -> Codes:
-    """`pre` where a mask holds and else 0; no gradient flows through the others.
-
-    Args:
-        pre: (B, F).
-        active: the mask, (B, F).
-    """
+    """`pre` where a mask holds and else 0, (B, F) each; no gradient flows through the others."""
     few = few_entries(active)
     return DenseCodes(torch.where(active, pre, 0.0)) if few is None else _at_ascending(pre, few)
 

@@ -140,13 +140,7 @@ def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
 
 
 def unknown_choice(option: str, word: str, choices: Iterable[str]) -> ConfigError:
-    """The error on a word that is none of an option's choices.
-
-    Args:
-        option: what the word was given for, such as act.
-        word: what was given.
-        choices: what can be.
-    """
+    """The error on a word that is none of the choices of what it was given for, such as act."""
     choices = list(choices)
     return ConfigError(option, "must be one of {choices}, got {word}", did_you_mean(word, choices),
                        choices=", ".join(choices), word=repr(word))

@@ -36,12 +36,7 @@ class Command(TyperCommand):
 
 
 def show_root_help(group: Any, ctx: Any) -> None:
-    """Print the page of all commands.
-
-    Args:
-        group: the group of all commands.
-        ctx: its context, which makes formatters.
-    """
+    """Print the page of all commands, a group, whose context makes formatters."""
     commands = [(name, group.get_command(ctx, name).help) for name in group.list_commands(ctx)]
     _show(group, ctx, _panels(group, ctx, frozenset()) | {"Commands": commands})
 

@@ -152,11 +152,7 @@ class Shelf:
                 for path in sorted(folders) if any(path.glob("[!.]*"))}
 
     def read_marker(self, name: str) -> Marker:
-        """The marker of an entry.
-
-        Raises:
-            SaeError: it is none.
-        """
+        """The marker of an entry; SaeError where it is none."""
         path = self.path / name / self.marker
         try:
             return read_json(path, Marker)
@@ -200,11 +196,7 @@ class Shelf:
 
 
 def read_run(path: Path) -> RunDocument:
-    """What a `run.json` says.
-
-    Raises:
-        RunError: it is not what `sae train` writes, or is of a newer version.
-    """
+    """What a `run.json` says; RunError where it is not what `sae train` writes, or is of a newer version."""
     return _read_run(path, RunDocument)
 
 

@@ -27,11 +27,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def demand_address_space() -> None:
-    """Refuse to begin where libraries cannot be loaded.
-
-    Raises:
-        MachineError: `ulimit -v` leaves less than `LEAST_ADDRESS_SPACE`.
-    """
+    """Refuse to begin where libraries cannot be loaded; MachineError where `ulimit -v` leaves less than
+    `LEAST_ADDRESS_SPACE`."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
         raise MachineError(f"too little address space to load the libraries: expected {LEAST_ADDRESS_SPACE >> 20:,} "

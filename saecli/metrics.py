@@ -42,13 +42,7 @@ class Reconstruction:
 
     @torch.no_grad()
     def update(self, x: Tensor, x_hat: Tensor, z: Codes) -> None:
-        """Count a batch.
-
-        Args:
-            x: the rows, (B, D).
-            x_hat: their reconstructions, (B, D).
-            z: their codes, (B, F).
-        """
+        """Count a batch of rows and their reconstructions, (B, D) each, and codes, (B, F)."""
         if not len(x):
             return
         if not self.rows:
@@ -103,13 +97,8 @@ class Reconstruction:
 
 @torch.no_grad()
 def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Communicator = ALONE) -> dict[str, Any]:
-    """The measures of `Reconstruction.result` of an SAE over rows, in one pass; over those of all processes.
-
-    Args:
-        sae: the autoencoder.
-        batches: the rows, in batches (B, D), of the SAE's dtype and device.
-        communicator: reaches the other processes, which have other rows.
-    """
+    """The measures of `Reconstruction.result` of an SAE over batches (B, D) of rows, of its dtype and device, in one
+    pass; over those of all processes that the communicator reaches."""
     (found,) = reconstructions([sae], batches, communicator)
     return found
 
@@ -131,13 +120,8 @@ def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
 
 
 def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]:
-    """What is doubtful about an SAE by its measures, a clause for each measure that is.
-
-    Args:
-        measures: `fvu` and `l0`, as of `Reconstruction.result`.
-        d_in: width of the rows.
-        d_sae: number of latents.
-    """
+    """What is doubtful about an SAE by its measures, `fvu` and `l0` as of `Reconstruction.result`, a clause for each
+    that is."""
     found, fvu, l0 = {}, measures["fvu"], measures["l0"]
     if math.isfinite(fvu) and fvu > 1:
         found["fvu"] = f"FVU {fvu:.4g} is above 1, so the mean of the rows would reconstruct them better"
@@ -217,13 +201,8 @@ class Firing:
 
 @torch.no_grad()
 def firing(sae: Dictionary, batches: Iterable[Tensor], keep: int = 0) -> Firing:
-    """The latents of an SAE that fire on rows, counted in one pass.
-
-    Args:
-        sae: the autoencoder.
-        batches: the rows, in batches (B, D), of the SAE's dtype and device.
-        keep: as of `Firing`.
-    """
+    """The latents of an SAE that fire on batches (B, D) of rows, of its dtype and device, counted in one pass; `keep`
+    as of `Firing`."""
     found = Firing(sae.d_sae, keep)
     for x in batches:
         found.update(sae.codes(x))

@@ -16,11 +16,10 @@ from saecli.activations import Relu, TopK
 from saecli.dictionary import SAE
 from saecli.metrics import reconstruction
 from saecli.spline import bridge as bridge_module
-from saecli.spline import kmeans as kmeans_module
+from saecli.spline import piecewise_affine as kmeans_module
 from saecli.spline.bridge import Bridge, Visited, own_cells
-from saecli.spline.kmeans import Stream, kmeans
 from saecli.spline.partition import cells_of
-from saecli.spline.piecewise_affine import LocalPCA, StreamedPCA, principal_components
+from saecli.spline.piecewise_affine import LocalPCA, Stream, StreamedPCA, kmeans, principal_components
 from saecli.spline.survey import visits
 
 D = 6

@@ -40,8 +40,7 @@ def test_epoch_is_a_permutation_of_the_split_whatever_the_sizes(data):
         except StoreError:
             return  # an empty split, which has its own test
         size, window = data.draw(st.integers(1, 100)), data.draw(st.integers(1, 4000))
-        batches = [b[:, 0].astype(int) for b in rows.batches(size, seed=1, epoch=0, window_bytes=window,
-                                                             exact=data.draw(st.booleans()))]
+        batches = [b[:, 0].astype(int) for b in rows.batches(size, seed=1, epoch=0, window_bytes=window)]
         assert [len(b) for b in batches[:-1]] == [size] * (len(batches) - 1)
         expected = collect(rows.sequential(size))[:, 0].astype(int)
         assert len(expected) == rows.rows
@@ -96,14 +95,6 @@ def test_a_batch_holds_few_pairs_of_one_document_however_many_windows_there_are(
     came = collect(store.split("all").batches(64, seed=0, epoch=0, window_bytes=window))[:, 0].astype(int)
     assert pairs_of_one_document(of_rows, 64) > 100  # as stored
     assert pairs_of_one_document(came, 64) < 1.2
-
-
-def test_exact_shuffle_is_uniform_in_any_window(documents):
-    rows = documents[0].split("all")
-    came = collect(rows.batches(64, seed=0, epoch=0, exact=True, window_bytes=512 * 2000))[:, 0].astype(int)
-    # Pairs in batches, and also in all that a window of 2,000 rows holds; counts of many pairs differ little by chance.
-    assert pairs_of_one_document(came, 64) == pytest.approx(1, abs=0.1)
-    assert pairs_of_one_document(came, 2000) == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system does not tell what is in its page cache")

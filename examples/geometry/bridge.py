@@ -25,9 +25,8 @@ from saecli.plots.cells import arrows, fill, tints
 from saecli.plots.style import COLOURS, figure
 from saecli.spline.bridge import fvu, spread
 from saecli.spline.census import support_keys
-from saecli.spline.kmeans import kmeans
 from saecli.spline.partition import cells_of, cells_of_diagram
-from saecli.spline.piecewise_affine import LocalPCA
+from saecli.spline.piecewise_affine import LocalPCA, kmeans
 from saecli.spline.plane_cells import PlaneCells, polygon_cells
 from saecli.spline.power_diagram import PowerDiagram
 

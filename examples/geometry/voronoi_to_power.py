@@ -20,8 +20,8 @@ from matplotlib.patches import Circle
 
 from saecli.plots.cells import TINTS, fill, tints
 from saecli.plots.style import COLOURS, figure
-from saecli.spline.kmeans import kmeans
 from saecli.spline.partition import cells_of_diagram
+from saecli.spline.piecewise_affine import kmeans
 from saecli.spline.plane_cells import polygon_cells
 from saecli.spline.power_diagram import PowerDiagram
 

@@ -30,11 +30,8 @@ def activation_to_json(activation: Activation) -> dict:
 
 
 def activation_from_json(document: dict) -> Activation:
-    """The activation that `activation_to_json` wrote.
-
-    Raises:
-        ConfigError: no activation of that name is known, or its settings do not fit.
-    """
+    """The activation that `activation_to_json` wrote; ConfigError where no activation of that name is known, or its
+    settings do not fit."""
     settings = dict(document)
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in ACTIVATIONS:

@@ -35,18 +35,11 @@ class Activation(Config):
     exact_zeros: ClassVar[bool] = True
 
     def check(self, d_sae: int) -> None:
-        """Refuse settings that cannot work with `d_sae` latents.
-
-        Raises:
-            ConfigError: they cannot.
-        """
+        """Refuse settings that cannot work with `d_sae` latents, by a ConfigError."""
 
     def check_sparsity(self, sparsity: str) -> None:
-        """Refuse a penalty that the activation does not offer, or settings that do nothing with the penalty.
-
-        Raises:
-            ConfigError: there are such.
-        """
+        """Refuse a penalty that the activation does not offer, or settings that do nothing with the penalty, by a
+        ConfigError."""
         if sparsity not in self.sparsities:
             raise ConfigError("sparsity", "{given} cannot be used with {act} {name}", "use one of {others}",
                               given=sparsity, name=self.name, others=", ".join(self.sparsities))
@@ -84,21 +77,12 @@ class Activation(Config):
         return self(pre, parameters)
 
     def estimated(self, codes: Codes, parameters: Parameters) -> Parameters:
-        """New values of those of `estimates` that a training step moves; several processes take the mean of theirs.
-
-        Args:
-            codes: what `training_codes` gave for this process' rows of the step's batch, (B, F).
-            parameters: as they stand.
-        """
+        """New values of those of `estimates` that a training step moves, given what `training_codes` gave for this
+        process' rows of the batch, (B, F); several processes take the mean of theirs."""
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """The values of those of `estimates` that suit some rows best.
-
-        Args:
-            pre: pre-activations of the rows, (n, F).
-            parameters: as they stand.
-        """
+        """The values of those of `estimates` that suit some rows best, given their pre-activations, (n, F)."""
         return {}
 
     def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:

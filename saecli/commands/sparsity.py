@@ -3,8 +3,8 @@
 import typer
 
 from ..evaluation.comparing import extremes, sparsity_table
+from ..evaluation.evaluate import draw_sparsity, sparsity_document, tallied
 from ..evaluation.sae_and_rows import all_measured
-from ..evaluation.sparsity import draw_sparsity, sparsity_document, tallied
 from ..options import Device, Json, Plot, Runs, start
 from .eval import Data, SplitName
 

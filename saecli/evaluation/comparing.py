@@ -80,12 +80,8 @@ def sparsest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> list[RenderableType]:
-    """The tables of `sae eval`, one of reconstruction, and with a model one of the effect on it.
-
-    Args:
-        ranked: the measures, sparsest first.
-        model: the language model that the SAEs were spliced into; None for none.
-    """
+    """The tables of `sae eval` on measures, sparsest first: one of reconstruction, and one of the effect on the
+    language model that the SAEs were spliced into; None for none."""
     order = "sparsest first" if len(ranked) > 1 else None
     compared = any(run["unbeaten"] is not None for run in ranked)
     shown = [comparison(ranked, RECONSTRUCTION, f"{order}; {meaning(ranked[0])}" if compared else order)]
@@ -95,13 +91,8 @@ def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> li
 
 
 def comparison(runs: Sequence[dict[str, Any]], columns: Sequence[str], title: str | None) -> RenderableType:
-    """A table that people see: a run a line in the order given, those that are unbeaten marked.
-
-    Args:
-        runs: measures by name; `run` and `unbeaten` among them.
-        columns: the measures to show.
-        title: the line above; None for none.
-    """
+    """A table that people see: of measures by name, `run` and `unbeaten` among them, some columns; a run a line in the
+    order given, those that are unbeaten marked."""
     rows = [[run["run"] + " *" * bool(run["unbeaten"]), *(run[column] for column in columns)] for run in runs]
     return table(title, ["run", *(column.replace("_", " ") for column in columns)], rows)
 

@@ -1,6 +1,9 @@
-"""Reconstruction, sparsity and the effect on a language model: what `sae eval` prints and `sae push` puts on a card."""
+"""Reconstruction, sparsity and the effect on a language model: what `sae eval` and `sae sparsity` print, and `sae push`
+puts on a card.
+"""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,15 +11,72 @@ from typing import TYPE_CHECKING, Any
 from ..console import Listener, listening
 from ..errors import ConfigError
 from ..home import Home
-from ..metrics import doubts, reconstruction
+from ..metrics import Firing, doubts, firing, reconstruction
 from ..store import Rows
 from ..wording import counted
 from .comparing import marked
-from .sae_and_rows import Measured, RowsLike, SAELike, all_measured, by_rows
+from .sae_and_rows import Measured, RowsLike, SAELike, all_measured, by_rows, measured
 
-if TYPE_CHECKING:  # transformers takes seconds to import, and only a model needs it
+if TYPE_CHECKING:
     from ..harvest import Windows
     from ..language_model import LanguageModel
+
+PICTURED_ROWS = 200
+NAMED = 40  # letters of a run's name in that of its picture: a folder's whole path may be too long for a file's name
+
+
+def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: str = "test", device: str = "auto",
+             home: str | Path | None = None, progress: bool = False) -> dict[str, Any]:
+    """Count how often an SAE's latents fire on rows, as `sae sparsity` does.
+
+    Args:
+        sae: as of `evaluate`, which explains the others too.
+
+    Returns:
+        What `sae sparsity --json` prints of a run: `run`, `data` and `split`, the measures of `Firing.result`, among
+        them `frequency`, the share of the rows that each latent fires on, and `dead_fraction`.
+
+    Raises:
+        SaeError: as of `evaluate`.
+    """
+    listener = listening(progress)
+    one = measured(Home.at(home), sae, data, split, device, listener)
+    return sparsity_document(one, firing(one.sae, one.batches(listener)))
+
+
+def tallied(everything: Sequence[Measured], pictured: bool, listener: Listener) -> list[Firing]:
+    """How often the latents of each SAE fire on its rows; where they are to be pictured, by `draw_sparsity`, with the
+    first rows' codes."""
+    return [firing(one.sae, one.batches(listener), PICTURED_ROWS if pictured else 0) for one in everything]
+
+
+def sparsity_document(one: Measured, counts: Firing) -> dict[str, Any]:
+    """What `sae sparsity --json` prints of a run."""
+    return one.heading | counts.result() | {"dead_fraction": one.subject.dead_fraction}
+
+
+def draw_sparsity(path: Path, tallies: Mapping[str, Firing]) -> list[Path]:
+    """Draw histograms of L0 and of frequencies, and beside them, one a run, the first rows' codes.
+
+    Args:
+        path: where the histograms go; the others' names begin as its does.
+        tallies: by run, as of `tallied`.
+
+    Returns:
+        The pictures' paths.
+    """
+    from ..plots import firing as histograms  # matplotlib takes a second to import
+    from ..plots import patterns
+
+    histograms(path, {name: (one.l0_histogram, one.frequency) for name, one in tallies.items()})
+    drawn = [path]
+    for name, one in tallies.items():
+        which = "-" + re.sub(r"[^\w.-]+", "-", name)[-NAMED:] if len(tallies) > 1 else ""
+        picture = path.with_stem(f"{path.stem}-patterns{which}")
+        drawn.append(path.with_stem(f"{picture.stem}-{len(drawn)}") if picture in drawn else picture)
+        patterns(drawn[-1], one.patterns, name)
+    return drawn
+
 
 TOKENS = 16_384  # that a model is run over where no one says
 
@@ -73,11 +133,8 @@ def compare(saes: Sequence[SAELike], data: RowsLike = None, *, split: str = "tes
 
 
 def check_tokens_of_model(tokens: int | None, model: str | None) -> None:
-    """Refuse a number of tokens that no model is run over.
-
-    Raises:
-        ConfigError: there are tokens and no model, or none at all.
-    """
+    """Refuse a number of tokens that no model is run over; ConfigError where there are tokens and no model, or none at
+    all."""
     if tokens is not None and model is None:
         raise ConfigError("tokens", "does nothing without {model}", "leave it out, or name the language model")
     if tokens is not None and tokens < 1:

@@ -142,11 +142,8 @@ class Measured:
 
     @property
     def of_store(self) -> Rows:
-        """The rows, for what asks their store for more than they are.
-
-        Raises:
-            ConfigError: they are in memory, and no store's.
-        """
+        """The rows, for what asks their store for more than they are; ConfigError where they are in memory, and no
+        store's."""
         if isinstance(self.rows, ArrayRows):
             raise ConfigError("data", "must be a store or rows of one here, got rows in memory",
                               "put them into a store with `sae import`")

@@ -72,11 +72,8 @@ def known_files() -> str:
 
 
 def load(folder: Path) -> SavedSAE:
-    """Read the SAE in a folder, in whichever format it is.
-
-    Raises:
-        FormatError: the folder holds no SAE in a known format, or one that is damaged or cannot be expressed.
-    """
+    """Read the SAE in a folder, in whichever format it is; FormatError where the folder holds no SAE in a known format,
+    or one that is damaged or cannot be expressed."""
     name = recognise(folder)
     if name is None:
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"

@@ -95,12 +95,8 @@ CLASSES: dict[str, Layout] = {
 
 
 def load_dictionary_learning(folder: Path) -> SavedSAE:
-    """Read an SAE that dictionary_learning saved.
-
-    Raises:
-        FormatError: the files are damaged, hold objects whose loading runs code, or an SAE of a class that
-            this tool cannot express.
-    """
+    """Read an SAE that dictionary_learning saved; FormatError where the files are damaged, hold objects whose loading
+    runs code, or an SAE of a class that this tool cannot express."""
     path = folder / CONFIG
     trainer = read_config(path, Config).trainer
     name = trainer.dict_class

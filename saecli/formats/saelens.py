@@ -36,12 +36,8 @@ ARCHITECTURES: dict[type[Activation], str] = {
 
 
 def load_saelens(folder: Path) -> SavedSAE:
-    """Read an SAE that SAELens saved.
-
-    Raises:
-        FormatError: the files are damaged, or the SAE is of an architecture or has a setting that this tool does
-            not have.
-    """
+    """Read an SAE that SAELens saved; FormatError where the files are damaged, or the SAE is of an architecture or has
+    a setting that this tool does not have."""
     path = folder / CONFIG
     config = read_config(path, dict[str, Any])
     if not isinstance(config.get("metadata"), dict) or "architecture" not in config:
@@ -67,11 +63,8 @@ def load_saelens(folder: Path) -> SavedSAE:
 
 
 def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration from before version 6 as one of version 6, silent entries filled in as SAELens fills them in.
-
-    Raises:
-        FormatError: it names a function of the pre-activations that version 6 does not have.
-    """
+    """A configuration from before version 6 as one of version 6, silent entries filled in as SAELens fills them in;
+    FormatError where it names a function of the pre-activations that version 6 does not have."""
     old = {OLD_KEYS.get(key, key): value for key, value in config.items()}
     if not {"d_in", "d_sae"} <= old.keys():
         raise FormatError(f"{path}: expected the keys d_in and d_sae of a SAELens configuration, got {sorted(config)}")
@@ -95,12 +88,8 @@ def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
 
 
 def save_saelens(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE so that SAELens' `SAE.load_from_disk` reads it.
-
-    Args:
-        saved: the SAE, its activation one of `ARCHITECTURES`.
-        folder: an existing folder.
-    """
+    """Write an SAE, its activation one of `ARCHITECTURES`, to an existing folder so that SAELens' `SAE.load_from_disk`
+    reads it."""
     sae, origin = saved.sae.copy_to(torch.float32), saved.origin
     metadata = {"sae_lens_version": WRITTEN_FOR, "sae_lens_training_version": None,
                 "model_name": origin.get("model"), "hook_name": hook_name(origin),

@@ -33,11 +33,8 @@ LATENTS_KEPT: dict[type[Activation], Callable[[SAE], int]] = {
 
 
 def load_sparsify(folder: Path) -> SavedSAE:
-    """Read an SAE that sparsify saved.
-
-    Raises:
-        FormatError: the files are damaged, or hold a transcoder or another activation than TopK.
-    """
+    """Read an SAE that sparsify saved; FormatError where the files are damaged, or hold a transcoder or another
+    activation than TopK."""
     path = folder / CONFIG
     config = read_config(path, dict[str, Any])
     refuse_unless(path, config, "activation", "topk")
@@ -55,12 +52,8 @@ def load_sparsify(folder: Path) -> SavedSAE:
 
 
 def save_sparsify(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE so that sparsify's `SparseCoder.load_from_disk` reads it.
-
-    Args:
-        saved: the SAE, its activation one of `LATENTS_KEPT`.
-        folder: an existing folder.
-    """
+    """Write an SAE, its activation one of `LATENTS_KEPT`, to an existing folder so that sparsify's
+    `SparseCoder.load_from_disk` reads it."""
     sae = saved.sae.copy_to(torch.float32)
     write_json(folder / CONFIG, {
         "activation": "topk", "expansion_factor": max(1, sae.d_sae // sae.d_in), "normalize_decoder": False,

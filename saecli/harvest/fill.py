@@ -1,20 +1,82 @@
-"""Filling several stores in one pass over the text.
+"""Filling several stores in one pass over the text, what comes next being prepared while the last is used.
 
 Every store is filled as if it were alone: blocks do not depend on what else is read, so stores that were interrupted at
 different shards meet the same blocks again, each from its own on.
 """
 
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 
 from ..errors import StoreError
 from ..language_model import Place
 from ..store import StoreWriter
-from .ahead import Ahead
 from .forward import Forward, Found
 from .window_blocks import Block, Cursor
+
+Item = TypeVar("Item")
+
+
+class Ahead(Generic[Item]):
+    """Runs an iterator in a thread, a little ahead of its consumer; its error is raised where it would have been.
+
+    A context manager; leaving it early stops the thread at the next item. It does not wait for one: the iterator may
+    be waiting for a network, and the thread ends with the process.
+
+    Args:
+        items: what to run.
+        count: items under way at most.
+    """
+
+    def __init__(self, items: Iterator[Item], count: int = 1) -> None:
+        self._items = items
+        self._queue: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(count)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sae-ahead", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=1.0)
+
+    def __iter__(self) -> Iterator[Item]:
+        while True:
+            item, error = self._queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+
+    def _run(self) -> None:
+        try:
+            for item in self._items:
+                self._put(item, None)
+                if self._stopped.is_set():
+                    break
+            self._put(None, None)
+        except BaseException as error:  # raised again in the consumer's thread
+            self._put(None, error)
+        finally:
+            self._items.close()
+
+    def _put(self, item: Item | None, error: BaseException | None) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._queue.put((item, error), timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
 
 COLUMNS = ("token_id", "position", "document")
 NONFINITE_ROWS = 10_000  # so many rows that none can be stored of are no accident
@@ -52,12 +114,8 @@ class Target:
         return not self.full and block.cursor.place >= self.cursor.place
 
     def append(self, block: Block, found: Found | None) -> None:
-        """Store what a block gave; None where it has no tokens.
-
-        Raises:
-            StoreError: the disk refuses it, the text is not that of an interrupted store, or none of very many rows
-                could be stored.
-        """
+        """Store what a block gave; None where it has no tokens. Raises StoreError where the disk refuses it, the text
+        is not that of an interrupted store, or none of very many rows could be stored."""
         rows, columns, dropped = parts_of(block, found, self._writer.meta.d_in)
         self._writer.append(rows, columns, block.cursor.to_json(), dropped, block.end.to_json())
         demand_some(self.rows, block.offered, self._writer.meta.dtype)
@@ -69,13 +127,8 @@ class Target:
 
 def parts_of(block: Block, found: Found | None,
              d_in: int) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A block as a store's writer takes it: rows, columns, and norms of what was left out, by reason.
-
-    Args:
-        block: the block.
-        found: what it gave; None where it has no tokens.
-        d_in: width of the rows.
-    """
+    """A block, and what it gave, None where it has no tokens, as a store's writer takes them: rows of width `d_in`,
+    columns, and norms of what was left out, by reason."""
     dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
     if found is None:
         return np.empty((0, d_in), np.float32), block.columns, dropped
@@ -83,11 +136,7 @@ def parts_of(block: Block, found: Found | None,
 
 
 def demand_some(stored: int, offered: int, dtype: str) -> None:
-    """Refuse to go on where so many rows were offered and none could be stored.
-
-    Raises:
-        StoreError: it is so.
-    """
+    """Refuse to go on where so many rows were offered and none could be stored, by a StoreError."""
     if offered >= NONFINITE_ROWS and not stored:
         remedy = ("the model itself gives them, so check its weights" if dtype == "float32" else
                   f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != dtype)}")

@@ -93,12 +93,7 @@ class Windows:
                                         "one without", "leave it out")
 
     def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
-        """The windows of documents, in their order.
-
-        Args:
-            documents: the texts, blank ones too.
-            token: number of the first document's token to begin with.
-        """
+        """The windows of documents, blank ones too, in their order, from one token of the first on."""
         return self._pack(documents, token) if self._packed else self._part(documents, token)
 
     def rows(self, document: Document) -> int:

@@ -173,11 +173,8 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, split: str =
 
 
 def check_choice(latents: str | Sequence[int] | None, top: int | None, examples: int) -> None:
-    """Refuse a choice of latents that contradicts itself, and numbers out of their range; see `report`.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Refuse a choice of latents that contradicts itself, and numbers out of their range; see `report`. Raises
+    ConfigError."""
     if latents is not None and top is not None:
         raise ConfigError(None, "cannot use both {latents} and {top}", "leave one of them out")
     if top is not None and top < 1:

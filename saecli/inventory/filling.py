@@ -12,11 +12,8 @@ from ..wording import counted
 
 
 def open_store(home: Home, name: str | None, listener: Listener) -> ActivationStore:
-    """The store of that name, or the newest, which is then named.
-
-    Raises:
-        StoreError: there is none, or a shard that was changed since the store was written is damaged.
-    """
+    """The store of that name, or the newest, which is then named; StoreError where there is none, or a shard that was
+    changed since the store was written is damaged."""
     store = ActivationStore.open(home.stores.find(name))
     if name is None:
         listener.note(f"using the newest store, {store.name}")
@@ -70,11 +67,8 @@ DERIVED = "the store's name, which {name} sets,"  # where it is made of what the
 
 @contextmanager
 def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
-    """Say, where Ctrl-C ends a command that fills stores, what of them is kept.
-
-    Yields:
-        A list, empty, for the stores' folders as soon as they are known.
-    """
+    """Say, where Ctrl-C ends a command that fills stores, what of them is kept; yields a list, empty, for the stores'
+    folders as soon as they are known."""
     folders: list[Path] = []
     try:
         yield folders
@@ -91,14 +85,8 @@ def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
 
 @contextmanager
 def filling(writers: Sequence[StoreWriter], label: str, rows: int, listener: Listener) -> Iterator[Step]:
-    """Show how stores are filled, say what they go on with, and in the end what became of damaged shards.
-
-    Args:
-        writers: the stores' writers.
-        label: what is being done.
-        rows: how many rows there are to come.
-        listener: told of all that.
-    """
+    """Show how stores are filled, up to so many rows, say what they go on with, and in the end what became of damaged
+    shards."""
     for writer in writers:
         if writer.damaged:
             listener.note(f"{writer.path.name}: writing anew {_named(writer.damaged)}")

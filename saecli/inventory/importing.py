@@ -123,10 +123,7 @@ def _meta(file: str, array: ArraySource, config: ImportConfig) -> StoreMeta:
 
 def _check_room(folder: Path, array: ArraySource, dtype: str) -> None:
     """Refuse rows that the disk has no room for, before the first is read: a header can claim any number of them.
-
-    Raises:
-        StoreError: it has not.
-    """
+    Raises StoreError."""
     rows = array.rows
     if (folder / STORE_MARKER).exists():
         store = ActivationStore.open(folder)

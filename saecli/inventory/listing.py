@@ -57,14 +57,8 @@ def taken_from(source: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def stored(stores: Sequence[tuple[ActivationStore, bool]]) -> tuple[dict[str, Any], list[RenderableType]]:
-    """The result of a command that made stores.
-
-    Args:
-        stores: each with whether it was there already.
-
-    Returns:
-        The JSON document, of one store or of all below `stores`, and a table for each.
-    """
+    """The result of a command that made stores, given each with whether it was there already: the JSON document, of one
+    store or of all below `stores`, and a table for each."""
     documents, tables = [], []
     for store, cached in stores:
         meta = store.meta
@@ -180,11 +174,8 @@ def _shifted(show: Step, begin: int, name: str, done: float) -> None:
 
 
 def listing_tables(document: dict[str, Any]) -> list[RenderableType]:
-    """What people see of a listing: a table of stores and one of runs, and what is wrong with any, a line each.
-
-    Args:
-        document: what `list_home` returns.
-    """
+    """What people see of `list_home`'s document: a table of stores and one of runs, and what is wrong with any, a line
+    each."""
     home, stores, runs = Home(Path(document["home"])), document["stores"], document["runs"]
     if not stores and not runs:
         return [f"{home.path} holds nothing yet; {home.stores.remedy}"]

@@ -39,11 +39,8 @@ class Place(NamedTuple):
 
 
 def blocks_of(model: nn.Module, name: str, layers: int) -> nn.ModuleList:
-    """The model's list of transformer blocks: the outermost module list as long as the configuration says.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """The model's list of transformer blocks: the outermost module list as long as the configuration says; ModelError
+    where there is none."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
     if not lists:
         raise ModelError(f"cannot find the blocks of {name}: expected a module list of length {layers}, "
@@ -125,11 +122,7 @@ class LanguageModel:
         return self.model.get_input_embeddings().weight.shape[0]
 
     def check_tokens(self, token_ids: Tensor) -> None:
-        """Refuse tokens without an embedding: a tokenizer may know more than its model.
-
-        Raises:
-            ModelError: there is one.
-        """
+        """Refuse tokens without an embedding: a tokenizer may know more than its model. Raises ModelError."""
         if (largest := int(token_ids.max())) >= self.vocabulary:
             raise ModelError(f"{self.source.name} cannot read the token {largest}: expected token ids below "
                              f"{self.vocabulary}, the size of its embedding; use the tokenizer that the model was "
@@ -182,13 +175,8 @@ class LanguageModel:
 
     @contextmanager
     def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """While open, forward passes go on from `replace(activations)` in place of the activations at a site.
-
-        Args:
-            layer: block, from 0.
-            site: one of `SITES`.
-            replace: maps activations (B, T, D) to activations of that shape.
-        """
+        """While open, forward passes go on from `replace(activations)`, (B, T, D) as they are, in place of the
+        activations at one of `SITES` of a block, from 0."""
         module, is_input = hook_point(self.blocks[layer], site)
 
         def on_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -212,11 +200,7 @@ class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward pass 
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """A model's tokenizer.
-
-    Raises:
-        ModelError: its files are missing or cannot be read.
-    """
+    """A model's tokenizer; ModelError where its files are missing or cannot be read."""
     try:
         found = AutoTokenizer.from_pretrained(source.location, revision=source.revision, trust_remote_code=False)
     except UNLOADABLE as error:

@@ -66,13 +66,9 @@ class ModelSource:
         return (self.layers - 1) // 2
 
     def dtype_on(self, device: torch.device, wanted: str = "auto") -> str:
-        """The precision of a forward pass.
-
-        Args:
-            device: where it runs.
-            wanted: one of `MODEL_DTYPES`; or auto, for float32 on a CPU, where half precision is slow and rarely
-                native, and elsewhere the precision that the checkpoint names, float32 if none of these.
-        """
+        """The precision of a forward pass on a device: the one wanted of `MODEL_DTYPES`; for auto float32 on a CPU,
+        where half precision is slow and rarely native, and elsewhere what the checkpoint names, float32 if none of
+        these."""
         if wanted != "auto":
             return wanted
         named = next((str(found).removeprefix("torch.") for config in (self.config.get_text_config(), self.config)
@@ -80,21 +76,13 @@ class ModelSource:
         return named if device.type != "cpu" and named in MODEL_DTYPES else "float32"
 
     def check_layer(self, layer: int) -> None:
-        """Refuse a block that is not there.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Refuse a block that is not there, by a ConfigError."""
         if not 0 <= layer < self.layers:
             raise ConfigError(None, "{model_name} has layers 0 to {last}, got {layer} {got}", model_name=self.name,
                               last=self.layers - 1, got=layer)
 
     def check_context(self, context: int) -> None:
-        """Refuse windows with more tokens than the model has positions.
-
-        Raises:
-            ConfigError: they have.
-        """
+        """Refuse windows with more tokens than the model has positions, by a ConfigError."""
         if self.positions is not None and context > self.positions:
             raise ConfigError(None, "{model_name} takes windows of at most {most} tokens, got {context} {got}",
                               "lower it", model_name=self.name, most=f"{self.positions:,}", got=f"{context:,}")
@@ -143,11 +131,7 @@ def find_model(name: str) -> ModelSource:
 
 
 def _demand_files(name: str, folder: Path) -> None:
-    """Refuse a folder with a pipe or a device in it, which would be waited for.
-
-    Raises:
-        ModelError: there is one.
-    """
+    """Refuse a folder with a pipe or a device in it, which would be waited for, by a ModelError."""
     for path in folder.iterdir():
         if path.exists() and not path.is_dir():
             try:

@@ -28,11 +28,8 @@ class TokenTexts:
 
     @classmethod
     def of_model(cls, name: str) -> "TokenTexts":
-        """Those of a model's tokenizer; loads no weights.
-
-        Raises:
-            ModelError: there is no such model, or its tokenizer cannot be loaded.
-        """
+        """Those of a model's tokenizer; loads no weights. Raises ModelError where there is no such model, or its
+        tokenizer cannot be loaded."""
         return cls(load_tokenizer(find_model(name)))
 
     @cached_property

@@ -13,8 +13,7 @@ from torch import Tensor
 from ..codes import Codes, SparseCodes, in_cache
 from ..dictionary import SAE
 from ..metrics import Firing
-from .blocks import Block
-from .examples import Examples
+from .examples import Block, Examples
 
 OCTAVE = 4  # bins from one power of two to the next: the exponent of a size's fourth power is the number of its bin
 LOWEST, HIGHEST = -24, 24  # powers of two; what lies outside counts in the first or the last bin

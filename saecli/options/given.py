@@ -178,11 +178,8 @@ def _help_all() -> inspect.Parameter:
 
 
 def _combinations(values: Mapping[str, Any], given: frozenset[str]) -> tuple[Given, ...]:
-    """What was given, once for each combination of the values of options that were given several.
-
-    Raises:
-        ConfigError: an option was given one value twice.
-    """
+    """What was given, once for each combination of the values of options that were given several; ConfigError where an
+    option was given one value twice."""
     several = {name: value for name, value in values.items() if isinstance(value, list)}
     for name, words in several.items():
         if twice := [word for place, word in enumerate(words) if word in words[:place]]:

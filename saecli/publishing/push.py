@@ -83,11 +83,8 @@ def pushed(home: Home, sae: SAELike, repo: str, data: RowsLike, options: PushOpt
 
 
 def _address(text: str, run: str) -> Address:
-    """Where to push to; the folder is the run's name where none is given.
-
-    Raises:
-        ConfigError: the text names no repository, or a revision of one.
-    """
+    """Where to push to; the folder is the run's name where none is given. Raises ConfigError where the text names no
+    repository, or a revision of one."""
     expected = "expected USER/REPO or USER/REPO/FOLDER"
     address = Address.parse(text)
     if address is None:

@@ -38,7 +38,6 @@ class HeldRows(System):
         self.inner: Cholesky | None = None  # of the last factorisation
 
     def add(self, codes: Codes, y: Tensor) -> None:
-        """Add a block of rows: codes (B, F) and targets (B, E)."""
         self.changed()
         self.centred = self._gram = self.inner = None
         self._z.append(codes.dense())
@@ -56,26 +55,21 @@ class HeldRows(System):
 
     @property
     def rows(self) -> float:
-        """N."""
         return sum(len(y) for y in self._y)
 
     @property
     def z_bar(self) -> Tensor:
-        """Mean code, (F,)."""
         return self.z.mean(0)
 
     @property
     def y_bar(self) -> Tensor:
-        """Mean target, (E,)."""
         return self.y.mean(0)
 
     def cross(self, centre: Tensor) -> Tensor:
-        """`sum z (y - centre)'`, (F, E)."""
         about_means = (self.z - self.z_bar).T @ (self.y - centre)
         return about_means.addr_(self.z_bar, self.y_bar - centre, alpha=self.rows)
 
     def scale(self, shrink: float) -> float:
-        """Mean of A's diagonal, at least 0."""
         return self._centre(shrink).square().sum().item() / self.z.shape[1]
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor, raised: bool = False) -> "Dual":

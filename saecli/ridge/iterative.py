@@ -175,25 +175,20 @@ class StreamedCodes(System):
 
     @property
     def rows(self) -> float:
-        """N."""
         return self.count.item()
 
     @property
     def z_bar(self) -> Tensor:
-        """Mean code, (F,)."""
         return self.sum_z / self.count
 
     @property
     def y_bar(self) -> Tensor:
-        """Mean target, (E,)."""
         return self.sum_y / self.count
 
     def cross(self, centre: Tensor) -> Tensor:
-        """`sum z (y - centre)'`, (F, E)."""
         return torch.addr(self.zy, self.sum_z, centre, alpha=-1)
 
     def scale(self, shrink: float) -> float:
-        """Mean of A's diagonal, at least 0."""
         return max(self.diagonal(shrink).mean().item(), 0.0)
 
     def diagonal(self, shrink: float) -> Tensor:

@@ -33,12 +33,8 @@ class Plan:
     budget: float = 0.0
 
     def system(self, start: Tensor, again: Callable[[], Iterator[Codes]]) -> Sums | HeldRows | StreamedCodes:
-        """Empty normal equations.
-
-        Args:
-            start: the decoder before the step, (F, E), which gives the sizes and the device.
-            again: gives the codes of all blocks again, for an iteration that could not keep them.
-        """
+        """Empty normal equations, of the sizes and device of the decoder before the step, (F, E); `again` gives the
+        codes of all blocks again, for an iteration that could not keep them."""
         if self.kind == "direct":
             return Sums(*start.shape, start.device)
         return HeldRows() if self.kind == "dual" else StreamedCodes(start, again, self.budget)

@@ -43,7 +43,6 @@ class Sums(System):
         self._codes_are_offset = False
 
     def add(self, codes: Codes, y: Tensor) -> None:
-        """Add a block of rows: codes (B, F) and targets (B, E)."""
         if self._is_empty:
             self.z_0 = _offset(len(y), codes.sums(), codes.squares())
             self.y_0 = _offset(len(y), y.sum(0), y.square().sum(0))
@@ -98,26 +97,21 @@ class Sums(System):
 
     @property
     def rows(self) -> float:
-        """N, or the sum of the rows' weights."""
         return self.count.item()
 
     @property
     def z_bar(self) -> Tensor:
-        """Mean code, (F,)."""
         return self.z_0 + self.sum_z / self.count
 
     @property
     def y_bar(self) -> Tensor:
-        """Mean target, (E,)."""
         return self.y_0 + self.sum_y / self.count
 
     def cross(self, centre: Tensor) -> Tensor:
-        """`sum z (y - centre)'`, (F, E)."""
         about_means = torch.addr(self.zy, self.sum_z / self.count, self.sum_y, alpha=-1)
         return about_means.addr_(self.z_bar, self.y_bar - centre, alpha=self.rows)
 
     def scale(self, shrink: float) -> float:
-        """Mean of A's diagonal, at least 0."""
         about_mean = self.gram.matrix.diagonal() - self.sum_z.square() / self.count
         diagonal = about_mean + (1 - shrink) * self.count * self.z_bar.square()
         return max(diagonal.mean().item(), 0.0)

@@ -77,12 +77,8 @@ class System(ABC):
 
     @abstractmethod
     def add(self, codes: Codes, y: Tensor) -> None:
-        """Add a block of rows.
-
-        Args:
-            codes: (B, F), without gradients; they may be kept, and must not be written to again.
-            y: their targets, (B, E), in the codes' precision.
-        """
+        """Add a block of rows: codes (B, F), without gradients, which may be kept, and must not be written to again,
+        and targets (B, E), in the codes' precision."""
 
     @property
     @abstractmethod
@@ -172,11 +168,8 @@ class Factorisation(ABC, Generic[S]):
 
     @property
     def system(self) -> S:
-        """The normal equations, unchanged since they were factorised. All storage is reached through them.
-
-        Raises:
-            RuntimeError: they have been factorised again, or have changed, and this factorisation is gone.
-        """
+        """The normal equations, unchanged since they were factorised. All storage is reached through them. Raises
+        RuntimeError where they have been factorised again, or have changed, and this factorisation is gone."""
         if self._system.version != self._version:
             raise RuntimeError(f"this factorisation, with a ridge of {self.ridge:.3g}, has been superseded: its normal "
                                "equations have been factorised again, or have changed; factorise them once more")

@@ -11,16 +11,5 @@ from .smoothing import WIDEST
 
 SOLVERS: dict[str, type[SolverConfig]] = {kind.name: kind for kind in (Sgd, PamSgd)}
 
-__all__ = [
-           "DECAY",
-           "DEFAULT_STEPS",
-           "OPTIMIZERS",
-           "PENALTY_WARM_UP",
-           "SOLVERS",
-           "WARM_UP",
-           "WIDEST",
-           "Solver",
-           "SolverConfig",
-           "StepReport",
-           "Task",
-]
+__all__ = ["DECAY", "DEFAULT_STEPS", "OPTIMIZERS", "PENALTY_WARM_UP", "SOLVERS", "WARM_UP", "WIDEST", "Solver",
+           "SolverConfig", "StepReport", "Task"]

@@ -158,11 +158,8 @@ class Solver(ABC):
         """The pass is over: the reports of the steps that were waiting."""
 
     def begin_pass(self, again: Callable[[], Iterable[Batch]]) -> None:
-        """Begin the decoder step that is due.
-
-        Args:
-            again: gives the batches that are to be observed once more, for a solve that goes through them many times.
-        """
+        """Begin the decoder step that is due; `again` gives the batches that are to be observed once more, for a solve
+        that goes through them many times."""
         raise TypeError(f"{type(self).__name__} has no decoder step")
 
     def observe(self, batch: Batch) -> None:
@@ -289,19 +286,13 @@ class SolverConfig(Config, ABC):
         return 1
 
     def resolved(self, batches: int | None) -> Self:
-        """The same with every default filled in that depends on the length of training.
-
-        Args:
-            batches: how many there will be in all; None where optimiser steps are counted instead.
-        """
+        """The same with every default filled in that depends on how many batches there will be in all; None where
+        optimiser steps are counted instead."""
         return self
 
     def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse settings of training that cannot work with the solver's options; see `Optimizer.check`.
-
-        Raises:
-            ConfigError: they cannot.
-        """
+        """Refuse settings of training that cannot work with the solver's options; see `Optimizer.check`. Raises
+        ConfigError."""
         OPTIMIZERS[self.optimizer].check(rows, batch_size, lr, smoothing)
         if OPTIMIZERS[self.optimizer].to_tolerance and self.clip_norm is not None:
             raise ConfigError("clip_norm", "does nothing with {optimizer} {given}, whose line search finds its steps",

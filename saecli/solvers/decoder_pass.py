@@ -118,14 +118,8 @@ def in_order(z: Tensor, y: Tensor, numbers: Tensor, communicator: Communicator) 
 
 
 def broadcast(state: DecoderState | None, Delta: Tensor, b: Tensor, communicator: Communicator) -> DecoderState:
-    """Rank 0's decoder on every process.
-
-    Args:
-        state: the decoder, where it was solved for.
-        Delta: gives its shape and device, (F, E).
-        b: the same for the bias, (E,).
-        communicator: reaches the other processes.
-    """
+    """Rank 0's decoder on every process, given where it was solved for; `Delta`, (F, E), and `b`, (E,), give shape and
+    device."""
     if communicator.world_size == 1:
         return state
     numbers = communicator.broadcast_object(lambda: replace(state, Delta=None, b=None))

@@ -23,14 +23,8 @@ SPELLING = "a number, FIRST:LAST with both above 0, or numbers of at least 0 wit
 
 
 def check_schedule(text: str) -> None:
-    """Refuse a schedule's spelling.
-
-    Args:
-        text: what is no plain number.
-
-    Raises:
-        ValueError: it is none; the message completes "the option must be".
-    """
+    """Refuse the spelling of what is no plain number; ValueError where it is no schedule, whose message completes "the
+    option must be"."""
     try:
         values = _values(text)
     except ValueError:
@@ -40,13 +34,7 @@ def check_schedule(text: str) -> None:
 
 
 def weight_at(schedule: float | str, outer: int, outers: int) -> float:
-    """The weight of an outer iteration.
-
-    Args:
-        schedule: a number, or a text that `check_schedule` lets pass.
-        outer: the outer iteration.
-        outers: how many there are in all.
-    """
+    """The weight of one of so many outer iterations, by a number or a text that `check_schedule` lets pass."""
     if not isinstance(schedule, str):
         return schedule
     values = _values(schedule)
@@ -74,13 +62,8 @@ def is_choosing_step(outer: int) -> bool:
 
 
 def outer_iterations(batches: int, per_epoch: int, every: float) -> int:
-    """How many decoder steps training comes to, the last one of each epoch included.
-
-    Args:
-        batches: in the whole of training.
-        per_epoch: batches of an epoch.
-        every: batches between decoder steps within an epoch; infinite for none.
-    """
+    """How many decoder steps so many batches of training come to, the last one of each epoch included; `every` batches
+    within an epoch, infinite for none."""
     every = min(every, per_epoch)
     epochs, rest = divmod(batches, per_epoch)
     return epochs * math.ceil(per_epoch / every) + math.ceil(rest / every)
@@ -129,12 +112,7 @@ class Optimizer:
         """
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
-        """Lower a loss.
-
-        Args:
-            loss: gives it where the tensors are, differentiable; evaluated there first of all.
-            lr: the learning rate.
-        """
+        """Lower a loss, differentiable, which is evaluated where the tensors are first of all, at a learning rate."""
         raise TypeError(f"{type(self).__name__} does not say how it descends")
 
     def _gradients(self, value: Tensor) -> list[Tensor | None]:
@@ -174,12 +152,8 @@ class Optimizer:
             own.copy_(state[name])
 
     def forget(self, latents: Tensor, dimension: Callable[[str], int | None]) -> None:
-        """Drop momentum of latents that were moved by other means.
-
-        Args:
-            latents: a mask, (F,).
-            dimension: gives the dimension of a tensor that latents are along, by its name.
-        """
+        """Drop momentum of latents, a mask (F,), that were moved by other means; `dimension` gives that of a tensor
+        that latents are along, by its name."""
 
     def rescale(self, factor: float) -> None:
         """Keep in step with tensors that were multiplied by a factor, the loss staying the same."""
@@ -203,7 +177,6 @@ class Adam(Optimizer):
         self._steps = {name: torch.zeros((), device=tensor.device) for name, tensor in self.tensors.items()}
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
-        """One step."""
         for tensor in self.tensors.values():
             tensor.grad = None
         loss().backward()
@@ -255,17 +228,12 @@ class GradientDescent(Optimizer):
 
     @classmethod
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse `--lr auto`.
-
-        Raises:
-            ConfigError: it is asked for.
-        """
+        """Refuse `--lr auto`, by a ConfigError."""
         if lr == "auto":
             raise ConfigError("lr", "auto is fitted to Adam and says nothing of the step of {optimizer} sgd",
                               "give one, such as {lr} 0.01, or use {optimizer} adam")
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
-        """One step."""
         gradients = self._gradients(loss())
         self._clip(gradients)
         with torch.no_grad():
@@ -295,11 +263,7 @@ class Lbfgs(Optimizer):
 
     @classmethod
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse batches, a learning rate and smoothing.
-
-        Raises:
-            ConfigError: there is one of these.
-        """
+        """Refuse batches, a learning rate and smoothing, by a ConfigError."""
         if batch_size < rows:
             raise ConfigError("optimizer", "lbfgs takes all training rows as one batch, and there are {rows}, more "
                                            "than {batch_size} {given}",

@@ -81,7 +81,6 @@ class PamSgd(SolverConfig):
 
     @property
     def steps_per_batch(self) -> int:
-        """Encoder steps on each batch."""
         return self.inner_steps
 
     def resolved(self, batches: int | None) -> "PamSgd":
@@ -94,11 +93,8 @@ class PamSgd(SolverConfig):
         return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
 
     def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse settings of training that cannot work with the optimiser, and steps that do nothing with it.
-
-        Raises:
-            ConfigError: there are such.
-        """
+        """Refuse settings of training that cannot work with the optimiser, and steps that do nothing with it, by a
+        ConfigError."""
         super().check(rows, batch_size, lr, smoothing)
         if OPTIMIZERS[self.optimizer].to_tolerance and self.inner_steps not in ("auto", 1):
             raise ConfigError("inner_steps", "{given} does nothing with {optimizer} {name}, whose one step solves for "
@@ -116,7 +112,6 @@ class PamSgd(SolverConfig):
         return 0.0 if OPTIMIZERS[self.optimizer].to_tolerance else default_width(rows, d_in, d_sae)
 
     def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "PamSgdSolver":
-        """A solver that starts from a copy of `initial`."""
         return PamSgdSolver(initial, task, self, communicator)
 
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
@@ -373,7 +368,6 @@ class PamSgdSolver(Solver):
         return notes_on(self.decoder, self.config.alpha == "auto", self.task.rows, self.dictionary.d_sae, self.raised)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that training goes on from, by name."""
         return super().state() | {f"decoder.{name}": torch.tensor(value, dtype=torch.float64)
                                   for name, value in self._numbers().items()}
 

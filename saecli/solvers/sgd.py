@@ -21,7 +21,6 @@ class Sgd(SolverConfig):
     tied: bool = option(False, "Tie the decoder to the encoder: W_dec = W_enc'.")
 
     def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "SgdSolver":
-        """A solver that starts from a copy of `initial`."""
         start = initial.sae()
         return SgdSolver(Coupled(start, 1.0, None) if self.tied else start, task, self, communicator)
 
@@ -38,7 +37,6 @@ class SgdSolver(Solver):
         super().__init__(dictionary, (), task, config, math.ceil(task.steps / task.batches), communicator)
 
     def step(self, batch: Batch) -> list[StepReport]:
-        """One step."""
         return [] if self.finished else [self.descend(batch)[0]]
 
     def end_epoch(self) -> list[StepReport]:

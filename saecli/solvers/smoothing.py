@@ -53,12 +53,9 @@ class Smoothing:
         return (self.sample - self._mean).square().sum(1)
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """The rows of a batch, (b, D), each moved by about `width` of its own norm.
-
-        Args:
-            batch: the rows; not written to. Draws are made for all of the batch, of which this process may have a part.
-            generator: on the CPU, so that the draws are the same on every device.
-        """
+        """The rows of a batch, (b, D), each moved by about `width` of its own norm; the batch is not written to. Draws
+        are made on the CPU, so that they are the same on every device, and for all of the batch, of which this process
+        may have a part."""
         x = batch.x
         if not self.moves:
             return x

@@ -21,8 +21,19 @@ from numpy.typing import NDArray
 
 from ..dictionary import SAE
 from .cells import Cells
-from .kmeans import Labels, Partition, Rows, Stream, affordable, kmeans, streamed_kmeans
-from .piecewise_affine import LocalPCA, PiecewisePCA, Spectrum, StreamedPCA
+from .piecewise_affine import (
+    Labels,
+    LocalPCA,
+    Partition,
+    PiecewisePCA,
+    Rows,
+    Spectrum,
+    Stream,
+    StreamedPCA,
+    affordable,
+    kmeans,
+    streamed_kmeans,
+)
 from .survey import rank as map_rank
 
 KMEANS_ROWS = 4  # training rows that a cell of the k-means autoencoder holds on average, at least
@@ -150,7 +161,7 @@ class Bridge:
             stream: N rows to fit on in their place, of which `train` are then a sample: in constant memory, with no
                 more cells than k-means of the sample could have, for local PCA `SCATTER / D^2`.
 
-        Cost: two k-means fits of at most `kmeans.MINIBATCH_WORK` multiplications; or of a stream two passes over it, of
+        Cost: two k-means fits of at most `MINIBATCH_WORK` multiplications; or of a stream two passes over it, of
             N C D multiplications each, and N D^2.
         """
         rank, N = min(rank, train.shape[1]), stream.rows if stream else len(train)

@@ -180,26 +180,13 @@ class Cells(ABC):
 
     @abstractmethod
     def margins(self, pre: Tensor) -> Tensor:
-        """The exact distance of each row to the boundary of its cell.
-
-        Args:
-            pre: pre-activations, (B, F).
-
-        Returns:
-            Distances in units of the rows, (B,); infinite where the cell is the whole space.
-        """
+        """The exact distance of each row to the boundary of its cell, (B,), in units of the rows, given
+        pre-activations, (B, F); infinite where the cell is the whole space."""
 
     @abstractmethod
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
-        """Local complexity: the boundary hyperplanes that pass within a distance of each row.
-
-        Args:
-            pre: pre-activations, (B, F).
-            radius: the distance, in units of the rows.
-
-        Returns:
-            Counts, (B,).
-        """
+        """Local complexity: how many boundary hyperplanes pass within a distance, in units of the rows, of each row,
+        (B,), given pre-activations, (B, F)."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,7 @@ QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95}
 
 
 def support_keys(supports: Tensor) -> list[bytes]:
-    """A short key for each row's support, equal for equal supports.
-
-    Args:
-        supports: the latents that each row keeps, (B, F), bool.
-    """
+    """A short key for each row's support, (B, F) bool, equal for equal supports."""
     packed = np.packbits(supports.numpy(), axis=1)
     return [blake2b(row, digest_size=KEY_BYTES).digest() for row in packed]
 
@@ -47,12 +43,7 @@ class Census:
     _next: int = 0
 
     def add(self, keys: list[bytes], active: int) -> None:
-        """Count the cells of some rows.
-
-        Args:
-            keys: of the rows' cells, as `support_keys` has them.
-            active: latents that the rows keep, together.
-        """
+        """Count the cells of some rows, by `support_keys`, and the latents that they keep, together."""
         self.active += active
         while keys:
             if self._next <= self.rows:

@@ -14,11 +14,8 @@ KNOWN = (Thresholded, TopK, ReluTopK, AbsTopK)
 
 
 def check_cells(activation: Activation) -> None:
-    """Refuse an activation without cells.
-
-    Raises:
-        ConfigError: it is not piecewise affine, or no one has said what its cells are.
-    """
+    """Refuse an activation without cells; ConfigError where it is not piecewise affine, or no one has said what its
+    cells are."""
     if not isinstance(activation, KNOWN):
         known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, KNOWN)]
         raise ConfigError(None, "the activation {name} has no cells that this tool knows; expected one of {known}",

@@ -47,11 +47,8 @@ class Plane:
 
     @classmethod
     def through(cls, rows: Tensor) -> Self:
-        """The plane through three rows, (3, D), its origin the first and its first axis towards the second.
-
-        Raises:
-            ConfigError: they lie on one line.
-        """
+        """The plane through three rows, (3, D), its origin the first and its first axis towards the second; ConfigError
+        where they lie on one line."""
         rows = rows.double()
         sides = rows[1:] - rows[0]
         axes, sizes = torch.linalg.qr(sides.T)
@@ -62,11 +59,8 @@ class Plane:
 
     @classmethod
     def principal(cls, rows: NDArray) -> Self:
-        """The plane through the rows' mean along their first two principal components; for D <= 2 the space itself.
-
-        Args:
-            rows: rows, (M, D); at most 2048 of them are used.
-        """
+        """The plane through the mean of rows, (M, D), along their first two principal components; for D <= 2 the space
+        itself. At most 2048 rows are used."""
         D = rows.shape[1]
         if D <= 2:
             return cls(torch.zeros(D, dtype=torch.float64), torch.eye(2, D, dtype=torch.float64))
@@ -111,14 +105,8 @@ def window_of(points: Tensor, held: Tensor) -> Window:
 
 
 def touching(labels: NDArray[np.int64]) -> list[list[int]]:
-    """The cells that each cell touches in a picture.
-
-    Args:
-        labels: the cell of each pixel, (P, P), numbered from 0.
-
-    Returns:
-        Neighbours' numbers, a list for each cell.
-    """
+    """The cells that each cell touches in a picture, (P, P) of each pixel's cell numbered from 0: a list of numbers for
+    each."""
     pairs = np.concatenate([np.stack([a.ravel(), b.ravel()], 1)
                             for a, b in ((labels[1:], labels[:-1]), (labels[:, 1:], labels[:, :-1]))])
     pairs = np.unique(np.sort(pairs[pairs[:, 0] != pairs[:, 1]], axis=1), axis=0)
@@ -199,12 +187,7 @@ class PlaneCells:
 
 @torch.no_grad()
 def keys_at(cells: Cells, points: Tensor) -> list[bytes]:
-    """The keys of the cells of a plane that some points lie in.
-
-    Args:
-        cells: the partition of the plane.
-        points: in the plane's coordinates, (M, 2).
-    """
+    """The keys of the cells of a plane's partition that points lie in, (M, 2) in the plane's coordinates."""
     return [key for some in points.split(max(1, BLOCK // cells.sae.d_sae))
             for key in support_keys(cells.supports(cells.pre_activations(some)))]
 

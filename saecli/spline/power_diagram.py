@@ -69,11 +69,8 @@ class PowerDiagram:
         return cls(centroids, centroids.square().sum(1) + 2 * b_enc.double())
 
     def to_encoder(self) -> tuple[Tensor, Tensor]:
-        """The encoder that `from_encoder` turns into this diagram: `W_enc = mu'`, `b_enc = (alpha - ||mu||^2) / 2`.
-
-        Returns:
-            W_enc (D, n) and b_enc (n,), float64.
-        """
+        """The encoder that `from_encoder` turns into this diagram: `W_enc = mu'`, (D, n), and `b_enc = (alpha -
+        ||mu||^2) / 2`, (n,), float64."""
         return self.centroids.T, (self.weights - self.centroids.square().sum(1)) / 2
 
     def power(self, x: Tensor) -> Tensor:

@@ -46,11 +46,7 @@ class Recovery:
 
 
 def sites_for(cells: int, k: int) -> int:
-    """The d with C(d, K) cells.
-
-    Raises:
-        ConfigError: there is none above K, or K is below 1.
-    """
+    """The d with C(d, K) cells; ConfigError where there is none above K, or K is below 1."""
     if k < 1:
         raise ConfigError(None, "the order of a power diagram must be at least 1, got {k}", "choose another K", k=k)
     for d in itertools.count(k + 1):

@@ -29,14 +29,8 @@ ARROWS = 200  # rows whose reconstructions are drawn
 
 @torch.no_grad()
 def draw_one(path: Path, found: Found, through: Plane | None, marked: Mapping[int, Tensor]) -> None:
-    """Draw what was found out.
-
-    Args:
-        path: where to.
-        found: what was found out.
-        through: the plane that is shown; None for the principal one.
-        marked: the rows that it goes through, by number, (D,) each.
-    """
+    """Draw what was found out, on the plane that goes through the `marked` rows, (D,) each, by number; None for the
+    principal one."""
     from ..plots import GeometryPicture, geometry  # matplotlib takes a second to import
 
     one, document, sample = found.one, found.document, found.survey.sample.rows

@@ -19,8 +19,8 @@ from ..errors import ConfigError
 from ..evaluation.sae_and_rows import Measured
 from ..spline.bridge import Bridge, Visited
 from ..spline.census import describe
-from ..spline.kmeans import Stream
 from ..spline.partition import cells_of
+from ..spline.piecewise_affine import Stream
 from ..spline.survey import (
     HELD_OUT_ROWS,
     SAMPLE_ROWS,
@@ -41,14 +41,8 @@ STREAM_BYTES = 2**26  # of streamed rows at a time, 64 MiB
 
 
 def corners_of(text: str | Sequence[int]) -> tuple[int, ...]:
-    """The numbers of the rows that a picture's plane goes through; none for `pca`.
-
-    Args:
-        text: `pca`, or three numbers, as they are or as in `0,5,9`.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """The numbers of the rows that a picture's plane goes through, given as they are or as in `0,5,9`; none for `pca`.
+    Raises ConfigError where it is neither `pca` nor three."""
     if text == "pca":
         return ()
     words = text.split(",") if isinstance(text, str) else [str(number) for number in text]
@@ -58,11 +52,7 @@ def corners_of(text: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def rows_at(rows: Rows, numbers: tuple[int, ...]) -> Tensor:
-    """The rows of those numbers in stored order, (len(numbers), D).
-
-    Raises:
-        ConfigError: there are not so many rows.
-    """
+    """The rows of those numbers in stored order, (len(numbers), D); ConfigError where there are not so many rows."""
     if numbers and max(numbers) >= rows.rows:
         raise ConfigError("slice", "names row {number}, but the split has {rows:,} rows, counted from 0",
                           "choose lower numbers", number=max(numbers), rows=rows.rows)
@@ -159,11 +149,8 @@ class Wanted:
 
 
 def penalty_of(value: str | float) -> float | None:
-    """The lambda of local PCA's variable rank; None for `auto`.
-
-    Raises:
-        ConfigError: it is neither auto nor a number that is at least 0.
-    """
+    """The lambda of local PCA's variable rank; None for `auto`. Raises ConfigError where it is neither auto nor a
+    number that is at least 0."""
     if value == "auto":
         return None
     try:
@@ -215,11 +202,7 @@ class Bridges:
 
 @torch.no_grad()
 def find_out(one: Measured, wanted: Wanted, bridges: Bridges, listener: Listener) -> Found:
-    """Measure one SAE.
-
-    Raises:
-        ConfigError: its activation has no cells.
-    """
+    """Measure one SAE; ConfigError where its activation has no cells."""
     cells, degenerate = cells_of(one.sae), Degenerate.of(one.sae)
     survey = gather(cells, surveyed(one, wanted.rows, listener))
     census, sample = survey.census, survey.sample.rows

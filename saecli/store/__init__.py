@@ -2,12 +2,11 @@
 
 from .admission import MAX_NORM_HELP, Admission
 from .checks import remembers
-from .chosen_rows import Rows, spread_of, window_starts
 from .dtypes import DTYPES
 from .ranks import RankedStore, joining_began, rank_folder, rank_meta, saved_rows
-from .reader import ActivationStore
+from .reader import ActivationStore, Rows, spread_of
 from .schema import COLUMNS, Resume, ShardRecord, StoreMeta, hash_request, rows_per_chunk, rows_per_shard
-from .split import TEST_FRACTION, Which, is_test
+from .split import TEST_FRACTION, Which, is_test, window_starts
 from .statistics import Norms, Spread
 from .stream import Part
 from .writer import StoreWriter

@@ -44,11 +44,8 @@ def joining_began(store: Path) -> bool:
 
 
 def saved_rows(store: Path) -> int:
-    """Rows that a store has, complete or not: those of all ranks, and of unfinished shards, among them.
-
-    Raises:
-        StoreError: there is none, or its `store.json` is damaged.
-    """
+    """Rows that a store has, complete or not: those of all ranks, and of unfinished shards, among them; StoreError
+    where there is none, or its `store.json` is damaged."""
     meta = read_meta(store)
     if meta.complete or not meta.ranks:
         return meta.saved_rows
@@ -117,11 +114,8 @@ class RankedStore(ClaimedStore):
             self._write(replace(self._meta, ranks=tuple(map(RankShards, rows)), median_norm=median_norm))
 
     def join(self) -> None:
-        """Make one complete store of those of the ranks, all of which are complete.
-
-        Raises:
-            StoreError: the disk refuses it.
-        """
+        """Make one complete store of those of the ranks, all of which are complete; StoreError where the disk refuses
+        it."""
         parts = [read_meta(folder) if (folder / STORE_MARKER).exists() else None
                  for folder in (rank_folder(self.path, rank) for rank in range(len(self._meta.ranks)))]
         shards: list[ShardRecord] = []

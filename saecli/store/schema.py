@@ -335,11 +335,7 @@ def partial_name(index: int, rows: int) -> str:
 
 
 def read_meta(store: Path) -> StoreMeta:
-    """Read a store's `store.json`.
-
-    Raises:
-        StoreError: there is none, or it is damaged or of a newer version.
-    """
+    """Read a store's `store.json`; StoreError where there is none, or it is damaged or of a newer version."""
     path = store / STORE_MARKER
     try:
         return StoreMeta.from_json(regular(path).read_bytes())

@@ -30,11 +30,8 @@ def put_statistics(file: h5py.File, statistics: Statistics) -> None:
 
 
 def _read(path: Path, meta: StoreMeta, record: ShardRecord) -> Statistics | None:
-    """A shard's statistics; None where it has none, as an earlier version wrote it.
-
-    Raises:
-        StoreError: the shard is missing or damaged, or they are not those of its rows.
-    """
+    """A shard's statistics; None where it has none, as an earlier version wrote it. Raises StoreError where the shard
+    is missing or damaged, or they are not those of its rows."""
     read_layout(path, meta, record)  # no byte is believed before its checksum is found right
     try:
         with h5py.File(path, "r", locking=False) as file:

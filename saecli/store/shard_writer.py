@@ -285,12 +285,8 @@ def store_partial(path: Path, meta: StoreMeta, shard: ShardWriter, last: Resume,
 
 
 def taken_up(path: Path, meta: StoreMeta) -> ShardWriter | None:
-    """A shard to append to that holds what was stored of it before; None where that is damaged.
-
-    Args:
-        path: the store's folder.
-        meta: its `store.json`, which names a partial shard.
-    """
+    """A shard to append to that holds what was stored before of the partial shard that `store.json` names; None where
+    that is damaged."""
     assert meta.partial is not None
     record = meta.partial.shard
     stored = MappedShards(path, dataclasses.replace(meta, shards=(record,)))

@@ -127,14 +127,7 @@ class Split:
         return split
 
     def keeps(self, ids: np.ndarray) -> np.ndarray:
-        """Which rows belong to it.
-
-        Args:
-            ids: (R,) integers, as of `is_test`.
-
-        Returns:
-            (R,) bool.
-        """
+        """Which rows belong to it, (R,) bool, by their ids, (R,) integers as of `is_test`."""
         if self.which == "all":
             return np.ones(len(ids), bool)
         held_out = self._held_out(ids)
@@ -148,3 +141,12 @@ class Split:
     def _held_out(self, ids: np.ndarray) -> np.ndarray:
         limit = max(_limit(self.test_fraction), self.least_test)
         return _hashes(ids, self.seed, _TEST_STREAM) < np.uint64(limit)
+
+
+def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The indices, ascending, of the rows with which a window begins, the first row of all not counted.
+
+    A window of a store is told by its rows, given their documents and positions, (R,) integers each in stored order:
+    they are of one document, and their positions ascend.
+    """
+    return 1 + np.flatnonzero((np.diff(documents) != 0) | (np.diff(positions) <= 0))

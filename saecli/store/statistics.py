@@ -63,14 +63,7 @@ class Dropped:
 
 
 def row_norms(rows: np.ndarray) -> np.ndarray:
-    """Euclidean norms.
-
-    Args:
-        rows: (R, D) float.
-
-    Returns:
-        (R,) float64; NaN or infinite where the row is not finite.
-    """
+    """Euclidean norms of float rows, (R, D): (R,) float64; NaN or infinite where the row is not finite."""
     with np.errstate(invalid="ignore"):
         return np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
 
@@ -105,11 +98,8 @@ class Spread:
 
     @classmethod
     def of(cls, rows: np.ndarray) -> Self:
-        """That of rows in memory: the mean first, deviations from it after, so that no digits cancel.
-
-        Args:
-            rows: (R, D) float64, R at least 1; overwritten.
-        """
+        """That of rows in memory, (R, D) float64, R at least 1, which are overwritten: the mean first, deviations from
+        it after, so that no digits cancel."""
         mean = np.add.reduce(rows, axis=0) / len(rows)
         rows -= mean
         np.multiply(rows, rows, out=rows)
@@ -168,11 +158,7 @@ class Statistics:
 
     @classmethod
     def of(cls, rows: np.ndarray) -> Self:
-        """Those of rows in memory.
-
-        Args:
-            rows: (R, D) float64, finite, R at least 1; overwritten.
-        """
+        """Those of rows in memory, (R, D) float64, finite, R at least 1; overwritten."""
         norms = row_norms(rows)
         return cls(Spread.of(rows), Norms.of(norms), np.bincount(_bins(norms), minlength=BINS))
 

@@ -46,22 +46,13 @@ class Progress:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
-    """Write a checkpoint in place of the one before.
-
-    Args:
-        folder: the run folder.
-        tensors: the state of training, by name.
-        progress: how far it has come.
-    """
+    """Write a run's checkpoint in place of the one before: the state of training, by name, and how far it has come."""
     write_safetensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
-    """The tensors and the progress that `save_checkpoint` wrote last, or None where it never did.
-
-    Raises:
-        RunError: the file is damaged.
-    """
+    """The tensors and the progress that `save_checkpoint` wrote last, or None where it never did; RunError where the
+    file is damaged."""
     path = folder / CHECKPOINT
     if not path.exists():
         return None
@@ -98,11 +89,8 @@ class MetricsLog:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out.
-
-    Raises:
-        RunError: another line is no JSON object with a step.
-    """
+    """The lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out. Raises RunError where another
+    line is no JSON object with a step."""
     path = folder / METRICS
     if not path.exists():
         return []
@@ -130,11 +118,7 @@ EVENTS = "tensorboard"  # folder of a run
 
 
 def check_tensorboard() -> None:
-    """Refuse to write event files where what writes them is not installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Refuse to write event files where what writes them is not installed, by a ConfigError."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("tensorboard", "needs the package tensorboard, which is not installed",
                           "install it with `pip install 'saecli[tensorboard]'`, or leave {tensorboard} out: "

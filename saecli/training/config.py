@@ -84,27 +84,16 @@ class TrainingConfig(Config):
         return super().from_json(document)
 
     def rows_of(self, store: ActivationStore) -> Rows:
-        """The rows of a store to train on.
-
-        Raises:
-            StoreError: the split leaves none.
-        """
+        """The rows of a store to train on; StoreError where the split leaves none."""
         return store.split("train", fraction=self.fraction, seed=self.split_seed)
 
     def test_rows_of(self, store: ActivationStore) -> Rows:
-        """The rows of a store that are held out.
-
-        Raises:
-            StoreError: the split leaves none.
-        """
+        """The rows of a store that are held out; StoreError where the split leaves none."""
         return store.split("test", seed=self.split_seed)
 
     def resolved(self, activation: Activation, solver: SolverConfig, rows: int, d_in: int) -> "TrainingConfig":
         """The same with every default that depends on the data or the activation filled in; itself, where they are.
-
-        Raises:
-            ConfigError: options contradict each other, or do nothing together.
-        """
+        Raises ConfigError where options contradict each other, or do nothing together."""
         if self.epochs is not None and self.steps is not None:
             raise ConfigError(None, "cannot use both {epochs} and {steps} at the same time", "use one of them")
         sparsity = self.sparsity or activation.default_sparsity
@@ -161,10 +150,7 @@ class Plan:
     @classmethod
     def resolved(cls, train_rows: StoredRows | ArrayRows, test_rows: StoredRows | None, training: TrainingConfig,
                  solver: SolverConfig, activation: Activation) -> Self:
-        """The plan with every default filled in.
-
-        Raises:
-            ConfigError: settings contradict each other, or do nothing together.
-        """
+        """The plan with every default filled in; ConfigError where settings contradict each other, or do nothing
+        together."""
         training = training.resolved(activation, solver, train_rows.rows, train_rows.d_in)
         return cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)), activation)

@@ -38,11 +38,8 @@ class Job:
 
 
 def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """The names of runs, None for one that is made up; of several, the name's tell their values too.
-
-    Raises:
-        ConfigError: they cannot be folders, or are not all different.
-    """
+    """The names of runs, None for one that is made up; of several, the name's tell their values too. Raises ConfigError
+    where they cannot be folders, or are not all different."""
     names = [None if name is None else checked_name("-".join([name, *map(_words, values.items())]))
              for values in varied]
     if len(set(names)) < len(names) and name is not None:
@@ -59,20 +56,14 @@ def _words(value: tuple[str, Any]) -> str:
 
 def claimed_folders(home: Home, names: Sequence[str | None], stem: str, claims: ExitStack,
                     communicator: Communicator) -> list[Path]:
-    """The folders of new runs, which rank 0 claims until `claims` are closed; names that are None are made up.
-
-    Raises:
-        RunError: there is a run of one of those names.
-    """
+    """The folders of new runs, which rank 0 claims until `claims` are closed; names that are None are made up. Raises
+    RunError where there is a run of one of those names."""
     return communicator.broadcast_object(lambda: [_new_folder(home, name, stem, claims) for name in names])
 
 
 def _new_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> Path:
     """The folder of a new run, claimed until `claims` are closed; two runs of made-up names that begin at once get two.
-
-    Raises:
-        RunError: there is a run of that name.
-    """
+    Raises RunError where there is a run of that name."""
     runs = home.runs.path
     if name is None:
         for folder in (runs / f"{stem}-{number}" for number in count(1)):

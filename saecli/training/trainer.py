@@ -92,12 +92,8 @@ class Trainer:
         self.rows: TrainingRows | None = None  # once it has begun
 
     def begin(self, shared: TrainingRows | None = None) -> None:
-        """Make the solver, or bring it back from its checkpoint.
-
-        Args:
-            shared: the rows as another training has begun on them, so that they are not measured and sampled anew; a
-                checkpoint has its own normalisation.
-        """
+        """Make the solver, or bring it back from its checkpoint, on rows as another training that shares them has begun
+        on them, so that they are not measured and sampled anew; a checkpoint has its own normalisation."""
         training = self.plan.training
         checkpoint = self.communicator.broadcast_object(self.record.checkpoint)
         self.rows = shared if checkpoint is None and shared else self._normalised_rows(checkpoint and checkpoint[0])
@@ -161,12 +157,8 @@ class Trainer:
         self._look(self.solver.end_epoch(), now=True)
 
     def keep(self, sae: SAE, test: Measures | None) -> None:
-        """Keep the epoch, its decoder step included.
-
-        Args:
-            sae: the SAE that it has come to.
-            test: what that measures on the test rows, where there are any.
-        """
+        """Keep the epoch, its decoder step included: the SAE that it has come to, and what that measures on the test
+        rows, where there are any."""
         progress, solver = self.progress, self.solver
         progress.rows, self._seen = progress.rows + self._seen, 0
         progress.epoch, progress.step = progress.epoch + 1, solver.steps
@@ -313,11 +305,8 @@ def demand_no_worse(fvu: float, worst: float, when: str) -> None:
 
 
 def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a checkpoint that is not of this training, as after an edit of either.
-
-    Raises:
-        RunError: one of these tensors is not in it, or of another shape.
-    """
+    """Refuse a checkpoint that is not of this training, as after an edit of either; RunError where one of these tensors
+    is not in it, or of another shape."""
     for name, shape in shapes.items():
         got = tuple(kept[name].shape) if name in kept else None
         if got != shape:
