@@ -50,13 +50,13 @@ def trained(x: Tensor, k: int, steps: int, generator: torch.Generator) -> SAE:
     """A Top-K SAE of 80 latents, trained on all points, (N, 2), at every step."""
     W_enc = torch.randn(2, LATENTS, generator=generator)
     start = [W_enc, torch.zeros(LATENTS), (W_enc / W_enc.norm(dim=0)).T, x.mean(0)]
-    weights = [tensor.clone().requires_grad_() for tensor in start]
-    optimizer = torch.optim.Adam(weights, lr=RATE)
+    sae = SAE(*start, activation=TopK(k)).requires_grad_()
+    optimizer = torch.optim.Adam(sae.parameters(), lr=RATE)
     for _ in range(steps):
         optimizer.zero_grad()
-        (SAE(*weights, activation=TopK(k))(x) - x).square().sum(1).mean().backward()
+        (sae(x) - x).square().sum(1).mean().backward()
         optimizer.step()
-    return SAE(*(tensor.detach() for tensor in weights), activation=TopK(k)).to(torch.float64)
+    return sae.sae().copy_to(torch.float64)
 
 
 def main() -> None:
