@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .codes import Codes, DenseCodes, SparseCodes, few_entries, located, offsets_of
+from .codes import DENSITY, Codes, DenseCodes, SparseCodes, few_entries, located, offsets_of
 
 
 class _PreActivations(torch.autograd.Function):
@@ -59,24 +59,36 @@ class _Taken(torch.autograd.Function):
                                        check_invariants=False), None, None
 
 
-def at(pre: Tensor, indices: Tensor) -> SparseCodes:
+def at(pre: Tensor, indices: Tensor) -> Codes:
     """The pre-activations, (B, F), of given latents of each row, (B, K), all different; all others zero."""
-    rows = torch.arange(len(pre), device=pre.device)
     count = indices.shape[1]
+    if count > DENSITY * pre.shape[1]:
+        return DenseCodes(torch.zeros_like(pre).scatter(1, indices, pre.gather(1, indices)))
+    rows = torch.arange(len(pre), device=pre.device)
     values = _Taken.apply(pre, rows.repeat_interleave(count), indices.flatten())
     return SparseCodes(rows * count, indices.flatten(), values, pre.shape[1])
 
 
-def at_entries(pre: Tensor, entries: Tensor) -> SparseCodes:
+def at_entries(pre: Tensor, entries: Tensor) -> Codes:
     """The pre-activations, (B, F), at some entries of the whole batch, (n,), all different and in any order, numbered
     row after row; all others zero."""
+    if len(entries) > DENSITY * pre.numel():
+        flat = pre.flatten()
+        return DenseCodes(torch.zeros_like(flat).scatter(0, entries, flat.gather(0, entries)).view_as(pre))
     return _at_ascending(pre, entries.sort().values)
 
 
 def where(pre: Tensor, active: Tensor) -> Codes:
     """`pre` where a mask holds and else 0, (B, F) each; no gradient flows through the others."""
+    found = selected(pre, active)
+    return found if isinstance(found, SparseCodes) else DenseCodes(pre * active)
+
+
+def selected(pre: Tensor, active: Tensor) -> Codes:
+    """`pre` where a mask holds, if that is at few entries; else all of `pre`, (B, F), for an activation that zeroes the
+    others by itself."""
     few = few_entries(active)
-    return DenseCodes(torch.where(active, pre, 0.0)) if few is None else _at_ascending(pre, few)
+    return DenseCodes(pre) if few is None else _at_ascending(pre, few)
 
 
 def _at_ascending(pre: Tensor, entries: Tensor) -> SparseCodes:

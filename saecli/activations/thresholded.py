@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..codes import Codes, SparseCodes
+from ..codes import Codes
 from ..config import option
-from ..encoding import at_entries, where
+from ..encoding import at_entries, selected, where
 from ..errors import ConfigError
 from .base import Activation, Parameters, TargetsRate
 from .largest import KeepsK
@@ -38,7 +38,7 @@ class Relu(Thresholded, TargetsRate):
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`max(pre, 0)`, (B, F)."""
-        return where(pre, pre > 0)
+        return selected(pre, pre > 0).map(torch.relu)
 
 
 class _JumpReluGate(torch.autograd.Function):
@@ -124,11 +124,8 @@ class JumpRelu(Thresholded, TargetsRate):
         thresholds = self.thresholds(parameters, pre.shape[-1])
         # Pre-activations just below their threshold are zero, and yet their gradient moves it.
         reach = thresholds.detach() - (self.bandwidth / 2 if thresholds.requires_grad else 0)
-        near = where(pre, pre > reach)
-        # A zero in place of one far below could itself be near a small threshold.
-        values = near.values if isinstance(near, SparseCodes) else pre
-        return near.with_values(_JumpReluGate.apply(values, near.by_latent(thresholds).expand_as(values),
-                                                    self.bandwidth))
+        near = selected(pre, pre > reach)
+        return near.with_values(_JumpReluGate.apply(near.values, near.by_latent(thresholds), self.bandwidth))
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
         """The thresholds grow with the pre-activations; fixed ones do not.
