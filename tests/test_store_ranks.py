@@ -245,8 +245,7 @@ def test_shards_of_uneven_sizes_are_read_as_the_rows_that_they_hold(data):
         assert store.rows == total
         assert collect(rows.sequential(size))[:, 0].tolist() == list(range(total))
         assert np.concatenate(list(rows.numbers(size))).tolist() == list(range(total))
-        asked = {"seed": 1, "epoch": 0, "window_bytes": data.draw(st.integers(1, 2000)),
-                 "exact": data.draw(st.booleans())}
+        asked = {"seed": 1, "epoch": 0, "window_bytes": data.draw(st.integers(1, 2000))}
         assert sorted(collect(rows.batches(size, **asked))[:, 0].tolist()) == list(range(total))
         if 1 < size <= total:
             parts = [collect(rows.batches(size, **asked, part=Part(part, 2)))[:, 0] for part in range(2)]
