@@ -105,6 +105,7 @@ def test_quick_commands_import_nothing_slow(tmp_path: Path, words: list[str], ab
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [20, 50, 80, 133])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_page_of_sae_holds_every_command_and_option_in_frames_as_wide_as_the_terminal(width: int, encoding: str):

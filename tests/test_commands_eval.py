@@ -268,6 +268,7 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_work(sae: Comman
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_python_m_saecli_prints_one_json_document_and_nothing_else(tmp_path: Path) -> None:
     home = tmp_path / "home"
     make_store(home, "rows", some_rows())

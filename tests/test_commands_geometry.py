@@ -37,6 +37,7 @@ def held_out() -> np.ndarray:
     return all_rows()[is_test(np.arange(3000))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [Relu(), JumpRelu(), BatchTopK(3), TopK(3), ReluTopK(9),
                                         AbsTopK(3)], ids=lambda a: a.name)
 def test_document_equals_brute_force(sae: CommandLine, activation: Relu) -> None:
@@ -141,6 +142,7 @@ def test_more_training_rows_than_memory_holds_are_streamed_where_asked_for(
     assert streamed["own_cells"]["rows_fitted"] <= 500
 
 
+@pytest.mark.slow
 def test_several_runs_make_one_table_and_one_picture_and_are_measured_as_each_alone(
         sae: CommandLine, tmp_path: Path) -> None:
     make_run(sae.home, "early", random_sae(TopK(3)))
@@ -219,6 +221,7 @@ def test_a_picture_is_drawn(sae: CommandLine, tmp_path: Path, name: str, words: 
     assert (tmp_path / name).stat().st_size > 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d_in", [1, 2])
 def test_small_spaces_are_drawn_whole(sae: CommandLine, tmp_path: Path, d_in: int) -> None:
     make_store(sae.home, "small", some_rows(300, d_in))

@@ -79,6 +79,7 @@ def test_a_store_that_took_the_name_of_the_configs_is_told_of(sae: CommandLine, 
     assert "is not the store" not in sae("train", "--config", config, "--data", "rows").err
 
 
+@pytest.mark.slow
 def test_options_that_are_given_several_times_are_lists(sae: CommandLine, tmp_path: Path):
     config = tmp_path / "extract.toml"
     config.write_text('model = "tiny-gemma2"\nlayer = [0, 1]\nsite = "resid_pre"\nrows = 40\npacked = true\n')

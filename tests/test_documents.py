@@ -94,6 +94,7 @@ def test_a_native_header_with_any_entry_changed_is_read_or_refused(tmp_path: Pat
     assert taken and refused > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [
     "list", *(pytest.param(one, marks=pytest.mark.slow) for one in ("eval", "report"))])
 def test_a_run_json_with_any_entry_changed_is_read_or_refused(sae: CommandLine, tmp_path: Path, command: str):

@@ -44,6 +44,7 @@ def stored(home: Path, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     return np.concatenate([batch.copy() for batch in rows.sequential(512)]), columns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [name if name in ("gemma2", "gpt2") else
                                           pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS])
 @pytest.mark.parametrize("site", ["resid_post", "resid_pre"])

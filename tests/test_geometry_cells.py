@@ -85,6 +85,7 @@ def test_crossings_count_the_walls_within_the_radius(case: Case, radius: float) 
         assert (distances < radius * (1 - 1e-6)).sum() <= count <= (distances < radius * (1 + 1e-6)).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("activation", "shape"), [
     (TopK(24), "plain"), (TopK(24), "clustered"), (AbsTopK(24), "shifted"), (AbsTopK(24), "plain"), (Relu(), "plain"),
     (ReluTopK(24), "plain"), (ReluTopK(400), "plain")])

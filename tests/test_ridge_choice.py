@@ -61,6 +61,7 @@ def system_and_terms(z: torch.Tensor, x: torch.Tensor, direction: torch.Tensor |
     return system, terms_of(NOTHING, direction, torch.zeros(shape), torch.zeros(shape[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("directed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("data", [
     pytest.param(data, id=name, marks=pytest.mark.slow if name in ("sparse", "N >> F", "digits") else ())
@@ -159,6 +160,7 @@ def cross_validated(system: System, terms: Terms, z: torch.Tensor, x: torch.Tens
     return min((system.scale(1.0) * 10**decades for decades in PATH), key=score)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_alpha_is_as_good_where_the_multiple_of_the_direction_is_taken_from_mixed_columns(seed):
     z, x, direction = encoded(inputs(500, 3 * MIXED, seed, 0.3), 250, 10, seed)

@@ -57,6 +57,7 @@ def test_codes_of_many_blocks_are_joined_and_those_that_do_not_fit_are_made_agai
         assert system.streams == streams
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("directed", [False, True])
 @pytest.mark.parametrize("rows", [300, 2000])
 def test_alpha_is_chosen_as_from_sums(directed, rows):

@@ -37,6 +37,7 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "sparse_coo_tensor", dense_gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver, act", CASES, ids=str)
 def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> None:
     options = act[1] | solver[1]
@@ -49,6 +50,7 @@ def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> No
         assert torch.equal(again.tensors()[name].cpu(), tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 @pytest.mark.parametrize("act, options", ACTS[:-1], ids=str)
 def test_a_step_does_not_wait_for_the_device(solver: str, act: str, options: dict,

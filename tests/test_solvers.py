@@ -192,6 +192,7 @@ def test_tied_weights_stay_tied():
     assert torch.equal(sae.W_dec, sae.W_enc.T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "activation"), grid(
     [Sgd(), Sgd(tied=True), PamSgd(decoder="free"), PamSgd()], EVERY_ACTIVATION), ids=lambda value: value.name)
 def test_training_lowers_the_unexplained_variance(config, activation):

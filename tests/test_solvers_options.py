@@ -127,6 +127,7 @@ def test_a_step_of_sgd_is_the_learning_rate_times_the_gradient():
         torch.testing.assert_close(tensor.detach(), start[name] - solver.task.learning_rate(0) * gradients[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [Relu(), SoftTopK(k=3), TopK(k=3), JumpRelu()], ids=lambda one: one.name)
 def test_lbfgs_never_ends_above_where_it_began_and_where_the_loss_is_smooth_at_a_point_without_slope(activation):
     data = sparse_mixture()
@@ -142,6 +143,7 @@ def test_lbfgs_never_ends_above_where_it_began_and_where_the_loss_is_smooth_at_a
         solve_decoder(solver, data, last=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", EACH, ids=str)
 def test_every_optimiser_trains_and_a_restored_solver_goes_on_bit_for_bit(config):
     data = batched_for(config)
@@ -240,6 +242,7 @@ def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine,
     assert not (sae.home / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [WHOLE, ("--optimizer", "sgd", "--lr", "0.05"), ("--solver", "sgd", *WHOLE),
                                    ("--mu-enc", "5:1", "--nu-dec", "2,1"), PAPER,
                                    ("--solver", "sgd", "--tied", "--mu-enc", "9:1", "--nu-enc", "4"),
@@ -264,6 +267,7 @@ def test_a_stopped_run_resumed_equals_one_never_stopped(sae: CommandLine, words:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [30.0, 300.0, 3000.0, 1e6])
 def test_a_penalty_too_strong_for_any_code_ends_them_all(weight):
     data = sparse_mixture()
@@ -273,6 +277,7 @@ def test_a_penalty_too_strong_for_any_code_ends_them_all(weight):
     assert all(tensor.isfinite().all() for tensor in sae.tensors().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("decoder", "activation", "rows"),
                          grid(["free", "residual"], [Relu(), TopK(k=3)], [300, 20]), ids=str)
 def test_without_room_for_the_gram_matrix_an_iteration_trains_to_the_same_error(decoder, activation, rows):

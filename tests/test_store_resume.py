@@ -74,6 +74,7 @@ def test_uninterrupted_store_holds_the_blocks(uninterrupted):
             {"rows": len(norms), "mean": norms.mean(), "max": norms.max()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [20, pytest.param(220, marks=pytest.mark.long)])
 def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce, uninterrupted, least):
     rng = random.Random(least)
@@ -90,6 +91,7 @@ def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce,
             assert_same(folder / "s", uninterrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damaged", "share", "save_seconds"), [
     (False, 0.1, 60.0), (True, 1, 60.0), pytest.param(False, 1, 60.0, marks=pytest.mark.long),
     pytest.param(False, 0.2, 0.0, marks=pytest.mark.long)])

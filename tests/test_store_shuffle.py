@@ -111,12 +111,14 @@ def test_rows_from_memory_and_from_disk_come_in_the_same_order(tmp_path):
         pytest.skip("this file system does not tell what is in the page cache")
     from_memory = epoch(store)
     del store
-    gc.collect()  # pages that are mapped stay
-    for shard in (path / "shards").iterdir():
-        with shard.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    store = ActivationStore.open(path)
-    assert not store.in_memory()
+    until = time.monotonic() + 20
+    while (store := ActivationStore.open(path)).in_memory():
+        assert time.monotonic() < until
+        del store
+        gc.collect()  # pages that are mapped stay, as by a thread that has read ahead and is about to end
+        for shard in (path / "shards").iterdir():
+            with shard.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     np.testing.assert_array_equal(epoch(store), from_memory)
 
 
@@ -181,6 +183,7 @@ def test_an_error_while_reading_ahead_reaches_the_consumer_and_ends_the_threads(
     assert not reading_threads()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_does_not_grow_with_the_store(dtype):
     window, peaks = 256 << 10, []

@@ -37,6 +37,7 @@ def assert_same_weights(home: Path, first: str, second: str) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("solver", "act"), grid(
     [("sgd",), ("sgd", "--tied"), ("pam-sgd", "--decoder", "free"), ("pam-sgd",)], list(ACTIVATIONS)), ids=str)
 def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(sae: CommandLine, solver: tuple, act: str):
@@ -55,6 +56,7 @@ def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(sae: Com
     assert [line["epoch"] for line in read_metrics(folder) if "epoch" in line] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "said"), [
     (("--act", "topk", "--k", "24"), "--k 24 is all of d_sae, 24, so codes are not sparse; lower --k"),
     (("--act", "batchtopk", "--k", "8"), "--k 8 is not below d_in, 8, so codes are not sparse; lower --k"),
@@ -114,6 +116,7 @@ def test_a_killed_run_resumed_equals_one_never_stopped(sae: CommandLine, solver:
     assert steps == [line["step"] for line in read_metrics(sae.home / "runs" / "whole")]
 
 
+@pytest.mark.slow
 def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(20_000))
     process = subprocess.Popen(
@@ -155,6 +158,7 @@ def test_a_run_that_fails_in_its_first_epoch_leaves_no_folder(sae: CommandLine):
     assert not list((sae.home / "runs").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NORMALISATIONS)
 def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(sae: CommandLine, kind: str):
     rows = some_rows(2000) * np.float32(37) + np.arange(8, dtype=np.float32)
@@ -189,6 +193,7 @@ def test_normalisations_match_numpy():
         assert fitted.variance.item() == pytest.approx(spread.item())
 
 
+@pytest.mark.slow
 def test_smaller_fractions_train_on_fewer_rows_and_test_on_the_same(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(4000))
     documents = [sae("train", "--fraction", share, *QUICK).json for share in ("0.25", "1.0")]
