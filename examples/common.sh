@@ -93,11 +93,11 @@ train() {
     done
 }
 
-# trained: train what is on the list.
+# trained: train what is on the list; `--config` names a file of presets/.
 trained() {
     echo "$(wc -l < "$todo") runs to train, $jobs at a time" >&2
     if [[ -s $todo ]]; then
-        xargs -P "$jobs" -L 1 sae train < "$todo" > /dev/null
+        (cd "$here/presets" && xargs -P "$jobs" -L 1 sae train < "$todo" > /dev/null)
     fi
     rm "$todo"
 }
@@ -120,21 +120,20 @@ activations() {
 }
 
 # paper_pam SHARE [MU], paper_sgd SHARE [MU], paper_l1 LAMBDA: options for the solvers as the paper's code for
-# language models has them, on so large a share of the rows. Its loss is a mean over rows and dimensions: its weights come
-# here times d_in, and times N where they stand beside a sum over rows.
+# language models has them, on so large a share of the rows: a preset, and the weights that depend on the rows. Its loss is
+# a mean over rows and dimensions: its weights come here times d_in, and times N where they stand beside a sum over rows.
 paper_pam() {
     local mu
     mu=$(per "${2:-0.001}" "$d_in" "$rows" "$1")
-    echo "$(paper_steps "$1") --solver pam-sgd --decoder free --alpha 1e-10 --bias after --decoder-first" \
-        "--clip-norm $d_in --mu-enc $mu --nu-enc $mu --smoothing 0 --no-revive --inner-steps 1"
+    echo "--config gemma-pam-sgd.toml $(paper_rows "$1") --clip-norm $d_in --mu-enc $mu --nu-enc $mu"
 }
 paper_sgd() {
     local mu
     mu=$(per "${2:-0.001}" "$d_in" "$rows" "$1")
-    echo "$(paper_steps "$1") --solver sgd --tied --mu-enc $mu --nu-enc $mu"
+    echo "--config gemma-sgd.toml $(paper_rows "$1") --mu-enc $mu --nu-enc $mu"
 }
-paper_steps() {
-    echo "$settings --fraction $(per "$share" "$1") --batch-size $batch --lr 0.001 --lr-warm-up 0 --lr-decay 0"
+paper_rows() {
+    echo "$settings --fraction $(per "$share" "$1") --batch-size $batch"
 }
 paper_l1() {
     echo "--sparsity l1-codes --sparsity-weight $(per "$1" "$d_in") --sparsity-warm-up 0"

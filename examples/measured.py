@@ -19,8 +19,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from saecli.dictionary import SAE
 from saecli.formats import load
-from saecli.sae import SAE
 from saecli.store import ActivationStore
 from saecli.training import read_metrics
 

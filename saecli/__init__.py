@@ -1,10 +1,11 @@
 """saecli: sparse autoencoders from a language model's activations, trained, evaluated and understood.
 
-    store = saecli.open_store("notes")
+    store = saecli.extract("tiny-gemma2", layer=2, rows=20_000)    # or saecli.open_store("notes")
     sae = saecli.fit(store, solver="pam-sgd", act="topk", k=32)
     z = sae.encode(x)                     # raw activations (rows, d_in) to codes (rows, d_sae)
     x_hat = sae.decode(z)
     saecli.save_sae(sae, "folder")        # saecli.load_sae("folder") reads it again
+    saecli.evaluate(sae, store)           # {"fvu": ..., "l0": ...}, on the held-out rows
 
 Names are imported when they are first used, so that `import saecli` takes no time.
 """
@@ -22,14 +23,37 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .api import fit, load_sae, open_store, save_sae
+    from .dictionary import SAE
     from .errors import SaeError
-    from .sae import SAE
+    from .evaluation.evaluate import compare, evaluate, sparsity
+    from .harvest import extract
+    from .html_report.report import report
+    from .inventory.importing import import_array
+    from .inventory.listing import list_home
+    from .publishing.export import export
+    from .publishing.push import push
+    from .spline_measures.geometry import geometry
     from .store import ActivationStore
 
 __version__ = "0.1.0"
-__all__ = ["SAE", "ActivationStore", "SaeError", "fit", "load_sae", "open_store", "save_sae"]
+__all__ = ["SAE", "ActivationStore", "SaeError", "compare", "evaluate", "export", "extract", "fit", "geometry",
+           "import_array", "list_home", "load_sae", "open_store", "push", "report", "save_sae", "sparsity"]
 
-_MODULES = {"SAE": "sae", "ActivationStore": "store", "SaeError": "errors"}
+_MODULES = {
+    "SAE": "dictionary",
+    "ActivationStore": "store",
+    "SaeError": "errors",
+    "compare": "evaluation.evaluate",
+    "evaluate": "evaluation.evaluate",
+    "export": "publishing.export",
+    "extract": "harvest",
+    "geometry": "spline_measures.geometry",
+    "import_array": "inventory.importing",
+    "list_home": "inventory.listing",
+    "push": "publishing.push",
+    "report": "html_report.report",
+    "sparsity": "evaluation.evaluate",
+}
 
 if not TYPE_CHECKING:
     def __getattr__(name: str) -> "Any":

@@ -7,9 +7,6 @@ Shapes: N rows, D = d_in, F = d_sae.
 """
 
 import os
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +14,20 @@ import torch
 
 from . import formats
 from .activations import ACTIVATIONS
-from .config import choose, fields
-from .errors import ConfigError, SaeError, did_you_mean, unknown_choice
+from .config import choose, options_of
+from .console import Console
+from .dictionary import SAE
+from .errors import ConfigError, did_you_mean, unknown_choice
+from .evaluation.sae_and_rows import find_subject
 from .formats import FORMATS, SavedSAE
 from .home import STORE_MARKER, Home
-from .machine import available_memory
-from .report import Report
-from .runs import find_subject
-from .sae import SAE
 from .solvers import SOLVERS
 from .store import ActivationStore, Rows
-from .training import Plan, Record, Trainer, TrainingConfig, origin_of
-from .training.array_rows import ArrayLike, ArrayRows
+from .training import Loop, Plan, Record, Trainer, TrainingConfig, origin_of
+from .training.rows import ArrayLike, ArrayRows
 
-# Options of training that are about files, about the choice of a store's rows, and about how these are read.
-OF_FOLDERS, OF_SPLITS, OF_STORES = ("keep_every", "tensorboard"), ("fraction", "split_seed"), ("shuffle",)
+# Options of training that are about files, and about the choice of a store's rows.
+OF_FOLDERS, OF_SPLITS = ("keep_every", "tensorboard"), ("fraction", "split_seed")
 
 
 def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
@@ -48,7 +44,7 @@ def open_store(store: str | Path | None = None, home: str | Path | None = None) 
     Raises:
         StoreError: there is none, or its `store.json` is damaged.
     """
-    shelf = _home(home).stores
+    shelf = Home.at(home).stores
     if store is not None and store not in shelf.names() and (Path(store) / STORE_MARKER).is_file():
         return ActivationStore.open(Path(store))
     return ActivationStore.open(shelf.find(None if store is None else str(store)))
@@ -72,7 +68,7 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
         FormatError: the folder holds no SAE in a known format.
         HubError: it is none here, and the hub has none there, or cannot be asked.
     """
-    return formats.load(find_subject(_home(home), None if run is None else str(run)).folder).sae
+    return formats.load(find_subject(Home.at(home), None if run is None else str(run)).folder).sae
 
 
 def save_sae(sae: SAE, folder: str | Path, format: str = "native", store: ActivationStore | None = None) -> None:
@@ -89,8 +85,8 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native", store: Activa
         FormatError: the folder is in use, or the format cannot express the SAE's activation.
     """
     if format not in FORMATS:
-        raise ConfigError(unknown_choice("format", format, FORMATS))
-    formats.save(SavedSAE(sae.to("cpu", torch.float32), origin_of(store) if store else {}), format, Path(folder))
+        raise unknown_choice("format", format, FORMATS)
+    formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin_of(store) if store else {}), format, Path(folder))
 
 
 def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", act: str = "relu",
@@ -120,37 +116,33 @@ def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", ac
 
     Source: the paper "SplInterp: Improving our Understanding and Training of Sparse Autoencoders", Algorithm 3.1.
     """
-    with _flags_as_arguments():
-        trainer = Trainer(_planned(rows, solver, act, options), Record())
-        if not progress:
-            return trainer.train(lambda done, words="": None)
-        report = Report()
-        with report.progress("training", trainer.steps, "steps") as show:
-            sae = trainer.train(show)
-        for note in trainer.solver.notes():
-            report.note(note)
-        return sae
+    trainer = Trainer(_planned(rows, solver, act, options), Record())
+    if not progress:
+        return Loop([trainer]).train()[0]
+    console = Console()
+    with console.progress("training", trainer.steps, "steps") as trainer.show:
+        (sae,) = Loop([trainer]).train()
+    for note in trainer.solver.notes():
+        console.note(note)
+    return sae
 
 
 def _planned(rows: ActivationStore | Rows | ArrayLike, solver: str, act: str, options: dict[str, Any]) -> Plan:
-    known = {f.name for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
-             for f, _, _ in fields(config)}
+    known = {name for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
+             for name in options_of(config)}
     idle = dict.fromkeys(OF_FOLDERS, ", which writes no files")
     if not isinstance(rows, ActivationStore):
         idle |= dict.fromkeys(OF_SPLITS, " with rows that are chosen already")
-    if not isinstance(rows, ActivationStore | Rows):
-        idle |= dict.fromkeys(OF_STORES, " with rows in memory")
     for name in options:
         if name not in known:
             advice = did_you_mean(name, {*known, "solver", "act"}) or "expected one of `sae train`'s"
-            raise ConfigError(f"fit has no option {name}; {advice}")
+            raise ConfigError(None, "fit has no option {name}", "{advice}", name=name, advice=advice)
         if name in idle:
-            raise ConfigError(f"{name} does nothing in fit{idle[name]}; leave it out")
-    training = TrainingConfig(**{f.name: options[f.name] for f, _, _ in fields(TrainingConfig) if f.name in options})
+            raise ConfigError(name, "does nothing in fit{why}", "leave it out", why=idle[name])
+    training = TrainingConfig(**{name: options[name] for name in options_of(TrainingConfig) if name in options})
     chosen = choose(SOLVERS, "solver", solver, options, options.keys())
     activation = choose(ACTIVATIONS, "act", act, options, options.keys())
     if isinstance(rows, ActivationStore):
-        training.check_shuffle(rows.stored_bytes, available_memory())
         rows = training.rows_of(rows)
     elif not isinstance(rows, Rows):
         rows = ArrayRows(rows)
@@ -159,12 +151,3 @@ def _planned(rows: ActivationStore | Rows | ArrayLike, solver: str, act: str, op
 
 def _home(home: str | Path | None) -> Home:
     return Home(Path(home or os.environ.get("SAE_HOME") or Home.DEFAULT))
-
-
-@contextmanager
-def _flags_as_arguments() -> Iterator[None]:
-    """Have messages call options what Python calls them: `--d-sae` is `d_sae`."""
-    try:
-        yield
-    except SaeError as error:
-        raise type(error)(re.sub(r"--([a-z][\w-]*)", lambda flag: flag[1].replace("-", "_"), str(error))) from error

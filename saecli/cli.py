@@ -17,12 +17,13 @@ import typer
 from typer.core import TyperGroup
 
 from . import __version__, interrupts
+from .config import flag_of
 from .errors import ConfigError, PeerError, SaeError, did_you_mean, one_line, printable
 from .files import as_named
+from .help_page import Command, show_root_help
 from .home import Home
-from .launch import rank, world
-from .machine import demand_address_space, is_out_of_memory
-from .root_help import show_root_help
+from .memory import demand_address_space, is_out_of_memory
+from .torchrun import rank, world
 
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
@@ -47,8 +48,10 @@ def load(name: str) -> Any:
     module = importlib.import_module(f".commands.{'import_' if name == 'import' else name}", __package__)
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
     paragraphs = inspect.getdoc(module.command).split("\n\n")
-    app.command(name, help="\n\n".join(" ".join(lines.split()) for lines in paragraphs))(module.command)
-    return typer.main.get_command(app)
+    app.command(name, cls=Command, help="\n\n".join(" ".join(lines.split()) for lines in paragraphs))(module.command)
+    command = typer.main.get_command(app)
+    command.advanced = getattr(module.command, "advanced", Command.advanced)
+    return command
 
 
 class LazyGroup(TyperGroup):
@@ -129,14 +132,15 @@ def root(
 
         join()
         if ctx.invoked_subcommand not in TOGETHER:
-            raise ConfigError(f"sae {ctx.invoked_subcommand} runs in one process: expected {' or '.join(TOGETHER)}, "
-                              f"which run in several, got {world()} processes; run it without torchrun")
+            raise ConfigError(None, "sae {command} runs in one process: expected {together}, which run in several, got "
+                                    "{got} processes", "run it without torchrun", command=ctx.invoked_subcommand,
+                              together=" or ".join(TOGETHER), got=world())
 
 
 def sentence_for(error: BaseException) -> str | None:
     """The one sentence that a user is told of an expected failure; None for a bug of ours."""
     if isinstance(error, SaeError):
-        return str(error)
+        return error.sentence(flag_of)
     if is_out_of_memory(error):
         return _out_of_memory(error)
     if isinstance(error, OSError):

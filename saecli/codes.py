@@ -13,17 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 DENSITY = 0.1  # fraction of non-zeros above which dense products take less time
 PAIRS = 1 << 19  # of entries, multiplied at a time
 PAIRS_FRACTION = 0.2  # of the Gram matrix' entries, up to which products are added pair by pair
+CACHED_CODES = 1 << 18  # 1 MiB in float32
 PANEL, SPARSE_PANEL = 256, 1024  # columns of a Gram matrix at a time; wider panels pay where codes are sparse
 
 
@@ -90,13 +89,21 @@ class Codes(ABC):
         """The number of non-zero codes, a scalar."""
         return self.values.count_nonzero()
 
-    def counts(self) -> Tensor:
-        """On how many rows each latent fires, (F,)."""
-        return self.map(lambda values: (values != 0).to(values.dtype)).sums()
+    @abstractmethod
+    def latent_counts(self) -> Tensor:
+        """On how many rows each latent fires, (F,), int64."""
+
+    @abstractmethod
+    def row_counts(self) -> Tensor:
+        """How many latents fire on each row, (B,), int64."""
+
+    @abstractmethod
+    def l1(self) -> Tensor:
+        """The sum of all codes' magnitudes, a scalar, float64."""
 
     def fired(self) -> Tensor:
         """Which latents fire on any row, a mask, (F,)."""
-        return self.counts() > 0
+        return self.latent_counts() > 0
 
     def squares(self) -> Tensor:
         """The sum of each latent's squared codes, (F,)."""
@@ -115,25 +122,20 @@ class DenseCodes(Codes):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """B and F."""
         return self.values.shape[0], self.values.shape[1]
 
     def dense(self) -> Tensor:
-        """The matrix."""
         return self.values
 
     def times(self, right: Tensor) -> Tensor:
-        """`z right`, (B, C)."""
         few = self._few
         return self.values @ right if few is None else few.times(right)
 
     def transposed_times(self, right: Tensor) -> Tensor:
-        """`z' right`, (F, C)."""
         few = self._few
         return self.values.T @ right if few is None else few.transposed_times(right)
 
     def sums(self) -> Tensor:
-        """The sum of each column, (F,)."""
         return self.values.sum(0)
 
     def add_gram(self, gram: Tensor) -> None:
@@ -150,10 +152,30 @@ class DenseCodes(Codes):
         """The vector itself."""
         return vector
 
+    def latent_counts(self) -> Tensor:
+        counts = torch.zeros(self.shape[1], dtype=torch.int64, device=self.values.device)
+        for some in in_cache(self.values):
+            counts += (some != 0).sum(0, dtype=torch.int32)
+        return counts
+
+    def row_counts(self) -> Tensor:
+        return torch.cat([(some != 0).sum(1, dtype=torch.int32) for some in in_cache(self.values)]).long()
+
+    def l1(self) -> Tensor:
+        """The sum of all codes' magnitudes; a row is summed in its own precision, since converting every code to
+        float64 takes as long as encoding."""
+        precision = torch.promote_types(self.values.dtype, torch.float32)
+        return torch.stack([some.abs().sum(1, dtype=precision).sum(dtype=torch.float64)
+                            for some in in_cache(self.values)]).sum()
+
     @cached_property
     def _few(self) -> "SparseCodes | None":
         """The non-zeros, searched for once; None where gradients flow through zeros, or dense products are faster."""
-        return None if self.requires_grad else _non_zeros(self.values, self.values != 0)
+        flat = None if self.requires_grad else few_entries(self.values != 0)
+        if flat is None:
+            return None
+        offsets, _, indices = located(flat, self.shape)
+        return SparseCodes(offsets, indices, self.values.flatten()[flat], self.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +196,6 @@ class SparseCodes(Codes):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """B and F."""
         return len(self.offsets), self.width
 
     def dense(self) -> Tensor:
@@ -183,25 +204,33 @@ class SparseCodes(Codes):
         return flat.scatter(0, self.rows * self.width + self.indices, self.values).view(self.shape)
 
     def times(self, right: Tensor) -> Tensor:
-        """`z right`, (B, C)."""
         return embedding_bag(self.indices, right, self.offsets, mode="sum", per_sample_weights=self.values)
 
     def transposed_times(self, right: Tensor) -> Tensor:
-        """`z' right`, (F, C)."""
         rows, values, offsets = self._by_latent
         return embedding_bag(rows, right, offsets, mode="sum", per_sample_weights=values)
 
     def sums(self) -> Tensor:
-        """The sum of each column, (F,)."""
         return self.values.new_zeros(self.width).index_add(0, self.indices, self.values)
 
     def by_latent(self, vector: Tensor) -> Tensor:
         """The vector's entry for each value, (n,)."""
         return vector[self.indices]
 
+    def latent_counts(self) -> Tensor:
+        fires = (self.values != 0).long()
+        return fires.new_zeros(self.width).index_add(0, self.indices, fires)
+
+    def row_counts(self) -> Tensor:
+        fires = (self.values != 0).long()
+        return fires.new_zeros(self.shape[0]).index_add(0, self.rows, fires)
+
+    def l1(self) -> Tensor:
+        return self.values.double().abs().sum()
+
     def bytes(self) -> int:
-        """Entries by row and by latent."""
-        return len(self.values) * 2 * (8 + self.values.element_size())
+        """Rows, indices and values of the entries by row, and their rows and values by latent."""
+        return len(self.values) * (3 * 8 + 2 * self.values.element_size())
 
     @cached_property
     def rows(self) -> Tensor:
@@ -218,7 +247,7 @@ class SparseCodes(Codes):
     def _by_latent(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows and values, each (n,), latent after latent, and where each latent begins, (F,)."""
         indices, order = self.indices.sort(stable=True)
-        return self.rows[order], self.values[order], _offsets(indices, self.width)
+        return self.rows[order], self.values[order], offsets_of(indices, self.width)
 
     def add_gram(self, gram: Tensor) -> None:
         """Add `z' z`, pair by pair of entries of a row where these are few, else panel by panel.
@@ -260,75 +289,31 @@ def _pairs(sizes: Tensor) -> Tensor:
     return sizes * (sizes + 1) // 2
 
 
-def _offsets(bags: Tensor, count: int) -> Tensor:
+def offsets_of(bags: Tensor, count: int) -> Tensor:
     """Where each of `count` bags begins in an ascending list, (n,), of the bag of each entry."""
     return torch.searchsorted(bags, torch.arange(count, device=bags.device))
 
 
-def _non_zeros(matrix: Tensor, active: Tensor) -> SparseCodes | None:
-    """The entries of a matrix, (B, F), that a mask holds; None on a GPU, or where they are many."""
-    if matrix.device.type != "cpu":
+def in_cache(values: Tensor) -> tuple[Tensor, ...]:
+    """A matrix's rows, (B, F), few enough at a time that on a CPU what is made of them stays in a core's own cache."""
+    return values.split(max(1, CACHED_CODES // values.shape[1] if values.device.type == "cpu" else len(values)))
+
+
+def few_entries(mask: Tensor) -> Tensor | None:
+    """The numbers of the entries that a mask, (B, F), holds, as one ascending list, (n,); None on a GPU, or where they
+    are so many that dense products are faster."""
+    if mask.device.type != "cpu":
         return None
     # NumPy counts and finds what is true several times as fast as PyTorch does.
-    mask = active.detach().flatten().numpy()
-    if np.count_nonzero(mask) > DENSITY * matrix.numel():
-        return None
-    return _taken(matrix, torch.from_numpy(np.flatnonzero(mask)))
+    flat = mask.detach().flatten().numpy()
+    return None if np.count_nonzero(flat) > DENSITY * len(flat) else torch.from_numpy(np.flatnonzero(flat))
 
 
-def _taken(matrix: Tensor, flat: Tensor) -> SparseCodes:
-    """The entries of a matrix, (B, F), at ascending rows, given their numbers in it as one list, (n,)."""
-    rows = flat.div(matrix.shape[1], rounding_mode="floor")
-    values = _Taken.apply(matrix, rows, flat - rows * matrix.shape[1])
-    return SparseCodes(_offsets(rows, len(matrix)), flat - rows * matrix.shape[1], values, matrix.shape[1])
-
-
-class _Taken(torch.autograd.Function):
-    """Entries of a matrix, whose gradient is handed back sparse: `pre_activations` multiplies it as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, columns)
-        ctx.shape = matrix.shape
-        return matrix.flatten().gather(0, rows * matrix.shape[1] + columns)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return torch.sparse_coo_tensor(torch.stack(ctx.saved_tensors), gradient, ctx.shape,
-                                       check_invariants=False), None, None
-
-
-def at(pre: Tensor, indices: Tensor) -> SparseCodes:
-    """The pre-activations of given latents of each row, all others zero.
-
-    Args:
-        pre: (B, F).
-        indices: different latents, (B, K).
-    """
-    rows = torch.arange(len(pre), device=pre.device)[:, None]
-    return _taken(pre, (rows * pre.shape[1] + indices).flatten())
-
-
-def at_entries(pre: Tensor, entries: Tensor) -> SparseCodes:
-    """The pre-activations at some entries of the whole batch, all others zero.
-
-    Args:
-        pre: (B, F).
-        entries: different numbers of entries in `pre` as one list, row after row, (n,).
-    """
-    return _taken(pre, entries.sort().values)
-
-
-def where(pre: Tensor, active: Tensor) -> Codes:
-    """`pre` where a mask holds and else 0; no gradient flows through the others.
-
-    Args:
-        pre: (B, F).
-        active: the mask, (B, F).
-    """
-    few = _non_zeros(pre, active)
-    return DenseCodes(torch.where(active, pre, 0.0)) if few is None else few
+def located(flat: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """The offsets, (B,), rows, (n,), and latents, (n,), of entries at ascending rows of a matrix (B, F), given their
+    numbers in it, (n,)."""
+    rows = flat.div(shape[1], rounding_mode="floor")
+    return offsets_of(rows, shape[0]), rows, flat - rows * shape[1]
 
 
 def joined(blocks: Sequence[SparseCodes]) -> SparseCodes:
@@ -337,27 +322,3 @@ def joined(blocks: Sequence[SparseCodes]) -> SparseCodes:
     offsets = [block.offsets + begin for block, begin in zip(blocks, before, strict=True)]
     return SparseCodes(torch.cat(offsets), torch.cat([block.indices for block in blocks]),
                        torch.cat([block.values for block in blocks]), blocks[0].width)
-
-
-class _PreActivations(torch.autograd.Function):
-    """`x W_enc + b_enc`; where its gradient is sparse, so are the products."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.addmm(b_enc, x, W_enc)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
-        (x,) = ctx.saved_tensors
-        if gradient.layout == torch.strided:
-            return None, (gradient.T @ x).T, gradient.sum(0)
-        rows, columns = gradient._indices()
-        few = SparseCodes(_offsets(rows, len(gradient)), columns, gradient._values(), gradient.shape[1])
-        return None, few.transposed_times(x).T, few.sums()
-
-
-def pre_activations(x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:
-    """`x W_enc + b_enc`, (B, F), differentiable in weights, (D, F), and bias, (F,), but not in the rows x, (B, D)."""
-    return _PreActivations.apply(x, W_enc, b_enc)

@@ -1,41 +1,55 @@
-"""Configurations: small frozen dataclasses that go to and from JSON and to command-line options.
+"""Options, each declared once, and configurations made of them.
 
-A configuration subclasses `Config` and declares each field with `option(...)`, beside the code that it
-configures. The declaration is the only place where a default, a bound and a help text stand:
-`Config.__post_init__` checks them, `to_json`/`from_json` store them, and `commands/options.py` turns them
-into Typer options.
+A configuration subclasses `Config` and declares each field with `option(...)`, beside the code that it configures. The
+`Option` that this makes is all that anyone knows of it: `Config.__post_init__` checks values by it, `options/` makes a
+Typer parameter of it and checks the values of a TOML file by it, and help pages show it.
 """
 
 import dataclasses
+import functools
+import json
 import types
 import typing
 from collections.abc import Callable, Mapping, Set
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from .errors import ConfigError, unknown_choice
 
 # Whole numbers above 2^53 are lost in JSON readers that know only doubles; other numbers are to fit float32.
 LARGEST = {int: 2**53, float: 1e30}
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text in quotes"}
+PAPER: dict[str, Any] = {"panel": "The paper's experiments", "advanced": True}  # for what nothing else needs
 
 
 @dataclass(frozen=True)
 class Option:
-    """What a configuration field allows, beyond its type.
+    """One option: what it takes, and what is said of it.
 
     Args:
-        help: one sentence for `--help`, with the unit where there is one.
+        help: one sentence for the help page, with the unit where there is one.
+        name: what Python calls it, such as d_sae.
+        kinds: the types that it takes, of `KINDS`.
+        optional: whether it can be None, which stands for a default that depends on something else.
+        default: its value where none is given.
         minimum: smallest value allowed.
         above: value that must be exceeded.
         maximum: largest value allowed.
         below: value that must not be reached.
-        choices: the words allowed; on a field that also takes numbers, the words allowed beside them.
-        check: looks at a word in place of `choices`; raises ValueError with what the field must be.
+        choices: the words allowed; where numbers are too, the words allowed beside them.
+        check: looks at a word in place of `choices`; raises ValueError with what the word must be.
         metavar: how the help page writes the value.
-        once: whether it takes one value where others may be repeated, for one result a value.
+        panel: the part of the help page that it stands in; None for its configuration's.
+        advanced: whether it is left out of `--help`, and shown by `--help-all` alone.
+        once: whether it takes one value where other numbers may be repeated, for one result a value.
+        several: whether it may be given several times, in a file as a list.
     """
 
     help: str
+    name: str = ""
+    kinds: tuple[type, ...] = ()
+    optional: bool = False
+    default: Any = None
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
@@ -43,25 +57,82 @@ class Option:
     choices: tuple[str, ...] = ()
     check: Callable[[str], None] | None = None
     metavar: str | None = None
+    panel: str | None = None
+    advanced: bool = False
     once: bool = False
+    several: bool = False
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it is one of the numbers that can be repeated, for one result a value."""
+        return not self.once and not {int, float}.isdisjoint(self.kinds)
+
+    @property
+    def expected(self) -> str:
+        """What it takes, in words."""
+        words = [f"one of {', '.join(self.choices)}" if kind is str and self.choices and not self.check else KINDS[kind]
+                 for kind in self.kinds]
+        return " or ".join(words) + ", or a list of such" * self.several
+
+    def admits(self, value: Any) -> bool:
+        """Whether a value of a TOML file, or one of Python's, is of a type and among the words that it takes."""
+        if isinstance(value, list):
+            return self.several and bool(value) and not any(isinstance(one, list) or not self.admits(one)
+                                                            for one in value)
+        if type(value) is str:  # a command line cannot hold what would end a file's name early either
+            known = not self.choices or self.check is not None or value in self.choices
+            return str in self.kinds and known and "\0" not in value
+        return type(value) in self.kinds or (type(value) is int and float in self.kinds)
+
+    def checked(self, value: Any) -> Any:
+        """The value, of the type that it takes; ConfigError where it is none that is allowed."""
+        if value is None and self.optional:
+            return None
+        if type(value) in LARGEST and not abs(value) <= LARGEST[type(value)]:
+            raise ConfigError(self.name, "must be a number of ordinary size, got {got}", got=f"{value!s:.40}")
+        if type(value) is str and str in self.kinds and not self.admits(value) and self.choices:
+            raise unknown_choice(self.name, value, self.choices)
+        if not self.admits(value):
+            raise ConfigError(self.name, "must be {expected}, got {got}", expected=self.expected, got=repr(value))
+        if isinstance(value, str):
+            self._look_at(value)
+        elif not isinstance(value, bool):
+            self._bound(value)
+        return float(value) if type(value) is int and int not in self.kinds else value
+
+    def _look_at(self, word: str) -> None:
+        try:
+            if self.check is not None:
+                self.check(word)
+        except ValueError as error:
+            raise ConfigError(self.name, "must be {wanted}, got {got}", wanted=error, got=repr(word)) from None
+
+    def _bound(self, number: float) -> None:
+        for bound, words, holds in ((self.minimum, "at least", self.minimum is None or number >= self.minimum),
+                                    (self.above, "above", self.above is None or number > self.above),
+                                    (self.maximum, "at most", self.maximum is None or number <= self.maximum),
+                                    (self.below, "below", self.below is None or number < self.below)):
+            if not holds:
+                raise ConfigError(self.name, "must be {words} {bound}, got {got}", words=words, bound=f"{bound:g}",
+                                  got=f"{number:g}")
 
 
-def option(default: Any, help: str, **limits: Any) -> Any:
+def option(default: Any, help: str, **rules: Any) -> Any:
     """Declare a configuration field.
 
     Args:
-        default: value when none is given; `dataclasses.MISSING` for a field that must be given.
-        help: one sentence for `--help`.
-        **limits: the further fields of `Option`.
+        default: value when none is given.
+        help: one sentence for the help page.
+        **rules: the further fields of `Option`; name, types and default are those of the dataclass field.
 
     Returns:
         A dataclass field that carries its `Option`.
     """
-    return field(default=default, metadata={"option": Option(help, **limits)})
+    return field(default=default, metadata={"option": Option(help, **rules)})
 
 
 def flag_of(name: str) -> str:
-    """The command-line spelling of a field: `d_sae` is `--d-sae`."""
+    """The command-line spelling of an option: `d_sae` is `--d-sae`."""
     return "--" + name.replace("_", "-")
 
 
@@ -72,35 +143,6 @@ def scalar_types(annotation: Any) -> tuple[type, ...]:
     return (annotation,)
 
 
-def _checked(name: str, annotation: Any, rule: Option, value: Any) -> Any:
-    allowed = scalar_types(annotation)
-    if type(value) in LARGEST and not abs(value) <= LARGEST[type(value)]:
-        raise ConfigError(f"{flag_of(name)} must be a number of ordinary size, got {value!s:.40}")
-    if float in allowed and type(value) is int:
-        value = float(value)
-    if type(value) not in allowed:
-        wanted = " or ".join("nothing" if t is types.NoneType else t.__name__ for t in allowed)
-        raise ConfigError(f"{flag_of(name)} must be {wanted}, got {value!r}")
-    if isinstance(value, str):
-        if rule.choices and value not in rule.choices:
-            raise ConfigError(unknown_choice(flag_of(name), value, rule.choices))
-        if rule.check is not None:
-            try:
-                rule.check(value)
-            except ValueError as error:
-                raise ConfigError(f"{flag_of(name)} must be {error}, got {value!r}") from None
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        if rule.minimum is not None and not value >= rule.minimum:
-            raise ConfigError(f"{flag_of(name)} must be at least {rule.minimum:g}, got {value:g}")
-        if rule.above is not None and not value > rule.above:
-            raise ConfigError(f"{flag_of(name)} must be above {rule.above:g}, got {value:g}")
-        if rule.maximum is not None and not value <= rule.maximum:
-            raise ConfigError(f"{flag_of(name)} must be at most {rule.maximum:g}, got {value:g}")
-        if rule.below is not None and not value < rule.below:
-            raise ConfigError(f"{flag_of(name)} must be below {rule.below:g}, got {value:g}")
-    return value
-
-
 @dataclass(frozen=True)
 class Config:
     """Base of every configuration; see the module's docstring."""
@@ -108,8 +150,8 @@ class Config:
     panel: ClassVar[str] = "Options"
 
     def __post_init__(self) -> None:
-        for f, annotation, rule in fields(type(self)):
-            object.__setattr__(self, f.name, _checked(f.name, annotation, rule, getattr(self, f.name)))
+        for name, one in options_of(type(self)).items():
+            object.__setattr__(self, name, one.checked(getattr(self, name)))
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
@@ -118,24 +160,30 @@ class Config:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """The configuration that `to_json` wrote; a field that the document lacks, written before there was such an
-        option, takes its default.
-
-        Raises:
-            ConfigError: the document has a field too many, lacks one that has no default, or has one with a value not
-                allowed.
-        """
-        names = {f.name for f in dataclasses.fields(cls)}
-        needed = {f.name for f in dataclasses.fields(cls) if f.default is MISSING}
-        unexpected, missing = sorted(document.keys() - names), sorted(needed - document.keys())
-        if unexpected or missing:
-            raise ConfigError(f"{cls.__name__} does not match: unexpected {unexpected}, missing {missing}")
+        option, takes its default. Raises ConfigError where the document has a field too many, or one with a value not
+        allowed."""
+        if unexpected := sorted(document.keys() - options_of(cls).keys()):
+            raise ConfigError(None, "{config} does not match: unexpected {unexpected}", config=cls.__name__,
+                              unexpected=unexpected)
         return cls(**document)
 
 
-def fields(config: type[Config]) -> list[tuple[dataclasses.Field, Any, Option]]:
-    """Each field of a configuration class with its resolved annotation and its `Option`."""
+@functools.cache
+def options_of(config: type[Config]) -> dict[str, Option]:
+    """The options that the fields of a configuration class declare, by name."""
     hints = typing.get_type_hints(config)
-    return [(f, hints[f.name], f.metadata["option"]) for f in dataclasses.fields(config)]
+    found = {}
+    for one in dataclasses.fields(config):
+        kinds = scalar_types(hints[one.name])
+        found[one.name] = replace(one.metadata["option"], name=one.name, default=one.default,
+                                  kinds=tuple(kind for kind in kinds if kind is not types.NoneType),
+                                  optional=types.NoneType in kinds)
+    return found
+
+
+def toml_lines(values: Mapping[str, Any]) -> list[str]:
+    """Values as lines of TOML, which writes words, numbers and lists as JSON does; None is left out."""
+    return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None]
 
 
 def choose(table: Mapping[str, type[Config]], selector: str, name: str,
@@ -144,10 +192,10 @@ def choose(table: Mapping[str, type[Config]], selector: str, name: str,
 
     Args:
         table: configuration class by name, e.g. the solvers.
-        selector: field that selects from the table, e.g. "solver".
+        selector: option that selects from the table, e.g. "solver".
         name: the entry selected.
-        values: value by field name, for the fields of all entries together.
-        given: the fields that the user set, as opposed to left at their defaults.
+        values: value by option name, for the options of all entries together.
+        given: the options that the user set, as opposed to left at their defaults.
 
     Returns:
         An instance of `table[name]`, with the given values and its own defaults for the others.
@@ -156,10 +204,10 @@ def choose(table: Mapping[str, type[Config]], selector: str, name: str,
         ConfigError: the table has no such entry, or the user set an option that only other entries have.
     """
     if name not in table:
-        raise ConfigError(unknown_choice(flag_of(selector), name, table))
-    names = {key: {f.name for f in dataclasses.fields(config)} for key, config in table.items()}
-    for option_name in sorted(given & set().union(*names.values()) - names[name]):
-        takers = " or ".join(key for key in table if option_name in names[key])
-        raise ConfigError(f"{flag_of(option_name)} does nothing with {flag_of(selector)} {name}; "
-                          f"leave it out, or use {flag_of(selector)} {takers}")
+        raise unknown_choice(selector, name, table)
+    names = {key: options_of(config).keys() for key, config in table.items()}
+    for foreign in sorted(given & set().union(*names.values()) - names[name]):
+        takers = " or ".join(key for key in table if foreign in names[key])
+        raise ConfigError(foreign, f"does nothing with {{{selector}}} {{entry}}",
+                          f"leave it out, or use {{{selector}}} {{takers}}", entry=name, takers=takers)
     return table[name](**{key: values[key] for key in names[name] & given})

@@ -3,40 +3,33 @@
 import torch
 from torch import Tensor
 
-from .distributed import processes
 from .errors import ConfigError, one_line
-from .launch import local_world
+from .torchrun import local_world, world
 
 
 def device_named(name: str) -> torch.device:
-    """The device that `--device` asks for.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """The device that `--device` asks for; ConfigError where there is no such device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda:") and processes() > 1 and local_world() > 1:
-        raise ConfigError(f"--device {name} gives one GPU to all {local_world()} processes of this machine: expected "
-                          f"one each; use --device cuda, which does, or cpu")
+    if name.startswith("cuda:") and world() > 1 and local_world() > 1:
+        raise ConfigError("device", "{given} gives one GPU to all {processes} processes of this machine: expected one "
+                                    "each", "use {device} cuda, which does, or cpu", given=name,
+                          processes=local_world())
     try:
         device = torch.device(name)
     except RuntimeError:  # which lists all that torch was ever written for
-        raise ConfigError(f"--device must be cpu, cuda, cuda:N or auto, got {name!r}") from None
+        raise ConfigError("device", "must be cpu, cuda, cuda:N or auto, got {given}", given=repr(name)) from None
     try:
         torch.zeros(1, dtype=torch.float64, device=device).item()  # sums are float64, which not every device has
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ConfigError(f"--device {name} cannot be used here: {one_line(error)}; use cpu, cuda or auto") from error
+        raise ConfigError("device", "{given} cannot be used here: {reason}", "use cpu, cuda or auto", given=name,
+                          reason=one_line(error)) from error
     return device
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on a device, without waiting for what the device has still to do.
-
-    Args:
-        tensor: on the CPU.
-        device: where to; for a CPU the tensor itself is returned, elsewhere its memory can be used again at once.
-    """
+    """A tensor of the CPU on a device, without waiting for what that has still to do; for a CPU the tensor itself,
+    elsewhere its memory can be used again at once."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)  # what can be paged out is copied while the host waits

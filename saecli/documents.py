@@ -70,11 +70,8 @@ class _Versioned:
 
 
 def demand_version(text: str | bytes, newest: int) -> None:
-    """Refuse a document of a newer version than this tool knows, whatever else is in it.
-
-    Raises:
-        ValueError: its `format_version` is newer, or there is none.
-    """
+    """Refuse a document of a newer version than this tool knows, whatever else is in it; ValueError where its
+    `format_version` is newer, or there is none."""
     version = parse_json(text, _Versioned).format_version
     if version > newest:
         raise ValueError(f"expected format version {newest} or older, got {version}; upgrade saecli to read it")

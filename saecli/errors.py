@@ -17,28 +17,25 @@ Each message is one sentence: what failed; expected X, got Y; what to do.
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from string import Formatter
+from typing import Self
 
 
 class SaeError(Exception):
     """Base of every error that the command line reports as one sentence and exit status 1."""
 
+    def sentence(self, spell: Callable[[str], str]) -> str:
+        """The message, an option's name, where the error names options apart, written as `spell` gives it."""
+        return str(self)
 
-class ConfigError(SaeError, ValueError):
-    """An option or argument that cannot work.
+    def within(self, before: str = "", after: str = "") -> Self:
+        """The same error, with words of the caller's before its sentence, after it, or both."""
+        return type(self)(f"{before}: " * bool(before) + str(self) + f"; {after}" * bool(after))
 
-        ConfigError("k", "must be at most {d_sae}, {most}, got {got}", "lower {k} or raise {d_sae}", most=64, got=65)
 
-    Args:
-        option: the name, in Python's spelling, of the option that it is about; None for none in particular.
-        problem: what is wrong with it. A name in braces stands for a value, else for an option, which the command line
-            spells `--d-sae` and Python `d_sae`.
-        remedy: what to do about it, spelled alike.
-        **values: what the names in braces that are no options stand for.
-    """
+class _OptionsError(SaeError):
+    """An error whose sentence names options, each caller in its own spelling: see `ConfigError`, the first of them."""
 
-    def __init__(self, option: str | None, problem: str | None = None, remedy: str = "", **values: object) -> None:
-        if problem is None:  # a whole sentence, for callers not yet rewritten
-            option, problem, values = None, "{sentence}", {"sentence": option}
+    def __init__(self, option: str | None, problem: str, remedy: str = "", **values: object) -> None:
         self.option, self.problem, self.remedy, self.values = option, problem, remedy, values
         super().__init__(option, problem, remedy)
 
@@ -55,8 +52,30 @@ class ConfigError(SaeError, ValueError):
         text = self.problem if self.option is None else f"{spell(self.option)} {self.problem}"
         return (f"{text}; {self.remedy}" if self.remedy else text).format_map(names)
 
+    def within(self, before: str = "", after: str = "") -> Self:
+        own = "" if self.option is None else f"{{{self.option}}} "
+        name = f"words{len(self.values)}"  # an error can be passed on more than once
+        given = {f"{name}_before": before, f"{name}_after": after}
+        problem = (f"{{{name}_before}}: " if before else "") + own + self.problem
+        remedy = "; ".join([self.remedy] * bool(self.remedy) + [f"{{{name}_after}}"] * bool(after))
+        return type(self)(None, problem, remedy, **self.values, **given)
+
     def __str__(self) -> str:
         return self.sentence(str)
+
+
+class ConfigError(_OptionsError, ValueError):
+    """An option or argument that cannot work.
+
+        ConfigError("k", "must be at most {d_sae}, {most}, got {got}", "lower {k} or raise {d_sae}", most=64, got=65)
+
+    Args:
+        option: the name, in Python's spelling, of the option that it is about; None for none in particular.
+        problem: what is wrong with it. A name in braces stands for a value, else for an option, which the command line
+            spells `--d-sae` and Python `d_sae`.
+        remedy: what to do about it, spelled alike.
+        **values: what the names in braces that are no options stand for.
+    """
 
 
 class StoreError(SaeError, OSError):
@@ -79,8 +98,8 @@ class HubError(SaeError, OSError):
     """A repository of SAEs on the Hugging Face hub that cannot be read or written."""
 
 
-class TrainingError(SaeError, RuntimeError):
-    """A training run that cannot go on."""
+class TrainingError(_OptionsError, RuntimeError):
+    """A training run that cannot go on; its arguments are those of `ConfigError`."""
 
 
 class MachineError(SaeError, RuntimeError):
@@ -120,14 +139,8 @@ def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
     return f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}?" if near else ""
 
 
-def unknown_choice(name: str, word: str, choices: Iterable[str]) -> str:
-    """The sentence on a word that is none of the choices.
-
-    Args:
-        name: what the word was given for, such as --act.
-        word: what was given.
-        choices: what can be.
-    """
+def unknown_choice(option: str, word: str, choices: Iterable[str]) -> ConfigError:
+    """The error on a word that is none of the choices of what it was given for, such as act."""
     choices = list(choices)
-    question = did_you_mean(word, choices)
-    return f"{name} must be one of {', '.join(choices)}, got {word!r}" + f"; {question}" * bool(question)
+    return ConfigError(option, "must be one of {choices}, got {word}", did_you_mean(word, choices),
+                       choices=", ".join(choices), word=repr(word))

@@ -26,13 +26,8 @@ class NotAFile(OSError):  # noqa: N818 - named as NotADirectoryError is
 
 
 def regular(path: Path) -> Path:
-    """The path, where a regular file stands at it, or a link to one.
-
-    Raises:
-        NotAFile: something else does.
-        FileNotFoundError: nothing does.
-        OSError: the system does not tell.
-    """
+    """The path, where a regular file stands at it, or a link to one; NotAFile where something else does, and
+    FileNotFoundError or another OSError as the system says."""
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind != stat.S_IFREG:
         raise NotAFile(f"expected a file, got {KINDS.get(kind, 'something else')}")
@@ -54,11 +49,8 @@ def flush_to_disk(path: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal; cost: one read of the file.
-
-    Raises:
-        OSError: it is no regular file, or cannot be read.
-    """
+    """The SHA-256 of a file's bytes, in hexadecimal; cost: one read of the file. Raises OSError where it is no regular
+    file, or cannot be read."""
     with regular(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -175,10 +167,7 @@ def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 def check_place(path: Path) -> None:
     """Find out, before the work, whether a file can be written at a path, its folder made if need be; leaves nothing.
-
-    Raises:
-        OSError: it cannot.
-    """
+    Raises OSError where it cannot."""
     with suppress(FileNotFoundError):
         regular(path)  # what would be replaced
     made = [folder for folder in path.parents if not folder.exists()]
@@ -192,23 +181,19 @@ def check_place(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, so that they outlast a power cut; one that is there is left as it is.
-
-    Raises:
-        OSError: the disk refuses it.
-    """
+    """Make a folder, and those above it, so that they outlast a power cut; one that is there is left as it is. Raises
+    OSError where the disk refuses it."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(made):
         flush_to_disk(folder.parent)
 
 
-def lock_folder(folder: Path, together: bool = False) -> int:
+def lock_folder(folder: Path) -> int:
     """Lock a folder, which is made if need be, against other processes that lock it.
 
     Args:
         folder: the folder.
-        together: share the lock with all others that share it.
 
     Returns:
         A descriptor to close when done; the system closes it, and lets go of the lock, if the process dies.
@@ -225,7 +210,7 @@ def lock_folder(folder: Path, together: bool = False) -> int:
         except FileNotFoundError:
             continue
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another process may have removed the folder, lock and all, since the file was opened.
             if os.path.samestat(os.stat(folder / LOCK), os.fstat(descriptor)):
                 return descriptor

@@ -1,9 +1,10 @@
 """The home folder: `activations/NAME/` holds stores, `runs/NAME/` holds trained SAEs."""
 
+import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from annotated_types import Ge, Gt, Le
 
@@ -87,12 +88,12 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def checked_name(name: str, what: str = "--name") -> str:
+def checked_name(name: str, what: str = "{name}") -> str:
     """The name of a run or of a store, which becomes a folder's.
 
     Args:
         name: the name.
-        what: what it is, as a message says.
+        what: what it is, as a message says; a name in braces is an option's, see `ConfigError`.
 
     Raises:
         ConfigError: it cannot be a folder's everywhere, or not be shown as it is.
@@ -102,8 +103,8 @@ def checked_name(name: str, what: str = "--name") -> str:
             and len(name.encode()) <= NAME_BYTES:
         return name
     shown = f"{name!r:.60}{'...' * (len(name) > 60)}" if name else "an empty one"
-    raise ConfigError(f"{what} must be a plain folder name, of printable characters, without slashes or a leading dot, "
-                      f"of at most {NAME_BYTES} bytes, got {shown}")
+    raise ConfigError(None, what + " must be a plain folder name, of printable characters, without slashes or a "
+                                   "leading dot, of at most {most} bytes, got {shown}", most=NAME_BYTES, shown=shown)
 
 
 @dataclass(frozen=True)
@@ -151,11 +152,7 @@ class Shelf:
                 for path in sorted(folders) if any(path.glob("[!.]*"))}
 
     def read_marker(self, name: str) -> Marker:
-        """The marker of an entry.
-
-        Raises:
-            SaeError: it is none.
-        """
+        """The marker of an entry; SaeError where it is none."""
         path = self.path / name / self.marker
         try:
             return read_json(path, Marker)
@@ -199,11 +196,7 @@ class Shelf:
 
 
 def read_run(path: Path) -> RunDocument:
-    """What a `run.json` says.
-
-    Raises:
-        RunError: it is not what `sae train` writes, or is of a newer version.
-    """
+    """What a `run.json` says; RunError where it is not what `sae train` writes, or is of a newer version."""
     return _read_run(path, RunDocument)
 
 
@@ -236,10 +229,16 @@ class Home:
 
     def __post_init__(self) -> None:
         if self.path.is_file():
-            raise ConfigError(f"cannot use {self.path} as the home: expected a folder, got a file; give another --home")
+            raise ConfigError(None, "cannot use {path} as the home: expected a folder, got a file",
+                              "give another {home}", path=self.path)
         if not is_utf8(self.path.absolute()):
-            raise ConfigError(f"cannot use {self.path} as the home: expected a path in UTF-8, got {str(self.path)!r}; "
-                              "give another --home")
+            raise ConfigError(None, "cannot use {path} as the home: expected a path in UTF-8, got {got!r}",
+                              "give another {home}", path=self.path, got=str(self.path))
+
+    @classmethod
+    def at(cls, path: "str | Path | Home | None") -> Self:
+        """The home at a path; None for $SAE_HOME, else ./sae-data."""
+        return cls(path.path if isinstance(path, Home) else Path(path or os.environ.get("SAE_HOME") or cls.DEFAULT))
 
     @property
     def stores(self) -> Shelf:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 
-from .launch import rank
+from .torchrun import rank
 
 TYPE_CHECKING = False  # typing takes a while to import, in which Ctrl-C would still be Python's
 if TYPE_CHECKING:

@@ -6,20 +6,18 @@ for it until `result`. Shapes: B rows, D = d_in, F = d_sae. A latent fires on a 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .distributed import everyone, latents_axis, rows_axis
+from .codes import Codes
+from .dictionary import Dictionary
+from .distributed import ALONE, Communicator
 from .errors import ConfigError
-from .products import NonZeros
-from .sae import SAE
 
 DENSE_FREQUENCY = 0.1  # a latent that fires on a larger share of the rows counts as dense
-CACHED_CODES = 1 << 18  # 1 MiB in float32
-SUMS_OF_CODES = 3  # the first of a reconstruction's sums that latents add to, each for itself
 
 
 class Reconstruction:
@@ -43,14 +41,8 @@ class Reconstruction:
         self._fired = torch.zeros(d_sae, dtype=torch.bool)
 
     @torch.no_grad()
-    def update(self, x: Tensor, x_hat: Tensor, z: Tensor | NonZeros) -> None:
-        """Count a batch.
-
-        Args:
-            x: the rows, (B, D).
-            x_hat: their reconstructions, (B, D).
-            z: their codes, (B, F), or those that are not zero.
-        """
+    def update(self, x: Tensor, x_hat: Tensor, z: Codes) -> None:
+        """Count a batch of rows and their reconstructions, (B, D) each, and codes, (B, F)."""
         if not len(x):
             return
         if not self.rows:
@@ -61,26 +53,24 @@ class Reconstruction:
         total = self.rows + len(x)
         scatter = (x - mean).square().sum() + shift.square().sum() * (self.rows * len(x) / total)
         norms = (x.norm(dim=1) * x_hat.norm(dim=1)).clamp(min=torch.finfo(torch.float64).tiny)
-        counts, l1 = _firing_of(z)
+        counts = z.latent_counts()
         self._sums += torch.stack([scatter, (x_hat - x).square().sum(), ((x * x_hat).sum(1) / norms).sum(),
-                                   counts.sum().double(), l1])
+                                   counts.sum().double(), z.l1()])
         self._fired |= counts > 0
         self._mean += shift * (len(x) / total)
         self.rows = total
 
-    def add_up(self, device: torch.device) -> None:
-        """Count what several processes have counted, of other rows or of other latents, on each of them; sums are on
-        this device."""
-        if everyone().size == 1:
+    def all_reduce(self, communicator: Communicator, device: torch.device) -> None:
+        """Count what all processes have counted, on each of them; sums are on this device."""
+        if communicator.world_size == 1:
             return
         self._mean, self._sums, self._fired = (t.to(device) for t in (self._mean, self._sums, self._fired))
-        counts = rows_axis().add_up(torch.cat([self._mean * self.rows, self._mean.new_tensor([self.rows])]))
+        counts = communicator.all_reduce(torch.cat([self._mean * self.rows, self._mean.new_tensor([self.rows])]))
         mean = counts[:-1] / counts[-1].clamp(min=1)
         self._sums[0] += self.rows * (self._mean - mean).square().sum()  # the scatter, now about the mean of all
         self._mean, self.rows = mean, int(counts[-1])
-        rows_axis().add_up(self._sums)
-        latents_axis().add_up(self._sums[SUMS_OF_CODES:])
-        self._fired = latents_axis().side_by_side(rows_axis().add_up(self._fired.to(torch.int32)) > 0)
+        communicator.all_reduce(self._sums)
+        self._fired = communicator.all_reduce(self._fired.to(torch.int32)) > 0
 
     def result(self) -> dict[str, Any]:
         """The measures over all rows so far.
@@ -106,30 +96,32 @@ class Reconstruction:
 
 
 @torch.no_grad()
-def reconstruction(sae: SAE, batches: Iterable[Tensor]) -> dict[str, Any]:
-    """The measures of `Reconstruction.result` of an SAE over rows, in one pass; over those of all processes.
+def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Communicator = ALONE) -> dict[str, Any]:
+    """The measures of `Reconstruction.result` of an SAE over batches (B, D) of rows, of its dtype and device, in one
+    pass; over those of all processes that the communicator reaches."""
+    (found,) = reconstructions([sae], batches, communicator)
+    return found
 
-    Args:
-        sae: the autoencoder.
-        batches: the rows, in batches (B, D), of the SAE's dtype and device.
-    """
-    found = Reconstruction(sae.d_in, sae.d_sae)
-    for x in batches:
-        codes = sae.encode(x)
-        z = NonZeros.of(codes) or codes
-        found.update(x, sae.decode(z), z)
-    found.add_up(sae.W_enc.device)
-    return found.result()
+
+@torch.no_grad()
+def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
+                    communicator: Communicator = ALONE) -> list[dict[str, Any]]:
+    """What `reconstruction` gives for each of several SAEs, from one pass; the batches are converted to each one's
+    dtype and device."""
+    found = [Reconstruction(sae.d_in, sae.d_sae) for sae in saes]
+    for batch in batches:
+        for sae, own in zip(saes, found, strict=True):
+            x = batch.to(sae.W_enc)
+            z = sae.codes(x)
+            own.update(x, sae.decode_codes(z), z)
+    for sae, own in zip(saes, found, strict=True):
+        own.all_reduce(communicator, sae.W_enc.device)
+    return [own.result() for own in found]
 
 
 def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]:
-    """What is doubtful about an SAE by its measures, a clause for each measure that is.
-
-    Args:
-        measures: `fvu` and `l0`, as of `Reconstruction.result`.
-        d_in: width of the rows.
-        d_sae: number of latents.
-    """
+    """What is doubtful about an SAE by its measures, `fvu` and `l0` as of `Reconstruction.result`, a clause for each
+    that is."""
     found, fvu, l0 = {}, measures["fvu"], measures["l0"]
     if math.isfinite(fvu) and fvu > 1:
         found["fvu"] = f"FVU {fvu:.4g} is above 1, so the mean of the rows would reconstruct them better"
@@ -137,25 +129,6 @@ def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]
     if l0 > limit:
         found["l0"] = f"L0 {l0:.4g} is above {name}, {limit:g}, so codes are not sparse"
     return found
-
-
-def _firing_of(z: Tensor | NonZeros) -> tuple[Tensor, Tensor]:
-    """On how many rows each latent fires, (F,), and the sum of all codes' magnitudes, float64."""
-    if isinstance(z, NonZeros):
-        return torch.bincount(z.columns, minlength=z.shape[1]), z.values.double().abs().sum()
-    counts = torch.zeros(z.shape[1], dtype=torch.int64, device=z.device)
-    l1 = torch.zeros((), dtype=torch.float64, device=z.device)
-    # A row of codes is summed in their own precision: converting every code to float64 takes as long as encoding.
-    precision = torch.promote_types(z.dtype, torch.float32)
-    for some in in_cache(z):
-        counts += (some != 0).sum(0, dtype=torch.int32)
-        l1 += some.abs().sum(1, dtype=precision).sum(dtype=torch.float64)
-    return counts, l1
-
-
-def in_cache(z: Tensor) -> tuple[Tensor, ...]:
-    """Codes, (B, F), so many rows at a time that on a CPU what is made of them stays in a core's own cache."""
-    return z.split(max(1, CACHED_CODES // z.shape[1]) if z.device.type == "cpu" else len(z))
 
 
 class Firing:
@@ -174,18 +147,17 @@ class Firing:
         self._kept: list[Tensor] = []
 
     @torch.no_grad()
-    def update(self, z: Tensor) -> None:
+    def update(self, z: Codes) -> None:
         """Count a batch of codes, (B, F)."""
+        device = z.values.device
         if not self.rows:
-            self._counts, self._histogram = self._counts.to(z.device), self._histogram.to(z.device)
+            self._counts, self._histogram = self._counts.to(device), self._histogram.to(device)
         if self.rows < self._keep:
-            self._kept.append(z[:self._keep - self.rows].cpu())
-        for some in in_cache(z):
-            fires = some != 0
-            l0 = fires.sum(1, dtype=torch.int32)
-            self._counts += fires.sum(0, dtype=torch.int32)
-            self._histogram.index_add_(0, l0, torch.ones_like(l0, dtype=torch.int64))
-        self.rows += len(z)
+            self._kept.append(z.dense()[:self._keep - self.rows].cpu())
+        l0 = z.row_counts()
+        self._counts += z.latent_counts()
+        self._histogram.index_add_(0, l0, torch.ones_like(l0))
+        self.rows += len(l0)
 
     @property
     def l0_histogram(self) -> Tensor:
@@ -228,21 +200,16 @@ class Firing:
 
 
 @torch.no_grad()
-def firing(sae: SAE, batches: Iterable[Tensor], keep: int = 0) -> Firing:
-    """The latents of an SAE that fire on rows, counted in one pass.
-
-    Args:
-        sae: the autoencoder.
-        batches: the rows, in batches (B, D), of the SAE's dtype and device.
-        keep: as of `Firing`.
-    """
+def firing(sae: Dictionary, batches: Iterable[Tensor], keep: int = 0) -> Firing:
+    """The latents of an SAE that fire on batches (B, D) of rows, of its dtype and device, counted in one pass; `keep`
+    as of `Firing`."""
     found = Firing(sae.d_sae, keep)
     for x in batches:
-        found.update(sae.encode(x))
+        found.update(sae.codes(x))
     return found
 
 
 def _demand_rows(rows: int) -> None:
     if not rows:
-        raise ConfigError("nothing was measured: expected at least one row, got none; "
+        raise ConfigError(None, "nothing was measured: expected at least one row, got none",
                           "choose another split or a larger store")

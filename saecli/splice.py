@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .dictionary import SAE
 from .errors import ConfigError, StoreError
 from .language_model import LanguageModel, ModelSource
-from .sae import SAE
 from .store import Rows, window_starts
 
 COLUMNS = ("document", "position", "token_id")
@@ -41,14 +41,12 @@ def check_rows(rows: Rows, place: ModelSource) -> None:
     if source.get("positions") == "last":
         raise StoreError(f"{expected} every position of a window, got only the last; extract a store with "
                          f"--positions all")
-    unfit = f"{store.name} cannot be run through {place.name}: expected"
-    advice = "name the model that the rows came from"
     if place.d_model != rows.d_in:
-        raise ConfigError(f"{unfit} activations of {rows.d_in} dimensions, got {place.d_model}; {advice}")
+        raise _unfit(rows, place, f"activations of {rows.d_in} dimensions, got {place.d_model}")
     if source["layer"] >= place.layers:
-        raise ConfigError(f"{unfit} a layer {source['layer']}, got layers 0 to {place.layers - 1}; {advice}")
+        raise _unfit(rows, place, f"a layer {source['layer']}, got layers 0 to {place.layers - 1}")
     if place.positions is not None and (longest := _largest(rows, "position") + 1) > place.positions:
-        raise ConfigError(f"{unfit} windows of {longest:,} tokens, got at most {place.positions:,}; {advice}")
+        raise _unfit(rows, place, f"windows of {longest:,} tokens, got at most {place.positions:,}")
 
 
 def check_tokens(rows: Rows, model: LanguageModel, prefix: Sequence[int]) -> None:
@@ -58,9 +56,14 @@ def check_tokens(rows: Rows, model: LanguageModel, prefix: Sequence[int]) -> Non
         StoreError, ConfigError: they are such.
     """
     if (largest := _largest(rows, "token_id")) >= model.vocabulary:
-        raise ConfigError(f"{rows.store.name} cannot be run through {model.source.name}: expected a token {largest}, "
-                          f"got token ids below {model.vocabulary}; name the model that the rows came from")
+        raise _unfit(rows, model.source, f"a token {largest}, got token ids below {model.vocabulary}")
     next(stored_windows(rows, prefix, 1))
+
+
+def _unfit(rows: Rows, place: ModelSource, expected: str) -> ConfigError:
+    return ConfigError(None, "{store} cannot be run through {place}: expected {expected}",
+                       "name the model that the rows came from", store=rows.store.name, place=place.name,
+                       expected=expected)
 
 
 def _largest(rows: Rows, column: str) -> int:

@@ -7,8 +7,8 @@ import numpy as np
 from torch import Tensor
 
 from saecli.api import _planned
-from saecli.sae import SAE
-from saecli.training import Record, Trainer
+from saecli.dictionary import SAE
+from saecli.training import Loop, Record, Trainer
 
 random = np.random.default_rng(0)
 ROWS = (random.standard_normal((300, 12)) @ random.standard_normal((12, 20)) + 1).astype(np.float32)
@@ -39,4 +39,5 @@ def trained(device: str, solver: str, act: str, options: dict[str, Any], start: 
     """The SAE, and the state after the first epoch."""
     record = Kept(start)
     given = {"d_sae": 32, "epochs": 2, "batch_size": 100, "device": device} | options
-    return Trainer(_planned(rows, solver, act, given), record).train(lambda done, words="": None), record.kept
+    (sae,) = Loop([Trainer(_planned(rows, solver, act, given), record)]).train()
+    return sae, record.kept

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from saecli.activations import AbsTopK, Activation, BatchTopK, JumpRelu, Relu, ReluTopK, Thresholded, TopK
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 
 KINDS = ("relu", "jumprelu", "batchtopk", "topk", "relu-topk", "abs-topk")
 SHAPES = ("plain", "shifted", "clustered", "twins", "zeros", "uneven")
@@ -67,7 +67,8 @@ def walls(sae: SAE, row: np.ndarray) -> list[tuple[float, np.ndarray]]:
     found = []
     clipped = isinstance(sae.activation, ReluTopK)
     if isinstance(sae.activation, Thresholded) or (clipped and (v > 0).sum() < sae.activation.k):
-        t = np.broadcast_to(sae.parameters["threshold"].numpy() if sae.parameters else 0.0, len(b))
+        learned = sae.activation_parameters
+        t = np.broadcast_to(learned["threshold"].numpy() if learned else 0.0, len(b))
         for i in range(len(b)):
             if (norm := np.linalg.norm(W[:, i])) > 0:
                 found.append((abs(v[i] - t[i]) / norm, np.sign(t[i] - v[i]) * W[:, i] / norm))

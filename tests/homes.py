@@ -11,8 +11,8 @@ import torch
 
 from saecli.activations import Activation, Relu, activation_to_json
 from saecli.cli import main
+from saecli.dictionary import SAE
 from saecli.formats import SavedSAE, save_native
-from saecli.sae import SAE
 from saecli.store import StoreMeta, StoreWriter
 
 D, F = 8, 20

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from saecli.activations import Activation
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 from saecli.store import StoreMeta, StoreWriter
 
 COLUMNS = ("document", "position", "token_id")

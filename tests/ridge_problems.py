@@ -1,13 +1,15 @@
-"""Problems for the tests of the decoder step, and oracles that know nothing of moments."""
+"""Problems for the tests of the decoder step, and oracles that know nothing of sums."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from saecli.ridge import HeldRows, Moments, System, Terms
-from saecli.ridge.choice import Equations, Rows, model
-from saecli.ridge.solve import factor
+from saecli.codes import Codes
+from saecli.encoding import where
+from saecli.ridge import Factorisation, HeldRows, Sums, System, Terms, solve
+from saecli.ridge.choice import Press
 
 
 def problem(rows: int, d_sae: int, d_in: int, seed: int = 0, spread: float = 0.0) -> tuple:
@@ -27,23 +29,35 @@ def terms_of(weights: tuple, direction: torch.Tensor | None, W_t: torch.Tensor, 
     return Terms(*weights, direction=direction, W_t=W_t, b_t=b_t, decay=decay)
 
 
-def moments_of(z: torch.Tensor, x: torch.Tensor, block: int) -> Moments:
-    moments = Moments(x.shape[1], z.shape[1])
+def codes_of(z: torch.Tensor) -> Codes:
+    """The codes, sparse where few are non-zero."""
+    return where(z, z != 0)
+
+
+def sums_of(z: torch.Tensor, x: torch.Tensor, block: int) -> Sums:
+    sums = Sums(z.shape[1], x.shape[1])
     for start in range(0, len(z), block):
-        moments.add(z[start : start + block], x[start : start + block])
-    return moments
+        sums.add(codes_of(z[start : start + block]), x[start : start + block])
+    return sums
 
 
 def systems_of(z: torch.Tensor, x: torch.Tensor) -> dict:
-    return {"moments": moments_of(z, x, 7), "held rows": HeldRows(z, x)}
+    return {"sums": sums_of(z, x, 7), "held rows": HeldRows(z, x)}
+
+
+def solved(system: System, terms: Terms, factorisation: Factorisation | None = None) -> SimpleNamespace:
+    """The state that `solve` returns, with W for its method."""
+    state = solve(system, terms, factorisation)
+    return SimpleNamespace(**vars(state), W=state.W(terms.direction))
 
 
 def press(system: System, terms: Terms, z: torch.Tensor, x: torch.Tensor, alpha: float | None = None) -> float:
     """The mean leave-one-out error over all rows, or some, as the choice of alpha has it."""
     terms = terms if alpha is None else replace(terms, alpha=alpha)
     index = torch.arange(len(z)) if len(z) == system.rows else None
-    rows = Rows(z.double(), x.double(), index, torch.ones(len(z)).double())
-    return model(Equations.of(system, terms), rows, factor(system, terms), 0.0).value / len(z)
+    evaluated = replace(Press.of(system, terms, z, x), z=z.double(), y=x.double(), index=index,
+                        weight=torch.ones(len(z)).double())
+    return evaluated.model(system.factorise(terms), 0.0).value / len(z)
 
 
 def stacked_least_squares(z, x, terms: Terms, target: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -42,6 +42,15 @@ class OnGpu(torch.Tensor):
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
         return _run(op, args, kwargs or {})
 
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, new):
+        torch.Tensor.data.__set__(self, new)
+        self.held = new.held
+
     def tolist(self):  # torch refuses both for subclasses
         return self.cpu().tolist()
 
@@ -74,7 +83,8 @@ def _run(op, args, kwargs):
 
 def _check(op, args, kwargs, here, elsewhere):
     if op in WAITS:
-        _wait(op)
+        if kwargs.get("output_size") is None:  # with which repeat_interleave knows how much there will be
+            _wait(op)
     elif op is aten._to_copy.default or op is aten.copy_.default:
         copies = op is aten.copy_.default
         leaves = not isinstance(args[0], OnGpu) if copies else torch.device(kwargs.get("device") or NAME).type != NAME

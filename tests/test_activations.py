@@ -17,6 +17,7 @@ from saecli.activations import (
     activation_from_json,
     activation_to_json,
 )
+from saecli.codes import DenseCodes
 from saecli.errors import ConfigError
 from saecli.solvers.sgd import Sgd
 from saecli.training import TrainingConfig
@@ -31,7 +32,7 @@ def random_pre(seed: int = 0) -> Tensor:
 
 def test_swish_is_its_formula_and_leaves_no_code_at_zero() -> None:
     pre = random_pre()
-    codes = Swish()(pre, {})
+    codes = Swish()(pre, {}).dense()
     np.testing.assert_allclose(codes.numpy(), pre.numpy() / (1 + np.exp(-pre.numpy())), rtol=1e-12)
     assert (codes != 0).all()
 
@@ -39,26 +40,27 @@ def test_swish_is_its_formula_and_leaves_no_code_at_zero() -> None:
 def test_batchtopk_keeps_the_largest_of_the_whole_training_batch_clipped_at_zero() -> None:
     pre = random_pre()
     lowest_kept = np.sort(pre.numpy().ravel())[-B * K]
-    codes = BatchTopK(k=K).training_codes(pre, {})
+    codes = BatchTopK(k=K).training_codes(pre, {}).dense()
     assert torch.equal(codes, torch.where(pre >= lowest_kept, pre, 0.0))
     assert (codes != 0).sum() == B * K
     assert len((codes != 0).sum(1).unique()) > 1
-    assert torch.equal(BatchTopK(k=F).training_codes(pre, {}), pre.relu())
+    assert torch.equal(BatchTopK(k=F).training_codes(pre, {}).dense(), pre.relu())
 
 
 def test_batchtopk_passes_gradient_to_what_it_keeps_and_to_nothing_else() -> None:
     pre = random_pre().requires_grad_()
-    codes = BatchTopK(k=K).training_codes(pre, {})
+    codes = BatchTopK(k=K).training_codes(pre, {}).dense()
     codes.sum().backward()
-    assert torch.equal(pre.grad, (codes != 0).double())
+    assert torch.equal(pre.grad.to_dense(), (codes != 0).double())
 
 
 def test_batchtopk_calibrated_on_rows_keeps_k_of_them_on_average() -> None:
     pre, parameters = random_pre() + 0.5, {"threshold": torch.tensor(9.0, dtype=torch.float64)}
     for k in (1, K, 6):
-        assert (BatchTopK(k=k)(pre, BatchTopK(k=k).calibrated(pre, parameters)) != 0).sum() == B * k
+        assert BatchTopK(k=k)(pre, BatchTopK(k=k).calibrated(pre, parameters)).count() == B * k
     few = (pre > 0).sum() // B + 1
-    assert torch.equal(BatchTopK(k=int(few))(pre, BatchTopK(k=int(few)).calibrated(pre, parameters)), pre.relu())
+    kept_all = BatchTopK(k=int(few))(pre, BatchTopK(k=int(few)).calibrated(pre, parameters)).dense()
+    assert torch.equal(kept_all, pre.relu())
     assert BatchTopK(k=F).calibrated(pre, parameters)["threshold"] == 0
 
 
@@ -66,15 +68,15 @@ def test_opposites_of_activations_that_say_so_are_linear_together() -> None:
     pre = random_pre()
     for activation in EVERY:
         parameters = {name: tensor.double() for name, tensor in activation.parameters(F).items()}
-        together = activation.training_codes(pre, parameters) - activation.training_codes(-pre, parameters)
-        assert torch.allclose(together, pre, atol=1e-12) == activation.opposites, activation.name
+        one, other = (activation.training_codes(v, parameters).dense() for v in (pre, -pre))
+        assert torch.allclose(one - other, pre, atol=1e-12) == activation.opposites, activation.name
 
 
 def test_batchtopk_infers_with_one_threshold_row_by_row() -> None:
     pre, parameters = random_pre(), {"threshold": torch.tensor(0.7, dtype=torch.float64)}
-    codes = BatchTopK(k=K)(pre, parameters)
+    codes = BatchTopK(k=K)(pre, parameters).dense()
     assert torch.equal(codes, pre * (pre > 0.7))
-    assert torch.equal(BatchTopK(k=K)(pre[4:5], parameters), codes[4:5])
+    assert torch.equal(BatchTopK(k=K)(pre[4:5], parameters).dense(), codes[4:5])
 
 
 def test_batchtopk_threshold_starts_at_the_first_batch_and_moves_as_a_running_mean() -> None:
@@ -83,13 +85,14 @@ def test_batchtopk_threshold_starts_at_the_first_batch_and_moves_as_a_running_me
     smallest = []
     for seed in range(4):
         codes = activation.training_codes(random_pre(seed), parameters)
-        smallest.append(codes[codes > 0].min().item())
+        dense = codes.dense()
+        smallest.append(dense[dense > 0].min().item())
         parameters = activation.estimated(codes, parameters)
     expected = smallest[0]
     for value in smallest[1:]:
         expected = 0.7 * expected + 0.3 * value
     assert parameters["threshold"].item() == pytest.approx(expected, rel=1e-12)
-    silent = activation.estimated(torch.zeros(B, F, dtype=torch.float64), parameters)
+    silent = activation.estimated(DenseCodes(torch.zeros(B, F, dtype=torch.float64)), parameters)
     assert torch.equal(silent["threshold"], parameters["threshold"])
 
 
@@ -100,9 +103,11 @@ def test_rescaled_parameters_scale_the_codes_with_the_pre_activations(activation
     parameters = {name: torch.full_like(start, 0.6) for name, start in activation.parameters(F).items()}
     rescaled = activation.rescaled(parameters, factor)
     if rescaled is None:
-        assert not torch.allclose(activation(pre * factor, parameters), activation(pre, parameters) * factor, rtol=0.01)
+        found = activation(pre * factor, parameters).dense()
+        assert not torch.allclose(found, activation(pre, parameters).dense() * factor, rtol=0.01)
     else:
-        torch.testing.assert_close(activation(pre * factor, rescaled), activation(pre, parameters) * factor)
+        found = activation(pre * factor, rescaled).dense()
+        torch.testing.assert_close(found, activation(pre, parameters).dense() * factor)
 
 
 def test_jumprelu_threshold_gradient_is_the_straight_through_estimate() -> None:
@@ -113,12 +118,12 @@ def test_jumprelu_threshold_gradient_is_the_straight_through_estimate() -> None:
     near = (np.abs(pre.numpy() - threshold.detach().numpy()) < bandwidth / 2).astype(float)
     assert 0 < near.mean() < 1
 
-    (activation(pre, {"threshold": threshold}) * upstream).sum().backward()
+    (activation(pre, {"threshold": threshold}).dense() * upstream).sum().backward()
     expected = -threshold.detach().numpy() / bandwidth * (near * upstream.numpy()).sum(0)
     np.testing.assert_allclose(threshold.grad.numpy(), expected, rtol=1e-12)
 
     threshold.grad = None
-    penalty = activation.penalty("l0", pre, pre, torch.eye(F), {"threshold": threshold})
+    penalty = activation.penalty("l0", pre, DenseCodes(pre), torch.eye(F), {"threshold": threshold})
     assert penalty.item() == pytest.approx((pre > threshold).sum(1).double().mean().item())
     penalty.backward()
     np.testing.assert_allclose(threshold.grad.numpy(), -near.mean(0) / bandwidth, rtol=1e-12)
@@ -135,16 +140,16 @@ def test_json_round_trip_and_missing_settings_take_their_defaults(activation: Ac
 
 @pytest.mark.parametrize("kind", [TopK, BatchTopK, SoftTopK])
 def test_more_latents_kept_than_there_are_is_refused(kind: type[Activation]) -> None:
-    with pytest.raises(ConfigError, match="--k must be at most --d-sae, 12, got 13"):
+    with pytest.raises(ConfigError, match="k must be at most d_sae, 12, got 13"):
         kind(k=13).check(12)
 
 
 @pytest.mark.parametrize(("activation", "sparsity", "message"), [
-    (Relu(), "l0", "--sparsity l0 cannot be used with --act relu; use one of l1, l1-codes, kl, none"),
-    (TopK(k=3), "kl", "--sparsity kl cannot be used with --act topk; use one of none, l1"),
-    (Relu(target_rate=0.1), None, "--target-rate does nothing with --sparsity l1; leave it out, or use --sparsity kl"),
-    (Swish(target_rate=0.1), None, "--target-rate does nothing with --sparsity none"),
-    (JumpRelu(fixed_threshold=True), "l0", "--sparsity l0 trains nothing but thresholds"),
+    (Relu(), "l0", "sparsity l0 cannot be used with act relu; use one of l1, l1-codes, kl, none"),
+    (TopK(k=3), "kl", "sparsity kl cannot be used with act topk; use one of none, l1"),
+    (Relu(target_rate=0.1), None, "target_rate does nothing with sparsity l1; leave it out, or use sparsity kl"),
+    (Swish(target_rate=0.1), None, "target_rate does nothing with sparsity none"),
+    (JumpRelu(fixed_threshold=True), "l0", "sparsity l0 trains nothing but thresholds"),
 ], ids=str)
 def test_penalties_and_their_settings_that_do_nothing_are_refused(
         activation: Activation, sparsity: str | None, message: str) -> None:
@@ -154,7 +159,7 @@ def test_penalties_and_their_settings_that_do_nothing_are_refused(
 
 @pytest.mark.parametrize("rate", [0.0, 1e-300, 9e-7, 1.0, -0.1, 1.5])
 def test_a_target_rate_that_no_rate_can_meet_is_refused(rate: float) -> None:
-    with pytest.raises(ConfigError, match=r"--target-rate must be (at least 1e-06|below 1), got "):
+    with pytest.raises(ConfigError, match=r"target_rate must be (at least 1e-06|below 1), got "):
         Relu(target_rate=rate)
 
 

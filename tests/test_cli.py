@@ -22,14 +22,16 @@ TEXT_OF_ALL = "SAECLI_WRITE_HELP_PAGES"  # set it to write the pages anew
 
 
 def page(name: str) -> str:
-    """A command's help as text: its description, then each option with its default, whatever Typer's layout."""
+    """A command's help as text, whatever the layout: its description, then each option with its default, those that
+    only `--help-all` shows last."""
     command = load(name)
     lines = [command.help, ""]
-    for parameter in command.params:
+    for parameter in sorted(command.params, key=lambda one: one.name in command.advanced):
         names = ", ".join(parameter.opts) if parameter.opts[0].startswith("-") else parameter.name.upper()
         shown = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
         default = f" [{shown}]" if parameter.show_default and shown is not None and shown is not False else ""
-        lines.append(f"{names}: {parameter.help}{default}")
+        more = " (--help-all)" if parameter.name in command.advanced else ""
+        lines.append(f"{names}{more}: {parameter.help}{default}")
     return "\n".join(lines) + "\n"
 
 
@@ -45,11 +47,26 @@ def test_help_page_is_the_one_kept_as_text(name: str):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_shown_as_it_is_written(sae: CommandLine, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setenv("COLUMNS", "200")  # square brackets are markup to the library that prints it
-    done = sae(name, "--help")
+    done = sae(name, "--help-all" if load(name).advanced else "--help")
     assert (done.status, done.err) == (0, "")
     shown = "".join(letter for letter in done.out if letter.isalnum())
     for parameter in load(name).params:
         assert "".join(letter for letter in parameter.help if letter.isalnum())[:60] in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_two_screens_and_leaves_the_advanced_options_to_help_all(sae: CommandLine, monkeypatch, name: str):
+    monkeypatch.setenv("COLUMNS", "80")
+    command = load(name)
+    short = sae(name, "--help").out
+    assert len(short.splitlines()) <= 100 and {len(line) for line in short.splitlines() if line[:1] in "╭│╰"} <= {0, 80}
+    shown = set(re.findall(r"^│ (?:-h, )?(--[a-z-]+)", short, re.MULTILINE))
+    assert len(shown) <= (25 if command.advanced else 30)
+    if command.advanced:
+        advanced = {parameter.opts[0] for parameter in command.params if parameter.name in command.advanced}
+        assert shown.isdisjoint(advanced) and f"--help-all shows {len(advanced)} more options" in short
+        every = set(re.findall(r"^│ (?:-h, )?(--[a-z-]+)", sae(name, "--help-all").out, re.MULTILINE))
+        assert every == shown | advanced
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -88,6 +105,7 @@ def test_quick_commands_import_nothing_slow(tmp_path: Path, words: list[str], ab
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [20, 50, 80, 133])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_page_of_sae_holds_every_command_and_option_in_frames_as_wide_as_the_terminal(width: int, encoding: str):

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from saecli.activations import JumpRelu, Relu, TopK
 from saecli.cli import load
-from saecli.commands.eval_measures import LIKE_L0, unbeaten
+from saecli.dictionary import SAE
+from saecli.evaluation.comparing import LIKE_L0, unbeaten
 from saecli.formats import SavedSAE, save
-from saecli.sae import SAE
 from saecli.store import is_test
 
 KEYS = ["run", "data", "split", "rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "silent_fraction",
@@ -268,6 +268,7 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_work(sae: Comman
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_python_m_saecli_prints_one_json_document_and_nothing_else(tmp_path: Path) -> None:
     home = tmp_path / "home"
     make_store(home, "rows", some_rows())

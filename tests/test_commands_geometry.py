@@ -9,8 +9,8 @@ from encoders import walls
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 
 from saecli.activations import AbsTopK, BatchTopK, JumpRelu, Relu, ReluTopK, Swish, TopK
+from saecli.dictionary import SAE
 from saecli.metrics import reconstruction
-from saecli.sae import SAE
 from saecli.store import is_test
 
 KEYS = ["run", "data", "split", "act", "rows", "l0", "cells_visited", "cells_possible_log10", "cells_share_log10",
@@ -37,13 +37,14 @@ def held_out() -> np.ndarray:
     return all_rows()[is_test(np.arange(3000))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [Relu(), JumpRelu(), BatchTopK(3), TopK(3), ReluTopK(9),
                                         AbsTopK(3)], ids=lambda a: a.name)
 def test_document_equals_brute_force(sae: CommandLine, activation: Relu) -> None:
     trained = random_sae(activation)
     make_run(sae.home, "one", trained)
     found = sae("geometry", "--json").json
-    exact, rows = trained.to(torch.float64), torch.from_numpy(held_out()).double()
+    exact, rows = trained.copy_to(torch.float64), torch.from_numpy(held_out()).double()
 
     assert list(found) == KEYS
     assert [found[key] for key in KEYS[:5]] == ["one", "rows", "test", activation.name, len(rows)]
@@ -129,10 +130,10 @@ def test_more_training_rows_than_memory_holds_are_streamed_where_asked_for(
         sae: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(sae.home, "one", random_sae(TopK(3)))
     whole = sae("geometry", "--json").json["references"]
-    monkeypatch.setattr("saecli.geometry.survey.SAMPLE_BYTES", 4 * D * 500)
+    monkeypatch.setattr("saecli.spline.survey.SAMPLE_BYTES", 4 * D * 500)
     sampled = sae("geometry", "--json").json["references"]
     assert sampled["rows_fitted"] == 500
-    monkeypatch.setattr("saecli.commands.geometry_rows.SAMPLE_ROWS", 500)
+    monkeypatch.setattr("saecli.spline_measures.measures.SAMPLE_ROWS", 500)
     streamed, fewer = (sae("geometry", "--json", "--fit-rows", n).json["references"] for n in ("100000", "1000"))
     assert (streamed["rows_fitted"], fewer["rows_fitted"]) == (whole["rows_fitted"], 1000)
     assert (streamed["kmeans_cells"], streamed["local_pca_cells"]) == (F, F)
@@ -141,6 +142,7 @@ def test_more_training_rows_than_memory_holds_are_streamed_where_asked_for(
     assert streamed["own_cells"]["rows_fitted"] <= 500
 
 
+@pytest.mark.slow
 def test_several_runs_make_one_table_and_one_picture_and_are_measured_as_each_alone(
         sae: CommandLine, tmp_path: Path) -> None:
     make_run(sae.home, "early", random_sae(TopK(3)))
@@ -219,6 +221,7 @@ def test_a_picture_is_drawn(sae: CommandLine, tmp_path: Path, name: str, words: 
     assert (tmp_path / name).stat().st_size > 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d_in", [1, 2])
 def test_small_spaces_are_drawn_whole(sae: CommandLine, tmp_path: Path, d_in: int) -> None:
     make_store(sae.home, "small", some_rows(300, d_in))

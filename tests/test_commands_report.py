@@ -9,9 +9,9 @@ from homes import CommandLine, F, make_run, make_store, random_sae, some_rows
 from reports import NASTY, WORDS, Texts, index_of, make_text_run, make_text_store, pages_of, save_model
 
 from saecli.activations import AbsTopK, Relu
-from saecli.latents import bin_edges
-from saecli.pages import write_pages
-from saecli.sae import SAE
+from saecli.dictionary import SAE
+from saecli.html_report import write_pages
+from saecli.latent_survey import bin_edges
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def codes_of(texts: Texts, sae: SAE) -> np.ndarray:
-    return sae.to(torch.float64).encode(torch.from_numpy(texts.rows).double()).numpy()
+    return sae.copy_to(torch.float64).encode(torch.from_numpy(texts.rows).double()).numpy()
 
 
 @pytest.mark.parametrize("activation", [Relu(), AbsTopK(k=5)], ids=lambda activation: activation.name)

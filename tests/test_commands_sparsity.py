@@ -8,7 +8,7 @@ import torch
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 
 from saecli.activations import Relu
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 from saecli.store import is_test
 
 KEYS = ["run", "data", "split", "rows", "l0", "l0_std", "density", "silent", "dense", "frequency",

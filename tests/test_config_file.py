@@ -1,5 +1,6 @@
 """`--config run.toml`: a run's own file trains it again, the command line wins, and what is wrong in it is named."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -59,6 +60,15 @@ def test_the_command_line_wins_and_either_spelling_of_a_key_will_do(sae: Command
     assert not {"name", "json", "config"} & kept.keys()
 
 
+def test_what_a_file_switches_on_the_command_line_switches_off(sae: CommandLine, tmp_path: Path):
+    make_store(sae.home, "rows", some_rows(300))
+    config = tmp_path / "run.toml"
+    config.write_text('solver = "sgd"\ntied = true\nd_sae = 24\nsteps = 2\n')
+    for words, tied in ((), True), (("--no-tied",), False):
+        run = sae("train", "--config", config, *words, "--json").json["run"]
+        assert json.loads((sae.home / "runs" / run / "run.json").read_text())["solver"]["tied"] is tied
+
+
 def test_a_store_that_took_the_name_of_the_configs_is_told_of(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows(300))
     config = tmp_path / "run.toml"
@@ -69,6 +79,7 @@ def test_a_store_that_took_the_name_of_the_configs_is_told_of(sae: CommandLine, 
     assert "is not the store" not in sae("train", "--config", config, "--data", "rows").err
 
 
+@pytest.mark.slow
 def test_options_that_are_given_several_times_are_lists(sae: CommandLine, tmp_path: Path):
     config = tmp_path / "extract.toml"
     config.write_text('model = "tiny-gemma2"\nlayer = [0, 1]\nsite = "resid_pre"\nrows = 40\npacked = true\n')

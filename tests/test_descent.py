@@ -13,13 +13,13 @@ summing over t, the squared steps have a finite sum: all of them together at mos
 from itertools import pairwise
 
 import pytest
-from test_solvers import F, RowsInMemory, sparse_mixture
+from test_solvers import F, RowsInMemory, decoder_of, solve_decoder, sparse_mixture
 from torch import Tensor
 
 from saecli.activations import Activation, SoftTopK, Swish
+from saecli.batch import Batch
 from saecli.solvers import Task
-from saecli.solvers.alternation import PamSgdSolver
-from saecli.solvers.pam_sgd import PamSgd
+from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver
 from saecli.training.rows import initial_sae
 
 ALPHA, BETA, MU, NU = 2.0, 1.0, 10.0, 10.0
@@ -36,13 +36,13 @@ def solver_of(rows: RowsInMemory, activation: Activation, lr: float = 1e-2, **op
 
 
 def point(solver: PamSgdSolver) -> Point:
-    names = {name: tensor.detach().clone() for name, tensor in solver.trained.items()}
-    W, b = solver.decoder()
-    return names | {"W_dec": W.detach().clone(), "b_dec": b.clone(), "Delta": solver.Delta.clone()}
+    W, b = decoder_of(solver)
+    encoder = {name: getattr(solver.dictionary, name).detach().clone() for name in ("W_enc", "b_enc")}
+    return encoder | {"W_dec": W, "b_dec": b, "Delta": solver.decoder.Delta.clone()}
 
 
 def objective(solver: PamSgdSolver, rows: RowsInMemory, at: Point) -> float:
-    z = solver.activation(rows.x @ at["W_enc"] + at["b_enc"], {})
+    z = solver.dictionary.activation(rows.x @ at["W_enc"] + at["b_enc"], {}).dense()
     error = ((z @ at["W_dec"] + at["b_dec"] - rows.x) ** 2).sum()
     return (error + ALPHA * (at["Delta"] ** 2).sum() + BETA * (at["b_dec"] ** 2).sum()).item()
 
@@ -55,9 +55,9 @@ def alternated(solver: PamSgdSolver, rows: RowsInMemory) -> list[Point]:
     """The points before the first half step and after each one."""
     points = [point(solver)]
     for _ in range(OUTER):
-        solver.descend(rows.x)
+        solver.descend(Batch.of(rows.x))
         points.append(point(solver))
-        solver.solve_decoder(rows, last=False)
+        solve_decoder(solver, rows, last=False)
         points.append(point(solver))
     return points
 

@@ -94,6 +94,7 @@ def test_a_native_header_with_any_entry_changed_is_read_or_refused(tmp_path: Pat
     assert taken and refused > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [
     "list", *(pytest.param(one, marks=pytest.mark.slow) for one in ("eval", "report"))])
 def test_a_run_json_with_any_entry_changed_is_read_or_refused(sae: CommandLine, tmp_path: Path, command: str):
@@ -134,8 +135,8 @@ def test_a_run_to_resume_with_any_setting_changed_goes_on_or_is_refused(sae: Com
 
 
 @pytest.mark.parametrize("change", [
-    lambda tensors: tensors.pop("trained.W_enc"),
-    lambda tensors: tensors.update({"trained.b_enc": torch.zeros(1)}),
+    lambda tensors: tensors.pop("dictionary.W_enc"),
+    lambda tensors: tensors.update({"dictionary.b_enc": torch.zeros(1)}),
     lambda tensors: tensors.update({"adam.exp_avg.W_enc": torch.zeros(1)}),
     lambda tensors: tensors.update({"normalisation.mean": torch.zeros(1)}),
 ])

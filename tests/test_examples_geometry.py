@@ -27,6 +27,7 @@ def fvus(said: str, k: int) -> tuple[float, float, float]:
     return tuple(float(number) for number in found.groups())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in SCRIPTS.glob("*.py")))
 def test_script_runs_and_draws(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(name, tmp_path / "x.svg", *QUICK.get(name, []))

@@ -6,12 +6,15 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from homes import CommandLine, make_store, some_rows
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HERE = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # its `sae`, `python`
+PRESETS = sorted(path.name for path in EXAMPLES.glob("presets/*.toml"))
 SECTIONS = sorted(path.parent.name for path in EXAMPLES.glob("*/run.sh"))
 FIGURES = {
     "mnist": {"curves", "sizes", "ablations", "reconstructions", "filters", "patterns"},
@@ -83,6 +86,24 @@ def shell(words: str, home: Path) -> subprocess.CompletedProcess[str]:
 def test_of_an_option_given_twice_the_last_counts(tmp_path: Path):
     done = shell("settled --k 1 --tied --alpha 1e-10 --k 5 --act relu --alpha auto", tmp_path)
     assert done.stdout == "--k 5 --tied --alpha auto --act relu\n"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_one_that_sae_train_takes_and_its_own_command_names(sae: CommandLine, name: str):
+    make_store(sae.home, "rows", some_rows(60))
+    (command,) = re.findall(r"#     sae (train .*)", (EXAMPLES / "presets" / name).read_text())
+    words = command.replace("examples", str(EXAMPLES)).replace("STORE", "rows").split()
+    small = ("--d-sae", "400", "--epochs", "1")
+    document = sae(*words, *small, "--name", "run", "--json").json
+    kept = json.loads((sae.home / "runs" / "run" / "run.json").read_text())
+    preset = tomllib.loads((EXAMPLES / "presets" / name).read_text())
+    settings = kept["training"] | kept["solver"] | {"solver": document["solver"]}
+    assert {key: settings[key] for key in preset} == preset | {"d_sae": 400, "epochs": 1}
+
+
+def test_the_scripts_name_every_preset_and_no_other():
+    scripts = "".join(path.read_text() for path in (EXAMPLES / "common.sh", *EXAMPLES.glob("*/run.sh")))
+    assert sorted(set(re.findall(r"--config ([\w.-]+)", scripts))) == PRESETS
 
 
 def test_where_every_run_is_finished_none_is_trained(tmp_path: Path):

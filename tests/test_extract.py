@@ -17,7 +17,9 @@ from homes import CommandLine
 from tiny_models import CONFIGS, VOCABULARY, WIDTH, loaded, save_model
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from saecli.commands import extract
+import saecli
+from saecli.errors import ConfigError
+from saecli.harvest import extraction
 from saecli.store import ActivationStore
 
 TEXT = "\n\n".join(" ".join("abcdefghijklmnop"[i % 7 : i % 7 + 3 + i % 9] for i in range(n, n + 20)) for n in range(40))
@@ -42,6 +44,7 @@ def stored(home: Path, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     return np.concatenate([batch.copy() for batch in rows.sequential(512)]), columns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [name if name in ("gemma2", "gpt2") else
                                           pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS])
 @pytest.mark.parametrize("site", ["resid_post", "resid_pre"])
@@ -279,13 +282,29 @@ def test_an_empty_text_is_refused_and_leaves_nothing(sae: CommandLine, models, t
 def test_a_store_that_another_process_finished_while_the_model_was_loaded_is_there_already(
         sae: CommandLine, models, text, monkeypatch):
     words = ("extract", "--model", models["gpt2"], "--layer", "1", "--dataset", text, "--context", "16", "--name", "s")
-    load = extract.LanguageModel
+    load = extraction.LanguageModel
 
     def slow(*args: object, **options: object) -> object:
-        monkeypatch.setattr(extract, "LanguageModel", load)
+        monkeypatch.setattr(extraction, "LanguageModel", load)
         assert sae(*words, "--json").json["cached"] is False  # the other
         return load(*args, **options)
 
-    monkeypatch.setattr(extract, "LanguageModel", slow)
+    monkeypatch.setattr(extraction, "LanguageModel", slow)
     done = sae(*words, "--json")
     assert (done.status, done.json["cached"]) == (0, True)
+
+
+def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
+    options = {"layer": 1, "site": "mlp_out", "dataset": str(text), "context": 16, "rows": 300, "home": sae.home}
+    store = saecli.extract(str(models["gpt2"]), **options)
+    assert (store.complete, store.rows, store.meta.source["site"]) == (True, 300, "mlp_out")
+    words = ("extract", "--model", models["gpt2"], "--layer", "1", "--site", "mlp_out", "--dataset", text, "--context",
+             "16", "--rows", "300", "--json")
+    assert sae(*words).json["cached"]
+    assert saecli.extract(str(models["gpt2"]), **options, progress=True).path == store.path
+    with pytest.raises(ConfigError, match="extract has no option contex; did you mean context"):
+        saecli.extract(str(models["gpt2"]), contex=16)
+    with pytest.raises(ConfigError, match="site must be one of resid_post, resid_pre"):
+        saecli.extract(str(models["gpt2"]), site="mlp")
+    with pytest.raises(ConfigError, match="dataset_split does nothing with the dataset stdlib-docs; leave it out"):
+        saecli.extract(str(models["gpt2"]), dataset="stdlib-docs", dataset_split="train")

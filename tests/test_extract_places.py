@@ -18,7 +18,7 @@ from tiny_models import WIDTH, save_model
 from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaModel
 
 from saecli.activations import TopK
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 from saecli.store import ActivationStore
 
 TEXT = "\n\n".join("".join("abcdefghijklmnop"[(i * n) % 16] for i in range(n % 37)) or "a" for n in range(120))
@@ -218,7 +218,7 @@ def test_packing_last_positions_is_refused(sae: CommandLine, model, text):
 
 
 def test_without_a_terminal_a_line_tells_of_tokens_rows_bytes_and_time_left(sae: CommandLine, model, text):
-    sae.monkeypatch.setattr("saecli.report.PLAIN_INTERVAL", 0.0)
+    sae.monkeypatch.setattr("saecli.console.PLAIN_INTERVAL", 0.0)
     done = sae("extract", "--model", model, "--dataset", text, "--rows", "600", "--context", "16", "--batch-size", "4")
     line = next(line for line in done.err.splitlines() if "tokens/s" in line)
     for words in (" of 600 rows, ", " rows/s, ", " left  ", " tokens/s, ", " rows written, ", " B"):

@@ -26,9 +26,9 @@ from saecli.activations import (
     Swish,
     TopK,
 )
+from saecli.dictionary import SAE
 from saecli.errors import FormatError
 from saecli.formats import FORMATS, STAND_INS, SavedSAE, load, recognise, save, save_native
-from saecli.sae import SAE
 
 D, F, K = 12, 30, 4
 ORIGIN = {"model": "some/model", "layer": 3, "site": "resid_post", "context": 128, "prepend_bos": True}
@@ -48,7 +48,7 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
 
 def sae_with(activation: Activation) -> SAE:
     parameters = {name: torch.rand_like(start) for name, start in activation.parameters(F).items()}
-    return SAE(**weights(), activation=activation, parameters=parameters)
+    return SAE(**weights(), activation=activation, activation_parameters=parameters)
 
 
 def kind_with_k(kind: type[Activation]) -> Activation:
@@ -182,7 +182,7 @@ def test_saelens_abstopk_keeps_signs(tmp_path: Path) -> None:
     ("standard", {"normalize_activations": "layer_norm"}, "normalize_activations 'layer_norm'"),
     ("standard", {"normalize_activations": "expected_average_only_in"}, "expected_average_only_in"),
     ("topk", {"k": 1000}, "1000"),
-    ("topk", {}, "--k must be int, got None"),
+    ("topk", {}, "k must be a whole number, got None"),
 ])
 def test_saelens_what_cannot_be_expressed_is_refused_by_name(
         tmp_path: Path, architecture: str, config: dict, names: str) -> None:
@@ -226,11 +226,11 @@ def test_dictionary_learning_classes_match_their_formulas(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("name", "read_as"), [("saelens", JumpRelu()), ("dictionary-learning", BatchTopK(k=K))])
 def test_batchtopk_is_written_as_what_the_library_calls_it(tmp_path: Path, name: str, read_as: Activation) -> None:
     sae = sae_with(BatchTopK(k=K))
-    sae.parameters["threshold"].fill_(1.5)
+    sae.activation_parameters["threshold"].fill_(1.5)
     save(SavedSAE(sae), name, tmp_path / "out")
     found = load(tmp_path / "out").sae
     assert found.activation == read_as
-    assert torch.equal(found.activation.thresholds(found.parameters, F), torch.full((F,), 1.5))
+    assert torch.equal(found.activation.thresholds(found.activation_parameters, F), torch.full((F,), 1.5))
     assert 0 < (sae.encode(ROWS) == 0).float().mean() < 1
     torch.testing.assert_close(found.encode(ROWS), sae.encode(ROWS), atol=1e-4, rtol=1e-5)
 
@@ -321,7 +321,7 @@ def test_topk_and_its_stand_in_differ_only_on_rows_with_fewer_positive_pre_activ
 def test_relu_topk_is_relu_before_or_after_selecting() -> None:
     pre = torch.randn(300, F, generator=torch.Generator().manual_seed(1)) - 1
     before = torch.zeros_like(pre).scatter(1, pre.relu().topk(K).indices, pre.relu().topk(K).values)
-    assert torch.equal(ReluTopK(k=K)(pre, {}), before)
+    assert torch.equal(ReluTopK(k=K)(pre, {}).dense(), before)
 
 
 AE = {"config.json": b'{"trainer": {"dict_class": "AutoEncoder"}}'}
@@ -371,18 +371,17 @@ def test_saving_into_a_folder_in_use_is_refused_and_into_an_empty_one_is_not(tmp
 def test_a_disk_that_refuses_leaves_no_folder_behind(tmp_path: Path) -> None:
     script = f"""
 import resource, sys, torch
-from dataclasses import replace
 from pathlib import Path
 from saecli.activations import Relu, ReluTopK
 from saecli.errors import FormatError
 from saecli.formats import FORMATS, SavedSAE, save
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 sae = SAE(torch.ones(64, 256), torch.ones(256), torch.ones(256, 64), torch.ones(64), ReluTopK(k=2))
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, {resource.RLIM_INFINITY}))
 for name, form in FORMATS.items():
     activation = ReluTopK(k=2) if ReluTopK in form.activations else Relu()
     try:
-        save(SavedSAE(replace(sae, activation=activation)), name, Path(sys.argv[1]) / name)
+        save(SavedSAE(sae.changed(activation)), name, Path(sys.argv[1]) / name)
     except (FormatError, OSError) as error:
         print(type(error).__name__)
 """

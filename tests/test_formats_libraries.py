@@ -15,8 +15,8 @@ from environments import python_with
 from homes import CommandLine, make_store
 
 from saecli.activations import Activation
+from saecli.dictionary import SAE
 from saecli.formats import FORMATS, SavedSAE, load, save
-from saecli.sae import SAE
 
 pytestmark = pytest.mark.slow
 LIBRARIES = {"saelens": "saelens", "sparsify": "sparsify", "dictionary-learning": "dictionary-learning",

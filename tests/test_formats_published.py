@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from saecli.activations import Activation, BatchTopK, JumpRelu, Relu, ReluTopK
+from saecli.dictionary import SAE
 from saecli.errors import FormatError
 from saecli.formats import SavedSAE, load, save
-from saecli.sae import SAE
 
 D, F, K = 12, 30, 4
 ROWS = torch.randn(200, D, generator=torch.Generator().manual_seed(9)) + 2
@@ -30,7 +30,7 @@ def weights() -> dict[str, torch.Tensor]:
     (BatchTopK(k=K), {"threshold": torch.tensor(1.5)}, np.full(F, 1.5))], ids=["relu", "jumprelu", "batchtopk"])
 def test_params_npz_holds_gemma_scopes_five_arrays_whose_formula_gives_the_codes(
         tmp_path: Path, activation: Activation, parameters: dict, threshold: np.ndarray) -> None:
-    sae = SAE(**weights(), activation=activation, parameters=parameters)
+    sae = SAE(**weights(), activation=activation, activation_parameters=parameters)
     save(SavedSAE(sae), "gemma-scope", tmp_path / "out")
     with np.load(tmp_path / "out" / "params.npz", allow_pickle=False) as arrays:
         found = {name: arrays[name] for name in arrays.files}
@@ -69,7 +69,7 @@ def test_saelens_before_6_says_topk_by_its_function(tmp_path: Path) -> None:
     ({"activation_fn_str": "tanh-relu"}, {}, "activation_fn 'tanh-relu' cannot be expressed here"),
     ({"normalize_activations": True}, {}, "normalize_activations 'expected_average_only_in' cannot"),
     ({"architecture": "gated"}, {}, "architecture 'gated' cannot"),
-    ({"activation_fn_str": "topk"}, {}, "--k must be int, got None"),
+    ({"activation_fn_str": "topk"}, {}, "k must be a whole number, got None"),
     ({}, {"scaling_factor": torch.full((F,), 2.0)}, r"unexpected \['scaling_factor'\]"),
 ])
 def test_saelens_before_6_what_cannot_be_expressed_is_refused_by_name(

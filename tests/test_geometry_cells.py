@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from saecli.activations import AbsTopK, Activation, Relu, ReluTopK, SoftTopK, Swish, TopK
 from saecli.errors import ConfigError
-from saecli.geometry import largest_cells
-from saecli.geometry.cells import Cells
-from saecli.geometry.partition import cells_of
+from saecli.spline import largest_cells
+from saecli.spline.cells import Cells
+from saecli.spline.partition import cells_of
 
 
 def supports_at(cells: Cells, rows: torch.Tensor) -> torch.Tensor:
@@ -85,6 +85,7 @@ def test_crossings_count_the_walls_within_the_radius(case: Case, radius: float) 
         assert (distances < radius * (1 - 1e-6)).sum() <= count <= (distances < radius * (1 + 1e-6)).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("activation", "shape"), [
     (TopK(24), "plain"), (TopK(24), "clustered"), (AbsTopK(24), "shifted"), (AbsTopK(24), "plain"), (Relu(), "plain"),
     (ReluTopK(24), "plain"), (ReluTopK(400), "plain")])

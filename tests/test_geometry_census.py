@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.activations import TopK
-from saecli.geometry.census import Census, Reservoir, describe, support_keys
-from saecli.geometry.partition import cells_of
-from saecli.geometry.survey import Survey
+from saecli.spline.census import Census, Reservoir, describe, support_keys
+from saecli.spline.partition import cells_of
+from saecli.spline.survey import Survey
 
 
 @given(st.integers(0, 2**32), st.integers(1, 400), st.integers(1, 20), st.integers(1, 90))

@@ -8,13 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.activations import JumpRelu, TopK
+from saecli.dictionary import SAE
 from saecli.errors import ConfigError
-from saecli.geometry import half_spaces
-from saecli.geometry.affine_maps import ranks
-from saecli.geometry.degenerate import Degenerate
-from saecli.geometry.half_spaces import Cell
-from saecli.geometry.partition import cells_of
-from saecli.sae import SAE
+from saecli.spline.cells import Cell
+from saecli.spline.partition import cells_of
+from saecli.spline.survey import Degenerate, ranks
 
 ANY = ("relu", "jumprelu", "batchtopk", "topk", "relu-topk")
 
@@ -84,7 +82,7 @@ def test_too_many_inequalities_are_refused_and_the_tightest_still_found(monkeypa
     sae = sae_of(*encoder(rng, 3, 20, "plain"), TopK(5), rng)
     cell = cells_of(sae).cell(torch.ones(3).double())
     assert cell.count == 75
-    monkeypatch.setattr(half_spaces, "EXACT", 100)
+    monkeypatch.setattr("saecli.spline.cells.EXACT", 100)
     with pytest.raises(ConfigError, match="75 inequalities in 3 dimensions; expected at most 100 numbers"):
         cell.inequalities()
     assert cell.contains(torch.ones(1, 3).double()).all()
@@ -111,7 +109,7 @@ def test_equal_and_zero_latents_are_counted() -> None:
     rng = np.random.default_rng(0)
     sae = sae_of(*encoder(rng, 4, 12, "plain"), JumpRelu(), rng)
     assert Degenerate.of(sae) == Degenerate(0, 0, 0, 0)
-    W_enc, W_dec, threshold = sae.W_enc.clone(), sae.W_dec.clone(), sae.parameters["threshold"].clone()
+    W_enc, W_dec, threshold = sae.W_enc.clone(), sae.W_dec.clone(), sae.activation_parameters["threshold"].clone()
     b_enc = sae.b_enc.clone()
     W_enc[:, [0, 1, 2]], b_enc[[0, 1]], threshold[[0, 1]] = 0, 5, 0.5
     W_dec[[3, 4]], W_dec[[5, 6, 7]] = 0, W_dec[8].clone()

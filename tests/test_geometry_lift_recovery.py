@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.errors import ConfigError
-from saecli.geometry.lift import lift, section
-from saecli.geometry.power_diagram import PowerDiagram
-from saecli.geometry.recovery import recover, sites_for
+from saecli.spline.power_diagram import PowerDiagram, lift, section
+from saecli.spline.recovery import recover, sites_for
 
 
 def random_diagram(seed: int, n: int, D: int) -> PowerDiagram:

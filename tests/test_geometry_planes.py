@@ -10,11 +10,20 @@ from sklearn.decomposition import PCA
 
 from saecli.activations import AbsTopK, Activation, JumpRelu, Relu, TopK
 from saecli.errors import ConfigError
-from saecli.geometry.colouring import colouring, touching
-from saecli.geometry.partition import cells_of
-from saecli.geometry.plane_cells import PlaneCells, keys_at, pixel_cells, pixels_for, plane_cells, polygon_cells
-from saecli.geometry.planes import Plane, window_of
 from saecli.plots.cells import cell_image, tints
+from saecli.spline.partition import cells_of
+from saecli.spline.plane_cells import (
+    Plane,
+    PlaneCells,
+    colouring,
+    keys_at,
+    pixel_cells,
+    pixels_for,
+    plane_cells,
+    polygon_cells,
+    touching,
+    window_of,
+)
 
 
 def numbered(patterns: np.ndarray) -> np.ndarray:
@@ -105,7 +114,7 @@ def test_many_cells_are_drawn_as_pixels_and_few_as_polygons(monkeypatch: pytest.
     section = cells_of(sae_of(*encoder(rng, 2, 30, "plain"), Relu(), rng))
     exact = plane_cells(section, WINDOW)
     assert (exact.labels, exact.count) == (None, len(exact.polygons))
-    monkeypatch.setattr("saecli.geometry.plane_cells.POLYGONS", exact.count // 3)
+    monkeypatch.setattr("saecli.spline.plane_cells.POLYGONS", exact.count // 3)
     pixels = plane_cells(section, WINDOW)
     assert pixels.polygons is None
     assert 0.8 * exact.count < pixels.count <= exact.count
@@ -149,7 +158,7 @@ def test_a_plane_through_three_rows_holds_them_with_their_distances(seed: int, D
     torch.tensor([[0.0, 0, 0], [1, 2, 3], [2, 4, 6]]), torch.zeros(3, 4), torch.tensor([[0.0], [1], [3]]),
     torch.tensor([[1.0, 1, 1], [1, 1, 1], [2, 4, 6]])])
 def test_three_rows_on_a_line_are_refused(rows: torch.Tensor) -> None:
-    with pytest.raises(ConfigError, match="rows of --slice span no plane"):
+    with pytest.raises(ConfigError, match="rows of slice span no plane"):
         Plane.through(rows)
 
 

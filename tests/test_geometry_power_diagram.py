@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from saecli.activations import AbsTopK, JumpRelu, Relu, TopK
 from saecli.errors import ConfigError
-from saecli.geometry.agreement import agreement, cell_agreement
-from saecli.geometry.power_diagram import PowerDiagram, kth_order_diagram
+from saecli.spline.agreement import agreement, cell_agreement
+from saecli.spline.power_diagram import PowerDiagram, kth_order_diagram
 
 
 def powers(diagram: PowerDiagram, rows: torch.Tensor) -> np.ndarray:

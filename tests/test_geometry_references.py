@@ -13,15 +13,14 @@ from sklearn.cluster import KMeans, MiniBatchKMeans
 from sklearn.decomposition import PCA
 
 from saecli.activations import Relu, TopK
-from saecli.geometry import bridge as bridge_module
-from saecli.geometry import kmeans as kmeans_module
-from saecli.geometry.bridge import Bridge, Visited, own_cells
-from saecli.geometry.kmeans import Stream, kmeans
-from saecli.geometry.margins import visits
-from saecli.geometry.partition import cells_of
-from saecli.geometry.piecewise_affine import LocalPCA, StreamedPCA, principal_components
+from saecli.dictionary import SAE
 from saecli.metrics import reconstruction
-from saecli.sae import SAE
+from saecli.spline import bridge as bridge_module
+from saecli.spline import piecewise_affine as kmeans_module
+from saecli.spline.bridge import Bridge, Visited, own_cells
+from saecli.spline.partition import cells_of
+from saecli.spline.piecewise_affine import LocalPCA, Stream, StreamedPCA, kmeans, principal_components
+from saecli.spline.survey import visits
 
 D = 6
 

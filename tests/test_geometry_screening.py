@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.activations import Activation, JumpRelu, Relu, ReluTopK, TopK
-from saecli.geometry import screening
-from saecli.geometry.partition import cells_of
+from saecli.spline import screening
+from saecli.spline.partition import cells_of
 
 
 def check(case: Case) -> None:

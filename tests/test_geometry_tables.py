@@ -8,7 +8,7 @@ from homes import CommandLine, make_run, make_store, random_sae, some_rows
 from rich.console import Console, RenderableType
 
 from saecli.activations import AbsTopK, Relu, TopK
-from saecli.commands.geometry_tables import disagreement, one_table, several_table
+from saecli.spline_measures.tables import disagreement, one_table, several_table
 
 
 def shown(table: RenderableType) -> list[list[str]]:

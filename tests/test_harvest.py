@@ -1,7 +1,10 @@
 """Windows, blocks and batches: every token once, whatever the batches, wherever an earlier pass stopped."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,10 @@ from hypothesis import strategies as st
 from tiny_models import loaded, save_model, save_tokenizer
 from transformers import AutoTokenizer, LlamaModel
 
+from saecli.distributed import Communicator
 from saecli.errors import ConfigError, ModelError
 from saecli.harvest import COLUMNS, Cursor, Forward, Target, Windows, batch_tokens, fill, in_blocks
+from saecli.harvest.config import Quota, rows_by_rank
 from saecli.harvest.forward import tokens_that_fit
 from saecli.language_model import LanguageModel, Place
 from saecli.store import ActivationStore, StoreMeta, StoreWriter
@@ -43,8 +48,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks small enough for a few texts to make many."""
-    monkeypatch.setattr("saecli.harvest.blocks.LOOK_AHEAD", 400)
-    monkeypatch.setattr("saecli.harvest.blocks.FIRST_ROWS", 100)
+    monkeypatch.setattr("saecli.harvest.window_blocks.LOOK_AHEAD", 400)
+    monkeypatch.setattr("saecli.harvest.window_blocks.FIRST_ROWS", 100)
 
 
 def documents(texts: list[str], start: int = 0) -> list[Document]:
@@ -117,6 +122,47 @@ def test_cutting_from_after_a_window_gives_the_windows_that_followed(tokenizers,
         assert again.left_out + type(again.left_out)(seen) == whole.left_out
 
 
+class Talk:
+    """Ranks that are threads."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier, self.said = threading.Barrier(world_size, timeout=20), [None] * world_size
+
+    def rank(self, number: int) -> Communicator:
+        def all_gather_object(value: Any) -> list[Any]:
+            self.said[number] = value
+            self.barrier.wait()
+            found = list(self.said)
+            self.barrier.wait()
+            return found
+
+        return SimpleNamespace(rank=number, world_size=len(self.said), all_gather_object=all_gather_object)
+
+
+@given(texts=TEXTS, rows=st.integers(1, 60), world_size=st.integers(1, 4), positions=st.sampled_from(["all", "last"]),
+       packed=st.booleans(), least=st.integers(1, 4))
+def test_the_ranks_together_are_given_the_rows_of_one_process(tokenizers, texts, rows, world_size, positions, packed,
+                                                            least):
+    packed = packed and positions == "all"
+
+    def first_rows(some: list[Document], most: int) -> list[tuple[int, int]]:
+        windows = Windows(tokenizers[True], 8, positions, packed, least)
+        found = [(int(document), int(token)) for window in windows.cut(some)
+                 for document, token in zip(window.documents[window.kept], window.token_ids[window.kept], strict=True)]
+        return found[:most]
+
+    every, talk = documents(texts), Talk(world_size)
+    with ThreadPoolExecutor(world_size) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("saecli.harvest.config.COUNTED", 3)
+        found = list(pool.map(lambda rank: rows_by_rank(
+            every, Windows(tokenizers[True], 8, positions, packed, least), rows, talk.rank(rank), lambda done: None),
+            range(world_size)))
+    assert all(one == found[0] for one in found)
+    stored = [row for rank, count in enumerate(found[0])
+              for row in first_rows(list(Quota(rank, world_size, count).documents(every)), count)]
+    assert sorted(stored) == sorted(first_rows(every, rows))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_blocks_from_any_blocks_cursor_on_are_the_same_blocks(tokenizers, packed, small_blocks):
     texts = some_texts(200)
@@ -138,7 +184,7 @@ def test_blocks_from_any_blocks_cursor_on_are_the_same_blocks(tokenizers, packed
 def test_packing_needs_a_token_to_part_documents(tokenizers):
     bare = AutoTokenizer.from_pretrained(tokenizers[False].name_or_path, eos_token=None)
     bare.eos_token = None
-    with pytest.raises(ConfigError, match="--packed needs a token to part documents"):
+    with pytest.raises(ConfigError, match="packed needs a token to part documents"):
         Windows(bare, CONTEXT, packed=True)
 
 

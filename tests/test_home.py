@@ -67,7 +67,7 @@ def test_a_printable_name_is_taken(name):
 @pytest.mark.parametrize("name", ["", ".", "..", ".a", "a/b", "/", "a\nb", "a\x1b[1m", "a\u202eb", "a\udcff", "a\0",
                                   "\u200b", "x" * 201, "日" * 67])
 def test_any_other_name_is_refused_and_shown_escaped(name):
-    with pytest.raises(ConfigError, match=r"^--name must be a plain folder name, .*, got ") as told:
+    with pytest.raises(ConfigError, match=r"^name must be a plain folder name, .*, got ") as told:
         checked_name(name)
     assert str(told.value).isprintable()
 
@@ -79,5 +79,5 @@ def test_a_home_that_safetensors_cannot_open_is_refused(tmp_path):
 
 def test_a_home_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file as the home: expected a folder, got a file; give another --home"):
+    with pytest.raises(ConfigError, match=r"file as the home: expected a folder, got a file; give another home"):
         Home(tmp_path / "file")

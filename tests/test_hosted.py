@@ -13,7 +13,7 @@ from model_hub import READER, WRITER, ModelHub, serving
 import saecli
 from saecli.activations import JumpRelu, Relu, SoftTopK, TopK
 from saecli.formats import SavedSAE, load, save, save_native
-from saecli.hosted import Address, Entry, card_with
+from saecli.hub import Address, Entry, card_with
 
 # The hub's client uploads large files by a call that its own HTTP library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -234,7 +234,7 @@ def test_what_cannot_be_read_is_one_sentence(
     ("someone/new", [], "hf_wrong", "does not accept the token"),
     ("other/new", [], WRITER, "the token may not write to other/new: got You don't have the rights to create"),
     ("other/saes", [], WRITER, "the token may not write to other/saes: got You don't have the rights to write"),
-    ("someone/public", ["--private"], WRITER, "someone/public exists and is public: leave --private out"),
+    ("someone/public", ["--private"], WRITER, "someone/public exists and is public; leave --private out"),
     ("nonsense", [], WRITER, "cannot push to 'nonsense': expected USER/REPO or USER/REPO/FOLDER"),
     ("someone/saes@v1", [], WRITER, "cannot push to the revision v1 of someone/saes"),
     ("someone/saes", ["--format", "sparsify"], WRITER, "sparsify cannot express the activation jumprelu")])

@@ -161,5 +161,5 @@ def test_a_folder_that_is_no_model_gets_a_sentence(tmp_path: Path):
 
 
 def test_a_layer_the_model_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match="layers 0 to 3, got --layer 4"):
+    with pytest.raises(ConfigError, match="layers 0 to 3, got layer 4"):
         find_model(TINY_GEMMA2).check_layer(4)

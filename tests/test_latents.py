@@ -9,12 +9,13 @@ import torch
 from storing import memory_folder
 from tiny_models import save_model
 
+from saecli.codes import DenseCodes, SparseCodes
 from saecli.devices import device_named
+from saecli.encoding import where
 from saecli.language_model import TINY_GEMMA2, LanguageModel, TokenTexts, Unembedding, find_model
 from saecli.language_model.model import load_tokenizer
-from saecli.latents import Block, Examples, Magnitudes, bin_edges, in_blocks, neighbours
-from saecli.latents.examples import BEFORE, TOKENS
-from saecli.products import NonZeros
+from saecli.latent_survey import Block, Examples, Magnitudes, bin_edges, in_blocks, neighbours
+from saecli.latent_survey.examples import BEFORE, TOKENS
 from saecli.store import ActivationStore, StoreMeta, StoreWriter, is_test
 
 F, COUNT = 9, 4
@@ -143,8 +144,9 @@ def test_magnitudes_are_numpys_histogram_mean_and_maximum(share: float):
     codes[:, 4] = 0
     magnitudes = Magnitudes(30)
     for part in torch.from_numpy(codes).split(300):
-        assert (NonZeros.of(part) is not None) == (share < 0.1)
-        magnitudes.update(NonZeros.of(part) or part)
+        found = where(part, part != 0)
+        assert isinstance(found, SparseCodes) == (share < 0.1)
+        magnitudes.update(found)
     edges = bin_edges()
     for latent in range(30):
         sizes = np.abs(codes[:, latent][codes[:, latent] != 0]).astype(np.float64)
@@ -162,7 +164,7 @@ SMOOTH = {"log-normal": lambda rng, n: rng.lognormal(0.3, 1.1, n), "exponential"
 def test_counts_of_a_smooth_distribution_rise_to_one_peak_and_fall_but_for_their_sampling_noise(draw):
     sizes = draw(np.random.default_rng(0), 300_000)
     magnitudes = Magnitudes(1)
-    magnitudes.update(torch.from_numpy(sizes)[:, None])
+    magnitudes.update(DenseCodes(torch.from_numpy(sizes)[:, None]))
     counts = magnitudes.histograms[0]
     noise = np.sqrt(counts[1:] + counts[:-1] + 1)
     rises = np.diff(counts) / noise

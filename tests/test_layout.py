@@ -1,7 +1,7 @@
 """The house's plan, read from the imports: floors, who alone may import what, and the size of files."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,24 +10,29 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "saecli"
 
 FLOORS = [
-    {"errors", "hub", "launch", "assets"},
+    {"errors", "network", "torchrun", "wording"},
     {"interrupts"},
-    {"files", "machine"},
+    {"files", "memory", "tables"},
     {"documents"},
-    {"config", "distributed", "home", "report"},
-    {"products"},
+    {"config", "console", "distributed", "home"},
+    {"batch", "codes"},
+    {"encoding"},
     {"activations", "arrays", "devices", "language_model", "ridge", "store", "texts"},
-    {"harvest", "sae"},
-    {"formats", "geometry", "metrics"},
-    {"hosted"},
-    {"latents", "plots", "runs", "solvers", "splice"},
-    {"pages", "training"},
-    {"api", "commands", "root_help"},
+    {"dictionary"},
+    {"inventory"},
+    {"harvest"},
+    {"formats", "metrics", "spline"},
+    {"hub"},
+    {"latent_survey", "plots", "solvers", "splice"},
+    {"options", "training"},
+    {"evaluation"},
+    {"html_report", "publishing", "spline_measures"},
+    {"api", "commands", "help_page"},
     {"cli"},
     {"__init__", "__main__"},
 ]
 ALONE = {"transformers": "language_model", "matplotlib": "plots", "datasets": "texts", "pydantic": "documents",
-         "typer": ("commands", "cli", "root_help")}
+         "typer": ("commands", "cli", "help_page", "options")}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -71,9 +76,9 @@ def test_a_heavy_library_has_one_door(library: str):
 
 def test_store_and_solvers_never_see_each_other():
     for path in MODULES:
-        if unit(path) in ("solvers", "ridge", "sae", "geometry", "metrics"):
+        if unit(path) in ("solvers", "ridge", "sae", "spline", "metrics"):
             assert "store" not in imported_units(path), path
-        if unit(path) in ("home", "report") or path.name == "list.py":
+        if unit(path) in ("console", "home") or path.name in ("list.py", "listing.py"):
             assert all(parts[0] != "torch" for _, parts in imports(path)), path
         if unit(path) == "store":  # which lists stores without it, and reads rows with it
             tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -83,3 +88,71 @@ def test_store_and_solvers_never_see_each_other():
 def test_no_file_is_over_400_lines():
     files = [*MODULES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
     assert [str(path) for path in files if len(path.read_text(encoding="utf-8").splitlines()) > 400] == []
+
+
+def circle(graph: Mapping[str, Collection[str]]) -> list[str]:
+    """Modules each of which imports the next, and the last the first; none where imports make no circle."""
+    done: set[str] = set()
+
+    def through(name: str, way: list[str]) -> list[str]:
+        if name in way:
+            return way[way.index(name):]
+        if name in done:
+            return []
+        found = next(filter(None, (through(other, [*way, name]) for other in sorted(graph.get(name, ())))), [])
+        done.add(name)
+        return found
+
+    return next(filter(None, (through(name, []) for name in sorted(graph))), [])
+
+
+def inside(package: Path) -> dict[str, set[str]]:
+    """The modules of a package, its `__init__` among them, and which of each other they import: as they are loaded,
+    later, or for types alone."""
+    names = {path.stem for path in package.glob("*.py")}
+    graph = {}
+    for path in package.glob("*.py"):
+        found = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                 if isinstance(node, ast.ImportFrom)]
+        graph[path.stem] = {name for node in found for name in siblings(node, package.name, names)} - {path.stem}
+    return graph
+
+
+def siblings(node: ast.ImportFrom, package: str, names: Collection[str]) -> list[str]:
+    """The modules of its own package that an import is from; `__init__` for what only that can have."""
+    parts = node.module.split(".") if node.module else []
+    if (node.level == 2 and parts[:1] == [package]) or (node.level == 0 and parts[:2] == ["saecli", package]):
+        parts = parts[1 if node.level else 2:]
+    elif node.level != 1:
+        return []
+    return [name if name in names else "__init__" for name in parts[:1] or [alias.name for alias in node.names]]
+
+
+PACKAGES = sorted(path.parent for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE)
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_the_modules_of_a_package_import_each_other_in_no_circle(package: Path):
+    found = circle(inside(package))
+    assert not found, " -> ".join([*found, found[0]])
+
+
+def test_a_planted_circle_is_seen(tmp_path: Path):
+    package = tmp_path / "planted"
+    package.mkdir()
+    modules = {"__init__": "from .a import one", "a": "def later():\n    from .b import two", "b": "from . import c",
+               "c": "import saecli\nfrom saecli.planted.d import four", "d": "from ..other.a import five"}
+    planted = {"d": "from .b import two", "c": "from . import one",
+               "b": "if TYPE_CHECKING:\n    from ..planted import a"}
+
+    def found() -> list[str]:
+        return circle(inside(package))
+
+    for name, text in modules.items():
+        (package / f"{name}.py").write_text(text)
+    assert found() == []
+    for name, expected in (("d", ["b", "c", "d"]), ("c", ["__init__", "a", "b", "c"]), ("b", ["a", "b"])):
+        (package / f"{name}.py").write_text(planted[name])
+        assert found() == expected
+        (package / f"{name}.py").write_text(modules[name])
+    assert circle({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}) == []

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from saecli.activations import Relu
+from saecli.codes import DenseCodes, SparseCodes
+from saecli.dictionary import SAE
+from saecli.encoding import where
 from saecli.errors import ConfigError
 from saecli.metrics import DENSE_FREQUENCY, Firing, Reconstruction, doubts, firing, reconstruction
-from saecli.products import NonZeros
-from saecli.sae import SAE
 
 
 def rows_and_codes(seed: int, rows: int, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +41,8 @@ def reconstruction_oracle(x: Tensor, x_hat: Tensor, z: Tensor) -> dict[str, floa
 def in_batches(accumulator: Reconstruction | Firing, cuts: list[int], *tensors: Tensor) -> dict:
     edges = [0, *sorted(cuts), len(tensors[0])]
     for start, stop in itertools.pairwise(edges):
-        accumulator.update(*(t[start:stop] for t in tensors))
+        *rows, z = (t[start:stop] for t in tensors)
+        accumulator.update(*rows, DenseCodes(z))
     return accumulator.result()
 
 
@@ -55,12 +57,13 @@ def test_reconstruction_in_any_batches_matches_numpy_over_all_rows(seed: int, ro
 
 @pytest.mark.parametrize("at_a_time", [1, 30, 1 << 18])
 def test_codes_counted_in_any_pieces_or_from_their_non_zeros_match_numpy(at_a_time, monkeypatch) -> None:
-    monkeypatch.setattr("saecli.metrics.CACHED_CODES", at_a_time)
+    monkeypatch.setattr("saecli.codes.CACHED_CODES", at_a_time)
     x, x_hat, z = rows_and_codes(5, 40)
     z[:, 7] = 0
     z *= torch.rand(z.shape, generator=torch.Generator().manual_seed(6)) < 0.2
     oracle = reconstruction_oracle(x, x_hat, z)
-    for codes in (z, NonZeros.of(z)):
+    assert isinstance(where(z, z != 0), SparseCodes)
+    for codes in (DenseCodes(z), where(z, z != 0)):
         measures = Reconstruction(6, 11)
         measures.update(x, x_hat, codes)
         assert measures.result() == pytest.approx(oracle, rel=1e-6)
@@ -76,7 +79,7 @@ def test_an_saes_measures_match_numpy_with_dense_and_with_few_codes(bias: float)
     sae = SAE(W_enc, torch.full((50,), bias), W_enc.T.contiguous() / 5, torch.ones(6), Relu())
     x = torch.randn(300, 6, generator=generator)
     z = (x.double() @ W_enc.double() + bias).relu()
-    assert (NonZeros.of(z) is None) == (bias == 0)
+    assert isinstance(sae.codes(x), DenseCodes) == (bias == 0)
     oracle = reconstruction_oracle(x, z @ sae.W_dec.double() + 1, z)
     assert reconstruction(sae, x.split(70)) == pytest.approx(oracle, rel=1e-5)
     found = firing(sae, x.split(70), keep=80)
@@ -130,7 +133,7 @@ def test_firing_in_any_batches_matches_numpy_over_all_rows(seed: int, rows: int,
 
 def test_l0_histogram_counts_rows_by_latents_that_fire() -> None:
     counts = Firing(3)
-    counts.update(torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, -2.0], [0.0, 3.0, 1.0], [1.0, 1.0, 1.0]]))
+    counts.update(DenseCodes(torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, -2.0], [0.0, 3.0, 1.0], [1.0, 1.0, 1.0]])))
     assert counts.l0_histogram.tolist() == [1, 0, 2, 1]
 
 
@@ -152,7 +155,7 @@ def test_measuring_no_rows_is_refused(accumulator: Reconstruction | Firing) -> N
 def test_on_cuda_as_on_the_cpu_without_waiting_for_the_device() -> None:
     x, x_hat, z = rows_and_codes(4, 500)
     on_cuda, counts = Reconstruction(6, 11), Firing(11)
-    batches = [tuple(t[i:i + 50].cuda() for t in (x, x_hat, z)) for i in range(0, 500, 50)]
+    batches = [(*(t[i:i + 50].cuda() for t in (x, x_hat)), DenseCodes(z[i:i + 50].cuda())) for i in range(0, 500, 50)]
     on_cuda.update(*batches[0])
     counts.update(batches[0][2])
     torch.cuda.set_sync_debug_mode("error")

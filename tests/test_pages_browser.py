@@ -19,7 +19,7 @@ from homes import D, make_run
 from reports import NASTY, index_of, make_text_run, pages_of, save_model
 
 from saecli.activations import TopK
-from saecli.sae import SAE
+from saecli.dictionary import SAE
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser() or "")]
 PHONE = {"width": 360, "height": 740}

@@ -44,6 +44,7 @@ DRAW: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", DRAW.values(), ids=DRAW.keys())
 def test_every_input_gives_a_picture_that_can_be_read(draw: Callable[[Path], None], tmp_path: Path) -> None:
     draw(tmp_path / "x.png")
@@ -53,6 +54,7 @@ def test_every_input_gives_a_picture_that_can_be_read(draw: Callable[[Path], Non
     assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", MAGIC)
 def test_the_ending_is_the_format_and_the_same_data_the_same_file(suffix: str, tmp_path: Path) -> None:
     first, second = tmp_path / "new" / f"first{suffix}", tmp_path / f"second{suffix.upper()}"
@@ -69,6 +71,7 @@ def test_another_ending_is_refused_in_one_sentence_and_nothing_written(name: str
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".png", *(pytest.param(one, marks=pytest.mark.slow) for one in (".pdf", ".svg"))])
 def test_any_name_is_drawn_as_it_is_spelt(suffix: str, drawn: list[Figure], tmp_path: Path) -> None:
     names = ["_hidden", "$x^2$ $\\frac{$", "\\$y$", "f\udcff\u202e\0", "日本 😀"]

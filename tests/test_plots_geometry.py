@@ -9,9 +9,9 @@ import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
 
 from saecli.activations import AbsTopK, Relu, TopK
-from saecli.geometry.plane_cells import PlaneCells
+from saecli.dictionary import SAE
 from saecli.plots.cells import cell_image
-from saecli.sae import SAE
+from saecli.spline.plane_cells import PlaneCells
 from saecli.store import is_test
 
 CORNERS = (0, 7, 5)
@@ -23,7 +23,7 @@ def held_out(home: Path, d_in: int) -> np.ndarray:
 
 
 def supports(sae: SAE, x: np.ndarray) -> np.ndarray:
-    return (sae.to(torch.float64).encode(torch.from_numpy(x)) != 0).numpy()
+    return (sae.copy_to(torch.float64).encode(torch.from_numpy(x)) != 0).numpy()
 
 
 def plot(sae: CommandLine, drawn: list[Any], *words: str) -> list[Any]:
@@ -34,6 +34,7 @@ def plot(sae: CommandLine, drawn: list[Any], *words: str) -> list[Any]:
     return [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [
     *(pytest.param(one, marks=pytest.mark.slow) for one in (TopK(3), AbsTopK(3))), Relu()],
                          ids=lambda activation: activation.name)
@@ -77,6 +78,7 @@ def test_where_the_plane_is_the_space_nothing_is_projected_and_each_cell_has_the
     assert [brightness for _, brightness in some] == sorted((brightness for _, brightness in some), reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("activation", "bars"), [
     (TopK(3), 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((AbsTopK(3), 1), (Relu(), 2)))],
                          ids=lambda value: getattr(value, "name", ""))

@@ -21,6 +21,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SAE_HOME", raising=False)

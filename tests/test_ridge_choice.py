@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from ridge_problems import moments_of, press, problem, systems_of, terms_of
+from ridge_problems import press, problem, solved, sums_of, systems_of, terms_of
 from sklearn.datasets import load_digits
 
-from saecli.ridge import HeldRows, Moments, Terms, choose_alpha, solve
-from saecli.ridge.choice import LEAST, MIXED, MOST, Equations, Rows, model, sample_rows
-from saecli.ridge.leverage import slack_of
-from saecli.ridge.solve import factor
+from saecli.ridge import HeldRows, System, Terms, choose_alpha, solve
+from saecli.ridge.choice import LEAST, MIXED, MOST, Press, sample_rows
+from saecli.ridge.cholesky import Cholesky
+from saecli.ridge.solve import slack_of
 
 NOTHING = (0.0, 0.0, 0.0, 0.0)
 PATH = np.linspace(LEAST, MOST, 101)
@@ -56,11 +56,12 @@ DATA = {
 
 
 def system_and_terms(z: torch.Tensor, x: torch.Tensor, direction: torch.Tensor | None) -> tuple:
-    system = HeldRows(z, x) if len(z) < z.shape[1] else moments_of(z, x, 1000)
+    system = HeldRows(z, x) if len(z) < z.shape[1] else sums_of(z, x, 1000)
     shape = z.shape[1], x.shape[1]
     return system, terms_of(NOTHING, direction, torch.zeros(shape), torch.zeros(shape[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("directed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("data", [
     pytest.param(data, id=name, marks=pytest.mark.slow if name in ("sparse", "N >> F", "digits") else ())
@@ -85,10 +86,12 @@ def test_chosen_alpha_is_within_a_hundredth_of_the_best_of_the_full_path(data, d
 def test_a_search_finds_its_way_to_the_ends_of_the_range(last):
     z, _, _, W_t, b_t = problem(400, 10, 3)
     noise = torch.randn(400, 3, generator=torch.Generator().manual_seed(0)).double()
-    for x, least, most in ((z @ W_t[:, :3], 0.0, 2e-7), (noise, 100.0, 1e3)):  # noise leaves PRESS flat above 100
-        system = moments_of(z, x, 400)
-        chosen = choose_alpha(system, terms_of(NOTHING, None, W_t[:, :3], b_t), z, x, last).alpha / system.scale(1.0)
-        assert least <= chosen <= most * 1.01
+    for x, least, most in ((z @ W_t[:, :3], 0.0, 2e-7), (noise, 30.0, 1e3)):  # noise leaves PRESS flat above 30
+        system, terms = sums_of(z, x, 400), terms_of(NOTHING, None, W_t[:, :3], b_t)
+        chosen = choose_alpha(system, terms, z, x, last).alpha
+        assert least <= chosen / system.scale(1.0) <= most * 1.01
+        if least:
+            assert press(system, terms, z, x, chosen) <= 1.001 * press(system, terms, z, x, most * system.scale(1.0))
 
 
 def test_all_terms_take_part_in_the_choice():
@@ -105,10 +108,11 @@ def test_all_terms_take_part_in_the_choice():
 @pytest.mark.parametrize("directed", [False, True])
 def test_the_model_has_the_value_and_the_slope_of_press(rows, weights, directed):
     z, x, direction, W_t, b_t = problem(rows, 60, 4, spread=0.3)
-    system = HeldRows(z, x) if rows < 60 else moments_of(z, x, 100)
+    system = HeldRows(z, x) if rows < 60 else sums_of(z, x, 100)
     terms = replace(terms_of(weights, direction if directed else None, W_t, b_t, decayed=True), alpha=20.0)
-    sampled = Rows(z, x, torch.arange(rows), torch.ones(rows).double())
-    found = model(Equations.of(system, terms), sampled, factor(system, terms), 0.0)
+    sampled = replace(Press.of(system, terms, z, x), z=z, y=x, index=torch.arange(rows),
+                      weight=torch.ones(rows).double())
+    found = sampled.model(system.factorise(terms), 0.0)
     near = torch.tensor([20.0, 19.998, 20.002]).double()
     value, below, above = found.press(near) / rows
     assert value.item() == pytest.approx(press(system, terms, z, x), rel=1e-6)
@@ -120,26 +124,43 @@ def test_a_good_start_takes_one_factorisation_which_gives_the_decoder_too(monkey
     z, x, direction = DATA["norms a hundredfold"]()
     system, terms = system_and_terms(z, x, direction)
     chosen = choose_alpha(system, terms, z, x, None).alpha
-    taken = []
-    original = Moments.factor
-    monkeypatch.setattr(Moments, "factor", lambda *args: taken.append(1) or original(*args))
-    choice = choose_alpha(system, terms, z, x, 1.1 * chosen)
-    assert len(taken) == 1
-    looked_at = replace(terms, alpha=1.1 * chosen)
-    torch.testing.assert_close(solve(system, terms, choice.factored).W, solve(system, looked_at).W)
-    assert press(system, looked_at, z, x) <= 1.01 * press(system, terms, z, x, choice.alpha)
+    taken, original = [], Cholesky.factorise
+    monkeypatch.setattr(Cholesky, "factorise", lambda *args: taken.append(1) or original(*args))
+    factorisation = choose_alpha(system, terms, z, x, 1.1 * chosen)
+    state = solve(system, terms, factorisation, z)
+    assert len(taken) == 1 and state.alpha == factorisation.alpha == pytest.approx(1.1 * chosen)
+    again = solve(system, replace(terms, alpha=factorisation.alpha), z=z)
+    torch.testing.assert_close(state.W(direction), again.W(direction))
+    assert state.dof == pytest.approx(again.dof) and state.c == pytest.approx(again.c)
+    assert press(system, terms, z, x, 1.1 * chosen) <= 1.01 * press(system, terms, z, x, chosen)
 
 
-def cross_validated(system: Moments, terms: Terms, z: torch.Tensor, x: torch.Tensor) -> float:
+@pytest.mark.parametrize("data", ["norms a hundredfold", "N < F"])
+@pytest.mark.parametrize("start", [None, 0.01, 1.1, 30.0])
+@pytest.mark.parametrize("mu", [0.0, 1e3])
+def test_the_factorisation_returned_is_current_and_at_its_own_alpha(data, start, mu):
+    z, x, direction = DATA[data]()
+    system, terms = system_and_terms(z, x, direction)
+    terms = replace(terms, mu=mu)
+    last = start and start * choose_alpha(system, terms, z, x, None).alpha
+    factorisation = choose_alpha(system, terms, z, x, last)
+    state = solve(system, terms, factorisation)
+    assert state.alpha == factorisation.alpha and state.ridge == pytest.approx(state.alpha + mu)
+    again = solve(system, replace(terms, alpha=state.alpha))
+    torch.testing.assert_close(state.W(direction), again.W(direction), rtol=1e-7, atol=1e-7)
+
+
+def cross_validated(system: System, terms: Terms, z: torch.Tensor, x: torch.Tensor) -> float:
     """The alpha of least generalised cross-validation: every leverage taken as their mean."""
     def score(alpha: float) -> float:
         weighted = replace(terms, alpha=alpha)
-        decoder = solve(system, weighted)
+        decoder = solved(system, weighted)
         misfit = (x - z @ decoder.W - decoder.b).square().sum()
-        return (misfit / slack_of(system, weighted, factor(system, weighted), z).mean().square()).item()
+        return (misfit / slack_of(system.factorise(weighted), weighted, z).mean().square()).item()
     return min((system.scale(1.0) * 10**decades for decades in PATH), key=score)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_alpha_is_as_good_where_the_multiple_of_the_direction_is_taken_from_mixed_columns(seed):
     z, x, direction = encoded(inputs(500, 3 * MIXED, seed, 0.3), 250, 10, seed)
@@ -156,7 +177,7 @@ def test_fresh_rows_are_reconstructed_better_than_with_generalised_cross_validat
     system, terms = system_and_terms(z, x, direction)
 
     def error(alpha: float) -> float:
-        decoder = solve(system, replace(terms, alpha=alpha))
+        decoder = solved(system, replace(terms, alpha=alpha))
         return (fresh_z @ decoder.W + decoder.b - fresh_x).square().sum(1).mean().item()
 
     assert error(choose_alpha(system, terms, z, x, None).alpha) < 0.9 * error(cross_validated(system, terms, z, x))

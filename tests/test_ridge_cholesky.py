@@ -65,5 +65,5 @@ def test_a_ridge_is_raised_until_the_matrix_is_positive_definite(place):
 def test_a_matrix_that_is_not_finite_is_refused_wherever_it_is_not(place):
     matrix, _ = held(50)
     matrix.matrix[49, place] = torch.inf
-    with pytest.raises(TrainingError, match="are not finite; lower --lr"):
+    with pytest.raises(TrainingError, match="are not finite; lower lr"):
         matrix.factorise(1.0, torch.zeros(50).double())

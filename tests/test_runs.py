@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from saecli.activations import Relu, activation_to_json
+from saecli.dictionary import SAE
 from saecli.errors import FormatError, RunError
+from saecli.evaluation.sae_and_rows import Subject, find_subject
 from saecli.formats import SavedSAE, save, save_native
 from saecli.home import Home
-from saecli.runs import Subject, find_subject
-from saecli.sae import SAE
 
 
 def small_sae() -> SAE:

@@ -10,8 +10,8 @@ from homes import D, F, make_store, random_sae, some_rows
 
 import saecli
 from saecli.activations import ACTIVATIONS, Activation, TopK
+from saecli.codes import DenseCodes
 from saecli.formats import FORMATS, SavedSAE, load, save
-from saecli.products import NonZeros
 
 EVERY = [kind(k=4) if "k" in kind.__dataclass_fields__ else kind() for kind in ACTIVATIONS.values()]
 LEADING = [(), (1,), (7,), (2, 3), (2, 1, 4), (0,), (3, 0), (0, 5, 2)]
@@ -25,13 +25,14 @@ def named(value: Any) -> str:
 @pytest.mark.parametrize("activation", EVERY, ids=named)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=named)
 def test_any_leading_shape_is_that_of_the_result_row_by_row(activation: Activation, lead: tuple, dtype) -> None:
-    sae = random_sae(activation).to(dtype)
+    sae = random_sae(activation).copy_to(dtype)
     x = torch.randn(*lead, D, generator=torch.Generator().manual_seed(1), dtype=dtype)
     z, x_hat = sae.encode(x), sae(x)
     assert (z.shape, x_hat.shape, z.dtype, x_hat.dtype) == ((*lead, F), (*lead, D), dtype, dtype)
     for row, codes, result in zip(x.reshape(-1, D).unbind(), z.reshape(-1, F), x_hat.reshape(-1, D), strict=True):
         pre = (row.double() @ sae.W_enc.double() + sae.b_enc.double())[None]
-        expected = activation(pre, {name: value.double() for name, value in sae.parameters.items()})[0]
+        learned = {name: value.double() for name, value in sae.activation_parameters.items()}
+        expected = activation(pre, learned).dense()[0]
         torch.testing.assert_close(codes.double(), expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(result.double(), expected @ sae.W_dec.double() + sae.b_dec.double(), atol=1e-4,
                                    rtol=1e-4)
@@ -50,9 +51,11 @@ def test_other_floating_point_types_are_computed_on_in_the_saes_own(activation: 
 
 def test_rows_in_the_saes_own_type_are_encoded_and_decoded_as_ever_to_the_bit_and_differentiably() -> None:
     sae, x = random_sae(TopK(k=3)), torch.from_numpy(some_rows(50)).requires_grad_()
-    codes = sae.activation(sae.pre_activations(x), sae.parameters)
-    assert torch.equal(sae.encode(x), codes)
-    assert torch.equal(sae.decode(codes), sae.decode(NonZeros.of(codes) or codes))
+    codes = sae.codes(x)
+    assert torch.equal(sae.encode(x), codes.dense())
+    torch.testing.assert_close(sae.decode(codes.dense()), sae.decode_codes(codes))
+    assert torch.equal(sae(x), sae.decode_codes(codes))
+    assert torch.equal(sae.decode_codes(DenseCodes(codes.dense())), torch.addmm(sae.b_dec, codes.dense(), sae.W_dec))
     sae(x[None]).sum().backward()
     assert x.grad is not None and x.grad.abs().sum() > 0
 

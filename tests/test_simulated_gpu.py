@@ -13,7 +13,6 @@ import simulated_gpu
 from device_cases import ACTS, ROWS, SOLVERS, trained
 
 from saecli.metrics import firing, reconstruction
-from saecli.products import NonZeros
 from saecli.solvers.base import Solver
 from saecli.solvers.optimizers import Adam
 
@@ -28,9 +27,17 @@ CASES = [case if (SOLVERS.index(case[0]), ACTS.index(case[1])) in QUICK else pyt
 @pytest.fixture(autouse=True)
 def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products as a device takes them, on the CPU too: then the results are the same to the bit."""
-    monkeypatch.setattr(NonZeros, "of", classmethod(lambda cls, matrix: None))
+    monkeypatch.setattr("saecli.codes.few_entries", lambda mask: None)
+    monkeypatch.setattr("saecli.encoding.few_entries", lambda mask: None)
+    monkeypatch.setattr("saecli.codes.PAIRS_FRACTION", -1.0)
+
+    def dense_gradient(indices, values, shape, check_invariants):  # tensors of the device cannot be sparse
+        return values.new_zeros(shape).index_put_(tuple(indices), values)
+
+    monkeypatch.setattr(torch, "sparse_coo_tensor", dense_gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver, act", CASES, ids=str)
 def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> None:
     options = act[1] | solver[1]
@@ -43,6 +50,7 @@ def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> No
         assert torch.equal(again.tensors()[name].cpu(), tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 @pytest.mark.parametrize("act, options", ACTS[:-1], ids=str)
 def test_a_step_does_not_wait_for_the_device(solver: str, act: str, options: dict,
@@ -65,7 +73,7 @@ def test_what_follows_a_revival_does_not_wait_for_the_device() -> None:
     adam, dead = Adam(tensors), torch.tensor([True, False] * 3).to("gpu")
     adam.descend(lambda: (tensors["W_enc"] * torch.arange(6.0, device="gpu")).sum(), 0.1)
     with simulated_gpu.waits_within() as waits:
-        adam.forget(dead)
+        adam.forget(dead, {"W_enc": 1}.get)
         adam.rescale(2.0)
     assert waits == {}
     state = adam.state()

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from test_solvers import F, RowsInMemory, sparse_mixture, started, trained
+from test_solvers import F, RowsInMemory, one_epoch, solve_decoder, sparse_mixture, started, trained
 from torch import Tensor
 
 from saecli.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
+from saecli.batch import Batch
 from saecli.solvers import WIDEST
-from saecli.solvers.alternation import PamSgdSolver
-from saecli.solvers.pam_sgd import MOST_INNER_STEPS, PamSgd
-from saecli.solvers.revival import directions_of_worst
+from saecli.solvers.maintenance import directions_of_worst
+from saecli.solvers.pam_sgd import MOST_INNER_STEPS, PamSgd, PamSgdSolver
 from saecli.solvers.sgd import Sgd
 from saecli.solvers.smoothing import Smoothing, default_width
 from saecli.training.rows import HIGHEST_RATE, fitted_learning_rate
@@ -28,7 +28,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def smoothed(x: Tensor, width: float, draws: torch.Generator) -> Tensor:
-    return Smoothing(width, x)(x, draws)
+    return Smoothing(width, x)(Batch.of(x), draws)
 
 
 @pytest.mark.parametrize("width", [0.05, 0.5])
@@ -51,17 +51,17 @@ def test_moves_scale_with_the_rows_and_leave_their_mean_nearly_where_it_was():
 def test_a_row_moves_by_the_width_whatever_else_is_in_its_block():
     sample = normal(500, 12)
     smoothing, row, draws = Smoothing(0.4, sample), normal(1, 12, seed=2), generator(1)
-    moves = torch.cat([smoothing(row, draws) - row for _ in range(800)])
+    moves = torch.cat([smoothing(Batch.of(row), draws) - row for _ in range(800)])
     of_its_norm = moves.norm(dim=1) / (row - sample.mean(0)).norm()
     assert of_its_norm.min() > 0
     assert of_its_norm.square().mean().sqrt().item() == pytest.approx(0.4, rel=0.1)
-    together = smoothing(row.expand(800, 12), generator(3)) - row
+    together = smoothing(Batch.of(row.expand(800, 12)), generator(3)) - row
     torch.testing.assert_close(together.T.cov(), moves.T.cov(), atol=0.15 * moves.T.cov().diagonal().mean(), rtol=0)
 
 
 def test_of_two_rows_each_is_the_others_partner():
     x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-    moved = torch.cat([Smoothing(0.5, x)(x, generator(seed)) for seed in range(20)]).abs()
+    moved = torch.cat([Smoothing(0.5, x)(Batch.of(x), generator(seed)) for seed in range(20)]).abs()
     along = 1.0 + 0.5 * math.sqrt(2) * torch.tensor([1.0, -1.0])
     assert torch.isclose(moved[:, :1], along.abs()).any(1).all()
     assert len(moved[:, 0].round(decimals=4).unique()) == 2
@@ -70,7 +70,7 @@ def test_of_two_rows_each_is_the_others_partner():
 def test_smoothed_rows_vary_as_much_more_as_foretold():
     x = normal(4000, 12) * torch.linspace(0.2, 2, 12) + 5.0
     smoothing = Smoothing(0.55, x)
-    inflation = (smoothing(x, generator()) - x.mean(0)).square().sum() / (x - x.mean(0)).square().sum()
+    inflation = (smoothing(Batch.of(x), generator()) - x.mean(0)).square().sum() / (x - x.mean(0)).square().sum()
     assert inflation.item() == pytest.approx(smoothing.inflation, rel=0.02)
     assert Smoothing(0.0, x).inflation == Smoothing(0.5, x[:1]).inflation == 1
 
@@ -131,17 +131,12 @@ def smoothing_solver(data: RowsInMemory, activation: Activation, seed: int = 0, 
 
 def kill(solver: PamSgdSolver) -> None:
     with torch.no_grad():
-        solver.trained["W_enc"][:, DEAD] = 0
-        solver.trained["b_enc"][DEAD] = -100
+        solver.dictionary.W_enc[:, DEAD] = 0
+        solver.dictionary.b_enc[DEAD] = -100
 
 
 def firing(solver: PamSgdSolver, data: RowsInMemory) -> Tensor:
     return (solver.sae().encode(data.x) != 0).any(0)[DEAD]
-
-
-def one_epoch(solver: PamSgdSolver, data: RowsInMemory, epoch: int = 0) -> None:
-    for _ in solver.epoch(data, epoch):
-        pass
 
 
 @pytest.mark.parametrize("activation", [Relu(), TopK(k=3), JumpRelu(), BatchTopK(k=3)], ids=lambda one: one.name)
@@ -164,8 +159,8 @@ def test_where_latents_are_not_revived(rows, options, share):
     data = sparse_mixture(rows)
     solver = smoothing_solver(data, Relu(), **options)
     kill(solver)
-    solver.step = math.ceil(share * solver.task.steps)
-    solver.solve_decoder(data, last=False)
+    solver.steps = math.ceil(share * solver.task.steps)
+    solve_decoder(solver, data, last=False)
     assert not firing(solver, data).any()
     assert solver.revived == 0
 
@@ -175,8 +170,8 @@ def test_revival_leaves_latents_that_fire_as_they_are():
     solver, without = (smoothing_solver(data, Relu(), alpha=0.5, revive=revive) for revive in (True, False))
     for one in (solver, without):
         kill(one)
-        one.descend(data.x)
-        one.solve_decoder(data, last=False)
+        one.descend(Batch.of(data.x))
+        solve_decoder(one, data, last=False)
     alive = [latent for latent in range(F) if latent not in DEAD]
     assert solver.revived == len(DEAD)
     for name, value in solver.sae().tensors().items():

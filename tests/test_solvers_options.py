@@ -1,6 +1,7 @@
 """Schedules, optimisers, and the words on the decoder step."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,19 +9,28 @@ import torch
 from grids import grid
 from homes import CommandLine, make_store, some_rows
 from safetensors.torch import load_file
-from test_solvers import F, RowsInMemory, sparse_mixture, started, trained
+from test_solvers import (
+    F,
+    RowsInMemory,
+    decoder_steps,
+    loss_of,
+    one_epoch,
+    solve_decoder,
+    sparse_mixture,
+    started,
+    trained,
+)
 
 from saecli.activations import JumpRelu, Relu, SoftTopK, TopK
+from saecli.batch import Batch
+from saecli.dictionary import SAE
 from saecli.errors import ConfigError
-from saecli.sae import SAE
 from saecli.solvers import SolverConfig, Task
-from saecli.solvers.alternation import PamSgdSolver, outer_iterations
-from saecli.solvers.optimizers import OPTIMIZERS
-from saecli.solvers.pam_sgd import PamSgd
-from saecli.solvers.schedules import weight_at
+from saecli.solvers.optimizers import OPTIMIZERS, outer_iterations, weight_at
+from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver
 from saecli.solvers.sgd import Sgd
-from saecli.training import RunRecord, TrainingConfig
-from saecli.training.loop import Progress
+from saecli.training import RunRecord
+from saecli.training.checkpoints import Progress
 from saecli.training.rows import initial_sae
 
 WHOLE = ("--optimizer", "lbfgs", "--batch-size", "1000")
@@ -52,7 +62,7 @@ def test_a_schedule_of_one_outer_iteration_is_its_first_value():
 @pytest.mark.parametrize("spelling", ["", "x", "1:", ":1", "0:1", "1:0", "1:2:3", "1:2,3", "1,", "1,x", "1,-1", "1,nan",
                                       "inf:1", "-1:-2", "auto"])
 def test_other_spellings_are_refused(spelling):
-    with pytest.raises(ConfigError, match=r"--mu-enc must be a number, FIRST:LAST .*, got"):
+    with pytest.raises(ConfigError, match=r"mu_enc must be a number, FIRST:LAST .*, got"):
         PamSgd(mu_enc=spelling)
 
 
@@ -71,8 +81,9 @@ def test_outer_iterations_are_as_many_as_foretold(options, steps):
     task = Task(data.rows, steps, 1e-2, "none", 0.0, batches=5)
     solver = config.build(initial_sae(Relu(), F, data.x, seed=1), task)
     trained(solver, data, math.ceil(steps / (5 * config.inner_steps)))
-    assert solver.step == steps
-    assert solver.outer == outer_iterations(task, config)
+    assert solver.steps == steps
+    every = math.inf if config.decoder_every == "epoch" else config.decoder_every
+    assert solver.outer == outer_iterations(math.ceil(steps / config.inner_steps), 5, every) == solver._outers
 
 
 def test_each_outer_iteration_has_the_weights_of_its_schedule():
@@ -81,12 +92,14 @@ def test_each_outer_iteration_has_the_weights_of_its_schedule():
     seen = []
     for epoch in range(3):
         seen.append((solver.weight("mu_enc"), solver.weight("mu_dec"), solver.weight("nu_enc")))
-        trained_one = solver.epoch(data, epoch)
-        next(trained_one)
-        with torch.no_grad():
-            moved = (solver.trained["W_enc"] - solver._held["W_enc"]).square().sum()
-        assert solver.extra_loss().item() == pytest.approx(seen[-1][0] * moved.item() / data.rows)
-        list(trained_one)
+        held = solver.dictionary.W_enc.detach().clone()
+        solver.begin_epoch()
+        for batch in data.shuffled(epoch):
+            solver.step(batch)
+            moved = (solver.dictionary.W_enc.detach() - held).square().sum()
+            assert solver.extra_loss().item() == pytest.approx(seen[-1][0] * moved.item() / data.rows)
+        solver.end_epoch()
+        decoder_steps(solver, data)
     assert seen == [pytest.approx(one) for one in ((8, 5, 0), (4, 0, 0), (2, 0, 0))]
 
 
@@ -96,7 +109,7 @@ def test_proximal_weights_by_a_schedule_hold_back_while_they_are_large():
     solver = started(config, data, Relu(), 6)
     places = [solver.sae().W_enc]
     for epoch in range(4):
-        list(solver.epoch(data, epoch))
+        one_epoch(solver, data, epoch)
         places.append(solver.sae().W_enc)
     moved = [(after - before).norm() for before, after in pairwise(places)]
     assert max(moved[:2]) < 0.01 * min(moved[2:])
@@ -105,29 +118,32 @@ def test_proximal_weights_by_a_schedule_hold_back_while_they_are_large():
 def test_a_step_of_sgd_is_the_learning_rate_times_the_gradient():
     data = sparse_mixture()
     solver = started(PamSgd(optimizer="sgd"), data, Relu(), 4)
-    start = {name: tensor.detach().clone() for name, tensor in solver.trained.items()}
-    loss, _, _ = solver._loss(data.x)
-    gradients = dict(zip(start, torch.autograd.grad(loss, list(solver.trained.values())), strict=True))
-    solver.descend(data.x)
-    for name, tensor in solver.trained.items():
+    trained_by_descent = solver.optimizer.tensors
+    start = {name: tensor.detach().clone() for name, tensor in trained_by_descent.items()}
+    gradients = dict(zip(start, torch.autograd.grad(loss_of(solver, data), list(trained_by_descent.values())),
+                         strict=True))
+    solver.descend(Batch.of(data.x))
+    for name, tensor in trained_by_descent.items():
         torch.testing.assert_close(tensor.detach(), start[name] - solver.task.learning_rate(0) * gradients[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [Relu(), SoftTopK(k=3), TopK(k=3), JumpRelu()], ids=lambda one: one.name)
 def test_lbfgs_never_ends_above_where_it_began_and_where_the_loss_is_smooth_at_a_point_without_slope(activation):
     data = sparse_mixture()
     solver = started(PamSgd(optimizer="lbfgs", mu_enc=30.0, nu_enc=30.0), data, activation, 3, "l1", 0.05)
     assert solver.task.penalty_weight(0) == 0.05
     for _ in range(3):
-        before = solver.descend(data.x).loss
-        loss, _, _ = solver._loss(data.x)
-        slopes = torch.autograd.grad(loss, [solver.trained["W_enc"], solver.trained["b_enc"]])
+        before = solver.descend(Batch.of(data.x))[0].loss
+        loss = loss_of(solver, data)
+        slopes = torch.autograd.grad(loss, [solver.dictionary.W_enc, solver.dictionary.b_enc])
         assert loss <= before
         if activation.name == "soft-topk":
             assert max(slope.abs().max() for slope in slopes) < 1e-3
-        solver.solve_decoder(data, last=False)
+        solve_decoder(solver, data, last=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", EACH, ids=str)
 def test_every_optimiser_trains_and_a_restored_solver_goes_on_bit_for_bit(config):
     data = batched_for(config)
@@ -138,7 +154,7 @@ def test_every_optimiser_trains_and_a_restored_solver_goes_on_bit_for_bit(config
     trained(first, data, 3)
     second.restore({name: tensor.clone() for name, tensor in first.state().items()})
     for epoch in range(3, 8):
-        list(second.epoch(data, epoch))
+        one_epoch(second, data, epoch)
     assert all(torch.equal(tensor, expected.tensors()[name]) for name, tensor in second.sae().tensors().items())
 
 
@@ -146,16 +162,15 @@ def test_every_optimiser_trains_and_a_restored_solver_goes_on_bit_for_bit(config
 def test_balancing_and_revival_leave_every_optimiser_with_state_that_fits(optimizer):
     data = batched_for(PamSgd(optimizer=optimizer))
     solver = started(PamSgd(optimizer=optimizer), data, Relu(), 4)
-    solver.descend(data.x)
+    solver.descend(Batch.of(data.x))
     before = {name: value.clone() for name, value in solver.optimizer.state().items()}
     with torch.no_grad():
-        solver.c *= 4.0
-        solver.Delta *= 0.5
-        held = solver.trained["W_enc"].clone()
+        solver._apply(replace(solver.decoder, c=4.0 * solver.decoder.c, Delta=0.5 * solver.decoder.Delta))
+        held = solver.dictionary.W_enc.clone()
         solver._balance()
-        factor = (solver.trained["W_enc"].norm() / held.norm()).item()
+        factor = (solver.dictionary.W_enc.norm() / held.norm()).item()
     assert factor > 1
-    solver.optimizer.forget(torch.arange(F) < 2)
+    solver.optimizer.forget(torch.arange(F) < 2, solver.dictionary.latent_dimension)
     after = solver.optimizer.state()
     assert after.keys() == before.keys()
     if optimizer == "sgd":
@@ -168,8 +183,8 @@ def test_balancing_and_revival_leave_every_optimiser_with_state_that_fits(optimi
         expected[:2] = expected[2:].mean()
         torch.testing.assert_close(after["adam.exp_avg_sq.b_enc"], expected)
         assert after["adam.step.W_enc"] == 1
-    solver.descend(data.x)
-    assert all(tensor.isfinite().all() for tensor in solver.trained.values())
+    solver.descend(Batch.of(data.x))
+    assert all(tensor.isfinite().all() for tensor in solver.optimizer.tensors.values())
 
 
 def ended(solver: PamSgdSolver, data: RowsInMemory, epochs: int) -> list[str]:
@@ -184,7 +199,7 @@ def test_notes_say_what_the_decoder_step_came_to():
     (note,) = ended(solver, data, 4)
     dof = solver.record()["dof"]
     assert 1 <= dof <= F + 1
-    assert note.startswith(f"decoder: alpha {solver.alpha.item():.3g} chosen by leave-one-out leaves {dof:.0f} ")
+    assert note.startswith(f"decoder: alpha {solver.decoder.alpha:.3g} chosen by leave-one-out leaves {dof:.0f} ")
     assert "of 300 rows (19 rows a latent); condition" in note
     again = started(PamSgd(), data, Relu(), 4)
     again.restore(solver.state())
@@ -227,6 +242,7 @@ def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine,
     assert not (sae.home / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [WHOLE, ("--optimizer", "sgd", "--lr", "0.05"), ("--solver", "sgd", *WHOLE),
                                    ("--mu-enc", "5:1", "--nu-dec", "2,1"), PAPER,
                                    ("--solver", "sgd", "--tied", "--mu-enc", "9:1", "--nu-enc", "4"),
@@ -251,6 +267,7 @@ def test_a_stopped_run_resumed_equals_one_never_stopped(sae: CommandLine, words:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [30.0, 300.0, 3000.0, 1e6])
 def test_a_penalty_too_strong_for_any_code_ends_them_all(weight):
     data = sparse_mixture()
@@ -260,23 +277,15 @@ def test_a_penalty_too_strong_for_any_code_ends_them_all(weight):
     assert all(tensor.isfinite().all() for tensor in sae.tensors().values())
 
 
-def test_configurations_of_runs_begun_before_an_option_existed_do_as_they_did():
-    config = PamSgd().to_json()
-    del config["inner_steps"]
-    assert PamSgd.from_json(config).inner_steps == 1
-    training = TrainingConfig().resolved(Relu(), Sgd(), 100, 8).to_json()
-    del training["smoothing"], training["lr_decay"], training["sparsity_warm_up"]
-    begun = TrainingConfig.from_json(training)
-    assert (begun.smoothing, begun.lr_decay, begun.sparsity_warm_up) == (0, 0.5, 0.2)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("decoder", "activation", "rows"),
                          grid(["free", "residual"], [Relu(), TopK(k=3)], [300, 20]), ids=str)
 def test_without_room_for_the_gram_matrix_an_iteration_trains_to_the_same_error(decoder, activation, rows):
-    data, errors = sparse_mixture(rows), []
+    data, errors, d_sae = sparse_mixture(rows), [], 40  # with fewer the Gram matrix takes less than an iteration
     for memory, solve in ((math.inf, "auto"), (math.inf, "iterative"), (0.0, "auto"), (0.0, "direct")):
         task = Task(rows, 30, 1e-2, "none", 0.0, batches=math.ceil(rows / 32), memory=memory)
-        solver = PamSgd(decoder=decoder, solve=solve).resolved(None).build(initial_sae(activation, F, data.x, 1), task)
+        initial = initial_sae(activation, d_sae, data.x, 1)
+        solver = PamSgd(decoder=decoder, solve=solve).resolved(None).build(initial, task)
         sae = trained(solver, data, math.ceil(30 / task.batches))
         errors.append((sae(data.x) - data.x).square().mean().item())
         assert ("residual" in solver.record()) == ((memory, solve) not in ((math.inf, "auto"), (0.0, "direct")))

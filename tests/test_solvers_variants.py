@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_solvers import F, RowsInMemory, sparse_mixture, started, trained
+from test_solvers import F, RowsInMemory, loss_of, one_epoch, solve_decoder, sparse_mixture, started, trained
 from torch import Tensor
 
 from saecli.activations import BatchTopK, Relu, TopK
+from saecli.batch import Batch
 from saecli.solvers import OPTIMIZERS, Solver, SolverConfig, Task
 from saecli.solvers.pam_sgd import PamSgd
 from saecli.solvers.sgd import Sgd
@@ -21,9 +22,9 @@ FREE = PamSgd(decoder="free", alpha=0.5, revive=False)
 
 def gradients(solver: Solver, data: RowsInMemory) -> dict[str, Tensor]:
     """Of the loss on all rows, as autograd has them."""
-    loss, _, _ = solver._loss(data.x)
-    found = torch.autograd.grad(loss, list(solver.trained.values()), allow_unused=True)
-    return {name: gradient for name, gradient in zip(solver.trained, found, strict=True) if gradient is not None}
+    tensors = solver.optimizer.tensors
+    found = torch.autograd.grad(loss_of(solver, data), list(tensors.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(tensors, found, strict=True) if gradient is not None}
 
 
 @pytest.mark.parametrize("config", [Sgd(), PamSgd()], ids=["sgd", "pam-sgd"])
@@ -33,17 +34,17 @@ def test_a_clipped_step_is_the_gradient_of_at_most_that_norm(config: SolverConfi
     found = gradients(started(config, data, Relu()), data)
     norm = math.sqrt(sum(gradient.square().sum().item() for gradient in found.values()))
     solver = started(replace(config, optimizer="sgd", clip_norm=share * norm), data, Relu())
-    before = {name: tensor.detach().clone() for name, tensor in solver.trained.items()}
-    solver.descend(data.x)
+    before = {name: tensor.detach().clone() for name, tensor in solver.optimizer.tensors.items()}
+    solver.descend(Batch.of(data.x))
     for name, gradient in found.items():
         step = solver.task.learning_rate(0) * min(1.0, share) * gradient
-        torch.testing.assert_close(solver.trained[name].detach(), before[name] - step)
+        torch.testing.assert_close(solver.optimizer.tensors[name].detach(), before[name] - step)
 
 
 def test_adam_steps_by_clipped_gradients():
     data = sparse_mixture()
     solver = started(Sgd(clip_norm=1e-3), data, Relu())
-    solver.descend(data.x)
+    solver.descend(Batch.of(data.x))
     moments = [value for name, value in solver.optimizer.state().items() if ".exp_avg." in name]
     norm = torch.cat([moment.flatten() for moment in moments]).norm().item()
     assert norm == pytest.approx(0.1 * 1e-3)  # Adam's first moment after one step is a tenth of the gradient
@@ -54,19 +55,23 @@ def test_decay_adds_the_squared_weights_that_descent_trains_over_the_rows(config
     data = sparse_mixture()
     plain, decayed = started(config, data, Relu()), started(replace(config, weight_decay=6.0), data, Relu())
     names = ("W_enc", "W_dec") if config == Sgd() else ("W_enc",)
-    squares = sum((decayed.trained[name] ** 2).sum() for name in names)
-    assert (decayed._loss(data.x)[0] - plain._loss(data.x)[0]).item() == pytest.approx(6 * squares.item() / 300)
+    squares = sum((getattr(decayed.dictionary, name) ** 2).sum() for name in names)
+    assert (loss_of(decayed, data) - loss_of(plain, data)).item() == pytest.approx(6 * squares.item() / 300)
 
 
 def test_proximal_weights_of_sgd_refer_to_the_encoder_at_the_start_of_the_epoch():
     data = sparse_mixture()
     solver = started(Sgd(tied=True, mu_enc="8:2", nu_enc=3.0), data, Relu(), 3)
     for epoch, weight in enumerate((8, 4, 2)):
-        held = {name: solver.trained[name].detach().clone() for name in ("W_enc", "b_enc")}
-        for _ in solver.epoch(data, epoch):
-            moved = {name: (solver.trained[name].detach() - held[name]).square().sum().item() for name in held}
+        encoder = {name: getattr(solver.dictionary, name) for name in ("W_enc", "b_enc")}
+        held = {name: tensor.detach().clone() for name, tensor in encoder.items()}
+        solver.begin_epoch()
+        for batch in data.shuffled(epoch):
+            solver.step(batch)
+            moved = {name: (tensor.detach() - held[name]).square().sum().item() for name, tensor in encoder.items()}
             expected = (weight * moved["W_enc"] + 3 * moved["b_enc"]) / data.rows
             assert solver.extra_loss().item() == pytest.approx(expected)
+        solver.end_epoch()
     still, free = (trained(started(Sgd(mu_enc=mu), data, Relu()), data, 4).W_enc for mu in (1e7, 0.0))
     start = initial_sae(Relu(), F, data.x[:64], seed=1).W_enc
     assert (still - start).norm() < 0.05 * (free - start).norm()
@@ -75,16 +80,17 @@ def test_proximal_weights_of_sgd_refer_to_the_encoder_at_the_start_of_the_epoch(
 def test_l1_of_the_codes_is_blind_to_the_decoder():
     data = sparse_mixture()
     solver = started(PamSgd(decoder="free", alpha=1e-3), data, Relu(), 4, "l1-codes", 0.7)
-    solver.step = 40
-    z = (data.x @ solver.trained["W_enc"] + solver.trained["b_enc"]).relu()
-    loss, error, _ = solver._loss(data.x)
-    assert (loss - error).item() == pytest.approx(0.7 * z.sum(1).mean().item())
-    solver.solve_decoder(data, last=False)
+    solver.steps = 40
+    z = (data.x @ solver.dictionary.W_enc + solver.dictionary.b_enc).relu()
+    loss = solver.dictionary.loss(Batch.of(data.x), "l1-codes", solver.task.penalty_weight(40))
+    assert (loss.value - loss.squared_error).item() == pytest.approx(0.7 * z.sum(1).mean().item())
+    solve_decoder(solver, data, last=False)
     with_one = torch.cat([z.detach(), torch.ones(300, 1).double()], 1)
     ridge = 1e-3 * torch.eye(F + 1).double()
     ridge[-1, -1] = 0
     expected = torch.linalg.solve(with_one.T @ with_one + ridge, with_one.T @ data.x)
-    torch.testing.assert_close(torch.cat([solver.Delta, solver.b_dec[None]]), expected, rtol=1e-5, atol=1e-6)
+    found = torch.cat([solver.decoder.Delta, solver.decoder.b[None]])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bias", ["joint", "after"])
@@ -92,13 +98,13 @@ def test_with_the_decoder_first_each_epoch_begins_with_the_decoder_of_the_encode
     data = sparse_mixture()
     solver = started(replace(FREE, decoder_first=True, bias=bias), data, TopK(k=3), 3)
     for epoch in range(3):
-        z = TopK(k=3)(data.x @ solver.trained["W_enc"].detach() + solver.trained["b_enc"].detach(), {})
-        steps = list(solver.epoch(data, epoch))
+        z = solver.sae().encode(data.x)
+        steps = one_epoch(solver, data, epoch)
         middle = z.mean(0) * (bias == "joint")
         gram = (z - middle).T @ (z - middle) + 0.5 * torch.eye(F).double()
         W = torch.linalg.solve(gram, (z - middle).T @ (data.x - data.x.mean(0) * (bias == "joint")))
-        torch.testing.assert_close(solver.Delta, W, rtol=1e-6, atol=1e-8)
-        torch.testing.assert_close(solver.b_dec, (data.x - z @ W).mean(0), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(solver.decoder.Delta, W, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(solver.decoder.b, (data.x - z @ W).mean(0), rtol=1e-6, atol=1e-8)
         assert len(steps) == 10
     assert solver.outer == 3
     assert "effective degrees of freedom of 300 rows" in solver.notes()[0]

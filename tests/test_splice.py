@@ -13,9 +13,9 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from saecli.activations import Relu, TopK
+from saecli.dictionary import SAE
 from saecli.harvest import COLUMNS, Cursor, Forward, Target, Windows, fill, in_blocks
 from saecli.language_model import LanguageModel, Place, find_model
-from saecli.sae import SAE
 from saecli.splice import stored_windows
 from saecli.store import ActivationStore, StoreMeta, StoreWriter, is_test
 from saecli.texts import Document
@@ -83,7 +83,7 @@ def identity_sae() -> SAE:
 def oracle(folder: Path, windows: Iterator[list[int]], sae: SAE) -> dict[str, float]:
     """One window at a time in float64, the site replaced by a hook written out here."""
     llama = LlamaForCausalLM.from_pretrained(folder).double()
-    sae = sae.to(torch.float64)
+    sae = sae.copy_to(torch.float64)
 
     def run(ids: Tensor, replace: object) -> Tensor:
         handle = llama.model.layers[LAYER].register_forward_hook(
@@ -197,7 +197,7 @@ def test_a_model_that_the_rows_cannot_come_from_is_refused_before_they_are_measu
     config = LlamaConfig(**{**model.source.config.to_dict(), "head_dim": None, **changes})
     LlamaForCausalLM(config).save_pretrained(other)
     model.tokenizer.save_pretrained(other)
-    monkeypatch.setattr("saecli.commands.eval_measures.reconstruction", lambda *_: pytest.fail("measured first"))
+    monkeypatch.setattr("saecli.evaluation.evaluate.reconstruction", lambda *_: pytest.fail("measured first"))
     done = sae("eval", "--model", other)
     assert done.status == 1
     assert sentence in done.err

@@ -114,6 +114,7 @@ def test_rows_that_come_out_with_other_bytes_are_recorded_and_said(tmp_path):
         np.testing.assert_array_equal(collect(store.split("all").sequential(64))[100:], rows[100:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["bit", pytest.param("gone", marks=pytest.mark.slow)])
 def test_import_and_extract_again_mend_and_training_on_damage_is_refused(sae: CommandLine, how):
     for words, name in ((["import", "digits", "--shard-rows", "600"], "digits"),

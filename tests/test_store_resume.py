@@ -74,6 +74,7 @@ def test_uninterrupted_store_holds_the_blocks(uninterrupted):
             {"rows": len(norms), "mean": norms.mean(), "max": norms.max()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [20, pytest.param(220, marks=pytest.mark.long)])
 def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce, uninterrupted, least):
     rng = random.Random(least)
@@ -90,6 +91,7 @@ def test_killed_at_random_points_and_run_again_equals_never_interrupted(produce,
             assert_same(folder / "s", uninterrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damaged", "share", "save_seconds"), [
     (False, 0.1, 60.0), (True, 1, 60.0), pytest.param(False, 1, 60.0, marks=pytest.mark.long),
     pytest.param(False, 0.2, 0.0, marks=pytest.mark.long)])
@@ -186,6 +188,19 @@ def test_interrupted_after_any_blocks_and_run_again_equals_never_interrupted(pau
         np.testing.assert_array_equal(whole["rows"], parts["rows"])
         assert [sorted(path.name for path in (folder / name / "shards").iterdir()) for name in ("whole", "parts")] == [
             [shard["file"] for shard in whole["meta"]["shards"]]] * 2
+
+
+def test_a_full_store_that_was_stopped_counts_nothing_of_the_block_after(tmp_path):
+    rows, special = np.ones((20, 4), np.float32), {"special": np.ones(3)}
+    with suppress(KeyboardInterrupt), StoreWriter.open(tmp_path / "s", make_meta(4), limit=40) as writer:
+        for block in range(2):
+            writer.append(rows, {}, {"block": block}, special, {"block": block + 1})
+        raise KeyboardInterrupt
+    with StoreWriter.open(tmp_path / "s", make_meta(4), limit=40) as writer:
+        assert writer.full
+        writer.finish()
+    meta = ActivationStore.open(tmp_path / "s").meta
+    assert (meta.rows, meta.dropped) == (40, {"special": 6})
 
 
 def test_a_damaged_partial_shard_is_not_taken_up_and_its_rows_come_again(tmp_path):

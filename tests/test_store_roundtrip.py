@@ -12,7 +12,7 @@ from storing import collect, make_meta, make_store, memory_folder
 
 from saecli.errors import StoreError
 from saecli.store import DTYPES, ActivationStore, StoreMeta, StoreWriter
-from saecli.store.dropped import Norms
+from saecli.store.statistics import Norms
 
 TORCH_TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

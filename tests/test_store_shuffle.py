@@ -40,8 +40,7 @@ def test_epoch_is_a_permutation_of_the_split_whatever_the_sizes(data):
         except StoreError:
             return  # an empty split, which has its own test
         size, window = data.draw(st.integers(1, 100)), data.draw(st.integers(1, 4000))
-        batches = [b[:, 0].astype(int) for b in rows.batches(size, seed=1, epoch=0, window_bytes=window,
-                                                             exact=data.draw(st.booleans()))]
+        batches = [b[:, 0].astype(int) for b in rows.batches(size, seed=1, epoch=0, window_bytes=window)]
         assert [len(b) for b in batches[:-1]] == [size] * (len(batches) - 1)
         expected = collect(rows.sequential(size))[:, 0].astype(int)
         assert len(expected) == rows.rows
@@ -98,14 +97,6 @@ def test_a_batch_holds_few_pairs_of_one_document_however_many_windows_there_are(
     assert pairs_of_one_document(came, 64) < 1.2
 
 
-def test_exact_shuffle_is_uniform_in_any_window(documents):
-    rows = documents[0].split("all")
-    came = collect(rows.batches(64, seed=0, epoch=0, exact=True, window_bytes=512 * 2000))[:, 0].astype(int)
-    # Pairs in batches, and also in all that a window of 2,000 rows holds; counts of many pairs differ little by chance.
-    assert pairs_of_one_document(came, 64) == pytest.approx(1, abs=0.1)
-    assert pairs_of_one_document(came, 2000) == pytest.approx(1, abs=0.05)
-
-
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system does not tell what is in its page cache")
 def test_rows_from_memory_and_from_disk_come_in_the_same_order(tmp_path):
     rows = np.random.default_rng(0).standard_normal((4000, 64)).astype(np.float32)
@@ -120,12 +111,14 @@ def test_rows_from_memory_and_from_disk_come_in_the_same_order(tmp_path):
         pytest.skip("this file system does not tell what is in the page cache")
     from_memory = epoch(store)
     del store
-    gc.collect()  # pages that are mapped stay
-    for shard in (path / "shards").iterdir():
-        with shard.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    store = ActivationStore.open(path)
-    assert not store.in_memory()
+    until = time.monotonic() + 20
+    while (store := ActivationStore.open(path)).in_memory():
+        assert time.monotonic() < until
+        del store
+        gc.collect()  # pages that are mapped stay, as by a thread that has read ahead and is about to end
+        for shard in (path / "shards").iterdir():
+            with shard.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     np.testing.assert_array_equal(epoch(store), from_memory)
 
 
@@ -190,6 +183,7 @@ def test_an_error_while_reading_ahead_reaches_the_consumer_and_ends_the_threads(
     assert not reading_threads()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_does_not_grow_with_the_store(dtype):
     window, peaks = 256 << 10, []
@@ -217,5 +211,5 @@ def test_threads_of_the_consumer_are_as_many_as_before(rows):
 
 def test_a_batch_size_below_one_is_refused_at_once(rows):
     for stream in (lambda: rows.sequential(0), lambda: rows.batches(0, seed=0, epoch=0)):
-        with pytest.raises(ConfigError, match="batch-size must be at least 1, got 0"):
+        with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
             stream()

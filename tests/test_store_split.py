@@ -131,7 +131,7 @@ def test_a_test_fraction_of_nothing_holds_nothing_out(tmp_path):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     ({"which": "dev"}, "split must be one of train, test, all, got 'dev'"),
-    ({"which": "train", "fraction": 0}, "--fraction must be above 0 and at most 1, got 0"),
+    ({"which": "train", "fraction": 0}, "fraction must be above 0 and at most 1, got 0"),
     ({"which": "train", "test_fraction": 1}, "at least 0 and below 1, got 1"),
 ])
 def test_arguments_out_of_range_are_refused(store, arguments, said):

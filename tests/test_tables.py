@@ -12,8 +12,9 @@ from rich.console import Console
 from test_commands_eval import relu_oracle
 
 from saecli.activations import TopK
-from saecli.report import number, table
 from saecli.store import is_test
+from saecli.tables import table
+from saecli.wording import number
 
 STORE, RUN = "rows-of-several-days", "a-run-with-a-rather-long-name"  # 20 and 29 characters
 NASTY = ("[red]x", "[red", "\\[b]", ":cat:", "$x$")

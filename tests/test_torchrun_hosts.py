@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from homes import CommandLine, make_store
 from launching import Launched, launched, own_words, torchrun
-from test_torchrun_extract import assert_same_rows
+from test_torchrun_extract import assert_same_documents
 from test_torchrun_train import COMMON, assert_same_run, some_rows
 
 from saecli.training import CHECKPOINT
@@ -68,7 +68,7 @@ def test_two_hosts_extract_and_train_as_one_process_does(sae: CommandLine, hosts
         assert not done[1].out
         assert own_words(done[1].err) == []
     assert_same_run(sae.home, "two", "one")
-    assert_same_rows(sae.home, "two", "one")
+    assert_same_documents(sae.home, "two", "one")
 
 
 @pytest.mark.slow

@@ -17,11 +17,10 @@ from homes import CommandLine, make_store, some_rows
 from safetensors.torch import load_file
 
 from saecli.activations import ACTIVATIONS
-from saecli.errors import ConfigError
 from saecli.formats import load_native
 from saecli.store import Spread, is_test
-from saecli.training import TrainingConfig, read_metrics
-from saecli.training.normalise import NORMALISATIONS, fit_normalisation
+from saecli.training import read_metrics
+from saecli.training.rows import NORMALISATIONS, fit_normalisation
 
 KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_test", "epochs", "steps",
         "seconds", "rows_per_second", "warnings", "notes", "final"]
@@ -38,6 +37,7 @@ def assert_same_weights(home: Path, first: str, second: str) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("solver", "act"), grid(
     [("sgd",), ("sgd", "--tied"), ("pam-sgd", "--decoder", "free"), ("pam-sgd",)], list(ACTIVATIONS)), ids=str)
 def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(sae: CommandLine, solver: tuple, act: str):
@@ -56,6 +56,7 @@ def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(sae: Com
     assert [line["epoch"] for line in read_metrics(folder) if "epoch" in line] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "said"), [
     (("--act", "topk", "--k", "24"), "--k 24 is all of d_sae, 24, so codes are not sparse; lower --k"),
     (("--act", "batchtopk", "--k", "8"), "--k 8 is not below d_in, 8, so codes are not sparse; lower --k"),
@@ -115,6 +116,7 @@ def test_a_killed_run_resumed_equals_one_never_stopped(sae: CommandLine, solver:
     assert steps == [line["step"] for line in read_metrics(sae.home / "runs" / "whole")]
 
 
+@pytest.mark.slow
 def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(20_000))
     process = subprocess.Popen(
@@ -156,6 +158,7 @@ def test_a_run_that_fails_in_its_first_epoch_leaves_no_folder(sae: CommandLine):
     assert not list((sae.home / "runs").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NORMALISATIONS)
 def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(sae: CommandLine, kind: str):
     rows = some_rows(2000) * np.float32(37) + np.arange(8, dtype=np.float32)
@@ -190,21 +193,12 @@ def test_normalisations_match_numpy():
         assert fitted.variance.item() == pytest.approx(spread.item())
 
 
+@pytest.mark.slow
 def test_smaller_fractions_train_on_fewer_rows_and_test_on_the_same(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(4000))
     documents = [sae("train", "--fraction", share, *QUICK).json for share in ("0.25", "1.0")]
     assert documents[0]["rows_train"] == pytest.approx(documents[1]["rows_train"] / 4, rel=0.1)
     assert documents[0]["rows_test"] == documents[1]["rows_test"]
-
-
-def test_an_exact_shuffle_is_kept_with_the_run_and_refused_where_memory_is_short(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows(1000))
-    run = sae("train", "--shuffle", "exact", *QUICK).json["run"]
-    assert json.loads((sae.home / "runs" / run / "run.json").read_text())["training"]["shuffle"] == "exact"
-    TrainingConfig(shuffle="exact").check_shuffle(2 << 30, 2 << 30)
-    TrainingConfig(shuffle="window").check_shuffle(3 << 30, 2 << 30)
-    with pytest.raises(ConfigError, match=r"--shuffle exact needs the store in memory.* 3\.0 GiB, 2\.0 GiB are free"):
-        TrainingConfig(shuffle="exact").check_shuffle(3 << 30, 2 << 30)
 
 
 @pytest.mark.slow

@@ -126,10 +126,11 @@ def test_a_run_is_not_gone_on_with_on_other_rows(sae: CommandLine):
     assert (folder / "checkpoint.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "sentence"), [
     ({"format_version": 9}, "expected format version 1 or older, got 9; upgrade saecli"),
     ({"solver": {"name": "foo"}}, "not what this version of `sae train` writes"),
-    ({"activation": {"name": "foo"}}, "the activation must be one of relu, jumprelu"),
+    ({"activation": {"name": "foo"}}, "act must be one of relu, jumprelu"),
     ({"training": {"split_seed": 0, "fraction": 1.0}}, "TrainingConfig does not match"),
 ])
 def test_a_run_of_another_version_is_refused_and_left_alone(sae: CommandLine, fields: dict, sentence: str):
@@ -142,17 +143,19 @@ def test_a_run_of_another_version_is_refused_and_left_alone(sae: CommandLine, fi
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_run_begun_before_some_options_existed_goes_on_with_their_defaults(sae: CommandLine):
     folder = unfinished(sae)
     marker = json.loads((folder / "run.json").read_text())
-    del marker["training"]["dtype"], marker["training"]["shuffle"]
+    del marker["training"]["dtype"], marker["training"]["shuffle_seed"]
     del marker["solver"]["decoder_every"], marker["activation"]["target_rate"]
     (folder / "run.json").write_text(json.dumps(marker))
     assert sae("train", "--resume", "--name", "run").status == 0
     training = json.loads((folder / "run.json").read_text())["training"]
-    assert (training["dtype"], training["shuffle"]) == ("float32", "window")
+    assert (training["dtype"], training["shuffle_seed"]) == ("float32", 0)
 
 
+@pytest.mark.slow
 def test_a_damaged_line_of_metrics_is_named(sae: CommandLine):
     folder = unfinished(sae)
     (folder / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
@@ -172,6 +175,7 @@ def test_a_run_that_is_being_trained_is_not_trained_twice(sae: CommandLine):
     assert sae("train", "--resume", "--name", "run").status == 0
 
 
+@pytest.mark.slow
 def test_a_file_that_may_grow_no_further_costs_at_most_the_current_epoch(sae: CommandLine):
     """A limit on file sizes stands for a full disk: the second epoch's checkpoint does not fit."""
     make_store(sae.home, "rows", some_rows(1000))
@@ -226,6 +230,7 @@ def test_rows_all_but_zero_get_a_sentence_that_says_so_and_nearly_so_small_ones_
     assert small == pytest.approx(plain, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_dimension_all_but_zero_is_only_centred(sae: CommandLine):
     rows = some_rows(1000) - np.float32(1.5)
     rows[:, :3] *= np.float32(1e-40)

@@ -12,8 +12,6 @@ gap_t = L_t - L_*, descent and the inequality give L_t - L_{t+1} ~ gap_t^(2 thet
 the one against the other, both logarithmic. L_* is what makes them straightest.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,9 +21,9 @@ from measured import Claim, arguments, rows_of, write_claims, write_series
 from torch import Tensor
 
 from saecli.activations import Activation, SoftTopK, Swish
+from saecli.batch import Batch
 from saecli.plots.style import COLOURS, figure, legend_below, log_scale
-from saecli.solvers import Task
-from saecli.solvers.alternation import PamSgdSolver
+from saecli.solvers import Solver, Task
 from saecli.solvers.pam_sgd import PamSgd
 from saecli.training.rows import initial_sae
 
@@ -36,53 +34,32 @@ TAIL = 0.5  # share of the iterations, the last, from which the exponent is esti
 ROUNDING = 1e-11  # of the objective: differences below are float64's
 
 
-@dataclass(frozen=True)
-class Whole:
-    """All rows at once, as solvers take them."""
-
-    x: Tensor
-
-    @property
-    def rows(self) -> int:
-        """How many."""
-        return len(self.x)
-
-    @property
-    def d_in(self) -> int:
-        """Their width."""
-        return self.x.shape[1]
-
-    def shuffled(self, epoch: int) -> Iterator[Tensor]:
-        """The rows, in one batch."""
-        yield self.x
-
-    def sequential(self) -> Iterator[Tensor]:
-        """The same."""
-        yield self.x
-
-
 def descended(x: Tensor, activation: Activation) -> tuple[list[float], list[float]]:
     """The objective after each half step, from the start, and the squared step of each outer iteration."""
     config = PamSgd(optimizer="lbfgs", decoder="free", alpha=ALPHA, beta=BETA, weight_decay=GAMMA, revive=False,
                     mu_enc=MU, nu_enc=MU, mu_dec=MU, nu_dec=MU).resolved(OUTERS)
     solver = config.build(initial_sae(activation, LATENTS, x, seed=0), Task(len(x), OUTERS, 1.0, "none", 0.0))
-    rows, values, points = Whole(x), [objective(solver, x)], [point(solver)]
+    rows, values, points = Batch.of(x), [objective(solver, x)], [point(solver)]
     for _ in range(OUTERS):
-        solver.descend(x)
+        solver.begin_epoch()
+        solver.step(rows)
         values.append(objective(solver, x))
-        solver.solve_decoder(rows, last=False)
+        solver.end_epoch()
+        solver.begin_pass(lambda: [rows])
+        solver.observe(rows)
+        solver.end_pass()
         values.append(objective(solver, x))
         points.append(point(solver))
     return values, [(after - before).square().sum().item() for before, after in pairwise(points)]
 
 
-def point(solver: PamSgdSolver) -> Tensor:
+def point(solver: Solver) -> Tensor:
     """All unknowns in a row."""
     sae = solver.sae()
     return torch.cat([tensor.flatten() for tensor in (sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec)])
 
 
-def objective(solver: PamSgdSolver, x: Tensor) -> float:
+def objective(solver: Solver, x: Tensor) -> float:
     """L where the solver stands."""
     sae = solver.sae()
     terms = ((1.0, sae(x) - x), (ALPHA, sae.W_dec), (BETA, sae.b_dec), (GAMMA, sae.W_enc))

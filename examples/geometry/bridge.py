@@ -20,16 +20,15 @@ import torch
 from torch import Tensor
 
 from saecli.activations import TopK
-from saecli.geometry.bridge import fvu, spread
-from saecli.geometry.census import support_keys
-from saecli.geometry.kmeans import kmeans
-from saecli.geometry.partition import cells_of, cells_of_diagram
-from saecli.geometry.piecewise_affine import LocalPCA
-from saecli.geometry.plane_cells import PlaneCells, polygon_cells
-from saecli.geometry.power_diagram import PowerDiagram
+from saecli.dictionary import SAE
 from saecli.plots.cells import arrows, fill, tints
 from saecli.plots.style import COLOURS, figure
-from saecli.sae import SAE
+from saecli.spline.bridge import fvu, spread
+from saecli.spline.census import support_keys
+from saecli.spline.partition import cells_of, cells_of_diagram
+from saecli.spline.piecewise_affine import LocalPCA, kmeans
+from saecli.spline.plane_cells import PlaneCells, polygon_cells
+from saecli.spline.power_diagram import PowerDiagram
 
 LATENTS, RATE = 80, 8e-3
 WINDOW = (-2.1, 2.1, -2.1, 2.1)
@@ -49,14 +48,13 @@ def points(generator: torch.Generator) -> Tensor:
 def trained(x: Tensor, k: int, steps: int, generator: torch.Generator) -> SAE:
     """A Top-K SAE of 80 latents, trained on all points, (N, 2), at every step."""
     W_enc = torch.randn(2, LATENTS, generator=generator)
-    start = [W_enc, torch.zeros(LATENTS), (W_enc / W_enc.norm(dim=0)).T, x.mean(0)]
-    weights = [tensor.clone().requires_grad_() for tensor in start]
-    optimizer = torch.optim.Adam(weights, lr=RATE)
+    sae = SAE(W_enc, torch.zeros(LATENTS), (W_enc / W_enc.norm(dim=0)).T, x.mean(0), TopK(k)).requires_grad_()
+    optimizer = torch.optim.Adam(sae.parameters(), lr=RATE)
     for _ in range(steps):
         optimizer.zero_grad()
-        (SAE(*weights, activation=TopK(k))(x) - x).square().sum(1).mean().backward()
+        (sae(x) - x).square().sum(1).mean().backward()
         optimizer.step()
-    return SAE(*(tensor.detach() for tensor in weights), activation=TopK(k)).to(torch.float64)
+    return sae.sae().copy_to(torch.float64)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from saecli.arrays import open_array
 from saecli.errors import HubError, SaeError, one_line
-from saecli.hub import why_unreachable
+from saecli.network import why_unreachable
 
 MEAN, DEVIATION, WHITE = 0.1307, 0.3081, 255  # of MNIST's training images, as fractions of white
 

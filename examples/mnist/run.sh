@@ -24,38 +24,36 @@ fi
 read -r rows d_in < <(python "$here/mnist/normalise.py" "$data" "$out/images.npy")
 sae import "$out/images.npy" --name images > /dev/null
 
-sgd="--solver sgd --tied"
-pam="--solver pam-sgd --decoder free --alpha 1e-6 --bias after --smoothing 0 --no-revive"
-settings="--data images --normalize none --d-sae 256 --batch-size 128 --lr 0.003 --lr-warm-up 0 --lr-decay 0"
+sgd="--data images --config mnist-sgd.toml" pam="--data images --config mnist-pam-sgd.toml"
 all="--epochs $epochs"
 topk="--act abs-topk --k 15" relu="--act relu --sparsity none"
 
 for name in topk relu; do
     keep="$all --keep-every $kept"
-    train base $name sgd 1 "${!name} $settings $keep $sgd"
-    train base $name paper 1 "${!name} $settings $keep $pam --inner-steps 1"
+    train base $name sgd 1 "${!name} $keep $sgd"
+    train base $name paper 1 "${!name} $keep $pam"
     train base $name default 1 "${!name/abs-/} --data images --d-sae 256 $keep"
     for fraction in $fractions; do  # of the epochs that the paper's code gives each
         some="--fraction $fraction --epochs $(awk "BEGIN { print $fraction < 1 ? 10 : 20 }")"
-        train size $name sgd "$fraction" "${!name} $settings $some $sgd"
-        train size $name paper "$fraction" "${!name} $settings $some $pam --inner-steps 1"
+        train size $name sgd "$fraction" "${!name} $some $sgd"
+        train size $name paper "$fraction" "${!name} $some $pam"
         train size $name default "$fraction" "${!name/abs-/} --data images --d-sae 256 $some"
     done
 done
 for name in $ablated; do
     for inner in $steps; do
-        train inner $name paper "$inner" "${!name} $settings $all $pam --inner-steps $inner"
+        train inner $name paper "$inner" "${!name} $all $pam --inner-steps $inner"
     done
     for decay in $decays; do  # Adam's, which the paper's code uses, is half of this term's gradient
         weight=$(per 0.5 "$decay" "$d_in" "$rows")
-        train decay $name sgd "$decay" "${!name} $settings $all $sgd --weight-decay $weight"
-        train decay $name paper "$decay" "${!name} $settings $all $pam --inner-steps 1 --weight-decay $weight"
+        train decay $name sgd "$decay" "${!name} $all $sgd --weight-decay $weight"
+        train decay $name paper "$decay" "${!name} $all $pam --weight-decay $weight"
     done
     for mu in $proximals; do
         weight=$(per "$mu" "$d_in" "$rows")
-        train proximal $name sgd "$mu" "${!name} $settings $all $sgd --mu-enc $weight --nu-enc $weight"
+        train proximal $name sgd "$mu" "${!name} $all $sgd --mu-enc $weight --nu-enc $weight"
         train proximal $name paper "$mu" \
-            "${!name} $settings $all $pam --inner-steps 1 --mu-enc $weight --nu-enc $weight"
+            "${!name} $all $pam --mu-enc $weight --nu-enc $weight"
     done
 done
 trained

@@ -26,8 +26,9 @@ from measured import (
     write_table,
 )
 
+from saecli.codes import DenseCodes
 from saecli.plots.style import COLOURS, MARKERS, figure, legend_below, log_scale
-from saecli.ridge import HeldRows, Moments, Terms, choose_alpha, solve
+from saecli.ridge import Terms, choose_alpha, plan, solve
 
 WAYS = {"paper": "the paper's settings", "ridge": "the same with a chosen ridge"}
 RIDGES = {"none": "no ridge", "often": "a ridge on the half of the latents that fire most",
@@ -61,12 +62,11 @@ def solved_again(run: Run, train: torch.Tensor, test: torch.Tensor) -> dict[str,
     The ridge is chosen by leave-one-out for all of them; then it is left to the half of the latents that fire on fewest
     training rows, to the other half, and to none. Rows are standardised, as in training.
     """
-    sae = run.sae.to(torch.float64)
+    sae = run.sae.copy_to(torch.float64)
     mean, scale = train.mean(0), train.std(0, correction=0).clamp(min=1e-6)
     z, x = sae.encode(train), (train - mean) / scale
-    system: HeldRows | Moments = HeldRows(z, x) if len(z) < sae.d_sae else Moments(sae.d_in, sae.d_sae)
-    if isinstance(system, Moments):
-        system.add(z, x)
+    system = plan(len(z), sae.d_sae, sae.d_in, solve="direct").system(sae.W_dec, tuple)
+    system.add(DenseCodes(z), x)
     fired = (z != 0).sum(0)
     rare = (fired <= fired[fired > 0].median()).double()
     bare = Terms(0.0, 0.0, 0.0, 0.0, None, torch.zeros_like(sae.W_dec), torch.zeros_like(mean), torch.zeros_like(rare))
@@ -76,7 +76,7 @@ def solved_again(run: Run, train: torch.Tensor, test: torch.Tensor) -> dict[str,
     found = {}
     for name, decay in decays.items():
         decoder = solve(system, replace(bare, alpha=PAPER_ALPHA, decay=decay))
-        x_hat = (sae.encode(test) @ decoder.W + decoder.b) * scale + mean
+        x_hat = (sae.encode(test) @ decoder.W(None) + decoder.b) * scale + mean
         found[name] = ((x_hat - test).square().sum() / (test - test.mean(0)).square().sum()).item()
     return found
 

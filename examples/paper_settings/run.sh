@@ -44,10 +44,10 @@ for fraction in $few; do
     relu="--act relu $(paper_l1 0.00001)" topk="--act abs-topk --k $k" sgd=$(paper_sgd "$fraction")
     train gap relu sgd "$n" "--act relu $sgd $(paper_l1 0.01)"
     train gap relu tied "$n" "$relu $sgd"
-    train gap relu untied "$n" "$relu ${sgd/ --tied/}"
+    train gap relu untied "$n" "$relu $sgd --no-tied"
     train gap relu paper "$n" "$relu $(paper_pam "$fraction")"
     train gap topk tied "$n" "$topk $sgd"
-    train gap topk untied "$n" "$topk ${sgd/ --tied/}"
+    train gap topk untied "$n" "$topk $sgd --no-tied"
     train gap topk paper "$n" "$topk $(paper_pam "$fraction")"
     for act in "topk --act topk --k $k" "relu --act relu --sparsity none"; do
         read -r name act <<< "$act"

@@ -5,7 +5,7 @@ parameters, its gradient, its sparsity penalties and the shape of its cells. To 
 class here and a line in `ACTIVATIONS`.
 """
 
-from ..errors import ConfigError, unknown_choice
+from ..errors import unknown_choice
 from .base import Activation, Parameters
 from .largest import AbsTopK, KeepsK, Largest, ReluTopK, TopK
 from .smooth import SoftTopK, Swish
@@ -30,13 +30,10 @@ def activation_to_json(activation: Activation) -> dict:
 
 
 def activation_from_json(document: dict) -> Activation:
-    """The activation that `activation_to_json` wrote.
-
-    Raises:
-        ConfigError: no activation of that name is known, or its settings do not fit.
-    """
+    """The activation that `activation_to_json` wrote; ConfigError where no activation of that name is known, or its
+    settings do not fit."""
     settings = dict(document)
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ConfigError(unknown_choice("the activation", str(name), ACTIVATIONS))
+        raise unknown_choice("act", str(name), ACTIVATIONS)
     return ACTIVATIONS[name].from_json(settings)

@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..codes import Codes
 from ..config import option
-from ..distributed import latents_axis
+from ..encoding import at
 from ..errors import ConfigError
 from .base import Activation, Parameters
 
@@ -16,12 +17,13 @@ from .base import Activation, Parameters
 class KeepsK(Activation):
     """An activation that keeps `k` of a row's pre-activations, in one sense or another."""
 
-    k: int = option(32, "Latents kept in each row; by batchtopk on average, by soft-topk in expectation.", minimum=1)
+    k: int = option(32, "Active latents per row; with batchtopk on average, with soft-topk in expectation.", minimum=1)
 
     def check(self, d_sae: int) -> None:
         """Refuse to keep more latents than there are."""
         if self.k > d_sae:
-            raise ConfigError(f"--k must be at most --d-sae, {d_sae}, got {self.k}; lower --k or raise --d-sae")
+            raise ConfigError("k", "must be at most {d_sae}, {most}, got {got}", "lower {k} or raise {d_sae}",
+                              most=d_sae, got=self.k)
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,9 @@ class Largest(KeepsK):
         """What the `k` largest are taken of, (B, F)."""
         return pre
 
-    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`pre` at the `k` latents that rank highest, else 0, (B, F)."""
-        if latents_axis().size > 1:
-            return self._shared_codes(pre)
-        kept = self.ranking(pre).topk(self.k, dim=-1, sorted=False).indices  # (B, k)
-        return torch.zeros_like(pre).scatter(-1, kept, pre.gather(-1, kept))
-
-    def _shared_codes(self, pre: Tensor) -> Tensor:
-        """The same where several processes have latents of each row: each says which are its largest."""
-        own = self.ranking(pre.detach()).topk(min(self.k, pre.shape[-1]), dim=-1)  # (B, n)
-        candidates = latents_axis().side_by_side(own.values)  # (B, n P)
-        kept = torch.zeros_like(candidates).scatter_(-1, candidates.topk(self.k, dim=-1, sorted=False).indices, 1.0)
-        kept = kept.chunk(latents_axis().size, -1)[latents_axis().place]
-        return torch.zeros_like(pre).scatter(-1, own.indices, pre.gather(-1, own.indices) * kept)
+        return at(pre, self.ranking(pre.detach()).topk(self.k, dim=-1, sorted=False).indices)
 
 
 @dataclass(frozen=True)
@@ -62,9 +53,9 @@ class ReluTopK(Largest):
 
     name: ClassVar[str] = "relu-topk"
 
-    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`max(pre, 0)` at the `k` latents that rank highest, else 0, (B, F)."""
-        return super().__call__(pre, parameters).relu()
+        return super().__call__(pre, parameters).map(torch.relu)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..codes import Codes
 from ..config import option
-from ..distributed import everyone, latents_axis, rows_axis
+from ..encoding import at_entries, selected, where
 from ..errors import ConfigError
-from .base import Activation, Parameters
+from .base import Activation, Parameters, TargetsRate
 from .largest import KeepsK
-from .rates import TargetsRate
 
 # Share of the newest batch in batchtopk's threshold. A slower mean lags behind growing pre-activations; PAM-SGD's
 # decoder is then fitted to denser codes than training keeps, which makes them grow the faster (digits, k = 16: FVU
@@ -36,13 +36,13 @@ class Relu(Thresholded, TargetsRate):
     sparsities: ClassVar[tuple[str, ...]] = ("l1", "l1-codes", "kl", "none")
     opposites: ClassVar[bool] = True
 
-    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`max(pre, 0)`, (B, F)."""
-        return pre.relu()
+        return selected(pre, pre > 0).map(torch.relu)
 
 
 class _JumpReluGate(torch.autograd.Function):
-    """`pre * H(pre - threshold)`, with the straight-through gradient of the threshold."""
+    """`pre * H(pre - threshold)`, elementwise, with the straight-through gradient of the threshold."""
 
     @staticmethod
     def forward(ctx, pre: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
@@ -55,7 +55,7 @@ class _JumpReluGate(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         pre, threshold, active = ctx.saved_tensors
         near = (pre - threshold).abs() < ctx.bandwidth / 2
-        return grad * active, -(threshold / ctx.bandwidth) * (near * grad).sum(0), None
+        return grad * active, -(threshold / ctx.bandwidth) * (near * grad), None
 
 
 class _StepCount(torch.autograd.Function):
@@ -85,13 +85,13 @@ class JumpRelu(Thresholded, TargetsRate):
 
     name: ClassVar[str] = "jumprelu"
     sparsities: ClassVar[tuple[str, ...]] = ("l0", "l1", "l1-codes", "kl", "none")
-    moves_zeros: ClassVar[bool] = True  # those just below their threshold move it
 
-    threshold: float = option(0.1, "Threshold of every latent at the start, in units of the normalised rows.",
-                              minimum=0)
-    bandwidth: float = option(0.3, "Width of the kernel in the threshold's gradient, in units of the codes; it stays "
-                                   "as it is where pam-sgd rescales codes and thresholds.", above=0)
-    fixed_threshold: bool = option(False, "Leave every threshold where it starts.")
+    threshold: float = option(0.1, "Initial threshold of every latent, in units of the normalised rows.",
+                              minimum=0, advanced=True)
+    bandwidth: float = option(0.3, "Width of the kernel in the threshold's gradient, in units of the codes.", above=0,
+                              advanced=True)
+    fixed_threshold: bool = option(False, "Keep every threshold at its initial value; --sparsity is then l1 by "
+                                         "default.", advanced=True)
 
     @property
     def estimates(self) -> tuple[str, ...]:
@@ -108,8 +108,8 @@ class JumpRelu(Thresholded, TargetsRate):
         super().check_sparsity(sparsity)
         if self.fixed_threshold and sparsity == "l0":
             others = ", ".join(name for name in self.sparsities if name != "l0")
-            raise ConfigError(f"--sparsity l0 trains nothing but thresholds, which --fixed-threshold holds; leave one "
-                              f"of the two out, or use --sparsity {others}")
+            raise ConfigError("sparsity", "l0 trains nothing but thresholds, which {fixed_threshold} holds",
+                              "leave one of the two out, or use {sparsity} {others}", others=others)
 
     def parameters(self, d_sae: int) -> Parameters:
         """The thresholds, (F,)."""
@@ -119,9 +119,13 @@ class JumpRelu(Thresholded, TargetsRate):
         """The thresholds, (F,); one that training pushed below zero acts as zero."""
         return parameters["threshold"].clamp(min=0)
 
-    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`pre` where it exceeds its latent's threshold, else 0, (B, F)."""
-        return _JumpReluGate.apply(pre, self.thresholds(parameters, pre.shape[-1]), self.bandwidth)
+        thresholds = self.thresholds(parameters, pre.shape[-1])
+        # Pre-activations just below their threshold are zero, and yet their gradient moves it.
+        reach = thresholds.detach() - (self.bandwidth / 2 if thresholds.requires_grad else 0)
+        near = selected(pre, pre > reach)
+        return near.with_values(_JumpReluGate.apply(near.values, near.by_latent(thresholds), self.bandwidth))
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
         """The thresholds grow with the pre-activations; fixed ones do not.
@@ -135,7 +139,7 @@ class JumpRelu(Thresholded, TargetsRate):
         """An active latent costs a thousandth of a row's mean squared norm."""
         return 0.001 * d_in if sparsity == "l0" else super().default_weight(sparsity, d_in)
 
-    def penalty_l0(self, pre: Tensor, codes: Tensor, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def penalty_l0(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """Mean number of active latents, with the straight-through gradient of the thresholds."""
         return _StepCount.apply(pre, self.thresholds(parameters, pre.shape[-1]), self.bandwidth).mean()
 
@@ -165,44 +169,31 @@ class BatchTopK(Thresholded, KeepsK):
         """The one threshold for each latent, (F,); below zero it acts as zero."""
         return parameters["threshold"].clamp(min=0).expand(d_sae)
 
-    def __call__(self, pre: Tensor, parameters: Parameters) -> Tensor:
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`pre` where it exceeds the threshold, else 0, (B, F)."""
-        return pre * (pre > self.thresholds(parameters, pre.shape[-1]))
+        return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
 
-    def training_codes(self, pre: Tensor, parameters: Parameters) -> Tensor:
-        """`max(pre, 0)` at the `B k` places of the batch where it is largest, else 0, (B, F)."""
-        if everyone().size > 1:
-            return self._shared_codes(pre.relu())
-        flat = pre.relu().flatten()
-        kept = flat.topk(self.k * len(pre), sorted=False).indices
-        return torch.zeros_like(flat).scatter(0, kept, flat[kept]).view_as(pre)
+    def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
+        """`max(pre, 0)` at the `B k` entries of the batch where it is largest, else 0, (B, F); of several processes
+        each takes its own rows for a batch."""
+        return at_entries(pre, pre.detach().flatten().topk(self.k * len(pre), sorted=False).indices).map(torch.relu)
 
-    def _shared_codes(self, positive: Tensor) -> Tensor:
-        """The same where several processes have parts of the batch or latents of it: each says which are its
-        largest."""
-        count = self.k * int(rows_axis().add_up(torch.tensor([len(positive)])).item())
-        largest = positive.new_zeros(count)
-        own = positive.detach().flatten().topk(min(count, positive.numel())).values
-        largest[:len(own)] = own
-        least_kept = everyone().side_by_side(largest).topk(count).values[-1]
-        return torch.where(positive >= least_kept, positive, 0.0)
-
-    def estimated(self, codes: Tensor, parameters: Parameters) -> Parameters:
+    def estimated(self, codes: Codes, parameters: Parameters) -> Parameters:
         """The running mean moved towards the smallest positive code, which starts it; a batch without one moves
         nothing."""
-        own = torch.where(codes > 0, codes, torch.inf).amin() if codes.numel() else codes.new_full((), torch.inf)
-        smallest = everyone().least(own)
-        threshold = parameters["threshold"]
+        values, threshold = codes.values, parameters["threshold"]
+        if not values.numel():
+            return {"threshold": threshold}
+        smallest = torch.where(values > 0, values, torch.inf).amin()
         moved = torch.where(threshold > 0, threshold.lerp(smallest, THRESHOLD_RATE), smallest)
         return {"threshold": torch.where(smallest.isfinite(), moved, threshold)}
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
         """The threshold that `k` pre-activations a row exceed, on average over the rows; 0 where fewer are positive."""
         kept = self.k * len(pre)
-        if kept >= pre.numel() * latents_axis().size:
+        if kept >= pre.numel():
             return {"threshold": torch.zeros_like(parameters["threshold"])}
-        own = pre.flatten().topk(min(kept + 1, pre.numel())).values
-        largest = latents_axis().side_by_side(own).topk(kept + 1).values
+        largest = pre.flatten().topk(kept + 1).values
         return {"threshold": ((largest[-2] + largest[-1]) / 2).clamp(min=0)}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters:

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 
 from ..errors import FormatError
 from ..files import NotAFile
-from ..machine import available_memory
-from ..report import size_words
+from ..memory import available_memory
+from ..wording import size_words
 
 BLOCK_BYTES = 16 << 20
 REAL_NUMBERS = r"bool|u?int\d+|b?float\d+"

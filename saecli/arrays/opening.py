@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import FormatError, did_you_mean
 from ..files import regular
-from ..report import counted
+from ..wording import counted
 from .array import BLOCK_BYTES, REAL_NUMBERS, Array, Arrays, ArraySource, check_memory, naming
 from .formats import ARRAY_FORMATS, SUFFIXES
 from .hdf5 import Link

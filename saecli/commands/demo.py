@@ -1,21 +1,19 @@
 """`sae demo`."""
 
-import csv
 import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from ..evaluation.comparing import comparison, meaning, read_measures
 from ..home import Home, read_settings
 from ..language_model import TINY_GEMMA2
-from .eval import comparison
-from .eval_measures import meaning
-from .options import Json, start
+from ..options import Json, start
 
 ROWS = 20_000
 EPOCHS = 20
@@ -53,7 +51,7 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
                 *(pictures / f"{name}.png" for name in ("frontier", "sparsity", "geometry")),
                 *(pictures / f"sparsity-patterns-{name}.png" for name in runs)]
     paths = [str(path) for path in pictured]
-    session.report.result(
+    session.console.result(
         {"runs": results, "measures": measured, "pictures": paths}, "",
         comparison(lines, SIDE_BY_SIDE, f"both SAEs on the same held-out rows, after {EPOCHS} passes over the others"),
         Text(meaning(measured[0])), Text("PAM-SGD makes several encoder steps on each batch (--inner-steps)."), "",
@@ -98,10 +96,3 @@ def free_names(home: Home) -> tuple[str, str, str]:
     while any(home.path.glob(f"*/demo-{number}*")):
         number += 1
     return f"demo-{number}", f"demo-{number}-sgd", f"demo-{number}-pam-sgd"
-
-
-def read_measures(path: Path) -> list[dict[str, Any]]:
-    """What `sae eval --csv` wrote, a mapping a run: names as text, `unbeaten` as a bool, all else as floats."""
-    kinds = {"run": str, "data": str, "split": str, "unbeaten": "True".__eq__}
-    with path.open(encoding="utf-8", newline="") as file:
-        return [{name: kinds.get(name, float)(word) for name, word in line.items()} for line in csv.DictReader(file)]

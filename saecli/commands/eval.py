@@ -1,26 +1,21 @@
 """`sae eval`."""
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import RenderableType
 
-from ..errors import ConfigError
+from ..evaluation.comparing import draw_frontier, evaluation_tables, marked, meaning, sparsest_first
+from ..evaluation.evaluate import TOKENS, check_tokens_of_model, evaluated, warnings
+from ..evaluation.sae_and_rows import all_measured
 from ..files import write_csv
-from ..metrics import doubts
-from ..report import counted, table
-from .eval_measures import evaluated, marked, meaning
-from .options import Device, Json, Plot, Runs, start
-from .subjects import Data, SplitName, all_measured
+from ..options import Device, Json, Plot, Runs, start, store_names
 
-# In the order of what is asked most: what a narrow terminal has no room for stands below.
-RECONSTRUCTION = ("l0", "fvu", "explained_variance", "mse", "cosine", "l1", "silent_fraction", "dead_fraction", "rows",
-                  "split", "data")
-EFFECT = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "tokens")
-
+Data = Annotated[str | None, typer.Option(
+    "--data", help="Activation store.", show_default="the one that the run was trained on, else the newest",
+    autocompletion=store_names)]
+SplitName = Annotated[Literal["test", "train", "all"], typer.Option(
+    "--split", help="Rows to measure on: test, those held out; train, those trained on; all.")]
 Model = Annotated[str | None, typer.Option(
     "--model", help="Hub id or folder of the language model that the store's rows came from, to measure what splicing "
                     "the SAE into it does.", show_default="none, which leaves that out")]
@@ -29,8 +24,13 @@ Csv = Annotated[Path | None, typer.Option("--csv", dir_okay=False, help="Write t
                                                                         "with every digit, sparsest first.")]
 
 
+def given(ctx: typer.Context, name: str) -> Any:
+    """What the user gave for an option; None where it has its default."""
+    return None if ctx.get_parameter_source(name).name == "DEFAULT" else ctx.params[name]
+
+
 def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: SplitName = "test", model: Model = None,
-            tokens: Tokens = 16_384, device: Device = "auto", plot: Plot = None, csv: Csv = None,
+            tokens: Tokens = TOKENS, device: Device = "auto", plot: Plot = None, csv: Csv = None,
             json: Json = False) -> None:
     """Measure reconstruction, sparsity and the effect on the model.
 
@@ -45,40 +45,16 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
     session = start(ctx, json, plot, csv=csv)
-    if model is None and ctx.get_parameter_source("tokens").name != "DEFAULT":
-        raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model")
-    everything = all_measured(session, list(dict.fromkeys(runs or ())), data, split, device)
-    found = marked(evaluated(session, everything, model, tokens), everything)
-    for one, run in zip(everything, found, strict=True):
-        if words := doubts(run, one.sae.d_in, one.sae.d_sae):
-            session.report.note(f"{run['run']}: warning: on these {counted(run['rows'], 'row')} "
-                                f"{', and '.join(words.values())}")
-    ranked = sorted(found, key=lambda run: (run["l0"], math.isnan(run["fvu"]), run["fvu"]))
+    check_tokens_of_model(given(ctx, "tokens"), model)
+    everything = all_measured(session.home, list(dict.fromkeys(runs or ())), data, split, device, session.console)
+    found = marked(evaluated(everything, model, tokens, session.console), everything)
+    for warning in warnings(found, everything):
+        session.console.note(warning)
+    ranked = sparsest_first(found)
     if plot is not None:
-        from ..plots import frontier  # matplotlib takes a second to import
-
-        kinds = {one.subject.name: one.sae.activation.name for one in everything}
-        frontier(plot, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})
-        session.report.note(f"drew {plot}")
+        draw_frontier(plot, ranked, everything)
+        session.console.note(f"drew {plot}")
     if csv is not None:
         write_csv(csv, ranked)
-        session.report.note(f"wrote {csv}")
-    order = "sparsest first" if len(found) > 1 else None
-    means = meaning(found[0])
-    compared = any(run["unbeaten"] is not None for run in found)
-    shown = [comparison(ranked, RECONSTRUCTION, f"{order}; {means}" if compared else order)]
-    if model is not None:
-        shown.append(comparison(ranked, EFFECT, f"with the SAE's reconstructions in {model}; in nats a token"))
-    session.report.result({"runs": found, "unbeaten_means": means}, *shown)
-
-
-def comparison(runs: Sequence[dict[str, Any]], columns: Sequence[str], title: str | None) -> RenderableType:
-    """A table that people see: a run a line in the order given, those that are unbeaten marked.
-
-    Args:
-        runs: measures by name; `run` and `unbeaten` among them.
-        columns: the measures to show.
-        title: the line above; None for none.
-    """
-    rows = [[run["run"] + " *" * bool(run["unbeaten"]), *(run[column] for column in columns)] for run in runs]
-    return table(title, ["run", *(column.replace("_", " ") for column in columns)], rows)
+        session.console.note(f"wrote {csv}")
+    session.console.result({"runs": found, "unbeaten_means": meaning(found[0])}, *evaluation_tables(ranked, model))

@@ -5,14 +5,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from .. import formats
-from ..errors import ConfigError
-from ..runs import find_subject
-from .conversions import converted
-from .options import Json, Run, start
-from .subjects import Data
+from ..formats import FORMATS
+from ..options import Json, Run, start
+from ..publishing.export import exported
+from .eval import Data
 
-To = Annotated[Literal["saelens", "sparsify", "dictionary-learning", "gemma-scope"], typer.Option(
+To = Annotated[Literal[tuple(name for name in FORMATS if name != "native")], typer.Option(
     "--to", help="The library, or gemma-scope for params.npz.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
 
@@ -27,17 +25,5 @@ def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = 
     Example: sae export first --to saelens --out exported
     """
     session = start(ctx, json, out=out)
-    subject = find_subject(session.home, run, session.report.note)
-    if run is None:
-        session.report.note(f"using the newest run, {subject.name}")
-    saved = formats.load(subject.folder)
-    found = converted(session, subject.name, saved, to, data)
-    if found.deviation is None and data is not None:
-        raise ConfigError(f"--data does nothing here: {to} expresses {saved.sae.activation.name} exactly; leave it out")
-    formats.save(found.written, to, out)
-    document = {"run": subject.name, "format": to, "path": str(out), "activation": saved.sae.activation.name,
-                "written_as": found.written.sae.activation.name, "deviation": found.deviation,
-                "files": sorted(path.name for path in out.iterdir())}
-    if found.told is not None:
-        session.report.note(found.told)
-    session.report.result(document, f"wrote {subject.name} to {out} for {to}: {', '.join(document['files'])}")
+    document = exported(session.home, run, to, out, data, session.console)
+    session.console.result(document, f"wrote {document['run']} to {out} for {to}: {', '.join(document['files'])}")

@@ -4,16 +4,13 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigError
-from ..geometry.partition import check_cells
-from ..geometry.planes import Plane
-from ..geometry.survey import SAMPLE_ROWS
-from .geometry_measures import Bridges, Wanted, find_out
-from .geometry_pictures import draw_one
-from .geometry_rows import corners_of, rows_at
-from .geometry_tables import disagreement, one_table, several_table
-from .options import Json, Plot, Runs, start
-from .subjects import Data, SplitName, all_measured
+from ..evaluation.sae_and_rows import all_measured
+from ..options import Json, Plot, Runs, start
+from ..spline.survey import SAMPLE_ROWS
+from ..spline_measures.geometry import corners_on, documents_of
+from ..spline_measures.measures import Wanted, penalty_of
+from ..spline_measures.tables import one_table, several_table
+from .eval import Data, SplitName, given
 
 Most = Annotated[int, typer.Option("--rows", min=1, help="Rows to measure at most; of more, a random sample.")]
 FitRows = Annotated[int, typer.Option(
@@ -50,53 +47,12 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     Example: sae geometry first --plot geometry.png
     """
     session = start(ctx, json, plot)
-    if not 0 < radius < float("inf"):
-        raise ConfigError(f"--radius must be a number above 0, got {radius:g}")
-    wanted = Wanted(rows, fit_rows, radius, _penalty(lambda_))
-    sliced = ctx.get_parameter_source("slice_").name != "DEFAULT"
-    if plot is None and sliced:
-        raise ConfigError("--slice does nothing without --plot; leave it out, or name a picture with --plot")
+    wanted = Wanted(rows, fit_rows, radius, penalty_of(lambda_))
     names = list(dict.fromkeys(runs or ()))
-    if len(names) > 1 and sliced:
-        raise ConfigError(f"--slice is for the picture of one SAE, got {len(names)} runs; leave it out, or name one")
-    corners = corners_of(slice_)
-    everything = all_measured(session, names, data, split, "cpu")
-    for one in everything:
-        check_cells(one.sae.activation)
-    marked = rows_at(everything[0].rows, corners)
-    through = Plane.through(marked) if corners else None
-    bridges = Bridges()
-    if len(everything) == 1:
-        found = find_out(session, everything[0], wanted, bridges)
-        documents = [found.document]
-        if plot is not None:
-            draw_one(plot, found, through, dict(zip(corners, marked, strict=True)))
-    else:  # nothing but the documents is kept, so that memory does not grow with the runs
-        documents = [find_out(session, one, wanted, bridges).document for one in everything]
-        if plot is not None:
-            from ..plots import geometry_runs  # matplotlib takes a second to import
-
-            geometry_runs(plot, documents)
-    if plot is not None:
-        session.report.note(f"drew {plot}")
-    for document in documents:
-        if where := disagreement(document["power_diagram"]):
-            session.report.note(f"{document['run']}: the power diagram disagrees {where}; by the theorem it agrees on "
-                                f"all, so this is a bug or rounding, please report it")
+    corners = corners_on(given(ctx, "slice_"), plot, len(names))
+    everything = all_measured(session.home, names, data, split, "cpu", session.console)
+    documents = documents_of(everything, wanted, plot, corners, session.console)
     if len(documents) == 1:
-        session.report.result(documents[0], one_table(documents[0]))
+        session.console.result(documents[0], one_table(documents[0]))
     else:
-        session.report.result({"runs": documents}, several_table(documents))
-
-
-def _penalty(text: str) -> float | None:
-    """The lambda of `--lambda`; None for `auto`."""
-    if text == "auto":
-        return None
-    try:
-        penalty = float(text)
-    except ValueError:
-        penalty = -1.0
-    if not 0 <= penalty < float("inf"):
-        raise ConfigError(f"--lambda must be auto or a number that is at least 0, got {text!r}")
-    return penalty
+        session.console.result({"runs": documents}, several_table(documents))

@@ -1,26 +1,16 @@
 """`sae list`."""
 
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
-from ..errors import SaeError, StoreError
-from ..home import Shelf, read_run
-from ..report import Step, number, size_words, table
-from ..store import ActivationStore
-from .options import Json, Session, start
-from .stores import first_of, rows_dropped, what_was_kept
+from ..errors import StoreError
+from ..inventory.filling import first_of
+from ..inventory.listing import listed, listing_tables
+from ..options import Json, start
 
 Check = Annotated[bool, typer.Option("--check", help="Read every shard and compare it with its checksum; exit with "
                                                      "status 1 if one is damaged.")]
-# In the order of what is asked most: what a narrow terminal has no room for stands below.
-STORE_COLUMNS = ("rows", "d_in", "dtype", "bytes", "state", "norms", "dropped", "shards")
-RUN_COLUMNS = ("test_fvu", "test_l0", "solver", "act", "d_sae", "state", "data", "bytes")
-HEADS = {"bytes": "size", "norms": "median norm"}
 
 
 def command(ctx: typer.Context, check: Check = False, json: Json = False) -> None:
@@ -29,111 +19,11 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
     Example: sae list --check
     """
     session = start(ctx, json)
-    stores = _entries(session.home.stores, _store)
-    runs = _entries(session.home.runs, _run)
-    unreadable = [store["problem"] for store in stores if "problem" in store]
-    damaged = _check(session, stores) if check else []
-    problems = unreadable + damaged
-    document: dict[str, Any] = {"home": str(session.home.path), "stores": stores, "runs": runs}
-    if check:
-        document["problems"] = problems
-    session.report.result(document, *_tables(session, stores, runs), *damaged)
-    if check and problems:
-        raise StoreError(first_of(problems))
-    if check:
-        shards = sum(store["shards"] for store in stores)
-        session.report.note(f"checked {len(stores)} stores, {shards} shards: all whole")
-
-
-def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What stands on a shelf, newest first; an entry that cannot be read, or has no marker, says why."""
-    found = [{"name": name, "path": str(shelf.path / name), "state": "unreadable", "created": "", "problem": sentence,
-              "bytes": _size(shelf.path / name)} for name, sentence in shelf.unmarked().items()]
-    for marker in shelf.path.glob(f"*/{shelf.marker}"):
-        entry: dict[str, Any] = {"name": marker.parent.name, "path": str(marker.parent)}
-        try:
-            entry |= describe(shelf, entry["name"])
-        except SaeError as error:
-            entry |= {"state": "unreadable", "created": "", "problem": str(error)}
-        found.append(entry | {"bytes": _size(marker.parent)})
-    return sorted(found, key=lambda entry: (str(entry["created"]), entry["name"]), reverse=True)
-
-
-def _store(shelf: Shelf, name: str) -> dict[str, Any]:
-    store = ActivationStore.open(shelf.path / name)
-    return {"state": "complete" if store.complete else "unfinished", "created": store.meta.created,
-            "rows": store.meta.saved_rows, "d_in": store.d_in, "dtype": store.dtype, "shards": len(store.meta.shards),
-            **what_was_kept(store), "source": store.meta.source}
-
-
-def _run(shelf: Shelf, name: str) -> dict[str, Any]:
-    run = read_run(shelf.path / name / shelf.marker)
-    final = run.result.final if run.result else {}
-    return {"state": "complete" if run.complete else "unfinished", "created": run.created, "data": run.data,
-            "solver": run.solver.name, "act": run.activation.name, "d_sae": run.training.d_sae,
-            "test_fvu": final.get("test_fvu"), "test_l0": final.get("test_l0")}
-
-
-def _size(folder: Path) -> int:
-    """Bytes of the files in a folder."""
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # a file that a running command has renamed meanwhile
-            continue
-    return total
-
-
-def _check(session: Session, stores: list[dict[str, Any]]) -> list[str]:
-    """What is wrong with the shards of the stores that can be read, or with what `store.json` says of them."""
-    total, done = sum(store["bytes"] for store in stores), 0
-    problems: list[str] = []
-    with session.report.progress("checking", total, "bytes") as show:
-        for store in stores:
-            if "problem" not in store:
-                step = partial(_shifted, show, done, store["name"])
-                opened = ActivationStore.open(Path(store["path"]))
-                problems += opened.verify(show=step) or opened.misfits()
-            done += store["bytes"]
-            show(done, store["name"])
-    return problems
-
-
-def _shifted(show: Step, begin: int, name: str, done: float) -> None:
-    """Show how far the check of one store has come, that begins after others."""
-    show(begin + done, name)
-
-
-def _tables(session: Session, stores: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[Any]:
-    if not stores and not runs:
-        return [f"{session.home.path} holds nothing yet; {session.home.stores.remedy}"]
-    shown = [_listing(f"stores in {session.home.stores.path}", STORE_COLUMNS, stores),
-             _listing(f"runs in {session.home.runs.path}", RUN_COLUMNS, runs)]
-    broken = [f"{entry['name']}: {entry['problem']}" for entry in (*stores, *runs) if "problem" in entry]
-    return [shown[index] for index, entries in enumerate((stores, runs)) if entries] + broken
-
-
-def _listing(title: str, columns: tuple[str, ...], entries: list[dict[str, Any]]) -> RenderableType:
-    rows = [[entry["name"], *(_cell(entry, column) for column in columns)] for entry in entries]
-    return table(title, ["name", *(HEADS.get(column, column) for column in columns)], rows)
-
-
-def _cell(entry: dict[str, Any], column: str) -> Any:
-    value = entry.get(column)
-    if column == "bytes":
-        return size_words(value)
-    if column == "norms" and value is not None:
-        return value["quantiles"].get("0.5")
-    if column == "dropped" and value is not None:
-        return _dropped(entry["rows"], value, entry["dropped_norms"])
-    return value
-
-
-def _dropped(stored: int, counts: dict[str, int], norms: dict[str, dict[str, float]]) -> str | None:
-    """The share of rows that were dropped, and their mean norm: 2.1% at 44.5."""
-    dropped, measured = rows_dropped(counts), sum(found["rows"] for found in norms.values())
-    if not dropped:
-        return None
-    mean = sum(found["rows"] * found["mean"] for found in norms.values()) / max(measured, 1)
-    return f"{100 * dropped / (stored + dropped):.2g}%" + (f" at {number(mean)}" if measured else "")
+    document = listed(session.home, check, session.console)
+    session.console.result(document, *listing_tables(document))
+    if not check:
+        return
+    if document["problems"]:
+        raise StoreError(first_of(document["problems"]))
+    shards = sum(store["shards"] for store in document["stores"])
+    session.console.note(f"checked {len(document['stores'])} stores, {shards} shards: all whole")

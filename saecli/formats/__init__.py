@@ -4,13 +4,13 @@ To add a format, write `saecli/formats/NAME.py` and a line in `FORMATS`. No form
 """
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..activations import ACTIVATIONS, Activation, ReluTopK, TopK
+from ..dictionary import SAE
 from ..errors import FormatError
 from ..files import folder_appearing_whole, is_free, is_utf8
-from ..sae import SAE
 from . import dictionary_learning, gemma_scope, native, saelens, sparsify
 from .common import SavedSAE
 from .native import load_native, save_native
@@ -51,7 +51,7 @@ FORMATS: dict[str, Format] = {  # the first whose files are all there is taken: 
 
 # for an activation that other libraries lack, the SAE they have that is nearest to it
 STAND_INS: dict[type[Activation], Callable[[SAE], SAE]] = {
-    TopK: lambda sae: replace(sae, activation=ReluTopK(k=sae.activation.k)),
+    TopK: lambda sae: sae.changed(activation=ReluTopK(k=sae.activation.k)),
 }
 
 
@@ -72,11 +72,8 @@ def known_files() -> str:
 
 
 def load(folder: Path) -> SavedSAE:
-    """Read the SAE in a folder, in whichever format it is.
-
-    Raises:
-        FormatError: the folder holds no SAE in a known format, or one that is damaged or cannot be expressed.
-    """
+    """Read the SAE in a folder, in whichever format it is; FormatError where the folder holds no SAE in a known format,
+    or one that is damaged or cannot be expressed."""
     name = recognise(folder)
     if name is None:
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"

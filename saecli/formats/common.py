@@ -6,7 +6,7 @@ the same: `(x - b_dec) @ W_enc + b = x @ W_enc + (b - b_dec @ W_enc)`. Shapes: D
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +19,10 @@ from torch import Tensor
 from ..activations import Activation
 from ..arrays.array import check_memory, naming
 from ..arrays.formats import list_npz, load_torch
+from ..dictionary import SAE
 from ..documents import Origin, read_json
 from ..errors import ConfigError, FormatError, one_line
 from ..files import appearing_whole, as_named, regular
-from ..sae import SAE
 
 Document = TypeVar("Document")
 
@@ -87,11 +87,11 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
         raise FormatError(f"{path}: {error}") from error
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     weights = {name: ready.pop(name) for name in WEIGHTS}
-    sae = SAE(**weights, activation=activation, parameters=ready)
+    sae = SAE(**weights, activation=activation, activation_parameters=ready)
     if not subtracts:
         return sae
     shift = sae.b_dec.double() @ sae.W_enc.double()
-    return replace(sae, b_enc=(sae.b_enc.double() - shift).to(dtype))
+    return sae.changed(b_enc=(sae.b_enc.double() - shift).to(dtype))
 
 
 def expect_names(path: Path, tensors: Mapping[str, Any], wanted: set[str]) -> None:
@@ -117,11 +117,8 @@ def bias_with_subtraction(b_enc: Tensor, b_dec: Tensor, W_enc: Tensor) -> Tensor
 
 
 def read_config(path: Path, kind: type[Document]) -> Document:
-    """A configuration in a JSON file; see `documents.read_json`.
-
-    Raises:
-        FormatError: it cannot be read, or is none of that kind.
-    """
+    """A configuration in a JSON file; see `documents.read_json`. Raises FormatError where it cannot be read, or is none
+    of that kind."""
     try:
         return read_json(path, kind)
     except (OSError, ValueError) as error:
@@ -136,21 +133,15 @@ def origin_from(fields: Mapping[str, Any]) -> Origin:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, by name, and the entries of its header.
-
-    Raises:
-        FormatError: it cannot be read.
+    """The tensors of a safetensors file, by name, and the entries of its header; FormatError where it cannot be read.
     """
     with naming(str(path), TO_FIT), safe_open(regular(path), framework="pt") as file:
         return _numbers(path, {name: file.get_tensor(name) for name in file.keys()}), file.metadata() or {}  # noqa: SIM118
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors to a safetensors file that appears whole or not at all.
-
-    Raises:
-        FormatError: the disk refuses it, which safetensors does not report as an OSError.
-    """
+    """Write tensors to a safetensors file that appears whole or not at all; FormatError where the disk refuses it,
+    which safetensors does not report as an OSError."""
     with appearing_whole(path) as temporary:
         try:
             save_file(_ready(tensors), temporary, metadata=metadata)
@@ -159,11 +150,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
-    """The tensors of a `torch.save` file, read with `weights_only`: no code in it is executed.
-
-    Raises:
-        FormatError: it is damaged, or holds anything but tensors by name.
-    """
+    """The tensors of a `torch.save` file, read with `weights_only`: no code in it is executed; FormatError where it is
+    damaged, or holds anything but tensors by name."""
     with naming(str(path), TO_FIT):
         tensors = load_torch(regular(path), to_fit=TO_FIT)
     if not isinstance(tensors, dict) or not all(isinstance(key, str) and isinstance(tensor, Tensor)
@@ -174,11 +162,8 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 
 
 def read_npz(path: Path) -> dict[str, Tensor]:
-    """The arrays of NumPy's archive, by name; no code in it is executed.
-
-    Raises:
-        FormatError: it is damaged, or holds anything but floating-point numbers that torch knows.
-    """
+    """The arrays of NumPy's archive, by name; no code in it is executed. Raises FormatError where it is damaged, or
+    holds anything but floating-point numbers that torch knows."""
     with naming(str(path), TO_FIT):
         arrays = {name: describe() for name, describe in list_npz(regular(path)).items()}
         check_memory(str(path), sum(array.held for array in arrays.values()), TO_FIT)
@@ -199,11 +184,8 @@ def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a `torch.save` file that appears whole or not at all.
-
-    Raises:
-        FormatError: the disk refuses it, which torch does not report as an OSError.
-    """
+    """Write tensors to a `torch.save` file that appears whole or not at all; FormatError where the disk refuses it,
+    which torch does not report as an OSError."""
     with appearing_whole(path) as temporary:
         try:
             torch.save(_ready(tensors), temporary)
@@ -221,11 +203,8 @@ def _ready(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any) -> None:
-    """Refuse a configuration entry that changes what the SAE computes in a way this tool does not.
-
-    Raises:
-        FormatError: the entry is there with a value that is not among those allowed.
-    """
+    """Refuse a configuration entry that changes what the SAE computes in a way this tool does not; FormatError where
+    the entry is there with a value that is not among those allowed."""
     value = config.get(key, allowed[0])
     if not any(type(value) is type(one) and value == one for one in allowed):
         raise FormatError(f"{path}: {key} {value!r} cannot be expressed here; "

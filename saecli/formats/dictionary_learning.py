@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation, BatchTopK, JumpRelu, KeepsK, Relu, ReluTopK
+from ..dictionary import SAE
 from ..errors import ConfigError, FormatError
 from ..files import write_json
-from ..sae import SAE
 from .common import (
     WEIGHTS,
     SavedSAE,
@@ -71,7 +71,8 @@ class Layout:
 def _kept(extras: dict[str, Tensor]) -> int:
     k = extras["k"]
     if k.numel() != 1 or k.is_floating_point() or k.is_complex():
-        raise ConfigError(f"expected k to be a whole number, got {k.dtype} of shape {tuple(k.shape)}")
+        raise ConfigError("k", "must be a whole number, got {dtype} of shape {shape}", dtype=k.dtype,
+                          shape=tuple(k.shape))
     return int(k)
 
 
@@ -94,12 +95,8 @@ CLASSES: dict[str, Layout] = {
 
 
 def load_dictionary_learning(folder: Path) -> SavedSAE:
-    """Read an SAE that dictionary_learning saved.
-
-    Raises:
-        FormatError: the files are damaged, hold objects whose loading runs code, or an SAE of a class that
-            this tool cannot express.
-    """
+    """Read an SAE that dictionary_learning saved; FormatError where the files are damaged, hold objects whose loading
+    runs code, or an SAE of a class that this tool cannot express."""
     path = folder / CONFIG
     trainer = read_config(path, Config).trainer
     name = trainer.dict_class
@@ -141,11 +138,11 @@ def _auto_encoder_top_k(sae: SAE) -> dict[str, Tensor]:
 
 
 def _batch_top_k_sae(sae: SAE) -> dict[str, Tensor]:
-    return _auto_encoder_top_k(sae) | {"threshold": sae.parameters["threshold"].clamp(min=0)}
+    return _auto_encoder_top_k(sae) | {"threshold": sae.activation_parameters["threshold"].clamp(min=0)}
 
 
 def _jump_relu_auto_encoder(sae: SAE) -> dict[str, Tensor]:
-    return sae.tensors() | {"threshold": sae.activation.thresholds(sae.parameters, sae.d_sae)}
+    return sae.tensors() | {"threshold": sae.activation.thresholds(sae.activation_parameters, sae.d_sae)}
 
 
 WRITTEN_AS: dict[type[Activation], tuple[str, str, Callable[[SAE], dict[str, Tensor]]]] = {
@@ -164,7 +161,7 @@ def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
             the decoder's rows, as that library scales them on loading; the reconstructions are the same.
         folder: an existing folder.
     """
-    sae, origin = saved.sae.to(torch.float32), saved.origin
+    sae, origin = saved.sae.copy_to(torch.float32), saved.origin
     name, trainer, tensors_of = WRITTEN_AS[type(sae.activation)]
     config: dict[str, Any] = {"dict_class": name, "trainer_class": trainer, "activation_dim": sae.d_in,
                               "dict_size": sae.d_sae, "lm_name": origin.get("model"), "layer": origin.get("layer"),

@@ -18,24 +18,16 @@ WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
 
 
 def load_gemma_scope(folder: Path) -> SavedSAE:
-    """Read an SAE of Gemma Scope.
-
-    Raises:
-        FormatError: the file is damaged, or holds other arrays than such an SAE has.
-    """
+    """Read an SAE of Gemma Scope; FormatError where the file is damaged, or holds other arrays than such an SAE has."""
     path = folder / TENSORS
     return SavedSAE(assemble(path, read_npz(path), JumpRelu()))
 
 
 def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE as Gemma Scope's are published, in float32; the file appears whole or not at all.
-
-    Args:
-        saved: the SAE, its activation one of `WRITTEN`.
-        folder: an existing folder.
-    """
-    sae = saved.sae.to(torch.float32)
+    """Write an SAE, its activation one of `WRITTEN`, as Gemma Scope's are published, in float32, to an existing folder;
+    the file appears whole or not at all."""
+    sae = saved.sae.copy_to(torch.float32)
     tensors = {name: sae.tensors()[name] for name in WEIGHTS}
-    tensors["threshold"] = sae.activation.thresholds(sae.parameters, sae.d_sae).to(torch.float32)
+    tensors["threshold"] = sae.activation.thresholds(sae.activation_parameters, sae.d_sae).to(torch.float32)
     with appearing_whole(folder / TENSORS) as temporary, temporary.open("wb") as file:
         np.savez(file, **{name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()})

@@ -40,11 +40,8 @@ def save_native(saved: SavedSAE, folder: Path) -> None:
 
 
 def load_native(folder: Path) -> SavedSAE:
-    """Read an SAE in this tool's own format.
-
-    Raises:
-        FormatError: the file is damaged, of a newer version, or lists other tensors than its activation needs.
-    """
+    """Read an SAE in this tool's own format; FormatError where the file is damaged, of a newer version, or lists other
+    tensors than its activation needs."""
     path = folder / FILE_NAME
     tensors, metadata = read_safetensors(path)
     if "saecli" not in metadata:

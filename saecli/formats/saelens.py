@@ -6,7 +6,6 @@ saves its own, and is read back as one. A signed `topk` has no counterpart there
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,8 @@ ARCHITECTURES: dict[type[Activation], str] = {
 
 
 def load_saelens(folder: Path) -> SavedSAE:
-    """Read an SAE that SAELens saved.
-
-    Raises:
-        FormatError: the files are damaged, or the SAE is of an architecture or has a setting that this tool does
-            not have.
-    """
+    """Read an SAE that SAELens saved; FormatError where the files are damaged, or the SAE is of an architecture or has
+    a setting that this tool does not have."""
     path = folder / CONFIG
     config = read_config(path, dict[str, Any])
     if not isinstance(config.get("metadata"), dict) or "architecture" not in config:
@@ -61,18 +56,15 @@ def load_saelens(folder: Path) -> SavedSAE:
         # its codes are those of the SAE whose decoder has unit rows and whose encoder took over their norms
         norms = sae.W_dec.norm(dim=1)
         W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]  # a latent of norm 0 has codes of 0 either way
-        sae = replace(sae, W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
+        sae = sae.changed(W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
     return SavedSAE.of(sae, origin_from({
         "model": metadata.get("model_name"), **origin_of_hook(metadata.get("hook_name")),
         "context": metadata.get("context_size"), "prepend_bos": metadata.get("prepend_bos")}))
 
 
 def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration from before version 6 as one of version 6, silent entries filled in as SAELens fills them in.
-
-    Raises:
-        FormatError: it names a function of the pre-activations that version 6 does not have.
-    """
+    """A configuration from before version 6 as one of version 6, silent entries filled in as SAELens fills them in;
+    FormatError where it names a function of the pre-activations that version 6 does not have."""
     old = {OLD_KEYS.get(key, key): value for key, value in config.items()}
     if not {"d_in", "d_sae"} <= old.keys():
         raise FormatError(f"{path}: expected the keys d_in and d_sae of a SAELens configuration, got {sorted(config)}")
@@ -96,13 +88,9 @@ def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
 
 
 def save_saelens(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE so that SAELens' `SAE.load_from_disk` reads it.
-
-    Args:
-        saved: the SAE, its activation one of `ARCHITECTURES`.
-        folder: an existing folder.
-    """
-    sae, origin = saved.sae.to(torch.float32), saved.origin
+    """Write an SAE, its activation one of `ARCHITECTURES`, to an existing folder so that SAELens' `SAE.load_from_disk`
+    reads it."""
+    sae, origin = saved.sae.copy_to(torch.float32), saved.origin
     metadata = {"sae_lens_version": WRITTEN_FOR, "sae_lens_training_version": None,
                 "model_name": origin.get("model"), "hook_name": hook_name(origin),
                 "context_size": origin.get("context"), "prepend_bos": origin.get("prepend_bos")}
@@ -114,5 +102,5 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
     write_json(folder / CONFIG, config)
     tensors = sae.tensors()
     if isinstance(sae.activation, Thresholded) and "threshold" in tensors:
-        tensors["threshold"] = sae.activation.thresholds(sae.parameters, sae.d_sae)
+        tensors["threshold"] = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
     write_safetensors(folder / TENSORS, tensors)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..activations import Activation, Relu, ReluTopK
+from ..dictionary import SAE
 from ..errors import ConfigError, FormatError
 from ..files import write_json
-from ..sae import SAE
 from .common import (
     SavedSAE,
     assemble,
@@ -33,11 +33,8 @@ LATENTS_KEPT: dict[type[Activation], Callable[[SAE], int]] = {
 
 
 def load_sparsify(folder: Path) -> SavedSAE:
-    """Read an SAE that sparsify saved.
-
-    Raises:
-        FormatError: the files are damaged, or hold a transcoder or another activation than TopK.
-    """
+    """Read an SAE that sparsify saved; FormatError where the files are damaged, or hold a transcoder or another
+    activation than TopK."""
     path = folder / CONFIG
     config = read_config(path, dict[str, Any])
     refuse_unless(path, config, "activation", "topk")
@@ -55,13 +52,9 @@ def load_sparsify(folder: Path) -> SavedSAE:
 
 
 def save_sparsify(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE so that sparsify's `SparseCoder.load_from_disk` reads it.
-
-    Args:
-        saved: the SAE, its activation one of `LATENTS_KEPT`.
-        folder: an existing folder.
-    """
-    sae = saved.sae.to(torch.float32)
+    """Write an SAE, its activation one of `LATENTS_KEPT`, to an existing folder so that sparsify's
+    `SparseCoder.load_from_disk` reads it."""
+    sae = saved.sae.copy_to(torch.float32)
     write_json(folder / CONFIG, {
         "activation": "topk", "expansion_factor": max(1, sae.d_sae // sae.d_in), "normalize_decoder": False,
         "num_latents": sae.d_sae, "k": LATENTS_KEPT[type(sae.activation)](sae), "multi_topk": False,

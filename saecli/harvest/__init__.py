@@ -1,10 +1,11 @@
-"""From documents to rows of activations: windows of tokens, blocks of windows, forward passes, stores."""
+"""From documents to stored rows of activations: windows of tokens, blocks of windows, forward passes, stores."""
 
-from .blocks import Block, Cursor, in_blocks, look_ahead
+from .config import ExtractConfig
+from .extraction import extract, extract_stores
+from .fill import COLUMNS, Target, fill
 from .forward import Forward, batch_tokens
-from .stores import COLUMNS, Target, fill
-from .together import SharedTarget, fill_together, mend_together
-from .windows import POSITIONS, Spot, Windows
+from .token_windows import POSITIONS, Spot, Windows
+from .window_blocks import Block, Cursor, in_blocks
 
-__all__ = ["COLUMNS", "POSITIONS", "Block", "Cursor", "Forward", "SharedTarget", "Spot", "Target", "Windows",
-           "batch_tokens", "fill", "fill_together", "in_blocks", "look_ahead", "mend_together"]
+__all__ = ["COLUMNS", "POSITIONS", "Block", "Cursor", "ExtractConfig", "Forward", "Spot", "Target", "Windows",
+           "batch_tokens", "extract", "extract_stores", "fill", "in_blocks"]

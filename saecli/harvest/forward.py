@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..language_model import LanguageModel, Place
-from ..machine import is_out_of_memory
-from .blocks import LOOK_AHEAD, Batch, Block
+from ..memory import is_out_of_memory
+from .window_blocks import LOOK_AHEAD, Batch, Block
 
 CPU_TOKENS = 1 << 11  # tokens in a forward pass where memory decides nothing: more no longer made it faster
 SHARE = 8  # windows of a batch are at most an eighth shorter than its longest: less padding costs more passes

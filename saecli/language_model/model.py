@@ -1,18 +1,74 @@
-"""A language model loaded, read at some places, or spliced at one."""
+"""A language model loaded, read at some places, or spliced at one.
+
+A site is a place in block L, counted from 0:
+
+    resid_pre     the block's input: `hidden_states[L]`, which the paper's code takes
+    resid_post    the block's output: Gemma Scope's layer L, SAELens' `blocks.L.hook_resid_post`
+    attn_out      what attention adds to the residual stream
+    mlp_out       what the MLP adds to the residual stream
+
+They are read by hooks on the modules and not from `hidden_states`, whose last entry is normalised.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from ..errors import ModelError
-from .sites import Place, blocks_of, hook_point
+from ..errors import ConfigError, ModelError
 from .source import DTYPE_WORD, UNLOADABLE, ModelSource, explained, no_tokenizer
+
+SITES = ("resid_post", "resid_pre", "mlp_out", "attn_out")
+
+
+class Place(NamedTuple):
+    """A site of a block.
+
+    Args:
+        layer: the block, from 0.
+        site: one of `SITES`.
+    """
+
+    layer: int
+    site: str
+
+
+def blocks_of(model: nn.Module, name: str, layers: int) -> nn.ModuleList:
+    """The model's list of transformer blocks: the outermost module list as long as the configuration says; ModelError
+    where there is none."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
+    if not lists:
+        raise ModelError(f"cannot find the blocks of {name}: expected a module list of length {layers}, "
+                         f"as its configuration says, got none")
+    return lists[0]
+
+
+def hook_point(block: nn.Module, site: str) -> tuple[nn.Module, bool]:
+    """The module whose output, or where the flag is set whose input, is the site.
+
+    Gemma-2 and its heirs normalise what attention and MLP give before adding it, so that their sites are the
+    outputs of those norms; the mark of such a block is `post_feedforward_layernorm`.
+
+    Raises:
+        ConfigError: the block has no part known to be there.
+    """
+    if site in ("resid_pre", "resid_post"):
+        return block, site == "resid_pre"
+    normed = hasattr(block, "post_feedforward_layernorm")
+    names = {"mlp_out": ("post_feedforward_layernorm",) if normed else ("mlp", "feed_forward", "ffn"),
+             "attn_out": ("post_attention_layernorm",) if normed else ("self_attn", "attention", "attn",
+                                                                       "self_attention")}[site]
+    for name in names:
+        if hasattr(block, name):
+            return getattr(block, name), False
+    raise ConfigError("site", "{got} is unknown in {kind}: expected a part named {names}",
+                      "use resid_post or resid_pre", got=site, kind=type(block).__name__, names=" or ".join(names))
+
 
 Taken = TypeVar("Taken")
 
@@ -66,11 +122,7 @@ class LanguageModel:
         return self.model.get_input_embeddings().weight.shape[0]
 
     def check_tokens(self, token_ids: Tensor) -> None:
-        """Refuse tokens without an embedding: a tokenizer may know more than its model.
-
-        Raises:
-            ModelError: there is one.
-        """
+        """Refuse tokens without an embedding: a tokenizer may know more than its model. Raises ModelError."""
         if (largest := int(token_ids.max())) >= self.vocabulary:
             raise ModelError(f"{self.source.name} cannot read the token {largest}: expected token ids below "
                              f"{self.vocabulary}, the size of its embedding; use the tokenizer that the model was "
@@ -123,13 +175,8 @@ class LanguageModel:
 
     @contextmanager
     def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """While open, forward passes go on from `replace(activations)` in place of the activations at a site.
-
-        Args:
-            layer: block, from 0.
-            site: one of `SITES`.
-            replace: maps activations (B, T, D) to activations of that shape.
-        """
+        """While open, forward passes go on from `replace(activations)`, (B, T, D) as they are, in place of the
+        activations at one of `SITES` of a block, from 0."""
         module, is_input = hook_point(self.blocks[layer], site)
 
         def on_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -153,11 +200,7 @@ class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward pass 
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """A model's tokenizer.
-
-    Raises:
-        ModelError: its files are missing or cannot be read.
-    """
+    """A model's tokenizer; ModelError where its files are missing or cannot be read."""
     try:
         found = AutoTokenizer.from_pretrained(source.location, revision=source.revision, trust_remote_code=False)
     except UNLOADABLE as error:

@@ -16,7 +16,7 @@ from transformers import __version__ as transformers_version
 
 from ..errors import ConfigError, ModelError
 from ..files import NotAFile, regular
-from ..hub import why_unreachable
+from ..network import why_unreachable
 
 TINY_GEMMA2 = "tiny-gemma2"
 BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
@@ -66,13 +66,9 @@ class ModelSource:
         return (self.layers - 1) // 2
 
     def dtype_on(self, device: torch.device, wanted: str = "auto") -> str:
-        """The precision of a forward pass.
-
-        Args:
-            device: where it runs.
-            wanted: one of `MODEL_DTYPES`; or auto, for float32 on a CPU, where half precision is slow and rarely
-                native, and elsewhere the precision that the checkpoint names, float32 if none of these.
-        """
+        """The precision of a forward pass on a device: the one wanted of `MODEL_DTYPES`; for auto float32 on a CPU,
+        where half precision is slow and rarely native, and elsewhere what the checkpoint names, float32 if none of
+        these."""
         if wanted != "auto":
             return wanted
         named = next((str(found).removeprefix("torch.") for config in (self.config.get_text_config(), self.config)
@@ -80,23 +76,16 @@ class ModelSource:
         return named if device.type != "cpu" and named in MODEL_DTYPES else "float32"
 
     def check_layer(self, layer: int) -> None:
-        """Refuse a block that is not there.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Refuse a block that is not there, by a ConfigError."""
         if not 0 <= layer < self.layers:
-            raise ConfigError(f"{self.name} has layers 0 to {self.layers - 1}, got --layer {layer}")
+            raise ConfigError(None, "{model_name} has layers 0 to {last}, got {layer} {got}", model_name=self.name,
+                              last=self.layers - 1, got=layer)
 
     def check_context(self, context: int) -> None:
-        """Refuse windows with more tokens than the model has positions.
-
-        Raises:
-            ConfigError: they have.
-        """
+        """Refuse windows with more tokens than the model has positions, by a ConfigError."""
         if self.positions is not None and context > self.positions:
-            raise ConfigError(f"{self.name} takes windows of at most {self.positions:,} tokens, got --context "
-                              f"{context:,}; lower it")
+            raise ConfigError(None, "{model_name} takes windows of at most {most} tokens, got {context} {got}",
+                              "lower it", model_name=self.name, most=f"{self.positions:,}", got=f"{context:,}")
 
     def identity(self) -> dict[str, Any]:
         """What decides the weights, as part of a request's hash: revision, or sizes and times of a folder's files."""
@@ -142,11 +131,7 @@ def find_model(name: str) -> ModelSource:
 
 
 def _demand_files(name: str, folder: Path) -> None:
-    """Refuse a folder with a pipe or a device in it, which would be waited for.
-
-    Raises:
-        ModelError: there is one.
-    """
+    """Refuse a folder with a pipe or a device in it, which would be waited for, by a ModelError."""
     for path in folder.iterdir():
         if path.exists() and not path.is_dir():
             try:

@@ -1,10 +1,17 @@
-"""Token ids as text."""
+"""Token ids as text, and which next tokens a direction of the residual stream speaks for.
 
-from collections.abc import Sequence
+Shapes: R directions, T tokens, D = d_in, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from .model import load_tokenizer
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from .model import LanguageModel, load_tokenizer
 from .source import find_model
 
 
@@ -21,11 +28,8 @@ class TokenTexts:
 
     @classmethod
     def of_model(cls, name: str) -> "TokenTexts":
-        """Those of a model's tokenizer; loads no weights.
-
-        Raises:
-            ModelError: there is no such model, or its tokenizer cannot be loaded.
-        """
+        """Those of a model's tokenizer; loads no weights. Raises ModelError where there is no such model, or its
+        tokenizer cannot be loaded."""
         return cls(load_tokenizer(find_model(name)))
 
     @cached_property
@@ -50,3 +54,101 @@ class TokenTexts:
         head, whole = (self._tokenizer.decode(ids, clean_up_tokenization_spaces=False, skip_special_tokens=False)
                        for ids in (self._before, [*self._before, *tokens]))
         return whole[len(head):]
+
+
+BLOCK_LOGITS = 1 << 24  # at a time: 64 MB in float32
+
+
+class OutputTokens(NamedTuple):
+    """Tokens and how their logits change, the largest change first; (R, count) each, on the CPU."""
+
+    promoted: Tensor
+    promoted_logits: Tensor
+    suppressed: Tensor
+    suppressed_logits: Tensor
+
+
+class Unembedding:
+    """A model's final norm and unembedding, as one linear map of directions to logits.
+
+        logits(d) = W_U (g * (d / ||d||)),  less their mean over the vocabulary
+
+    where g is the weight of the final norm, and `d / ||d||` has its mean taken out where the norm does so (LayerNorm).
+    The norm's denominator, which depends on the whole residual stream, is left out: it scales all logits of a
+    direction alike. So is what the mean over the vocabulary holds, which no probability depends on.
+
+    Args:
+        model: a language model loaded with its head.
+
+    Raises:
+        ModelError: it has no unembedding.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        head = model.model.get_output_embeddings()
+        if head is None or not hasattr(head, "weight"):
+            raise ModelError(f"{model.source.name} has no unembedding: expected a causal language model, got a "
+                             f"{type(model.model).__name__}; leave --model out")
+        # A tokenizer may know fewer tokens than a head that was padded to a round number has rows.
+        self._W_U = head.weight[: len(model.tokenizer)]
+        self._mean = self._W_U.mean(0, dtype=torch.float32)
+        self._weight, self._centred = _final_norm(model, head)
+
+    @torch.no_grad()
+    def output_tokens(self, directions: Tensor, count: int, show: Callable[[int], None]) -> OutputTokens:
+        """The tokens whose logits a unit step in some directions raises and lowers most.
+
+        Args:
+            directions: (R, D).
+            count: how many of each.
+            show: told after each block how many directions are done.
+
+        Cost: `2 R D V` operations; `BLOCK_LOGITS` logits are held at a time.
+        """
+        count = min(count, len(self._W_U))
+        found: list[tuple[Tensor, ...]] = []
+        for some in directions.split(max(1, BLOCK_LOGITS // len(self._W_U))):
+            unit = nn.functional.normalize(some.to(self._weight), dim=1)
+            if self._centred:
+                unit = unit - unit.mean(1, keepdim=True)
+            taken = unit * self._weight
+            logits = (taken.to(self._W_U) @ self._W_U.T).float() - (taken @ self._mean)[:, None]
+            up, promoted = logits.topk(count, dim=1)
+            down, suppressed = logits.topk(count, dim=1, largest=False)
+            found.append(tuple(part.cpu() for part in (promoted, up, suppressed, down)))
+            show(sum(len(part[0]) for part in found))
+        return OutputTokens(*map(torch.cat, zip(*found, strict=True)))
+
+
+@torch.no_grad()
+def _final_norm(model: LanguageModel, head: nn.Module) -> tuple[Tensor, bool]:
+    """The weight, (D,), of the norm before the head, and whether it takes out the mean; found by running the model.
+
+    The norm is the last module that gave what the head then took. Its weight is read off its values at vectors of mean
+    0 and variance 1, for some norms multiply by their parameter, and others, like Gemma's, by 1 and it.
+    """
+    outputs: list[tuple[nn.Module, Tensor]] = []
+    taken: list[Tensor] = []
+
+    def note(module: nn.Module, args: tuple, output: object) -> None:
+        if isinstance(output, Tensor):
+            outputs.append((module, output))
+
+    hooks = [module.register_forward_hook(note) for module in model.model.modules()
+             if "norm" in type(module).__name__.lower()]
+    hooks.append(head.register_forward_pre_hook(lambda module, args: taken.append(args[0])))
+    try:
+        token_ids = torch.zeros(1, 1, dtype=torch.int64)
+        model.logits(token_ids, torch.ones_like(token_ids))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    D = head.weight.shape[1]
+    signs = torch.ones(D, dtype=model.dtype, device=model.device)
+    norm = next((module for module, output in reversed(outputs) if taken and torch.equal(output, taken[0])), None)
+    if norm is None:  # a model that hands its residual stream to the head as it is
+        return signs.float(), False
+    constant = norm(signs)
+    centred = torch.equal(constant, norm(-signs))
+    signs[1::2] = -1
+    return ((norm(signs) - norm(-signs)) / 2 * signs).float(), centred

@@ -1,7 +1,6 @@
 """Pictures, saved as PNG, PDF or SVG by the ending of their path; the only place that imports matplotlib."""
 
-from .geometry import GeometryPicture, geometry
-from .geometry_runs import geometry_runs
+from .geometry import GeometryPicture, geometry, geometry_runs
 from .runs import firing, frontier, loss_curves, patterns
 from .style import check_suffix
 

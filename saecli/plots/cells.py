@@ -11,9 +11,8 @@ from matplotlib.colors import ListedColormap, LogNorm, Normalize, to_rgb
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from ..geometry.census import spread_out
-from ..geometry.colouring import colouring
-from ..geometry.plane_cells import PlaneCells
+from ..spline.census import spread_out
+from ..spline.plane_cells import PlaneCells, colouring
 from .style import COLOURS, GREY
 
 TINTS = np.array([to_rgb(colour) for colour in COLOURS[:6]]) * 0.45 + 0.55  # pale enough for rows to stand out
@@ -32,13 +31,8 @@ def tints(cells: PlaneCells) -> NDArray[np.float64]:
 
 
 def fill(axes: Axes, cells: PlaneCells, colours: NDArray[np.float64]) -> None:
-    """Draw the cells of a window, as vectors where they are polygons.
-
-    Args:
-        axes: an empty panel, whose limits become the window's.
-        cells: what to draw.
-        colours: red, green and blue of each cell, (C, 3), in [0, 1].
-    """
+    """Draw the cells of a window, as vectors where they are polygons, on an empty panel, whose limits become the
+    window's; colours are red, green and blue of each cell, (C, 3), in [0, 1]."""
     axes.grid(False)
     left, right, bottom, top = cells.window
     if cells.polygons is not None:
@@ -77,14 +71,8 @@ def fill_by_size(axes: Axes, cells: PlaneCells) -> None:
 
 
 def fill_by_occupancy(axes: Axes, cells: PlaneCells, occupancy: NDArray[np.int64], counted: str) -> None:
-    """Draw the cells coloured by how many rows each has, (C,); those without any are left white.
-
-    Args:
-        axes: an empty panel.
-        cells: what to draw.
-        occupancy: rows of each cell.
-        counted: which rows these are: "rows projected onto the cell".
-    """
+    """Draw the cells on an empty panel, coloured by how many rows each has, (C,), which `counted` names as in "rows
+    projected onto the cell"; those without any are left white."""
     most = max(2, int(occupancy.max(initial=0)))
     scale = LogNorm(1, most)
     colours = np.where((occupancy > 0)[:, None], SCALE(scale(np.maximum(occupancy, 1)))[:, :3], EMPTY)

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from ..metrics import DENSE_FREQUENCY
-from ..report import counted
+from ..wording import counted
 from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, log_scale, say_empty, short
 
 BINS = 60

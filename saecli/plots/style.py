@@ -36,14 +36,11 @@ NAME_WIDTH = 40  # letters of a run's name that a legend shows
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a picture's path before the work that it would show.
-
-    Raises:
-        ConfigError: its ending is none of `FORMATS`.
-    """
+    """Refuse a picture's path before the work that it would show; ConfigError where its ending is none of `FORMATS`."""
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"cannot draw {path}: expected an ending out of {', '.join(FORMATS)}, got "
-                          f"{path.suffix or 'none'}; give the picture another name")
+        raise ConfigError(None, "cannot draw {path}: expected an ending out of {endings}, got {got}",
+                          "give the picture another name", path=path, endings=", ".join(FORMATS),
+                          got=path.suffix or "none")
 
 
 @contextmanager
@@ -84,13 +81,8 @@ def short(name: str, width: int = NAME_WIDTH) -> str:
 
 
 def log_scale(axes: Axes, which: str, whole: bool = False) -> None:
-    """Make an axis logarithmic, with plain numbers where it spans fewer than three decades, the denser the fewer.
-
-    Args:
-        axes: the panel.
-        which: "x" or "y".
-        whole: what it shows are counts, with nothing between 1 and 2.
-    """
+    """Make a panel's axis, "x" or "y", logarithmic, with plain numbers where it spans fewer than three decades, the
+    denser the fewer; `whole` for counts, with nothing between 1 and 2."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()

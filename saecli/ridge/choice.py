@@ -1,8 +1,8 @@
-"""The search for the alpha of least PRESS, the exact leave-one-out error, one factorisation a step.
+"""The search for the alpha of least PRESS, the exact leave-one-out error, with one factorisation per alpha looked at.
 
     PRESS(alpha) = mean_i ||r_i||^2 / (1 - h_i)^2
 
-with r_i the residual of row i and h_i its leverage (`leverage.py`): the squared error of row i under the decoder
+with r_i the residual of row i and h_i its leverage (`solve.slack_of`): the squared error of row i under the decoder
 fitted to all other rows, c held. Generalised cross-validation, which puts the mean leverage in place of h_i, chooses a
 ridge far too small where rows differ much in norm, as activations do.
 
@@ -18,53 +18,37 @@ and at alpha + d both are taken as rational functions of d with one pole, the on
 
 That is exact where psi_i lies in one eigenspace of A, and exact to first order everywhere: where the PRESS so
 modelled has its minimum at d = 0, so has PRESS.
+
+Shapes: N rows in all, n sampled, F = d_sae, E targets.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .solve import Terms, best_multiple, centre_of, factor, shrinkage, total
-from .systems import Factor, System
+from .solve import best_multiple
+from .system import Factorisation, System, Terms
 
 LEAST_SLACK = 1e-12  # 1 - h_i from which on a row counts as fitted alone
 LEAST, MOST = -7, 3  # powers of ten of A's mean diagonal between which alpha is sought
 SPACING = 2  # decades between the alphas that a first search looks at
 REACH = 1.0  # decades over which a model is used, doubled while it falls all the way
-CLOSE = 0.3  # decades over which it is taken at its word
 STEPS = 41  # alphas at which a model is evaluated, to find its minimum
-GAIN = 1e-3  # share of PRESS for which another factorisation is not worth it
+GAIN = 1e-3  # fraction of PRESS for which another factorisation is not worth it
 WARM_GAIN = 1e-2  # the same at the last choice, where the next outer iteration goes on with the search
 LOOKS = 12  # factorisations after which a search ends with the best of them
-LEAST_ROWS, SHARE, MOST_ROWS = 128, 8, 256  # rows that are looked at: one in 8, between these numbers
+LEAST_ROWS, FRACTION, MOST_ROWS = 128, 8, 256  # sampled rows: one in 8, between these numbers
 MIXED = 64  # sums of columns that c is taken from
-UNIFORM = 0.5  # share of them drawn evenly, the others by squared norm
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows on which PRESS is evaluated.
-
-    Args:
-        z: codes, (n, F), float64.
-        x: inputs, (n, D), float64.
-        index: which of the system's rows they are, (n,); None where that is not known.
-        weight: what each one's error counts, (n,).
-    """
-
-    z: Tensor
-    x: Tensor
-    index: Tensor | None
-    weight: Tensor
+UNIFORM = 0.5  # fraction of the sampled rows drawn evenly, the others by squared norm
 
 
 @dataclass(frozen=True)
 class Model:
-    """PRESS around an alpha that was factorised; a vector has an entry a row, (n,).
+    """PRESS around an alpha that was factorised; a vector has an entry for each row, (n,).
 
     Args:
         decades: log10 of alpha over A's mean diagonal.
@@ -104,164 +88,159 @@ class Model:
         return float(points[best]), float(values[best])
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What a search ended with.
-
-    Args:
-        alpha: the alpha of least PRESS.
-        factored: for an alpha so near that PRESS is a hundredth above at most, still valid; None where the search's
-            last step led it away from there.
-    """
-
-    alpha: float
-    factored: Factor | None
-
-
-def choose_alpha(system: System, terms: Terms, z: Tensor, x: Tensor, last: float | None) -> Choice:
-    """The alpha with the least PRESS over a sample of rows.
+def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float | None) -> Factorisation[Any]:
+    """The factorisation at the alpha of least PRESS over a sample of rows.
 
     Args:
         system: normal equations of all rows.
         terms: the other terms' weights; their alpha is not looked at.
         z: codes of the sampled rows, (n, F); if N, then all in the system's order.
-        x: their inputs, (n, D).
+        y: their targets, (n, E).
         last: the choice of the outer iteration before, from which the search goes downhill; None for a search over
             all decades.
 
     Returns:
-        The alpha, between 1e-7 and 1e3 of A's mean diagonal: below, the ridge is lost in rounding; above, it leaves
-        nothing of W - T. With it, mostly, a factorisation.
+        The factorisation, with its `alpha` between 1e-7 and 1e3 of A's mean diagonal: below, the ridge is lost in
+        rounding; above, it leaves nothing of W - T. PRESS there is by its model at most a thousandth above the least
+        nearby; a hundredth where `last` itself is chosen again.
 
     Cost: a factorisation, and 2 F^2 operations for each of some 650 columns, for every alpha looked at: one or two
-    alphas from a good start, about seven from none.
+    alphas from a good start, about seven from none. One more factorisation where the last alpha looked at was worse.
     """
-    scale = max(system.scale(shrinkage(system, terms)), np.finfo(float).tiny)
-    index, weight = sample_rows(x, system.x_bar, min(max(LEAST_ROWS, system.rows // SHARE), MOST_ROWS))
-    rows = Rows(z[index].double(), x[index].double(), index if len(z) == system.rows else None, weight)
+    scale = max(system.scale(terms.shrink(system.rows)), np.finfo(float).tiny)
+    press, latest = Press.of(system, terms, z, y), None
 
-    equations, latest = Equations.of(system, terms), None
+    def factorised(decades: float) -> Factorisation[Any]:
+        return system.factorise(replace(terms, alpha=scale * 10**decades))
 
     def look(decades: float) -> Model:
         nonlocal latest
-        latest = factor(system, replace(terms, alpha=scale * 10**decades))
-        return model(equations, rows, latest, decades)
+        latest = factorised(decades)
+        return press.model(latest, decades)
 
     if last is not None:
         start = float(np.clip(np.log10(max(last, np.finfo(float).tiny)) - np.log10(scale), LEAST, MOST))
-        here, best = _descend(look, look(start), WARM_GAIN)
+        best = _descend(look, look(start), WARM_GAIN)
     else:
         coarse = [look(float(decades)) for decades in range(LEAST, MOST + 1, SPACING)]
-        here, best = _descend(look, min(coarse, key=lambda one: one.minimum(REACH)[1]), GAIN)
-    return Choice(scale * 10**best, latest if latest.alpha == here.alpha else None)
+        best = _descend(look, min(coarse, key=lambda model: model.minimum(REACH)[1]), GAIN)
+    return latest if latest.alpha == best.alpha else factorised(best.decades)
 
 
-def _descend(look: Callable[[float], Model], here: Model, gain: float) -> tuple[Model, float]:
-    """The best model that is come to from the first of them, and the minimum, in decades, that it leads to; it goes on
-    while there is more than `gain` left to win."""
+def _descend(look: Callable[[float], Model], here: Model, gain: float) -> Model:
+    """The best of the models that are come to from the first, going on while there is more than `gain` left to win."""
     reach = REACH
     for _ in range(LOOKS):
         target, expected = here.minimum(reach)
         away = abs(target - here.decades)
         falling = away > 0.99 * reach  # to the last: PRESS may be flat here and have its minimum far off
         if expected > (1 - gain) * here.value and not falling:
-            return here, here.minimum(CLOSE)[0]
+            return here
         there, gain = look(target), GAIN
         if there.value < here.value:
             here, reach = there, 2 * reach if falling else REACH
         else:
             reach = away / 2
-    return here, here.decades
+    return here
 
 
 @dataclass(frozen=True)
-class Equations:
-    """What the right side of the normal equations is, whatever alpha.
+class Press:
+    """What PRESS is computed from whatever alpha is.
 
     Args:
-        system: the equations' left side.
+        system: the normal equations' left side.
         terms: the other terms.
-        centre: what inputs are counted from, (D,).
-        right: `C + mu W_t`, (F, D).
-        direction: T0, (F, D); None where there is none.
+        z: codes of the rows that it is evaluated on, (n, F), float64.
+        y: their targets, (n, E), float64.
+        index: their numbers among the system's rows, (n,); None where they are not known.
+        weight: of each one's error, (n,).
+        centre: what is subtracted from targets, (E,).
+        right: `C + mu W_t`, (F, E).
         mixed: T0 and `right` with few columns that stand for all, each (F, p); none where there is no T0.
     """
 
     system: System
     terms: Terms
+    z: Tensor
+    y: Tensor
+    index: Tensor | None
+    weight: Tensor
     centre: Tensor
     right: Tensor
-    direction: Tensor | None
-    mixed: tuple[Tensor, ...] = ()
+    mixed: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, system: System, terms: Terms) -> Self:
-        """Those of a system."""
-        centre = centre_of(system, terms)
+    def of(cls, system: System, terms: Terms, z: Tensor, y: Tensor) -> Self:
+        """On a sample of the given rows, (n, F) and (n, E); if N, then all in the system's order."""
+        rows, y_bar = system.rows, system.y_bar
+        index, weight = sample_rows(y, y_bar, int(min(max(LEAST_ROWS, rows // FRACTION), MOST_ROWS)))
+        centre = terms.centre(rows, y_bar)
         right = system.cross(centre).add_(terms.W_t.double(), alpha=terms.mu)
-        if terms.direction is None:
-            return cls(system, terms, centre, right, None)
-        direction = terms.direction.double()
-        signs = _mixing(right.shape[1]).to(right)
-        return cls(system, terms, centre, right, direction, (direction @ signs, right @ signs))
+        mixed: tuple[Tensor, ...] = ()
+        if terms.direction is not None:
+            signs = _mixing(right.shape[1]).to(right)
+            mixed = terms.direction.double() @ signs, right @ signs
+        return cls(system, terms, z[index].double(), y[index].double(), index if len(z) == rows else None, weight,
+                   centre, right, mixed)
+
+    def model(self, factorisation: Factorisation[Any], decades: float) -> Model:
+        """The model around the alpha of a factorisation, which is `decades` powers of ten of A's mean diagonal.
+
+        No decoder is solved for: with `W = M (right + c alpha T0)` all that is needed of W are its products with u and
+        psi, which `psi' M = u'` gives. c is that of the mixed columns, on whose choice it hardly depends.
+        """
+        terms, alpha = self.terms, factorisation.alpha
+        psi = self.z - terms.shrink(self.system.rows) * self.system.z_bar
+        own = None if self.index is None else factorisation.own(self.index)
+        if own is not None:
+            u, slack = own.u(), own.slack
+            residual = own.residual(self.centre) - terms.mu * (u.T @ terms.W_t.double())
+        else:
+            u = factorisation.solve(psi.T)
+            slack = 1 - 1 / (self.system.rows + terms.beta + terms.nu) - (psi * u.T).sum(1)
+            residual = self.y - self.centre - u.T @ self.right  # y - b - psi' W
+        v = factorisation.solve(u)
+        falling = v.T @ self.right  # its derivative
+        if terms.direction is not None:
+            T0 = terms.direction.double()
+            along, untargeted = factorisation.solve(torch.cat(self.mixed, 1)).chunk(2, 1)
+            c, slope = best_multiple(self.mixed[0], untargeted, along, alpha)
+            towards = u.T @ T0
+            residual -= c * alpha * towards
+            falling += c * alpha * (v.T @ T0) - (c + slope * alpha) * towards
+        leverage = (psi * u.T).sum(1)
+        pole = torch.where(leverage > 0, u.square().sum(0) / leverage, 0.0)
+        squares = torch.stack([residual.square().sum(1), (residual * falling).sum(1), falling.square().sum(1)])
+        return Model(decades, alpha, slack, leverage, pole, self.weight * squares)
 
 
-def _mixing(d_in: int) -> Tensor:
-    """What takes D columns to `MIXED` sums of all of them with random signs, the same on every call."""
-    if d_in <= MIXED:
-        return torch.eye(d_in)
-    return 2.0 * torch.randint(2, (d_in, MIXED), generator=torch.Generator().manual_seed(0)) - 1
+def _mixing(columns: int) -> Tensor:
+    """What takes E columns to `MIXED` sums of all of them with random signs, (E, p), the same on every call."""
+    if columns <= MIXED:
+        return torch.eye(columns)
+    return 2.0 * torch.randint(2, (columns, MIXED), generator=torch.Generator().manual_seed(0)) - 1
 
 
-def model(equations: Equations, rows: Rows, factored: Factor, decades: float) -> Model:
-    """The model of PRESS around the alpha of a factorisation, which is `decades` powers of ten of A's mean diagonal.
-
-    No decoder is solved for: with `W = M (right + c alpha T0)` all that is wanted of W are its products with u and psi,
-    which `psi' M = u'` gives. c is that of the mixed columns, of whose choice it hardly depends.
-    """
-    system, terms, alpha, T0 = equations.system, equations.terms, factored.alpha, equations.direction
-    psi = rows.z - shrinkage(system, terms) * system.z_bar
-    if factored.own is not None and rows.index is not None:
-        own = factored.own(rows.index)
-        u, slack = own.solve(), own.slack
-        residual = own.residual(equations.centre) - terms.mu * (u.T @ terms.W_t.double())
-    else:
-        u = factored.solve(psi.T)
-        slack = 1 - 1 / (system.rows + terms.beta + terms.nu) - total((psi * u.T).sum(1))
-        residual = rows.x - equations.centre - total(u.T @ equations.right)  # x - b - psi' W
-    v = factored.solve(u)
-    falling = total(v.T @ equations.right)  # its derivative
-    if T0 is not None:
-        along, untargeted = factored.solve(torch.cat(equations.mixed, 1)).chunk(2, 1)
-        c, slope = best_multiple(equations.mixed[0], untargeted, along, alpha)
-        towards = total(u.T @ T0)
-        residual -= c * alpha * towards
-        falling += c * alpha * total(v.T @ T0) - (c + slope * alpha) * towards
-    leverage = total((psi * u.T).sum(1))
-    pole = torch.where(leverage > 0, total(u.square().sum(0)) / leverage, 0.0)
-    squares = torch.stack([residual.square().sum(1), (residual * falling).sum(1), falling.square().sum(1)])
-    return Model(decades, alpha, slack, leverage, pole, rows.weight * squares)
-
-
-def sample_rows(x: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def sample_rows(y: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Rows that stand for all, large ones more surely, and the weights that make their sums unbiased.
 
     A systematic sample, the same on every call: row i is in it with probability
-    `min(1, size (p / n + (1 - p) ||x_i - centre||^2 / sum))`. A few large rows decide PRESS where norms differ.
+    `min(1, size (p / n + (1 - p) ||y_i - centre||^2 / sum))`. A few large rows decide PRESS where norms differ.
 
     Args:
-        x: inputs, (n, D).
-        centre: their mean, (D,).
+        y: targets, (n, E).
+        centre: their mean, (E,).
         size: rows wanted.
 
     Returns:
         The indices and weights, each (m,): at most about `size` rows, and all where there are no more.
     """
-    if len(x) <= size:
-        return torch.arange(len(x), device=x.device), torch.ones(len(x), dtype=torch.float64, device=x.device)
-    norms = (x.double() - centre).square().sum(1)
-    share = UNIFORM / len(x) + (1 - UNIFORM) * norms / norms.sum().clamp(min=torch.finfo(torch.float64).tiny)
-    chance = (size * share).clamp(max=1)
+    if len(y) <= size:
+        return torch.arange(len(y), device=y.device), torch.ones(len(y), dtype=torch.float64, device=y.device)
+    norms = (y.double() - centre).square().sum(1)
+    fraction = UNIFORM / len(y) + (1 - UNIFORM) * norms / norms.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    chance = (size * fraction).clamp(max=1)
     ticks = (chance.cumsum(0) - 0.5).ceil()
     index = torch.diff(ticks, prepend=ticks.new_zeros(1)).nonzero().squeeze(1)
     return index, 1 / chance[index]

@@ -1,16 +1,15 @@
-"""Cholesky factorisation of a large symmetric matrix within the memory that holds the matrix.
+"""Cholesky factorisation of a large symmetric matrix in the memory that holds the matrix.
 
     A + diag(d) + sum_k w_k u_k u_k' = R' R
 
-A lies on and below the diagonal of an array (F, F + 1), R on and above it, one column further: neither is there twice,
-and A is still whole when it is factorised again with another diagonal. Panels of rows are taken from A in turn, what
-the panels before contribute is subtracted, and the rest is divided by the root of the panel's own diagonal block
-(Golub and Van Loan, "Matrix Computations", section 4.2): products of matrices nearly all, as fast as LAPACK's.
+A lies on and below the diagonal of an array (F, F + 1), R on and above it, one column further: neither is stored twice,
+and A is still whole when it is factorised again with another diagonal. Panels of rows are taken from A in turn; the
+contribution of the panels before is subtracted, and the rest is divided by the root of the panel's own diagonal block
+(Golub and Van Loan, "Matrix Computations", section 4.2). Nearly all of that is matrix products, as fast as LAPACK's.
 
-Shapes: F the matrix' side, p a panel's rows. All is float64.
+Shapes: F the matrix's side, p a panel's rows, C columns. All is float64.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,9 +17,8 @@ import torch
 from scipy.sparse.linalg import LinearOperator, onenormest
 from torch import Tensor
 
-from ..distributed import Axis, alone
 from ..errors import TrainingError
-from .systems import NOT_FINITE
+from .system import NOT_FINITE
 
 PANEL = 256  # rows
 RAISES = 15  # how often a ridge that fails is raised tenfold before giving up
@@ -28,36 +26,31 @@ RAISES = 15  # how often a ridge that fails is raised tenfold before giving up
 Update = tuple[float, Tensor]  # w and u, (F,), of a term w u u'
 
 
-class Factorised(ABC):
-    """A symmetric matrix A, and a factor of it with something added.
+class Cholesky:
+    """A symmetric matrix A, and the Cholesky factor of A with something added.
 
     Args:
-        axis: the processes that have A together, in equal parts: each hands over and gets back its own F rows of
-            whatever has one for each of A's.
+        side: F.
+        device: of the array.
+
+    Attributes:
+        matrix: A on and below the diagonal, (F, F); the entries above it belong to the factor.
+
+    Memory: 8 F (F + 1) bytes.
     """
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, side: int, device: torch.device | str = "cpu") -> None:
+        both = torch.zeros(side, side + 1, dtype=torch.float64, device=device)
+        self.matrix = both[:, :-1]
+        self._factor = both[:, 1:]  # R; below the diagonal stands A
         self._norm = 0.0  # the 1-norm of what was factorised
 
-    @abstractmethod
-    def diagonal(self) -> Tensor:
-        """A's, (F,)."""
-
-    @abstractmethod
-    def solve(self, right: Tensor) -> Tensor:
-        """The inverse of what was factorised, times the columns of the right side, (F, *); 2 F^2 operations a
-        column."""
-
-    @abstractmethod
-    def squared_norms(self, right: Tensor) -> Tensor:
-        """`g' M g`, with M that inverse, of each column g of the right side, (F, n): (n,); half the work of solving
-        for it."""
-
-    @abstractmethod
-    def _factorised(self, diagonal: Tensor, updates: Sequence[Update]) -> bool:
-        """Fill in the factor of `A + sum w u u'`, the diagonal of the updates left to `diagonal`, and the 1-norm of
-        what is factorised; false where that is not positive definite."""
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor) -> "Cholesky":
+        """One that holds the product of (F, n) and (n, F), which is symmetric."""
+        held = cls(len(left), left.device)
+        held.matrix.addmm_(left, right)
+        return held
 
     def factorise(self, ridge: float, diagonal: Tensor, updates: Sequence[Update] = (),
                   resolution: float = 0.0) -> tuple[float, bool]:
@@ -67,71 +60,33 @@ class Factorised(ABC):
             ridge: at least 0.
             diagonal: (F,).
             updates: further terms.
-            resolution: the least ridge, as a share of the mean diagonal of what is factorised without it.
+            resolution: the least ridge, as a fraction of the mean diagonal of what is factorised without it.
 
         Returns:
-            The ridge that it took, and whether one failed before it.
+            The ridge that succeeded, and whether a smaller one failed.
 
         Raises:
             TrainingError: the matrix is not finite, or rounding has left it such that no ridge makes it positive
                 definite.
 
-        Cost: F^3 / 3 operations an attempt.
+        Cost: F^3 / 3 operations per attempt.
         """
         diagonal = diagonal + sum((weight * vector.square() for weight, vector in updates), start=0.0)
-        mean = self.axis.mean((self.diagonal() + diagonal).abs()).item()
+        mean = (self.matrix.diagonal() + diagonal).abs().mean().item()
         ridge = max(ridge, resolution * (mean or 1.0))
         for attempt in range(RAISES):
             if self._factorised(diagonal + ridge, updates):
                 return ridge, attempt > 0
             if not np.isfinite(self._norm):
-                raise TrainingError(NOT_FINITE)
+                raise TrainingError(None, *NOT_FINITE)
             ridge *= 10
-        raise TrainingError(f"the decoder step cannot be solved: its matrix is not positive definite with a ridge of "
-                            f"{ridge / 10:.3g}, since the codes' offset is so large against their spread that float32 "
-                            f"sums lose it; normalise the rows, e.g. with --normalize scale")
-
-    def condition(self) -> float:
-        """Estimate of the 1-norm condition number of what was factorised (Higham and Tisseur, "A Block Algorithm for
-        Matrix 1-Norm Estimation", 2000), at the cost of a few columns solved for."""
-        rows, device = len(self.diagonal()), self.diagonal().device
-        side = rows * self.axis.size
-        # The norm is the same with signs changed; from ones, an eigenvector of held rows' matrix, ties would be broken
-        # by rounding.
-        signs = (1.0 - 2.0 * (np.arange(side) % 2))[:, None]
-
-        def times(columns: np.ndarray) -> np.ndarray:
-            own = torch.from_numpy(signs * columns.reshape(side, -1)).split(rows)[self.axis.place]
-            return signs * self.axis.side_by_side(self.solve(own.to(device)).T).T.cpu().numpy()
-
-        inverse = LinearOperator((side, side), matvec=times, rmatvec=times, matmat=times, rmatmat=times, dtype=float)
-        return self._norm * float(onenormest(inverse, t=1))  # more columns at a time would be drawn at random
-
-
-class Cholesky(Factorised):
-    """A symmetric matrix, and a factor of it with something added.
-
-    Args:
-        side: F.
-        device: where it is held.
-
-    Memory: 8 F (F + 1) bytes.
-    """
-
-    def __init__(self, side: int, device: torch.device | str = "cpu") -> None:
-        super().__init__(alone())
-        both = torch.zeros(side, side + 1, dtype=torch.float64, device=device)
-        self.matrix = both[:, :-1]  # A; above the diagonal stands what is left of a factor
-        self._factor = both[:, 1:]  # R; below the diagonal stands A
-
-    @classmethod
-    def of(cls, left: Tensor, right: Tensor) -> "Cholesky":
-        """One that holds the product of (F, n) and (n, F), which is symmetric."""
-        held = cls(len(left), left.device)
-        held.matrix.addmm_(left, right)
-        return held
+        raise TrainingError(None, "the decoder step cannot be solved: its matrix is not positive definite with a ridge "
+                            "of {ridge:.3g}, since the codes' offset is so large against their spread that float32 "
+                            "sums lose it", "normalise the rows, e.g. with {normalize} scale", ridge=ridge / 10)
 
     def _factorised(self, diagonal: Tensor, updates: Sequence[Update]) -> bool:
+        """Fill in the factor of `A + sum w u u'`, whose updates' diagonal is part of `diagonal`, and its 1-norm; false
+        where it is not positive definite."""
         R, sums, whole = self._factor, torch.zeros_like(diagonal), True
         for begin, end in self._panels():
             panel = self.matrix[begin:, begin:end].T.clone()  # (p, F - begin)
@@ -144,7 +99,7 @@ class Cholesky(Factorised):
             sums[begin:end] += sizes.sum(1)
             sums[end:] += sizes[:, end - begin :].sum(0)
             if not whole:
-                continue  # to the end of the norm, which tells why
+                continue  # to the end of the norm, which tells a matrix that is not finite
             panel.addmm_(R[:begin, begin:end].T, R[:begin, begin:], alpha=-1)
             corner, info = torch.linalg.cholesky_ex(own)
             whole = info.item() == 0 and bool(corner.diagonal().isfinite().all())  # a NaN need not fail on every device
@@ -155,12 +110,8 @@ class Cholesky(Factorised):
         self._norm = sums.max().item() if sums.isfinite().all() else float("nan")
         return whole
 
-    def diagonal(self) -> Tensor:
-        """A's, (F,)."""
-        return self.matrix.diagonal()
-
     def solve(self, right: Tensor) -> Tensor:
-        """`(R' R)^-1` times the columns of the right side, (F, *)."""
+        """`(R' R)^-1` times a right side, (F, C); 2 F^2 C operations."""
         solution = self._forward(right.clone())
         for begin, end in reversed(list(self._panels())):
             solution[begin:end].addmm_(self._factor[begin:end, end:], solution[end:], alpha=-1)
@@ -169,11 +120,25 @@ class Cholesky(Factorised):
         return solution
 
     def squared_norms(self, right: Tensor) -> Tensor:
-        """`g' (R' R)^-1 g` of each column g of the right side, (F, n): (n,)."""
+        """`g' (R' R)^-1 g` of each column g of a right side, (F, C): (C,); half the operations of a solution."""
         return self._forward(right.clone()).square().sum(0)
 
+    def condition(self) -> float:
+        """Estimate of the 1-norm condition number of what was factorised (Higham and Tisseur, "A Block Algorithm for
+        Matrix 1-Norm Estimation", 2000), at the cost of solving for a few columns."""
+        side, device = len(self.matrix), self.matrix.device
+        # The norm is the same with signs changed; from ones, an eigenvector of held rows' matrix, ties would be broken
+        # by rounding.
+        signs = (1.0 - 2.0 * (np.arange(side) % 2))[:, None]
+
+        def times(columns: np.ndarray) -> np.ndarray:
+            return signs * self.solve(torch.from_numpy(signs * columns.reshape(side, -1)).to(device)).cpu().numpy()
+
+        inverse = LinearOperator((side, side), matvec=times, rmatvec=times, matmat=times, rmatmat=times, dtype=float)
+        return self._norm * float(onenormest(inverse, t=1))  # more columns at a time would be drawn at random
+
     def _forward(self, right: Tensor) -> Tensor:
-        """`R'^-1` times the right side, in its place."""
+        """`R'^-1` times a right side, in its place."""
         for begin, end in self._panels():
             right[begin:end].addmm_(self._factor[:begin, begin:end].T, right[:begin], alpha=-1)
             right[begin:end] = torch.linalg.solve_triangular(self._corner(begin, end).T, right[begin:end], upper=False)
@@ -183,9 +148,6 @@ class Cholesky(Factorised):
         return self._factor[begin:end, begin:end].triu()
 
     def _panels(self) -> Iterator[tuple[int, int]]:
-        return panels(len(self._factor))
-
-
-def panels(side: int) -> Iterator[tuple[int, int]]:
-    """Where each panel of so many rows begins and ends."""
-    return ((begin, min(begin + PANEL, side)) for begin in range(0, side, PANEL))
+        """Where each panel begins and ends."""
+        side = len(self._factor)
+        return ((begin, min(begin + PANEL, side)) for begin in range(0, side, PANEL))

@@ -1,216 +1,265 @@
-"""Normal equations without a Gram matrix: its products are made from the codes, in an iteration.
+"""Normal equations without a Gram matrix: conjugate gradients take its products from the codes.
 
-Shapes: N rows in all, B in a block, F = d_sae, D = d_in. Symbols as in the package's docstring; `shrink` is s.
+Shapes: B rows in a block, N rows in all, F = d_sae, E targets, C columns of a right side. Symbols as in the package's
+docstring; `shrink` is s.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..distributed import rows_axis
+from ..codes import Codes, SparseCodes, joined
 from ..errors import TrainingError
-from ..products import NonZeros
-from .gradient import Descent, conjugate_gradient
-from .systems import NOT_FINITE, Factor
+from .system import NOT_FINITE, AllReduce, Factorisation, System, reduced
+
+MOST = 500  # iterations before it gives up
+RESTARTS = 3  # from the true residual, where the recurrence's has drifted from it
+
+
+@dataclass(frozen=True)
+class Descent:
+    """How an iteration ended.
+
+    Args:
+        residual: of the worst column, in the diagonal's norm, over that of its right side; computed from the solution,
+            not by the recurrence.
+        iterations: their number.
+        condition: estimate of the preconditioned matrix's condition number.
+    """
+
+    residual: float
+    iterations: int
+    condition: float
+
+
+def conjugate_gradient(times: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, diagonal: Tensor,
+                       tolerance: float) -> tuple[Tensor, Descent]:
+    """Solve `A X = G` for a symmetric positive definite A that is known by its products.
+
+    A column's residual r counts as `sqrt(r' diag^-1 r)`. Iterations go on until the worst column is below the
+    tolerance; their number grows as the root of the condition number of `diag^-1/2 A diag^-1/2`, which is 1 for latents
+    that never fire together, however different their rates (Saad, "Iterative Methods for Sparse Linear Systems",
+    sections 6.7 and 9.2).
+
+    Args:
+        times: gives A times (F, C).
+        right: G, (F, C), float64.
+        start: first guess of X, (F, C).
+        diagonal: A's, (F,), positive.
+        tolerance: of residuals, over those of X = 0.
+
+    Returns:
+        X, (F, C), and how the iteration ended.
+
+    Cost: a product per iteration, and one per restart.
+    """
+    inverse = 1 / diagonal[:, None]
+    size = (right.square() * inverse).sum(0).sqrt()  # (C,)
+    size = torch.where(size > 0, size, 1.0)
+    solution, taken, steps = start.clone(), 0, []
+    for _ in range(RESTARTS):
+        residual = right - times(solution)
+        scaled = inverse * residual
+        square = (residual * scaled).sum(0)
+        if taken >= MOST or square.sqrt().div(size).max() <= tolerance:
+            break
+        direction = scaled
+        while taken < MOST and square.sqrt().div(size).max() > tolerance / 2:
+            image = times(direction)
+            step = square / _positive((direction * image).sum(0))
+            solution.addcmul_(direction, step)
+            residual.addcmul_(image, step, value=-1)
+            scaled = inverse * residual
+            before, square = square, (residual * scaled).sum(0)
+            ratio = square / _positive(before)
+            direction = torch.addcmul(scaled, direction, ratio)
+            steps.append((step, ratio))
+            taken += 1
+    worst = square.sqrt().div(size)
+    return solution, Descent(worst.max().item(), taken, _condition(steps, int(worst.argmax())))
+
+
+def _positive(values: Tensor) -> Tensor:
+    """The values, with 1 for columns that are solved already, whose steps are then 0."""
+    return torch.where(values > 0, values, 1.0)
+
+
+def _condition(steps: list[tuple[Tensor, Tensor]], column: int) -> float:
+    """Ratio of the extreme eigenvalues of the tridiagonal matrix that a column's iterations have built (Saad, section
+    6.7.3)."""
+    if not steps:
+        return 1.0
+    alphas, betas = (torch.stack(values)[:, column].cpu().numpy() for values in zip(*steps, strict=True))
+    kept = int(np.argmin(alphas > 0)) or len(alphas)
+    alphas, betas = alphas[:kept], betas[: kept - 1]
+    diagonal = 1 / alphas
+    diagonal[1:] += betas / alphas[:-1]
+    beside = np.sqrt(betas) / alphas[:-1]
+    values = np.linalg.eigvalsh(np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
+    return float(values[-1] / values[0]) if values[0] > 0 else float("inf")
+
 
 COLUMNS = 256  # of the right side at a time: their sums for a row of codes then stay in a core's cache
 TOLERANCE = 1e-4  # of residuals; the objective is then some 1e-7 of its fall above the minimum
 RESOLUTION = 1e-8  # of the mean diagonal: a smaller ridge is lost in products of float32
-ENTRY_BYTES = 32  # that a code which is not zero takes: its row, column and value, by row and by column
 JOINED_ROWS = 16_384  # of kept blocks: each adds to F sums
 
 
-class CodeProducts:
-    """Normal equations whose matrix is known by its products with vectors, made of the codes block by block.
+class StreamedCodes(System):
+    """Normal equations whose matrix is known by its products with vectors, made from the codes block by block.
 
-    With y = z V - z_bar' V, `A V = sum (z - z_bar) y' + (1 - s) N z_bar (z_bar' V)`: for K codes a row that are not
-    zero, 4 K D operations a row and iteration, where encoding takes 2 D F. Codes are kept where they fit; where they do
-    not, every iteration encodes all rows again.
+    With v = z V - z_bar' V, `A V = sum (z - z_bar) v' + (1 - s) N z_bar (z_bar' V)`: for K entries in each row, 4 K C
+    operations per row and iteration, where encoding takes 2 D F. Codes are kept where they fit; where they do not,
+    every iteration encodes all rows again.
 
     Args:
-        d_in: D.
-        d_sae: F.
+        start: a decoder near the one sought, (F, E), such as the last, in the codes' precision.
         again: gives the codes of all blocks again, as they were given to `add`.
-        budget: bytes that the codes kept may take.
-        start: a decoder near the one sought, (F, D), such as the last, of the codes' precision.
-        device: where sums are held.
+        budget: bytes that the kept codes may take.
     """
 
-    def __init__(self, d_in: int, d_sae: int, again: Callable[[], Iterator[Tensor]], budget: float, start: Tensor,
-                 device: torch.device | str = "cpu") -> None:
+    def __init__(self, start: Tensor, again: Callable[[], Iterator[Codes]], budget: float) -> None:
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.float64, device=device)
+            return torch.zeros(*shape, dtype=torch.float64, device=start.device)
 
-        self.rows = 0
-        self.sum_z, self.sum_x = zeros(d_sae), zeros(d_in)
-        self.squares = zeros(d_sae)
-        self.zx = zeros(d_sae, d_in)
+        d_sae, d_out = start.shape
+        self.count = zeros(1)
+        self.sum_z, self.sum_y, self.squares, self.zy = zeros(d_sae), zeros(d_out), zeros(d_sae), zeros(d_sae, d_out)
+        self.start = start
+        self.streams = False  # whether codes did not fit, in any process, and every iteration makes them again
         self._again, self._room = again, budget
-        self._kept: list[NonZeros | Tensor] | None = []
-        self._pending: list[NonZeros] = []
-        self._start = start
-        self._others_stream = False
+        self._kept: list[Codes] | None = []
+        self._pending: list[SparseCodes] = []
+        self._all_reduce: AllReduce = lambda tensor: tensor
 
-    def add(self, z: Tensor, x: Tensor) -> None:
-        """Add a block of rows: codes z, (B, F), which are not written to again, and inputs x, (B, D)."""
-        block = NonZeros.of(z) or z
-        self.rows += len(z)
-        self.sum_z += z.sum(0, dtype=torch.float64)
-        self.sum_x += x.sum(0, dtype=torch.float64)
-        self.squares += z.square().sum(0, dtype=torch.float64)
-        self.zx += transposed_times(block, x)
-        self._keep(block, z)
-
-    def _keep(self, block: NonZeros | Tensor, z: Tensor) -> None:
-        """Keep a block of codes where it fits beside those before."""
-        sparse = isinstance(block, NonZeros)
-        self._room -= len(block.values) * ENTRY_BYTES if sparse else z.numel() * z.element_size()
+    def add(self, codes: Codes, y: Tensor) -> None:
+        """Add a block of rows: codes (B, F), kept where they fit, and targets (B, E)."""
+        self.changed()
+        self.count += len(y)
+        self.sum_z += codes.sums()
+        self.sum_y += y.sum(0)
+        self.squares += codes.squares()
+        self.zy += codes.transposed_times(y)
+        self._room -= codes.bytes()
         if self._room < 0:
-            self._kept = None
+            self.streams, self._kept, self._pending = True, None, []
         if self._kept is None:
-            self._pending = []
             return
-        if not sparse:
-            self._kept.append(z)
+        if not isinstance(codes, SparseCodes):
+            self._kept.append(codes)
             return
-        self._pending.append(block)
-        if sum(one.shape[0] for one in self._pending) >= JOINED_ROWS:
+        self._pending.append(codes)
+        if sum(block.shape[0] for block in self._pending) >= JOINED_ROWS:
             self._join()
 
     def _join(self) -> None:
         if self._pending and self._kept is not None:
-            self._kept.append(NonZeros.joined(self._pending))
+            self._kept.append(joined(self._pending))
         self._pending = []
+
+    def reduce(self, all_reduce: AllReduce) -> None:
+        """Turn the sums over this process's rows into those over every process's, and from now on every product.
+
+        Every process must then ask for the same solutions in the same order, since each product is all-reduced: alpha
+        is chosen on the same sample of rows in all of them.
+        """
+        self.changed()
+        self._all_reduce = all_reduce
+        streams = self.count.new_tensor([self.streams])
+        reduced([self.count, self.sum_z, self.sum_y, self.squares, self.zy, streams], all_reduce)
+        self.streams = bool(streams)
+
+    @property
+    def rows(self) -> float:
+        return self.count.item()
 
     @property
     def z_bar(self) -> Tensor:
-        """Mean code, (F,)."""
-        return self.sum_z / self.rows
+        return self.sum_z / self.count
 
     @property
-    def x_bar(self) -> Tensor:
-        """Mean input, (D,)."""
-        return self.sum_x / self.rows
-
-    @property
-    def streams(self) -> bool:
-        """Whether codes are made again in every iteration, since they did not fit, here or in another process."""
-        return self._kept is None or self._others_stream
-
-    def add_up_on_first(self) -> float:
-        """Put the sums over all processes' rows into those of the first, which solves; the others then `serve` it.
-
-        Returns:
-            How many rows there are in all.
-        """
-        if rows_axis().size == 1:
-            return self.rows
-        counts = rows_axis().add_up(torch.tensor([self.rows, int(self._kept is None)]))
-        self.rows, self._others_stream = int(counts[0]), bool(counts[1])
-        for sums in (self.sum_z, self.sum_x, self.squares, self.zx):
-            rows_axis().add_up_on_first(sums)
-        return self.rows
-
-    def serve(self) -> None:
-        """In another process than the first: multiply by the codes that are here, as often as it asks."""
-        self._join()
-        while columns := int(rows_axis().from_place(torch.zeros(1, dtype=torch.int64))):
-            asked = rows_axis().from_place(self._start.new_empty(len(self._start) + 1, columns))
-            self._products(asked[:-1], asked[-1])
-
-    def dismiss(self) -> None:
-        """In the first process: end what the others do in `serve`."""
-        rows_axis().from_place(torch.zeros(1, dtype=torch.int64))
+    def y_bar(self) -> Tensor:
+        return self.sum_y / self.count
 
     def cross(self, centre: Tensor) -> Tensor:
-        """`sum z (x - centre)'`, (F, D)."""
-        return torch.addr(self.zx, self.sum_z, centre, alpha=-1)
+        return torch.addr(self.zy, self.sum_z, centre, alpha=-1)
 
     def scale(self, shrink: float) -> float:
-        """Mean of A's diagonal, at least 0."""
-        return max(self._diagonal(shrink).mean().item(), 0.0)
+        return max(self.diagonal(shrink).mean().item(), 0.0)
 
-    def factor(self, ridge: float, shrink: float, decay: Tensor) -> Factor:
-        """Nothing is factorised: every solution is an iteration, the decoder's from `start` or from the one before.
+    def diagonal(self, shrink: float) -> Tensor:
+        """A's, (F,), which rounding may leave below 0."""
+        return self.squares - shrink * self.count * self.z_bar.square()
 
-        Cost: of a solution of C columns, some 30 to 100 products, of 4 N K C operations where K codes of a row are not
-        zero.
-        """
-        held = max(ridge, RESOLUTION * (self.scale(shrink) or 1.0))
-        added = decay + held  # (F,)
-        diagonal = self._diagonal(shrink).clamp(min=0) + added
-        found: list[Descent] = []
+    def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Iterative":
         self._join()
+        return Iterative(self, max(ridge, RESOLUTION * (self.scale(shrink) or 1.0)), shrink, decay)
 
-        def matrix_times(V: Tensor) -> Tensor:
-            return self._times(V, shrink).addcmul_(added[:, None], V)
-
-        def solve(right: Tensor, start: Tensor | None = None) -> Tensor:
-            width = right.shape[1] if self.streams else COLUMNS
-            solution = torch.empty_like(right)
-            for columns in torch.arange(right.shape[1], device=right.device).split(width):
-                some = slice(int(columns[0]), int(columns[-1]) + 1)
-                begin = right[:, some] / diagonal[:, None] if start is None else start[:, some].double()
-                descent = conjugate_gradient(matrix_times, right[:, some], begin, diagonal, TOLERANCE)
-                if not math.isfinite(descent.residual):
-                    raise TrainingError(NOT_FINITE)
-                solution[:, some] = descent.solution
-                found.append(replace(descent, solution=None))
-            return solution
-
-        def solve_cross(centre: Tensor) -> Tensor:
-            solution = solve(self.cross(centre), self._start)
-            self._start = solution.to(self._start.dtype)
-            return solution
-
-        return Factor(solve, solve_cross, lambda psi: (psi.T * solve(psi.T)).sum(0), held, False,
-                      lambda: max(one.condition for one in found), residual=lambda: max(one.residual for one in found))
-
-    def _diagonal(self, shrink: float) -> Tensor:
-        return self.squares - shrink * self.rows * self.z_bar.square()
-
-    def _times(self, V: Tensor, shrink: float) -> Tensor:
-        """`A V`, in products of the codes' precision and sums of float64."""
+    def times(self, V: Tensor, shrink: float) -> Tensor:
+        """`A V`, (F, C), in products of the codes' precision and sums of float64."""
         z_bar = self.z_bar
         apart = z_bar @ V  # (C,)
-        asked = torch.cat([V, apart[None]]).to(self._start.dtype)
-        rows_axis().from_place(torch.tensor([V.shape[1]]))
-        rows_axis().from_place(asked)
-        total, sums = self._products(asked[:-1], asked[-1])
-        return total.addr_(z_bar, (1 - shrink) * self.rows * apart - sums)
-
-    def _products(self, narrow: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-        """`sum z y'`, (F, C), and `sum y`, (C,), float64, for `y = z V - offset` of all rows, on the first process."""
-        both = self.zx.new_zeros(len(narrow) + 1, narrow.shape[1])
+        narrow, offset = V.to(self.start.dtype), apart.to(self.start.dtype)
+        both = V.new_zeros(len(V) + 1, V.shape[1])
         total, sums = both[:-1], both[-1]
-        for block in self._blocks():
-            y = times(block, narrow) - offset
-            total += transposed_times(block, y)
-            sums += y.sum(0, dtype=torch.float64)
-        rows_axis().add_up_on_first(both)
-        return total, sums
-
-    def _blocks(self) -> Iterator[NonZeros | Tensor]:
-        return iter(self._kept) if self._kept is not None else (NonZeros.of(z) or z for z in self._again())
+        for codes in self._again() if self._kept is None else self._kept:
+            v = codes.times(narrow) - offset
+            total += codes.transposed_times(v)
+            sums += v.sum(0, dtype=torch.float64)
+        both = self._all_reduce(both)
+        return both[:-1].addr_(z_bar, (1 - shrink) * self.count * apart - both[-1])
 
 
-def times(block: NonZeros | Tensor, right: Tensor) -> Tensor:
-    """The block times (F, C)."""
-    return block.times(right) if isinstance(block, NonZeros) else block @ right
+class Iterative(Factorisation[StreamedCodes]):
+    """Nothing is factorised: each solution is an iteration, the decoder's from the last decoder.
 
-
-def transposed_times(block: NonZeros | Tensor, right: Tensor) -> Tensor:
-    """The block, transposed, times (B, C)."""
-    return block.transposed_times(right) if isinstance(block, NonZeros) else block.T @ right
-
-
-def iterative_memory(d_in: int, d_sae: int, streams: bool) -> int:
-    """Bytes that a decoder step takes at its peak without a Gram matrix, the codes kept left out.
-
-    Some F x D matrices of float64, and the iteration's vectors, six of F for every column that is worked on at a time:
-    all D of them where codes are streamed.
+    Args:
+        system: gives the matrix's products.
+        ridge: r.
+        shrink: s.
+        decay: (F,).
     """
-    return 8 * d_sae * (6 * d_in + 6 * (d_in if streams else min(COLUMNS, d_in)))
+
+    def __init__(self, system: StreamedCodes, ridge: float, shrink: float, decay: Tensor) -> None:
+        super().__init__(system, ridge, raised=False)
+        self._shrink = shrink
+        self._added = decay + ridge  # (F,)
+        self._diagonal = system.diagonal(shrink).clamp(min=0) + self._added
+        self._descents: list[Descent] = []
+
+    def solve(self, right: Tensor) -> Tensor:
+        """Some 30 to 100 products, each of 4 N K C operations for K entries in each row."""
+        return self._solve(right, None)
+
+    def solve_cross(self, centre: Tensor) -> Tensor:
+        """The same, from the decoder that the system holds."""
+        return self._solve(self.system.cross(centre), self.system.start)
+
+    def condition(self) -> float:
+        """Estimate from the iterations so far; nan before the first."""
+        return max((descent.condition for descent in self._descents), default=math.nan)
+
+    def residual(self) -> float:
+        """The largest of the iterations so far; nan before the first."""
+        return max((descent.residual for descent in self._descents), default=math.nan)
+
+    def _solve(self, right: Tensor, start: Tensor | None) -> Tensor:
+        """From a start, (F, C), or from that for a diagonal matrix."""
+        solution, width = torch.empty_like(right), right.shape[1] if self.system.streams else COLUMNS
+        for begin in range(0, right.shape[1], width):
+            some = slice(begin, begin + width)
+            guess = right[:, some] / self._diagonal[:, None] if start is None else start[:, some].double()
+            solution[:, some], descent = conjugate_gradient(self._times, right[:, some], guess, self._diagonal,
+                                                            TOLERANCE)
+            if not math.isfinite(descent.residual):
+                raise TrainingError(None, *NOT_FINITE)
+            self._descents.append(descent)
+        return solution
+
+    def _times(self, V: Tensor) -> Tensor:
+        """What is solved with, times (F, C)."""
+        return self.system.times(V, self._shrink).addcmul_(self._added[:, None], V)

@@ -1,29 +1,15 @@
-"""The solvers: each trains an SAE from any re-iterable of row batches.
+"""The solvers: each trains a dictionary on batches that are pushed to it.
 
 To add one, write its file (a configuration whose `build` makes a `Solver`) and a line in `SOLVERS`.
 """
 
-from .base import DECAY, DEFAULT_STEPS, PENALTY_WARM_UP, WARM_UP, Rows, Solver, SolverConfig, StepReport, Task
+from .base import DECAY, DEFAULT_STEPS, PENALTY_WARM_UP, WARM_UP, Solver, SolverConfig, StepReport, Task
 from .optimizers import OPTIMIZERS
 from .pam_sgd import PamSgd
-from .portions import Portion
 from .sgd import Sgd
 from .smoothing import WIDEST
 
 SOLVERS: dict[str, type[SolverConfig]] = {kind.name: kind for kind in (Sgd, PamSgd)}
 
-__all__ = [
-           "DECAY",
-           "DEFAULT_STEPS",
-           "OPTIMIZERS",
-           "PENALTY_WARM_UP",
-           "SOLVERS",
-           "WARM_UP",
-           "WIDEST",
-           "Portion",
-           "Rows",
-           "Solver",
-           "SolverConfig",
-           "StepReport",
-           "Task",
-]
+__all__ = ["DECAY", "DEFAULT_STEPS", "OPTIMIZERS", "PENALTY_WARM_UP", "SOLVERS", "WARM_UP", "WIDEST", "Solver",
+           "SolverConfig", "StepReport", "Task"]

@@ -1,26 +1,24 @@
-"""What all solvers share: the batch objective, the descent step with its schedule, and the state that resuming needs.
+"""What all solvers share: the descent step with its schedule, and the state that resuming needs.
 
-Shapes: B rows, D = d_in, F = d_sae. Rows are normalised rows throughout (see `normalise.py`). Where processes share
-latents, tensors of latents are those of this process' own, F of them here.
+Shapes: B rows, D = d_in, F = d_sae. Rows are normalised rows throughout (see `training/rows.py`).
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from ..config import Config, option
-from ..distributed import latents_axis, rows_axis
+from ..batch import Batch
+from ..codes import Codes
+from ..config import PAPER, Config, option
+from ..dictionary import SAE, Dictionary, Loss
+from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
-from ..products import pre_activations, reconstructions
-from ..sae import SAE
-from .optimizers import OPTIMIZERS
-from .portions import Portion, as_portion
-from .schedules import check_schedule, weight_at
+from .optimizers import OPTIMIZERS, check_schedule, weight_at
 from .smoothing import Smoothing
 
 DEFAULT_STEPS = 4000  # optimiser steps that defaults aim at
@@ -28,22 +26,6 @@ WARM_UP = 0.02  # share of all steps over which the learning rate rises
 DECAY = 0.5  # share of all steps, the last ones, over which it falls to zero
 PENALTY_WARM_UP = 0.2  # share of all steps over which the sparsity penalty rises
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options that weigh how far a tensor moves in an outer iteration
-
-
-class Rows(Protocol):
-    """Rows to train on, streamed as often as a solver asks; a batch handed out is not written to again.
-
-    Where several processes train together, each is handed its share of every batch, be it empty.
-    """
-
-    rows: int
-    d_in: int
-
-    def shuffled(self, epoch: int) -> Iterator[Tensor | Portion]:
-        """Every row once, in batches (B, D), in an order that is a pure function of the epoch."""
-
-    def sequential(self) -> Iterator[Tensor | Portion]:
-        """Every row once, in batches (B, D), in stored order, each of which one process has whole."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +81,7 @@ class Task:
 class StepReport:
     """What one batch, smoothed, showed before the step that it caused; tensors, so that nothing waits for a device.
 
-    Of several processes each tells its part of the measures, of its rows and latents, which are the parts' sums.
+    Of several processes each reports its part of the measures, of its rows, which are the parts' sums.
 
     Args:
         step: the step's number, from 1.
@@ -117,60 +99,95 @@ class StepReport:
 
 
 class Solver(ABC):
-    """Trains an SAE's encoder by descent on batches; subclasses say what the decoder is.
+    """Trains a dictionary on batches that are pushed to it.
+
+        solver.begin_epoch()
+        for batch in rows: reports = solver.step(batch)
+        solver.end_epoch()
+
+    After each of these calls a decoder step may be `due`; then, before anything else, `begin_pass`, `observe` with each
+    batch of a pass over as many rows as it asks for, and `end_pass`, until none is due.
 
     Args:
-        initial: the SAE to start from, of its latents those that this process holds.
+        dictionary: what is trained, in place.
+        held: parameters of it, by name, that descent does not move.
         task: what is to be minimised.
-        also: tensors trained by descent besides the encoder and the activation's parameters, by name.
         config: the solver's options.
         outers: how many outer iterations training comes to: those that schedules of proximal weights run over.
+        communicator: reaches the processes that train on other parts of each batch.
     """
 
-    def __init__(self, initial: SAE, task: Task, also: dict[str, Tensor], config: "SolverConfig", outers: int) -> None:
+    def __init__(self, dictionary: Dictionary, held: Collection[str], task: Task, config: "SolverConfig", outers: int,
+                 communicator: Communicator = ALONE) -> None:
         kind = OPTIMIZERS[config.optimizer]
-        self.config = config
-        self.activation = initial.activation
-        self.d_sae = initial.d_sae * latents_axis().size
+        self.dictionary, self.config, self.communicator = dictionary, config, communicator
         self.task = replace(task, lr=1.0, penalty_warm_up=0.0) if kind.to_tolerance else task
         self.smoothing = Smoothing(task.smoothing, task.sample)
-        self.step = 0
         # Products over few latents read the weights of each side by side in memory, encoder and decoder alike.
-        trained = {"W_enc": initial.W_enc.T.contiguous().T, "b_enc": initial.b_enc, **initial.parameters, **also}
-        self.trained = {name: tensor.clone().requires_grad_(name not in self.activation.estimates)
-                        for name, tensor in trained.items()}
-        self._parameter_names = tuple(initial.parameters)
-        self.optimizer = kind(self.trained, math.inf if config.clip_norm is None else config.clip_norm)
-        self.outer = torch.tensor(0)
+        dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
+        for name, parameter in dictionary.named_parameters():
+            parameter.requires_grad_(name not in held and name not in dictionary.activation.estimates)
+        clip_norm = math.inf if config.clip_norm is None else config.clip_norm
+        self.optimizer = kind(dict(dictionary.named_parameters()), clip_norm, communicator)
+        self.steps = 0
+        self.outer = 0
         self._outers = outers
         self._hold_encoder()
 
-    @abstractmethod
-    def decoder(self) -> tuple[Tensor, Tensor]:
-        """W_dec (F, D) and b_dec (D,), differentiable in what is trained of them."""
+    @property
+    def due(self) -> int | None:
+        """How many rows the decoder step that is due wants to observe; None where none is due."""
+        return None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the task's steps are used up."""
+        return self.steps >= self.task.steps
+
+    def begin_epoch(self) -> None:
+        """A pass over the rows begins."""
+        self._batches = 0  # of the epoch, taken so far
 
     @abstractmethod
-    def epoch(self, rows: Rows, epoch: int) -> Iterator[StepReport]:
-        """One pass over the rows, a report a batch; ends early where the task's steps are used up."""
+    def step(self, batch: Batch) -> list[StepReport]:
+        """Take a batch of the epoch: the reports of the optimiser steps that it led to, none where the task's steps are
+        used up or it waits for others."""
+
+    @abstractmethod
+    def end_epoch(self) -> list[StepReport]:
+        """The pass is over: the reports of the steps that were waiting."""
+
+    def begin_pass(self, again: Callable[[], Iterable[Batch]]) -> None:
+        """Begin the decoder step that is due; `again` gives the batches that are to be observed once more, for a solve
+        that goes through them many times."""
+        raise TypeError(f"{type(self).__name__} has no decoder step")
+
+    def observe(self, batch: Batch) -> None:
+        """Take a batch of the decoder step's pass."""
+        raise TypeError(f"{type(self).__name__} has no decoder step")
+
+    def end_pass(self) -> None:
+        """End the decoder step's pass: solve."""
+        raise TypeError(f"{type(self).__name__} has no decoder step")
 
     def extra_loss(self) -> Tensor | float:
         """The encoder's proximal terms and the decay of what descent trains, divided by N."""
         total: Tensor | float = 0.0
         for name, held in self._held.items():
             if weight := self.weight(PROXIMAL[name]):
-                total = total + weight * (self.trained[name] - held).square().sum()
+                total = total + weight * (getattr(self.dictionary, name) - held).square().sum()
         if self.config.weight_decay:
-            weights = (self.trained[name] for name in ("W_enc", "W_dec") if name in self.trained)
+            weights = (tensor for tensor in self.optimizer.tensors.values() if tensor.dim() == 2)
             total = total + self.config.weight_decay * sum(tensor.square().sum() for tensor in weights)
         return total / self.task.rows
 
     def weight(self, name: str) -> float:
         """A proximal weight at the outer iteration under way, by its option's field."""
-        return weight_at(getattr(self.config, name), int(self.outer), self._outers)
+        return weight_at(getattr(self.config, name), self.outer, self._outers)
 
     def _hold_encoder(self) -> None:
         """Let the proximal terms, where there are any, refer to the encoder as it is."""
-        self._held = {name: self.trained[name].detach().clone() for name, weight in PROXIMAL.items()
+        self._held = {name: getattr(self.dictionary, name).detach().clone() for name, weight in PROXIMAL.items()
                       if getattr(self.config, weight)}
 
     def record(self) -> dict[str, float]:
@@ -183,57 +200,39 @@ class Solver(ABC):
 
     def sae(self) -> SAE:
         """The SAE as it stands, acting on normalised rows."""
-        with torch.no_grad():
-            W_dec, b_dec = self.decoder()
-            return SAE(self.trained["W_enc"].detach().clone(), self.trained["b_enc"].detach().clone(),
-                       W_dec.detach().clone(), b_dec.detach().clone(), self.activation,
-                       {name: value.detach().clone() for name, value in self._parameters().items()})
+        return self.dictionary.sae()
 
-    def descend(self, batch: Tensor | Portion) -> StepReport:
-        """One step of the optimiser on a batch (B, D), of which this process may have but a portion."""
-        portion = as_portion(batch)
-        portion = replace(portion, x=self.smoothing(portion, self.draws(self.step)))
-        evaluations: list[list[Tensor]] = []  # the first and the latest
+    def descend(self, batch: Batch) -> tuple[StepReport, Batch, Codes]:
+        """One step of the optimiser on a batch: its report, the batch smoothed, and its codes."""
+        batch = batch.with_rows(self.smoothing(batch, self.draws(self.steps)))
+        evaluations: list[Loss] = []  # the first and the latest
 
         def loss() -> Tensor:
-            found = self._loss(portion)
-            evaluations[1:] = [[tensor.detach() for tensor in found]]
-            return found[0]
+            found = self.dictionary.loss(batch, self.task.sparsity, self.task.penalty_weight(self.steps))
+            value = found.value + self.extra_loss() / self.communicator.world_size
+            evaluations[1:] = [Loss(value.detach(), found.squared_error.detach(), found.codes.detach())]
+            return value
 
-        self.optimizer.descend(loss, self.task.learning_rate(self.step))
-        before, squared_error, z = evaluations[0]
+        self.optimizer.descend(loss, self.task.learning_rate(self.steps))
+        first, latest = evaluations[0], evaluations[-1]
         with torch.no_grad():
-            for name, value in self.activation.estimated(evaluations[-1][2], self._parameters()).items():
-                self.trained[name].copy_(value)
-        self.step += 1
-        return StepReport(self.step, portion.size, before, squared_error, z.count_nonzero().double() / portion.size)
+            activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
+            for name, value in activation.estimated(latest.codes, parameters).items():
+                parameters[name].copy_(self.communicator.mean(value))
+        self.steps += 1
+        report = StepReport(self.steps, batch.size, first.value, first.squared_error,
+                            first.codes.count().double() / batch.size)
+        return report, batch, latest.codes
 
     @torch.no_grad()
     def calibrate(self) -> None:
         """Set what the activation estimates for rows as they are; the last batches, smoothed, gave it for others."""
-        if not self.activation.estimates or not len(self.task.sample):
+        activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
+        if not activation.estimates or not len(self.task.sample):
             return
-        pre = torch.addmm(self.trained["b_enc"], self.task.sample, self.trained["W_enc"])
-        for name, value in self.activation.calibrated(pre, self._parameters()).items():
-            self.trained[name].copy_(value)
-
-    def _loss(self, batch: Tensor | Portion) -> tuple[Tensor, Tensor, Tensor]:
-        """What this process adds to the loss of a batch and to its squared error, and the codes of its rows, (b, F)."""
-        W_dec, b_dec = self.decoder()
-        portion = as_portion(batch)
-        x = portion.x
-        pre = pre_activations(x, self.trained["W_enc"], self.trained["b_enc"])  # (b, F)
-        z = self.activation.training_codes(pre, self._parameters())
-        if not len(x):
-            nothing = 0.0 * self.trained["b_enc"].sum()
-            return nothing + self.extra_loss() / rows_axis().size, nothing, z
-        x_hat = reconstructions(z, W_dec, b_dec, self.activation.moves_zeros)
-        squared_error = (x_hat - x).square().sum(-1).sum() / (portion.size * latents_axis().size)
-        loss = squared_error + self.extra_loss() / rows_axis().size
-        if self.task.sparsity != "none":  # a mean over the rows that there are here
-            penalty = self.activation.penalty(self.task.sparsity, pre, z, W_dec, self._parameters())
-            loss = loss + self.task.penalty_weight(self.step) * (len(x) / portion.size) * penalty
-        return loss, squared_error, z
+        pre = self.dictionary.pre_activations(self.task.sample)
+        for name, value in activation.calibrated(pre, parameters).items():
+            parameters[name].copy_(value)
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:
         """Random numbers that are a pure function of the seed, of the number of a step and of the kind of step."""
@@ -241,29 +240,23 @@ class Solver(ABC):
 
     def state(self) -> dict[str, Tensor]:
         """Everything that training goes on from, by name."""
-        trained = {f"trained.{name}": tensor.detach() for name, tensor in self.trained.items()}
-        return trained | self.optimizer.state() | {"step": torch.tensor(self.step), "outer": self.outer}
+        own = {f"dictionary.{name}": tensor.detach() for name, tensor in self.dictionary.named_parameters()}
+        return own | self.optimizer.state() | {"steps": torch.tensor(self.steps), "outer": torch.tensor(self.outer)}
 
-    def restore(self, state: dict[str, Tensor]) -> None:
+    def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state` returned."""
-        self.step = int(state["step"])
-        self.outer = state["outer"].clone()
+        self.steps, self.outer = int(state["steps"]), int(state["outer"])
         with torch.no_grad():
-            for name, tensor in self.trained.items():
-                tensor.copy_(state[f"trained.{name}"])
+            for name, tensor in self.dictionary.named_parameters():
+                tensor.copy_(state[f"dictionary.{name}"])
         self.optimizer.restore(state)
         self._hold_encoder()
 
-    def _parameters(self) -> dict[str, Tensor]:
-        return {name: self.trained[name] for name in self._parameter_names}
 
-
-def proximal(difference: str) -> Any:
+def proximal(difference: str, more: str) -> Any:
     """Declare a proximal weight: a number or a schedule."""
-    return option(0.0, f"Proximal weight of ||{difference}||^2, beside the sum over all rows: a number, or a "
-                       "schedule over the outer iterations t (with sgd, epochs), FIRST:LAST (geometric) or A,B,C (one "
-                       "each, the last one kept).",
-                  minimum=0, check=check_schedule, metavar="FLOAT|FIRST:LAST|A,B,...")
+    return option(0.0, f"Proximal weight of ||{difference}||^2{more}.", minimum=0, check=check_schedule,
+                  metavar="FLOAT|FIRST:LAST|A,B,...", **PAPER)
 
 
 @dataclass(frozen=True)
@@ -272,18 +265,20 @@ class SolverConfig(Config, ABC):
 
     panel: ClassVar[str] = "Solver"
     name: ClassVar[str]
-    memory_advice: ClassVar[str] = "use a smaller --d-sae"
+    memory_advice: ClassVar[str] = "use a smaller {d_sae}"
 
-    optimizer: str = option("adam", "What takes the descent steps: adam; sgd, lr times the gradient, the paper's line, "
-                                    "which needs --lr; or lbfgs, to tolerance on all rows as one batch, without "
-                                    "learning rate, smoothing or a rise of the penalty.", choices=tuple(OPTIMIZERS))
-    clip_norm: float | None = option(None, "Scale a step's gradient down to this norm where it is larger; that of the "
-                                           "mean over a batch of ||x_hat - x||^2 and of what is added to it.", above=0)
-    weight_decay: float = option(0.0, "Weight of the squared weights that descent trains, ||W_enc||^2 and with "
-                                      "--solver sgd ||W_dec||^2, not of biases; beside the sum over all rows.",
-                                 minimum=0)
-    mu_enc: float | str = proximal("W_enc - W_enc^t")
-    nu_enc: float | str = proximal("b_enc - b_enc^t")
+    optimizer: str = option("adam", "What takes the descent steps: adam; sgd, plain gradient steps as in the paper's "
+                                    "algorithm, for which --lr must be a number; lbfgs, a solve to tolerance on all "
+                                    "rows as one batch, without learning rate, smoothing or warm-up.",
+                            choices=tuple(OPTIMIZERS), **PAPER)
+    clip_norm: float | None = option(None, "Largest norm of a step's gradient, of the mean loss over a batch; a larger "
+                                           "gradient is scaled down to it.", above=0, **PAPER)
+    weight_decay: float = option(0.0, "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, beside the squared error "
+                                      "summed over all rows.", minimum=0, **PAPER)
+    mu_enc: float | str = proximal("W_enc - W_enc^t", ", beside the squared error summed over all rows: a number, or a "
+                                   "schedule over the outer iterations t (with sgd, epochs), FIRST:LAST (geometric) or "
+                                   "A,B,... (one each, then the last)")
+    nu_enc: float | str = proximal("b_enc - b_enc^t", ", as --mu-enc")
 
     @property
     def steps_per_batch(self) -> int:
@@ -291,43 +286,26 @@ class SolverConfig(Config, ABC):
         return 1
 
     def resolved(self, batches: int | None) -> Self:
-        """The same with every default filled in that depends on the length of training.
-
-        Args:
-            batches: how many there will be in all; None where optimiser steps are counted instead.
-        """
+        """The same with every default filled in that depends on how many batches there will be in all; None where
+        optimiser steps are counted instead."""
         return self
 
     def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse settings of training that cannot work with the solver's options; see `Optimizer.check`.
-
-        Raises:
-            ConfigError: they cannot.
-        """
+        """Refuse settings of training that cannot work with the solver's options; see `Optimizer.check`. Raises
+        ConfigError."""
         OPTIMIZERS[self.optimizer].check(rows, batch_size, lr, smoothing)
         if OPTIMIZERS[self.optimizer].to_tolerance and self.clip_norm is not None:
-            raise ConfigError(f"--clip-norm does nothing with --optimizer {self.optimizer}, whose line search finds "
-                              "its steps; leave it out, or use --optimizer adam or sgd")
-
-    def check_shared_latents(self) -> None:
-        """Refuse options that cannot work where several processes hold the latents together.
-
-        Raises:
-            ConfigError: there are such.
-        """
-        if not OPTIMIZERS[self.optimizer].shares_latents:
-            raise ConfigError(f"--optimizer {self.optimizer} looks at all weights at once, which --latent-shards "
-                              "spreads over processes; leave that out, or use --optimizer adam or sgd")
+            raise ConfigError("clip_norm", "does nothing with {optimizer} {given}, whose line search finds its steps",
+                              "leave it out, or use {optimizer} adam or sgd", given=self.optimizer)
 
     def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
         """The width by which training rows are smoothed when the user gives none."""
         return 0.0
 
     @abstractmethod
-    def build(self, initial: SAE, task: Task) -> Solver:
-        """A solver that starts from `initial`."""
+    def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> Solver:
+        """A solver that starts from a copy of `initial`, alone or with the other processes of a communicator."""
 
     @abstractmethod
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
-        """Bytes that the solver takes at its peak in each process, the codes of a batch left out; d_sae is that of all
-        processes together."""
+        """Bytes that the solver takes at its peak in each process, the codes of a batch left out."""

@@ -1,18 +1,73 @@
-"""What takes a solver's descent steps: Adam, plain gradient descent, or L-BFGS on all rows at once.
+"""What takes a solver's descent steps: Adam, plain gradient descent, or L-BFGS on all rows at once; and schedules.
 
-To add one, write its class here and a line in `OPTIMIZERS`; nothing else branches on an optimiser's name.
+To add an optimiser, write its class here and a line in `OPTIMIZERS`; nothing else branches on an optimiser's name.
+
+A schedule of weights is a number; `A:B`, geometric from A at the first outer iteration to B at the last; or `A,B,C`,
+one value per outer iteration, of which the last holds on. Outer iterations are counted from 0. Source: the paper's
+Algorithm 3.1, whose proximal weights carry the index of the outer iteration.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from ..distributed import everyone, latents_axis, of_latents, rows_axis
+from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
+
+CHOICE_GROWTH = 1.25  # ratio of the outer iterations at which alpha is chosen anew, once there are several
+SPELLING = "a number, FIRST:LAST with both above 0, or numbers of at least 0 with commas between them"
+
+
+def check_schedule(text: str) -> None:
+    """Refuse the spelling of what is no plain number; ValueError where it is no schedule, whose message completes "the
+    option must be"."""
+    try:
+        values = _values(text)
+    except ValueError:
+        raise ValueError(SPELLING) from None
+    if not all(math.isfinite(value) and (value > 0 or (value == 0 and ":" not in text)) for value in values):
+        raise ValueError(SPELLING)
+
+
+def weight_at(schedule: float | str, outer: int, outers: int) -> float:
+    """The weight of one of so many outer iterations, by a number or a text that `check_schedule` lets pass."""
+    if not isinstance(schedule, str):
+        return schedule
+    values = _values(schedule)
+    if ":" not in schedule:
+        return values[min(outer, len(values) - 1)]
+    first, last = values
+    share = min(1.0, outer / (outers - 1)) if outers > 1 else 0.0
+    return math.exp((1 - share) * math.log(first) + share * math.log(last))
+
+
+def _values(text: str) -> list[float]:
+    values = [float(part) for part in text.split(":" if ":" in text else ",")]
+    if len(values) < 2 or (":" in text and len(values) != 2):
+        raise ValueError(text)
+    return values
+
+
+def is_choosing_step(outer: int) -> bool:
+    """Whether alpha is chosen anew at an outer iteration, counted from 0: at the first few, then ever more rarely,
+    since it moves ever more slowly and choosing costs about a solve."""
+    choice = 0
+    while choice < outer:
+        choice = max(choice + 1, math.floor(CHOICE_GROWTH * choice))
+    return choice == outer
+
+
+def outer_iterations(batches: int, per_epoch: int, every: float) -> int:
+    """How many decoder steps so many batches of training come to, the last one of each epoch included; `every` batches
+    within an epoch, infinite for none."""
+    every = min(every, per_epoch)
+    epochs, rest = divmod(batches, per_epoch)
+    return epochs * math.ceil(per_epoch / every) + math.ceil(rest / every)
+
 
 LBFGS_STEPS = 100  # quasi-Newton iterations after which a subproblem is left as it is
 LBFGS_PAIRS = 20  # of a step and the gradient's change over it, that stand for the Hessian
@@ -24,22 +79,23 @@ class Optimizer:
 
     `to_tolerance` says whether one step solves the problem that a batch poses, which must then stay the same one: no
     learning rate or penalty rises and no row moves from step to step. `vectors` says how many numbers are kept for
-    each trained weight, besides itself and its gradient. `shares_latents` says whether tensors may be those of some of
-    the latents, of which other processes hold more.
+    each trained weight, besides itself and its gradient.
 
     Args:
         tensors: what to move, by name; those that need no gradient stay.
         clip_norm: the gradient of all of them together is scaled down to this norm where it is larger.
+        communicator: reaches the processes whose losses add up to the one that is lowered.
     """
 
     name: ClassVar[str]
     to_tolerance: ClassVar[bool] = False
-    shares_latents: ClassVar[bool] = True
     vectors: ClassVar[int] = 0
 
-    def __init__(self, tensors: dict[str, Tensor], clip_norm: float = math.inf) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], clip_norm: float = math.inf,
+                 communicator: Communicator = ALONE) -> None:
         self.tensors = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
         self.clip_norm = clip_norm
+        self.communicator = communicator
 
     @classmethod
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
@@ -56,29 +112,20 @@ class Optimizer:
         """
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
-        """Lower a loss.
-
-        Args:
-            loss: gives it where the tensors are, differentiable; evaluated there first of all.
-            lr: the learning rate.
-        """
+        """Lower a loss, differentiable, which is evaluated where the tensors are first of all, at a learning rate."""
         raise TypeError(f"{type(self).__name__} does not say how it descends")
 
     def _gradients(self, value: Tensor) -> list[Tensor | None]:
         """The gradient of a loss in each tensor, None where it has none; of several processes' losses together."""
-        return self._together(torch.autograd.grad(value, list(self.tensors.values()), allow_unused=True))
+        return self._all_reduced(torch.autograd.grad(value, list(self.tensors.values()), allow_unused=True))
 
     @torch.no_grad()
-    def _together(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """All processes' gradients added up, by way of one buffer; those of one process as they are."""
-        if latents_axis().size > 1:
-            for (name, tensor), gradient in zip(self.tensors.items(), gradients, strict=True):
-                if of_latents(name, tensor) is None and gradient is not None:  # each adds to it, from its latents
-                    latents_axis().add_up(gradient)
-        if rows_axis().size == 1:
+    def _all_reduced(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The sum of all processes' gradients, by way of one buffer; those of one process as they are."""
+        if self.communicator.world_size == 1:
             return list(gradients)
         tensors = list(self.tensors.values())
-        flat = rows_axis().add_up(torch.cat([
+        flat = self.communicator.all_reduce(torch.cat([
             tensor.new_zeros(tensor.numel()) if gradient is None else gradient.reshape(-1)
             for tensor, gradient in zip(tensors, gradients, strict=True)]))
         return [torch.empty_like(tensor).copy_(total.view_as(tensor))  # lies in memory as the tensor does
@@ -89,11 +136,9 @@ class Optimizer:
         """Scale gradients down, in place, to `clip_norm` together."""
         if self.clip_norm == math.inf:
             return
-        present = {name: gradient for name, gradient in zip(self.tensors, gradients, strict=True)
-                   if gradient is not None}
-        norm = torch.stack([gradient.norm() if of_latents(name, gradient) is None else latents_axis().norm(gradient)
-                            for name, gradient in present.items()]).norm()
-        for gradient in present.values():
+        present = [gradient for gradient in gradients if gradient is not None]
+        norm = torch.stack([gradient.norm() for gradient in present]).norm()
+        for gradient in present:
             gradient *= (self.clip_norm / norm).clamp(max=1.0)
 
     def state(self) -> dict[str, Tensor]:
@@ -106,8 +151,9 @@ class Optimizer:
         for name, own in self.state().items():
             own.copy_(state[name])
 
-    def forget(self, latents: Tensor) -> None:
-        """Drop momentum of latents that were moved by other means; a mask, (F,), of the tensors' last dimension."""
+    def forget(self, latents: Tensor, dimension: Callable[[str], int | None]) -> None:
+        """Drop momentum of latents, a mask (F,), that were moved by other means; `dimension` gives that of a tensor
+        that latents are along, by its name."""
 
     def rescale(self, factor: float) -> None:
         """Keep in step with tensors that were multiplied by a factor, the loss staying the same."""
@@ -122,19 +168,19 @@ class Adam(Optimizer):
     name = "adam"
     vectors = 2
 
-    def __init__(self, tensors: dict[str, Tensor], clip_norm: float = math.inf) -> None:
-        super().__init__(tensors, clip_norm)
+    def __init__(self, tensors: Mapping[str, Tensor], clip_norm: float = math.inf,
+                 communicator: Communicator = ALONE) -> None:
+        super().__init__(tensors, clip_norm, communicator)
         # The fused step reads a tensor and its moments alike, which must lie alike in memory.
         self._average = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
         self._square = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
         self._steps = {name: torch.zeros((), device=tensor.device) for name, tensor in self.tensors.items()}
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
-        """One step."""
         for tensor in self.tensors.values():
             tensor.grad = None
         loss().backward()
-        gradients = self._together([tensor.grad for tensor in self.tensors.values()])
+        gradients = self._all_reduced([tensor.grad for tensor in self.tensors.values()])
         self._clip(gradients)
         found = {name: gradient for name, gradient in zip(self.tensors, gradients, strict=True) if gradient is not None}
         with torch.no_grad():
@@ -148,15 +194,16 @@ class Adam(Optimizer):
         return {f"adam.{key}.{name}": value for key, values in kept.items() for name, value in values.items()}
 
     @torch.no_grad()
-    def forget(self, latents: Tensor) -> None:
+    def forget(self, latents: Tensor, dimension: Callable[[str], int | None]) -> None:
         """Zero the first moment, which points to where the latents were going, and give the second the mean of the
         other latents': that of a latent which had no gradient for long would make its first steps several times lr."""
-        others = latents_axis().add_up((~latents).sum())
-        for average, square in zip(self._average.values(), self._square.values(), strict=True):
-            if average.shape[-1:] == latents.shape:  # masks that are filled, not looked up, keep the host from waiting
-                average.masked_fill_(latents, 0)
-                mean = latents_axis().add_up(square.masked_fill(latents, 0).sum(-1, keepdim=True)) / others
-                square.copy_(torch.where(latents, mean, square))
+        for name in self.tensors:
+            if (along := dimension(name)) is None:
+                continue
+            average, square = (moments[name].movedim(along, -1) for moments in (self._average, self._square))
+            average.masked_fill_(latents, 0)  # masks that are filled, not looked up, keep the host from waiting
+            mean = square.masked_fill(latents, 0).sum(-1, keepdim=True) / (~latents).sum()
+            square.copy_(torch.where(latents, mean, square))
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
@@ -174,23 +221,19 @@ class GradientDescent(Optimizer):
 
     name = "sgd"
 
-    def __init__(self, tensors: dict[str, Tensor], clip_norm: float = math.inf) -> None:
-        super().__init__(tensors, clip_norm)
+    def __init__(self, tensors: Mapping[str, Tensor], clip_norm: float = math.inf,
+                 communicator: Communicator = ALONE) -> None:
+        super().__init__(tensors, clip_norm, communicator)
         self._scale = torch.ones((), dtype=torch.float64)
 
     @classmethod
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse `--lr auto`.
-
-        Raises:
-            ConfigError: it is asked for.
-        """
+        """Refuse `--lr auto`, by a ConfigError."""
         if lr == "auto":
-            raise ConfigError("--lr auto is fitted to Adam and says nothing of the step of --optimizer sgd; "
-                              "give one, such as --lr 0.01, or use --optimizer adam")
+            raise ConfigError("lr", "auto is fitted to Adam and says nothing of the step of {optimizer} sgd",
+                              "give one, such as {lr} 0.01, or use {optimizer} adam")
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
-        """One step."""
         gradients = self._gradients(loss())
         self._clip(gradients)
         with torch.no_grad():
@@ -216,25 +259,21 @@ class Lbfgs(Optimizer):
 
     name = "lbfgs"
     to_tolerance = True
-    shares_latents = False  # torch's takes products of all weights, of which each process has its own
     vectors = 2 * LBFGS_PAIRS + 6
 
     @classmethod
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse batches, a learning rate and smoothing.
-
-        Raises:
-            ConfigError: there is one of these.
-        """
+        """Refuse batches, a learning rate and smoothing, by a ConfigError."""
         if batch_size < rows:
-            raise ConfigError(f"--optimizer lbfgs takes all training rows as one batch, and there are {rows}, more "
-                              f"than --batch-size {batch_size}; give --batch-size {rows}, or use --optimizer adam")
+            raise ConfigError("optimizer", "lbfgs takes all training rows as one batch, and there are {rows}, more "
+                                           "than {batch_size} {given}",
+                              "give {batch_size} {rows}, or use {optimizer} adam", rows=rows, given=batch_size)
         if lr != "auto":
-            raise ConfigError("--lr does nothing with --optimizer lbfgs, whose line search finds its steps; "
-                              "leave it out, or use --optimizer adam or sgd")
+            raise ConfigError("lr", "does nothing with {optimizer} lbfgs, whose line search finds its steps",
+                              "leave it out, or use {optimizer} adam or sgd")
         if smoothing not in ("auto", 0):
-            raise ConfigError("--smoothing cannot be used with --optimizer lbfgs, which solves one problem over the "
-                              "rows as they are; leave it out, or use --optimizer adam")
+            raise ConfigError("smoothing", "cannot be used with {optimizer} lbfgs, which solves one problem over the "
+                                           "rows as they are", "leave it out, or use {optimizer} adam")
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
         """Iterate until nothing changes any more, whatever the learning rate; the loss never ends above its start."""
@@ -246,12 +285,12 @@ class Lbfgs(Optimizer):
             value = loss()
             for tensor, gradient in zip(self.tensors.values(), self._gradients(value), strict=True):
                 tensor.grad = None if gradient is None else gradient.contiguous()  # torch's L-BFGS takes no other
-            return everyone().add_up(value.detach().clone())
+            return self.communicator.all_reduce(value.detach().clone())
 
         before = solver.step(evaluate).detach()
         with torch.no_grad():
             # At a kink, or by rounding, a line search can end higher.
-            if not everyone().add_up(loss().detach().clone()) <= before:
+            if not self.communicator.all_reduce(loss().detach().clone()) <= before:
                 for name, tensor in self.tensors.items():
                     tensor.copy_(begun[name])
                 loss()  # whoever gave it sees the codes of where the tensors are

@@ -1,19 +1,21 @@
 """What a decoder step takes from the rows without a pass over them: the codes that encoder steps have computed.
 
-Shapes: B rows in a batch, D = d_in, F = d_sae.
+Shapes: B rows in a batch, b of them in this process, F = d_sae.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..ridge import Moments
-from ..sae import SAE
-from .gather import BLOCK_ROWS, Gathered, gathered_on_first
-from .portions import Portion, joined
+from ..batch import Batch, joined
+from ..codes import Codes, DenseCodes, SparseCodes
+from ..codes import joined as joined_codes
+from ..dictionary import Dictionary
+from ..distributed import Communicator
+from ..ridge import Sums
+from .decoder_pass import Observed, in_order, put_together
 
 LATEST_ROWS = 1024  # that stand for all that have been counted
+BLOCK_ROWS = 4096  # at a time, at least: each sum goes through all of the Gram matrix
 
 
 class Running:
@@ -21,51 +23,51 @@ class Running:
 
     Codes are those of the encoder as it was at their step. Older rows count for less, so that at any time about
     `window` rows count: enough for a decoder that holds for others, few enough that the encoder has hardly moved since.
-    Batches are summed some thousand rows at a time, since each sum goes through all of the Gram matrix.
 
     Args:
-        sae: gives sizes, device and the activation.
+        dictionary: what is trained.
         sparsity: the penalty, or `none`.
         window: rows.
+        communicator: reaches the processes that have other rows.
     """
 
-    def __init__(self, sae: SAE, sparsity: str, window: int) -> None:
+    def __init__(self, dictionary: Dictionary, sparsity: str, window: int, communicator: Communicator) -> None:
         self.window = window
-        self._activation, self._sparsity, self._device = sae.activation, sparsity, sae.W_enc.device
-        self._sizes = sae.d_in, sae.d_sae
-        self._moments = Moments(*self._sizes, self._device)
-        self._norm_weights = torch.zeros(sae.d_sae, dtype=torch.float64, device=self._device)
-        self._pending: list[tuple[Tensor, Tensor]] = []
+        self._dictionary, self._sparsity, self._communicator = dictionary, sparsity, communicator
+        device = dictionary.W_enc.device
+        self._sums = Sums(dictionary.d_sae, len(dictionary.b_dec), device)
+        self._norm_weights = torch.zeros(dictionary.d_sae, dtype=torch.float64, device=device)
+        self._pending: list[tuple[Codes, Tensor]] = []
         self._begin()
 
     @torch.no_grad()
-    def add(self, z: Tensor, portion: Portion, decoder: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """Count a batch: this process' codes z, (b, F), and its portion of the rows; a penalty weighs the norms of the
-        decoder, (F, D)."""
+    def add(self, codes: Codes, batch: Batch) -> None:
+        """Count a batch with the codes, (b, F), that this process' rows had."""
         if self._solved:
             keep = max(0.0, 1 - self._rows / self.window)
-            self._moments.fade(keep, self._factor)
+            self._sums.fade(keep if self._communicator.is_main else 0.0, self._factor)
             self._norm_weights *= keep * self._factor
             self._begin()
-        x = portion.x
-        self._rows += portion.size
+        self._rows += batch.size
         if self._sparsity != "none":
-            self._norm_weights += self._activation.norm_weights(self._sparsity, z, decoder()[0])
-        self._fired |= (z != 0).any(0)
-        self._pending.append((z, x))
-        self._latest.append((z, portion))
-        while sum(portion.size for _, portion in self._latest[1:]) >= LATEST_ROWS:
+            weights = self._dictionary.activation.norm_weights(self._sparsity, codes, self._dictionary.decoder())
+            self._norm_weights += weights
+        self._fired |= codes.fired()
+        self._pending.append((codes, batch.y))
+        self._latest.append((codes, batch))
+        while sum(batch.size for _, batch in self._latest[1:]) >= LATEST_ROWS:
             del self._latest[0]
-        if sum(len(x) for _, x in self._pending) >= BLOCK_ROWS:
+        if sum(len(y) for _, y in self._pending) >= BLOCK_ROWS:
             self._flush()
 
-    def gathered(self) -> Gathered:
+    def observed(self) -> Observed:
         """What has been counted; what comes next counts towards the next decoder step."""
         self._flush()
         self._solved = True
-        latest = joined([portion for _, portion in self._latest])
-        return gathered_on_first(self._moments, torch.cat([z for z, _ in self._latest]), latest.x, latest.numbers(),
-                                self._norm_weights, self._fired)
+        latest = joined([batch for _, batch in self._latest])
+        z, y = in_order(torch.cat([codes.dense() for codes, _ in self._latest]), latest.y, latest.numbers,
+                        self._communicator)
+        return put_together(self._sums, z, y, self._norm_weights, self._fired, self._communicator)
 
     def rescale(self, factor: float) -> None:
         """Take the encoder's codes to have been multiplied by a factor since."""
@@ -73,10 +75,15 @@ class Running:
 
     def _begin(self) -> None:
         self._rows, self._factor, self._solved = 0, 1.0, False
-        self._fired = torch.zeros(self._sizes[1], dtype=torch.bool, device=self._device)
-        self._latest: list[tuple[Tensor, Portion]] = []
+        self._fired = torch.zeros_like(self._norm_weights, dtype=torch.bool)
+        self._latest: list[tuple[Codes, Batch]] = []
 
     def _flush(self) -> None:
         if self._pending:
-            self._moments.add(*(torch.cat(parts) for parts in zip(*self._pending, strict=True)))
+            blocks = [codes for codes, _ in self._pending]
+            if all(isinstance(codes, SparseCodes) for codes in blocks):
+                together = joined_codes(blocks)
+            else:
+                together = DenseCodes(torch.cat([codes.dense() for codes in blocks]))
+            self._sums.add(together, torch.cat([y for _, y in self._pending]))
             self._pending = []

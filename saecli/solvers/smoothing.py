@@ -16,8 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..batch import Batch
 from ..devices import moved
-from .portions import Portion, as_portion
 
 WIDEST = 0.55  # width where rows are few
 
@@ -52,23 +52,18 @@ class Smoothing:
     def _squares(self) -> Tensor:
         return (self.sample - self._mean).square().sum(1)
 
-    def __call__(self, rows: Tensor | Portion, generator: torch.Generator) -> Tensor:
-        """Rows, (B, D), each moved by about `width` of its own norm.
-
-        Args:
-            rows: the rows; not written to. Of a batch that several processes share, one process' own: draws are made
-                for all of it.
-            generator: on the CPU, so that the draws are the same on every device.
-        """
-        portion = as_portion(rows)
-        x = portion.x
+    def __call__(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """The rows of a batch, (b, D), each moved by about `width` of its own norm; the batch is not written to. Draws
+        are made on the CPU, so that they are the same on every device, and for all of the batch, of which this process
+        may have a part."""
+        x = batch.x
         if not self.moves:
             return x
         n = len(self.sample)
-        first = torch.randint(n, (portion.size,), generator=generator)
-        second = (first + 1 + torch.randint(n - 1, (portion.size,), generator=generator)) % n  # another row each
-        if portion.places is not None:
-            first, second = first[portion.places], second[portion.places]
+        first = torch.randint(n, (batch.size,), generator=generator)
+        second = (first + 1 + torch.randint(n - 1, (batch.size,), generator=generator)) % n  # another row each
+        if batch.index is not None:
+            first, second = first[batch.index], second[batch.index]
         first, second = moved(torch.stack([first, second]), x.device)
         both = self._squares[first] + self._squares[second]
         relative = ((x - self._mean).square().sum(1) / both.clamp(min=torch.finfo(x.dtype).tiny)).sqrt()

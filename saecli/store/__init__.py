@@ -1,20 +1,18 @@
 """The activation store: see `schema.py` for the format, `writer.py` and `reader.py` for its use."""
 
+from .admission import MAX_NORM_HELP, Admission
 from .checks import remembers
-from .dropped import Norms
 from .dtypes import DTYPES
-from .reader import ActivationStore
-from .rows import Rows
+from .ranks import RankedStore, joining_began, rank_folder, rank_meta, saved_rows
+from .reader import ActivationStore, Rows, spread_of
 from .schema import COLUMNS, Resume, ShardRecord, StoreMeta, hash_request, rows_per_chunk, rows_per_shard
-from .shard_statistics import spread_of
-from .shared_writer import SharedWriter, made_by_several
-from .split import TEST_FRACTION, Which, is_test
-from .statistics import Spread
+from .split import TEST_FRACTION, Which, is_test, window_starts
+from .statistics import Norms, Spread
 from .stream import Part
-from .windows import window_starts
-from .writer import SOURCE_CHANGED, StoreWriter
+from .writer import StoreWriter
 
-__all__ = ["COLUMNS", "DTYPES", "SOURCE_CHANGED", "TEST_FRACTION", "ActivationStore", "Norms", "Part", "Resume",
-           "Rows", "ShardRecord", "SharedWriter", "Spread", "StoreMeta", "StoreWriter", "Which", "hash_request",
-           "is_test", "made_by_several", "remembers", "rows_per_chunk", "rows_per_shard", "spread_of",
+__all__ = ["COLUMNS", "DTYPES", "MAX_NORM_HELP", "TEST_FRACTION", "ActivationStore", "Admission", "Norms", "Part",
+           "RankedStore", "Resume", "Rows", "ShardRecord", "Spread", "StoreMeta", "StoreWriter", "Which",
+           "hash_request", "is_test", "joining_began",
+           "rank_folder", "rank_meta", "remembers", "rows_per_chunk", "rows_per_shard", "saved_rows", "spread_of",
            "window_starts"]

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from .dropped import Dropped, row_norms
 from .dtypes import DTYPES
 from .schema import StoreMeta
+from .statistics import Dropped, row_norms
 
 NONFINITE = "nonfinite"
 HIGH_NORM = "high_norm"
+MAX_NORM_HELP = ("Leave out, and count, rows whose norm is above this many times the median norm, which is that of the "
+                 "first block (up to about 10,000 rows, or 16 MiB of an imported file) and noted in the store; "
+                 "dictionary_learning's max_activation_norm_multiple; default: none is.")
 
 Columns = Mapping[str, np.ndarray]
 

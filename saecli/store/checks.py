@@ -107,11 +107,7 @@ def open_shard(path: Path) -> io.FileIO:
 
 
 def found_file(path: Path) -> os.stat_result:
-    """The system's `stat` of a shard.
-
-    Raises:
-        StoreError: there is none.
-    """
+    """The system's `stat` of a shard; StoreError where there is none."""
     try:
         return path.stat()
     except FileNotFoundError as error:

@@ -1,18 +1,56 @@
-"""Claiming a folder for one writer, to begin a store in or to go on with one."""
+"""Claiming a folder for one writer, to begin a store in or to go on with one, and holding it."""
 
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from ..errors import StoreError
 from ..files import LOCK, lock_folder
 from ..home import STORE_MARKER
 from .checks import changed, find_damage
-from .schema import SHARDS, StoreMeta, read_meta, write_meta
+from .schema import RANKS, SHARDS, StoreMeta, read_meta, write_meta
+
+
+class ClaimedStore:
+    """A store that this process alone may write; a context manager that lets go of it.
+
+    Args:
+        path: the store's folder.
+        meta: its `store.json`.
+        lock: the descriptor that holds its lock, closed at the end.
+    """
+
+    def __init__(self, path: Path, meta: StoreMeta, lock: int) -> None:
+        self.path, self._meta, self._lock = path, meta, lock
+        self._failed = False
+
+    @property
+    def meta(self) -> StoreMeta:
+        """The store's `store.json` as it stands on disk."""
+        return self._meta
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        os.close(self._lock)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Turn what the disk refuses into a StoreError, after which nothing more is written."""
+        if self._failed:
+            raise StoreError(f"cannot write to {self.path}: an earlier write failed; open it again to go on")
+        try:
+            yield
+        except OSError as error:
+            self._failed = True
+            raise refused(self.path, self._meta.rows, error) from error
 
 
 def claim(path: Path, meta: StoreMeta, show: Callable[[float], None]) -> tuple[int, StoreMeta, list[int]]:
@@ -49,8 +87,8 @@ def claim(path: Path, meta: StoreMeta, show: Callable[[float], None]) -> tuple[i
         raise
 
 
-def take_lock(path: Path, together: bool = False) -> int:
-    """Lock a store against other writers, or `together` with others that do; its folder is made if need be.
+def take_lock(path: Path) -> int:
+    """Lock a store against other writers; its folder is made if need be.
 
     Returns:
         A descriptor to close when done; the system closes it, and lets go of the lock, if the process dies.
@@ -60,7 +98,7 @@ def take_lock(path: Path, together: bool = False) -> int:
         OSError: the folder cannot be made.
     """
     try:
-        return lock_folder(path, together)
+        return lock_folder(path)
     except BlockingIOError as error:
         raise StoreError(f"cannot write to {path}: another process is writing it; "
                          "wait for that one, or choose another --name") from error
@@ -76,8 +114,9 @@ def forsake(path: Path) -> None:
 def remove_empty(path: Path) -> None:
     """Remove a store whose `store.json` lists no shard, while its lock is held."""
     with suppress(OSError):
-        if (path / SHARDS).exists():
-            shutil.rmtree(path / SHARDS)
+        for folder in (path / SHARDS, path / RANKS):
+            if folder.exists():
+                shutil.rmtree(folder)
         (path / STORE_MARKER).unlink(missing_ok=True)
     forsake(path)
 
@@ -102,6 +141,20 @@ def begin(path: Path, meta: StoreMeta) -> StoreMeta:
         raise StoreError(f"{path} holds something else: expected {wanted}, got {got}; "
                          "choose another --name, or remove that store")
     return there
+
+
+def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:
+    """What to raise where the text or the array has ended and no row is stored; `left_out` counts rows by reason."""
+    counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+    return StoreError(f"there are no rows to store in {path}; expected at least one, got none "
+                      f"(dropped: {counts or 'none'}); give more or other data")
+
+
+def other_number(path: Path, expected: int, got: int) -> StoreError:
+    """What to raise where another number of processes goes on with a store than began it."""
+    command = f"torchrun --nproc-per-node {expected}" if expected > 1 else "one process, without torchrun"
+    return StoreError(f"cannot go on with {path}: expected the number of processes that began it, {expected}, got "
+                      f"{got}; run the command with {command}, or remove that store")
 
 
 def refused(path: Path, rows: int, error: Exception) -> Exception:

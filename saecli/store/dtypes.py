@@ -44,14 +44,7 @@ class StoredType:
         return bfloat16
 
     def keeps(self, rows: np.ndarray) -> np.ndarray:
-        """Which rows stay finite in this type.
-
-        Args:
-            rows: (R, D) float32, or already of this type.
-
-        Returns:
-            (R,) bool.
-        """
+        """Which rows, (R, D) float32 or already of this type, stay finite in it, (R,) bool."""
         if rows.dtype == np.uint16:
             return ((rows & 0x7F80) != 0x7F80).all(axis=1)
         if rows.dtype == np.float16:
@@ -60,25 +53,13 @@ class StoredType:
         return (rows.max(axis=1) <= self.limit) & (rows.min(axis=1) >= -self.limit)
 
     def encode_rows(self, source: np.ndarray) -> np.ndarray:
-        """Encode rows.
-
-        Args:
-            source: (R, D) float32, contiguous, all within the limit.
-
-        Returns:
-            (R, D) of the storage dtype.
-        """
+        """Rows, (R, D) float32, contiguous and all within the limit, in the storage dtype, (R, D)."""
         out = np.empty(source.shape, self.storage)
         _in_pieces(self.encode, source, out)
         return out
 
     def decode_rows(self, source: np.ndarray, out: np.ndarray) -> None:
-        """Decode rows.
-
-        Args:
-            source: (R, D) of the storage dtype, contiguous.
-            out: (R, D) float32, contiguous, overwritten.
-        """
+        """Decode rows, (R, D) of the storage dtype, into `out`, (R, D) float32, both contiguous."""
         _in_pieces(self.decode, source, out)
 
 

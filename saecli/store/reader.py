@@ -1,6 +1,6 @@
-"""Opening a store, choosing rows of it, checking its shards.
+"""Opening a store, checking its shards, and choosing rows of it, to iterate over as often as needed.
 
-Legend: R rows, D = d_in.
+Legend: B rows of a batch, R rows, D = d_in.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +11,175 @@ from typing import Self
 
 import numpy as np
 
-from ..errors import StoreError
+from ..errors import ConfigError, StoreError
 from .checks import changed, find_damage, no_show
-from .rows import Rows
 from .schema import SHARDS, StoreMeta, read_meta
 from .shard import MappedShards, demand_room, read_layout
+from .shard_statistics import stored_statistics
+from .shuffle import Deal
 from .split import TEST_FRACTION, Split, Which
+from .statistics import Spread
+from .stream import WHOLE, Part, Source, in_order, shuffled
+
+WINDOW_BYTES = 256 << 20
+STATISTICS_ROWS = 1024  # of a batch, in a pass that measures rows
+# Of the scatter of all rows, at least so much must be left in every dimension when that of some is taken from it: of
+# the 15 digits of float64 this leaves 9.
+LEAST_LEFT = 1e-6
+UNIT_BYTES = 64 << 10  # what a disk reads from anywhere at about half its speed, or more where others are near
+
+
+class Rows:
+    """Some of a store's rows; iterate as often as needed, from one thread each time.
+
+    Args:
+        store: the store.
+        split: which of its rows.
+        counts: (chunks,) how many rows of each chunk belong to it.
+    """
+
+    def __init__(self, store: "ActivationStore", split: Split, counts: np.ndarray) -> None:
+        self.store = store
+        self.split = split
+        self._counts = counts
+        self._source = Source(store, counts, self._kept)
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return int(self._counts.sum())
+
+    @property
+    def d_in(self) -> int:
+        """Dimensions of a row."""
+        return self.store.d_in
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
+                part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """One epoch of shuffled batches; the next ones are prepared by threads meanwhile.
+
+        Every row comes exactly once. A batch holds no more pairs of rows of one document than a uniform shuffle's
+        (see `shuffle.py`). The order is a function of the rows, seed, epoch, batch size and window alone.
+
+        Args:
+            batch_size: rows of a batch, at least 1; the last of the epoch may be short.
+            seed: at least 0.
+            epoch: at least 0.
+            window_bytes: size of a window as stored. Two are held, or none where the store lies in the system's page
+                cache, from which rows are then gathered; a store smaller than a window is shuffled uniformly.
+            part: the part of every batch that is yielded, where several processes share them; one that it has no rows
+                of is left out. Only its own rows are read.
+
+        Yields:
+            (B, D) float32, writable. Valid until the next batch is asked for: its memory is used again then.
+
+        Raises:
+            StoreError: a shard is missing or damaged.
+        """
+        _check_batch_size(batch_size)
+        row_bytes = self.store.meta.row_bytes
+        deal = Deal(self.store.rows, self.rows, self._keeps, (seed, epoch), window_bytes // row_bytes,
+                    UNIT_BYTES // row_bytes, batch_size)
+        return shuffled(self._source, deal, batch_size, part)
+
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """The rows in stored order; the next batches are prepared by threads meanwhile.
+
+        Args:
+            batch_size: rows of a batch, at least 1; the last may be short.
+            part: the part of the batches that is yielded, where several processes share them.
+
+        Yields:
+            (B, D) float32, writable. Valid until the next batch is asked for: its memory is used again then.
+
+        Raises:
+            StoreError: a shard is missing or damaged.
+        """
+        _check_batch_size(batch_size)
+        return in_order(self._source, batch_size, part)
+
+    def spread(self) -> Spread:
+        """Their mean and scatter; see `spread_of`."""
+        return spread_of(self)
+
+    def column(self, name: str, batch_size: int) -> Iterator[np.ndarray]:
+        """A column's values for these rows, in stored order.
+
+        Args:
+            name: one of the store's columns.
+            batch_size: values at a time, at least 1; the last may be fewer.
+
+        Yields:
+            (B,) integers.
+
+        Raises:
+            StoreError: the store has no such column, or a shard is missing or damaged.
+        """
+        _check_batch_size(batch_size)
+        if name not in self.store.meta.columns:
+            there = ", ".join(self.store.meta.columns) or "none"
+            raise StoreError(f"{self.store.path} has no column {name}; expected one of its columns ({there})")
+        return self._beside(lambda chunk: self.store.chunk_column(chunk, name), batch_size)
+
+    def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
+        """The numbers of these rows within the store, counted from 0, in stored order; takes and yields what `column`
+        does."""
+        _check_batch_size(batch_size)
+        starts = np.cumsum(self.store.chunk_sizes) - self.store.chunk_sizes
+        return self._beside(lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size)
+
+    def _beside(self, of_chunk: Callable[[int], np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
+        """What `of_chunk` gives for the rows of each chunk, (rows of it,), of those that belong to these."""
+        waiting = np.empty(0, np.int64)
+        for chunk in np.flatnonzero(self._counts):
+            kept = self._kept(int(chunk))
+            values = of_chunk(int(chunk))
+            waiting = np.concatenate([waiting, values if kept is None else values[kept]])
+            whole = len(waiting) - len(waiting) % batch_size
+            yield from np.split(waiting[:whole], range(batch_size, whole, batch_size)) if whole else ()
+            waiting = waiting[whole:]
+        if len(waiting):
+            yield waiting
+
+    def _kept(self, chunk: int) -> np.ndarray | None:
+        """Which rows of a chunk belong to these, as indices; None for all. Found anew, so that memory is constant."""
+        if self._counts[chunk] == self.store.chunk_sizes[chunk]:
+            return None
+        return np.flatnonzero(self.split.keeps(self.store.chunk_ids(chunk)))
+
+    def _keeps(self, rows: np.ndarray) -> np.ndarray | None:
+        """Which of some rows belong to these; None for all. See `Deal`."""
+        return None if self.rows == self.store.rows else self.split.keeps(self.store.row_ids(rows))
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ConfigError("batch_size", "must be at least 1, got {got}", got=batch_size)
+
+
+def spread_of(rows: Rows) -> Spread:
+    """Mean and scatter of a split's own rows, exact to rounding whatever the store knows.
+
+    Where the split is the whole store but for the held-out rows, it is the store's less theirs.
+
+    Raises:
+        StoreError: a shard is missing or damaged.
+
+    Cost: a pass over the held-out rows where the rows are all others; a pass over the rows themselves where they are
+    fewer (a fraction), where a shard has no statistics, or where next to all of some dimension's scatter is held out.
+    """
+    store, split = rows.store, rows.split
+    whole = stored_statistics(store.path, store.meta) if split.which == "train" and split.fraction == 1 else None
+    if whole is None:
+        return _measured(rows)
+    if rows.rows == store.rows:
+        return whole.spread
+    rest = whole.spread - _measured(store.split("test", seed=split.seed, test_fraction=split.test_fraction))
+    return _measured(rows) if (rest.scatter < LEAST_LEFT * whole.spread.scatter).any() else rest
+
+
+def _measured(rows: Rows) -> Spread:
+    return Spread.measured(rows.sequential(STATISTICS_ROWS), rows.d_in)
 
 
 class ActivationStore:
@@ -25,14 +188,18 @@ class ActivationStore:
     Args:
         path: the store's folder.
         meta: its `store.json`.
+
+    Attributes:
+        shard_starts: (shards + 1,) number of each shard's first row, and behind them the number of all rows.
     """
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
         self.path = path
         self.meta = meta
         self._shards = MappedShards(path, meta)
-        # Every shard but the last has the same number of chunks, so a chunk's number says its shard.
-        self._chunks_per_shard = -(-meta.shard_rows // min(meta.chunk_rows, meta.shard_rows))
+        rows = np.array([shard.rows for shard in meta.shards], np.int64)
+        self._chunk_starts = np.concatenate([[0], np.cumsum(-(-rows // meta.chunk_rows))])
+        self.shard_starts = np.concatenate([[0], np.cumsum(rows)])
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -153,15 +320,15 @@ class ActivationStore:
 
     def chunk(self, chunk: int) -> np.ndarray:
         """The rows of one chunk, by its number within the store, as they are stored; a read-only view."""
-        return self._shards.chunk(*divmod(chunk, self._chunks_per_shard))
+        return self._shards.chunk(*self._within_shard(chunk))
 
     def expect(self, chunk: int) -> None:
         """Have the system fetch a chunk from disk meanwhile, if it is to be read for the first time."""
-        self._shards.expect(*divmod(chunk, self._chunks_per_shard))
+        self._shards.expect(*self._within_shard(chunk))
 
     def chunk_column(self, chunk: int, name: str) -> np.ndarray:
         """The part of a column that belongs to one chunk; a read-only view."""
-        shard, within = divmod(chunk, self._chunks_per_shard)
+        shard, within = self._within_shard(chunk)
         start = within * self.meta.chunk_rows
         return self._shards.column(shard, name)[start : start + self.chunk_sizes[chunk]]
 
@@ -169,21 +336,22 @@ class ActivationStore:
         """What the rows of a chunk are split by: their documents, else their numbers within the store."""
         if "document" in self.meta.columns:
             return self.chunk_column(chunk, "document")
-        shard, within = divmod(chunk, self._chunks_per_shard)
-        start = shard * self.meta.shard_rows + within * self.meta.chunk_rows
+        shard, within = self._within_shard(chunk)
+        start = int(self.shard_starts[shard]) + within * self.meta.chunk_rows
         return np.arange(start, start + self.chunk_sizes[chunk])
 
     def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The chunks that rows are in, from their numbers within the store, and their numbers within those chunks."""
-        shards, within = np.divmod(rows, self.meta.shard_rows)
-        chunks, within = np.divmod(within, self.meta.chunk_rows)
-        return shards * self._chunks_per_shard + chunks, within
+        shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
+        chunks, within = np.divmod(rows - self.shard_starts[shards], self.meta.chunk_rows)
+        return self._chunk_starts[shards] + chunks, within
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
         """What some rows are split by, as `chunk_ids`; (R,) from their ascending numbers within the store."""
         if "document" not in self.meta.columns:
             return rows
-        shards, within = np.divmod(rows, self.meta.shard_rows)
+        shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
+        within = rows - self.shard_starts[shards]
         ends = np.flatnonzero(np.diff(shards, append=-1)) + 1
         return np.concatenate([self._shards.column(int(shards[begin]), "document")[within[begin:end]]
                                for begin, end in pairwise([0, *ends.tolist()])])
@@ -195,6 +363,11 @@ class ActivationStore:
     def whole_shards(self) -> list[np.ndarray]:
         """The rows of each shard as stored, where `in_memory`; read-only views."""
         return [self._shards.whole(shard) for shard in range(len(self.meta.shards))]
+
+    def _within_shard(self, chunk: int) -> tuple[int, int]:
+        """The shard of a chunk, and the chunk's number within it."""
+        shard = int(np.searchsorted(self._chunk_starts, chunk, side="right")) - 1
+        return shard, chunk - int(self._chunk_starts[shard])
 
     def _ids(self) -> Iterator[np.ndarray]:
         return map(self.chunk_ids, range(len(self.chunk_sizes)))

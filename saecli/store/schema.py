@@ -6,7 +6,8 @@ The format, version 1:
   list of shards from `store.json` and ignore any other file: it may be unfinished.
 - `store.json` is one JSON object with the fields of `StoreMeta`. A reader MUST refuse a larger
   `format_version` than it knows, and SHOULD ignore fields that it does not know.
-- Each shard is an HDF5 file. All but the last hold `shard_rows` rows.
+- Each shard is an HDF5 file. All but the last, and where several ranks wrote the store all but the last of each rank,
+  hold `shard_rows` rows.
 - Its dataset `activations` has shape (rows, d_in); it MUST be chunked in whole rows, `chunk_rows` of them (a
   shard of fewer rows has one chunk, of exactly its rows), without filters, every chunk present. Its type is
   float32, float16, or for bfloat16 a custom float of 8 exponent and 7 mantissa bits, all little-endian.
@@ -23,12 +24,14 @@ The format, version 1:
   of these, `norm_bin`, (K,) int32 ascending, and `norm_count`, (K,) int64 above 0: bin 0 is for norms of 0, bin i for
   those from `2^((i - 1) / 40 - 149)` on and below `2^(i / 40 - 149)`.
 - `store.json` MAY lack `max_norm_multiple`, `median_norm`, `norms`, `norm_quantiles`, `dropped_norms` and a shard's
-  `frame` and `pieces`: older versions wrote none of them.
+  `frame`: older versions wrote none of them.
 - `store.json` MAY have a `partial`: a `shard`, of the form of other shards' entries, that holds the first rows of the
   next one in a file `NNNNN-ROWS.h5`, and `onward`, where a producer goes on from. A reader MUST ignore it; a writer
   that goes on SHOULD take it up.
-- A shard's `pieces` are empty where one process wrote all shards, in the order of its rows. Where several did, they
-  say which rows of which of the producer's blocks the shard holds.
+- `store.json` MAY have `ranks`, where several processes wrote the store: rank r of them stored the documents whose
+  number is r modulo the number of ranks. For each rank in order they say how many rows it was to store and how many
+  shards it wrote, which lie one after the other. While the store is unfinished it has no shards: each rank writes a
+  store of its own in `ranks/NNNNN`, which a reader MUST ignore.
 """
 
 import dataclasses
@@ -37,6 +40,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,11 +50,12 @@ from ..documents import Origin, demand_version, parse_json
 from ..errors import ConfigError, StoreError
 from ..files import regular, write_json
 from ..home import STORE_MARKER, UNREADABLE, now
-from .dropped import Norms
 from .dtypes import DTYPES
+from .statistics import Norms
 
 FORMAT_VERSION = 1
 SHARDS = "shards"
+RANKS = "ranks"
 ACTIVATIONS = "activations"
 CHUNK_CHECKSUMS = "chunk_xxh3"
 CHECKSUM = np.dtype("<u8")
@@ -102,25 +107,6 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Rows of one of a producer's blocks, in a shard of several processes, which take turns at blocks.
-
-    Args:
-        block: the block's number, from 0 for the first that several processes were given.
-        cursor: the producer's own note of where it begins; see `Resume`.
-        begin: the first of its kept rows that are meant.
-        end: the one after the last of them.
-        kept: how many rows are kept of it in all.
-    """
-
-    block: int
-    cursor: dict[str, Any]
-    begin: int
-    end: int
-    kept: int
-
-
-@dataclass(frozen=True)
 class Frame:
     """What surrounds a shard's activations: HDF5's headers, the columns, the checksums of chunks.
 
@@ -145,8 +131,6 @@ class ShardRecord:
         resume: where the producer goes on after it.
         dropped_norms: norms of the rows dropped, by reason.
         frame: by which it is checked while it is read; None where all of it is checked before.
-        pieces: what rows it holds, in their order, where several processes made the store; its `resume` then says of
-            the last of them only where it ends.
     """
 
     file: str
@@ -156,7 +140,6 @@ class ShardRecord:
     resume: Resume
     dropped_norms: dict[str, Norms] = field(default_factory=dict)
     frame: Frame | None = None
-    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,6 +161,19 @@ class Partial:
 
 
 @dataclass(frozen=True)
+class RankShards:
+    """What one of several ranks stores.
+
+    Args:
+        rows: how many rows it is to store.
+        shards: how many shards it wrote; 0 while the store is unfinished.
+    """
+
+    rows: int
+    shards: int = 0
+
+
+@dataclass(frozen=True)
 class StoreMeta:
     """The contents of `store.json`.
 
@@ -186,7 +182,7 @@ class StoreMeta:
         request_hash: `hash_request` of what was asked for; an interrupted store goes on only under the same.
         dtype: "float32", "float16" or "bfloat16".
         d_in: dimensions of a row.
-        shard_rows: rows in every shard but the last.
+        shard_rows: rows in every shard but the last, or the last of each rank.
         chunk_rows: rows in a chunk; 0 for `rows_per_chunk`.
         columns: names out of `COLUMNS` of what is kept beside each row.
         max_norm_multiple: rows whose norm is above this many times `median_norm` are dropped; None for no limit.
@@ -199,6 +195,7 @@ class StoreMeta:
         norm_quantiles: the norm that this share of them does not exceed, by the share, within 0.87% of itself.
         shards: the finished shards, in the order of their rows.
         partial: what is stored of the shard after them, of a store that is not complete.
+        ranks: what each rank stores, where several write the store; see `ranks.py`.
         format_version: version of the format.
     """
 
@@ -219,20 +216,25 @@ class StoreMeta:
     norm_quantiles: dict[str, float] = field(default_factory=dict)
     shards: tuple[ShardRecord, ...] = ()
     partial: Partial | None = None
+    ranks: tuple[RankShards, ...] = ()
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ConfigError(f"cannot store {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+            raise ConfigError("dtype", "must be one of {choices}, got {got}", choices=", ".join(DTYPES),
+                              got=repr(self.dtype))
         if unknown := [name for name in self.columns if name not in COLUMNS]:
-            raise ConfigError(f"cannot store column {unknown[0]!r}; expected some of {', '.join(COLUMNS)}")
+            raise ConfigError("columns", "must be some of {choices}, got {got}", choices=", ".join(COLUMNS),
+                              got=repr(unknown[0]))
         if len(set(self.columns)) < len(self.columns):
-            raise ConfigError(f"cannot store a column twice, got {', '.join(self.columns)}")
+            raise ConfigError("columns", "must differ from each other, got {got}", got=", ".join(self.columns))
         if self.max_norm_multiple is not None and not 1 <= self.max_norm_multiple < math.inf:
-            raise ConfigError(f"max_norm_multiple must be at least 1 and finite, got {self.max_norm_multiple}")
+            raise ConfigError("max_norm_multiple", "must be at least 1 and finite, got {got}",
+                              got=self.max_norm_multiple)
         for name, least in (("d_in", 1), ("shard_rows", 1), ("chunk_rows", 0)):
             if not least <= getattr(self, name) <= MOST:
-                raise ConfigError(f"{name} must be from {least} to {MOST}, got {getattr(self, name)}")
+                raise ConfigError(name, "must be from {least} to {most}, got {got}", least=least, most=MOST,
+                                  got=getattr(self, name))
         if not self.chunk_rows:
             object.__setattr__(self, "chunk_rows", rows_per_chunk(self.d_in, self.dtype))
 
@@ -251,6 +253,23 @@ class StoreMeta:
         """Bytes of a row's activations as stored."""
         return self.d_in * DTYPES[self.dtype].storage.itemsize
 
+    def rank_of(self, shard: int) -> int:
+        """The rank that wrote a shard; 0 where one process writes the store."""
+        return next((rank for rank, end in enumerate(self._ends) if shard < end), 0)
+
+    def before(self, shard: int) -> ShardRecord | None:
+        """The shard that the same rank wrote before a shard; None for a rank's first."""
+        return None if shard in (0, *self._ends) else self.shards[shard - 1]
+
+    def is_last(self, shard: int) -> bool:
+        """Whether a shard is the last of its rank's, and so may be short."""
+        return shard + 1 in (len(self.shards), *self._ends)
+
+    @property
+    def _ends(self) -> list[int]:
+        """For each rank the number of the shard after its last."""
+        return list(accumulate(rank.shards for rank in self.ranks))
+
     def request(self) -> dict[str, Any]:
         """Everything by which an interrupted store is recognised as the one asked for."""
         names = ("dtype", "d_in", "shard_rows", "chunk_rows", "columns", "max_norm_multiple", "request_hash")
@@ -259,11 +278,9 @@ class StoreMeta:
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `store.json`."""
         document = dataclasses.asdict(self)
-        for shard in document["shards"]:
-            if not shard["pieces"]:
-                del shard["pieces"]
-        if not self.partial:
-            del document["partial"]
+        for name in ("partial", "ranks"):
+            if not document[name]:
+                del document[name]
         return {name: document[name] for name in ("format_version", "created", "complete", *document)}
 
     @classmethod
@@ -276,13 +293,16 @@ class StoreMeta:
         demand_version(text, FORMAT_VERSION)
         parse_json(text, _Demanded)
         meta = parse_json(text, cls)
+        if meta.ranks and sum(rank.shards for rank in meta.ranks) != len(meta.shards):
+            raise ValueError(f"expected {sum(rank.shards for rank in meta.ranks)} shards, as `ranks` says, got "
+                             f"{len(meta.shards)}")
         for index, shard in enumerate(meta.shards):
             # A name that anyone could have edited must not lead out of the store.
             if shard.file != shard_name(index):
                 raise ValueError(f"expected shard {index} to be named {shard_name(index)}, got {shard.file!r:.60}")
             if shard.rows < 1:
                 raise ValueError(f"expected shard {shard.file} to hold a row or more, got {shard.rows}")
-            if shard.rows > meta.shard_rows or (shard.rows < meta.shard_rows and shard is not meta.shards[-1]):
+            if shard.rows > meta.shard_rows or (shard.rows < meta.shard_rows and not meta.is_last(index)):
                 raise ValueError(f"expected {meta.shard_rows} rows in shard {shard.file}, got {shard.rows}")
         if meta.partial and (not 0 < meta.partial.rows < meta.shard_rows
                              or meta.partial.shard.file != partial_name(len(meta.shards), meta.partial.rows)):
@@ -315,11 +335,7 @@ def partial_name(index: int, rows: int) -> str:
 
 
 def read_meta(store: Path) -> StoreMeta:
-    """Read a store's `store.json`.
-
-    Raises:
-        StoreError: there is none, or it is damaged or of a newer version.
-    """
+    """Read a store's `store.json`; StoreError where there is none, or it is damaged or of a newer version."""
     path = store / STORE_MARKER
     try:
         return StoreMeta.from_json(regular(path).read_bytes())

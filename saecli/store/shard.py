@@ -259,11 +259,8 @@ class MappedShards:
         return np.ndarray((layout.rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped, layout.chunks[0])
 
     def in_memory(self) -> bool:
-        """Whether all shards can stay mapped, and are in the page cache already, as far as a sample of pages tells.
-
-        Raises:
-            StoreError: a shard is missing, damaged or foreign.
-        """
+        """Whether all shards can stay mapped, and are in the page cache already, as far as a sample of pages tells;
+        StoreError where a shard is missing, damaged or foreign."""
         return (len(self._meta.shards) <= self.MAPS and hasattr(os, "RWF_NOWAIT")
                 and all(self._in_memory(shard) for shard in range(len(self._meta.shards))))
 

@@ -1,26 +1,18 @@
 """The statistics that each shard holds of its own rows, and what they tell of a store or a split without a pass."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h5py
 import numpy as np
 
 from ..errors import StoreError
 from .checks import MEND_SHARD
-from .dropped import Norms
 from .schema import SHARDS, ShardRecord, StoreMeta
 from .shard import HDF5_ERRORS, read_layout
-from .statistics import BINS, QUANTILES, Spread, Statistics
-
-if TYPE_CHECKING:
-    from .rows import Rows
+from .statistics import BINS, QUANTILES, Norms, Spread, Statistics
 
 STATISTICS = "statistics"
-BATCH_ROWS = 1024  # of a pass over rows
-# Of the scatter of all rows, at least so much must be left in every dimension when that of some is taken from it: of
-# the 15 digits of float64 this leaves 9.
-LEAST_LEFT = 1e-6
 
 
 def put_statistics(file: h5py.File, statistics: Statistics) -> None:
@@ -38,11 +30,8 @@ def put_statistics(file: h5py.File, statistics: Statistics) -> None:
 
 
 def _read(path: Path, meta: StoreMeta, record: ShardRecord) -> Statistics | None:
-    """A shard's statistics; None where it has none, as an earlier version wrote it.
-
-    Raises:
-        StoreError: the shard is missing or damaged, or they are not those of its rows.
-    """
+    """A shard's statistics; None where it has none, as an earlier version wrote it. Raises StoreError where the shard
+    is missing or damaged, or they are not those of its rows."""
     read_layout(path, meta, record)  # no byte is believed before its checksum is found right
     try:
         with h5py.File(path, "r", locking=False) as file:
@@ -78,8 +67,6 @@ def stored_statistics(path: Path, meta: StoreMeta) -> Statistics | None:
 
     Cost: opens every shard; reads none of their rows.
     """
-    if meta.norms is None:
-        return None
     total = None
     for record in meta.shards:
         found = _read(path / SHARDS / record.file, meta, record)
@@ -113,28 +100,3 @@ def norm_fields(statistics: Statistics | None) -> dict[str, Any]:
         return {}
     return {"norms": statistics.norms,
             "norm_quantiles": {f"{share:g}": statistics.norm_quantile(share) for share in QUANTILES}}
-
-
-def spread_of(rows: "Rows") -> Spread:
-    """Mean and scatter of a split's own rows, exact to rounding whatever the store knows.
-
-    Where the split is the whole store but for the held-out rows, it is the store's less theirs.
-
-    Raises:
-        StoreError: a shard is missing or damaged.
-
-    Cost: a pass over the held-out rows where the rows are all others; a pass over the rows themselves where they are
-    fewer (a fraction), where a shard has no statistics, or where next to all of some dimension's scatter is held out.
-    """
-    store, split = rows.store, rows.split
-    whole = stored_statistics(store.path, store.meta) if split.which == "train" and split.fraction == 1 else None
-    if whole is None:
-        return _measured(rows)
-    if rows.rows == store.rows:
-        return whole.spread
-    rest = whole.spread - _measured(store.split("test", seed=split.seed, test_fraction=split.test_fraction))
-    return _measured(rows) if (rest.scatter < LEAST_LEFT * whole.spread.scatter).any() else rest
-
-
-def _measured(rows: "Rows") -> Spread:
-    return Spread.measured(rows.sequential(BATCH_ROWS), rows.d_in)

@@ -1,12 +1,15 @@
-"""Writing one shard.
+"""Writing one shard, and storing now and then what there is of it: a kill loses rows of a minute at most.
 
 The HDF5 library never writes to the disk here: on a full one it has been seen to crash the process. It writes
 its few kilobytes of headers, and the columns, into memory; the activations go into the file at the offset that
 the headers give for them, by plain writes whose failure is an OSError like any other.
 
+Rows of a shard that is not whole yet are a shard of their own, which only the next writer reads.
+
 Legend: R rows, D = d_in.
 """
 
+import dataclasses
 import io
 import os
 from collections.abc import Iterator, Mapping
@@ -17,12 +20,27 @@ import h5py
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from ..errors import StoreError
 from ..files import file_sha256, make_folder, partial_path, settle
 from .checks import frame_checksum
 from .dtypes import DTYPES
-from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, Frame, StoreMeta
+from .schema import (
+    ACTIVATIONS,
+    CHECKSUM,
+    CHUNK_CHECKSUMS,
+    COLUMNS,
+    SHARDS,
+    Frame,
+    Partial,
+    Resume,
+    ShardRecord,
+    StoreMeta,
+    partial_name,
+    shard_name,
+)
+from .shard import MappedShards
 from .shard_statistics import put_statistics
-from .statistics import Statistics
+from .statistics import Dropped, Statistics
 
 # Of everything in the file, in bytes: NumPy is slow with numbers that lie askew.
 ALIGNMENT = 64
@@ -78,11 +96,8 @@ class ShardWriter:
             if self._filled == len(self._chunk):
                 self._flush_chunk()
 
-    def commit(self, path: Path | None = None) -> tuple[str, Frame]:
+    def commit(self) -> tuple[str, Frame]:
         """Finish the shard, flush it to disk and let it appear.
-
-        Args:
-            path: where, in the same folder, if not where it was said to be at first.
 
         Returns:
             The SHA-256 of the file, and its frame.
@@ -109,10 +124,10 @@ class ShardWriter:
         digest = file_sha256(self._file_path)
         with self._file_path.open("rb", buffering=0) as file:
             frame = Frame(start, frame_checksum(file, start, self._end))
-        settle(self._file_path, path or self.path)
+        settle(self._file_path, self.path)
         return digest, frame
 
-    def pieces(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    def parts(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """What was appended so far, a chunk at a time: rows as they are stored, (R, D), and their columns."""
         shape = (self.rows - self._filled, self._meta.d_in)
         whole = np.memmap(self._file_path, self._chunk.dtype, "r", self._start, shape) if shape[0] else self._chunk[:0]
@@ -120,22 +135,6 @@ class ShardWriter:
         for begin in range(0, self.rows, len(self._chunk)):
             rows = whole[begin : begin + len(self._chunk)] if begin < len(whole) else self._chunk[: self._filled]
             yield rows, {name: column[begin : begin + len(rows)] for name, column in columns.items()}
-
-    def lay_open(self) -> tuple[Path, int, dict[str, np.ndarray]]:
-        """Flush what there is to disk, for another process to take; nothing can be appended any more.
-
-        Returns:
-            The file, the byte offset of the rows in it, which lie there one after the other as they are stored, and
-            their columns, (rows,) each.
-
-        Raises:
-            OSError: the disk refuses it.
-        """
-        if self._filled:
-            _write(self._file, memoryview(self._chunk[: self._filled]).cast("B"), self._end)
-        os.fsync(self._file)
-        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
-        return self._file_path, self._start, columns
 
     def abandon(self) -> None:
         """Remove what was written; calling it after `commit` does nothing."""
@@ -250,3 +249,61 @@ def _create(file: h5py.File, name: str, kind: h5py.h5t.TypeID, shape: tuple[int,
         layout.set_chunk(chunk)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     return h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), layout)
+
+
+SAVE_SECONDS = 60.0  # copying a shard takes half a second at most
+
+
+def store_partial(path: Path, meta: StoreMeta, shard: ShardWriter, last: Resume, onward: Resume,
+                  ended: Dropped) -> Partial:
+    """Store what there is of a shard; more can be appended to it.
+
+    Args:
+        path: the store's folder.
+        meta: its `store.json`.
+        shard: what is being written, of one row or more.
+        last: where its last row came from.
+        onward: where the producer goes on.
+        ended: rows dropped in the blocks that ended since the shard before, and before that.
+
+    Returns:
+        What is to be said of it in `store.json`.
+
+    Raises:
+        OSError: the disk refuses it.
+    """
+    copy = ShardWriter(path / SHARDS / partial_name(len(meta.shards), shard.rows), meta)
+    try:
+        for rows, columns in shard.parts():
+            copy.append(rows, columns)
+        digest, frame = copy.commit()
+    except BaseException:
+        copy.abandon()
+        raise
+    record = ShardRecord(copy.path.name, shard.rows, digest, dict(ended.counts), last, dict(ended.norms), frame)
+    return Partial(record, onward)
+
+
+def taken_up(path: Path, meta: StoreMeta) -> ShardWriter | None:
+    """A shard to append to that holds what was stored before of the partial shard that `store.json` names; None where
+    that is damaged."""
+    assert meta.partial is not None
+    record = meta.partial.shard
+    stored = MappedShards(path, dataclasses.replace(meta, shards=(record,)))
+    shard = ShardWriter(path / SHARDS / shard_name(len(meta.shards)), meta)
+    try:
+        columns = {name: stored.column(0, name) for name in meta.columns}
+        for chunk, begin in enumerate(range(0, record.rows, meta.chunk_rows)):
+            rows = stored.chunk(0, chunk)
+            shard.append(rows, {name: column[begin : begin + len(rows)] for name, column in columns.items()})
+    except StoreError:  # then its rows come from the producer once more
+        shard.abandon()
+        return None
+    return shard
+
+
+def remove_partials(path: Path, kept: Partial | None = None) -> None:
+    """Remove the partial shards of a store, but for the one that is kept; a kill can leave others."""
+    for file in (path / SHARDS).glob("*-*.h5"):
+        if kept is None or file.name != kept.shard.file:
+            file.unlink()

@@ -7,8 +7,6 @@ and has the same place in all of them. So two rows of a unit leave a turn apart,
 a turn has. A batch then holds no more pairs of rows of one document than a uniform shuffle's, however small a part of
 the store a window is, and yet the disk is read in runs.
 
-Where units are single rows, the shuffle is uniform, whatever the window.
-
 Legend: R rows, U units.
 """
 
@@ -80,13 +78,8 @@ class Deal:
         self._units = -(-self._permutation.count // self.windows)
 
     def window(self, number: int) -> np.ndarray:
-        """The rows of one of the windows.
-
-        Returns:
-            (R,) int64 row numbers within the store, in the order in which they leave.
-
-        Cost: some 30 ns a stored row, besides `keeps`.
-        """
+        """The rows of one of the windows, (R,) int64 numbers within the store, in the order in which they leave; some
+        30 ns a stored row, besides `keeps`."""
         first = number * self._units
         units = self._permutation(np.arange(first, min(first + self._units, self._permutation.count)))
         units.sort()  # so that `keeps` goes forward

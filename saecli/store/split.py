@@ -100,11 +100,12 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.which not in get_args(Which):
-            raise ConfigError(unknown_choice("split", str(self.which), get_args(Which)))
+            raise ConfigError(None, "{sentence}", sentence=unknown_choice("split", str(self.which), get_args(Which)))
         if not 0 < self.fraction <= 1:
-            raise ConfigError(f"--fraction must be above 0 and at most 1, got {self.fraction:g}")
+            raise ConfigError("fraction", "must be above 0 and at most 1, got {got}", got=f"{self.fraction:g}")
         if not 0 <= self.test_fraction < 1:
-            raise ConfigError(f"the test fraction must be at least 0 and below 1, got {self.test_fraction:g}")
+            raise ConfigError("test_fraction", "must be at least 0 and below 1, got {got}",
+                              got=f"{self.test_fraction:g}")
 
     def fitted(self, ids: Callable[[], Iterator[np.ndarray]]) -> Self:
         """The split of a whole store: where a share alone takes no document, the one with the lowest hash.
@@ -126,14 +127,7 @@ class Split:
         return split
 
     def keeps(self, ids: np.ndarray) -> np.ndarray:
-        """Which rows belong to it.
-
-        Args:
-            ids: (R,) integers, as of `is_test`.
-
-        Returns:
-            (R,) bool.
-        """
+        """Which rows belong to it, (R,) bool, by their ids, (R,) integers as of `is_test`."""
         if self.which == "all":
             return np.ones(len(ids), bool)
         held_out = self._held_out(ids)
@@ -147,3 +141,12 @@ class Split:
     def _held_out(self, ids: np.ndarray) -> np.ndarray:
         limit = max(_limit(self.test_fraction), self.least_test)
         return _hashes(ids, self.seed, _TEST_STREAM) < np.uint64(limit)
+
+
+def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The indices, ascending, of the rows with which a window begins, the first row of all not counted.
+
+    A window of a store is told by its rows, given their documents and positions, (R,) integers each in stored order:
+    they are of one document, and their positions ascend.
+    """
+    return 1 + np.flatnonzero((np.diff(documents) != 0) | (np.diff(positions) <= 0))

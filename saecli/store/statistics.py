@@ -1,15 +1,72 @@
-"""Mean, spread and norms of rows: taken in float64 a chunk at a time, and merged without loss.
+"""Mean, spread and norms of rows: taken in float64 a chunk at a time, and merged without loss; and what is left out.
 
 Legend: R rows, D = d_in.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 
-from .dropped import Norms, row_norms
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms of some rows, in brief.
+
+    Args:
+        rows: how many rows were measured.
+        mean: the mean of their norms.
+        max: the largest of them.
+    """
+
+    rows: int
+    mean: float
+    max: float
+
+    @classmethod
+    def of(cls, norms: np.ndarray) -> Self:
+        """The finite ones of some norms, (R,), at least one."""
+        finite = norms[np.isfinite(norms)]
+        return cls(len(finite), float(finite.mean()), float(finite.max()))
+
+    def __add__(self, other: "Norms") -> "Norms":
+        rows = self.rows + other.rows
+        return Norms(rows, self.mean + (other.mean - self.mean) * (other.rows / rows), max(self.max, other.max))
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Rows left out.
+
+    Args:
+        counts: how many, by reason.
+        norms: their norms, by reason; of reasons whose rows have no finite norm there are none.
+    """
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    norms: Mapping[str, Norms] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, norms: Mapping[str, np.ndarray]) -> Self:
+        """Rows counted by their norms, (R,) for each reason; NaN or infinity where a row has none."""
+        return cls({reason: len(values) for reason, values in norms.items() if len(values)},
+                   {reason: Norms.of(values) for reason, values in norms.items() if np.isfinite(values).any()})
+
+    def __add__(self, other: "Dropped") -> "Dropped":
+        counts, norms = dict(self.counts), dict(self.norms)
+        for reason, count in other.counts.items():
+            counts[reason] = counts.get(reason, 0) + count
+        for reason, more in other.norms.items():
+            norms[reason] = norms[reason] + more if reason in norms else more
+        return Dropped(counts, norms)
+
+
+def row_norms(rows: np.ndarray) -> np.ndarray:
+    """Euclidean norms of float rows, (R, D): (R,) float64; NaN or infinite where the row is not finite."""
+    with np.errstate(invalid="ignore"):
+        return np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
+
 
 # Bin 0 is for norms of 0; bin i for those from 2^((i - 1) / 40 - 149) on and below 2^(i / 40 - 149). The least float32
 # above 0 is 2^-149, and no norm of 2^42 dimensions reaches 2^149.
@@ -41,11 +98,8 @@ class Spread:
 
     @classmethod
     def of(cls, rows: np.ndarray) -> Self:
-        """That of rows in memory: the mean first, deviations from it after, so that no digits cancel.
-
-        Args:
-            rows: (R, D) float64, R at least 1; overwritten.
-        """
+        """That of rows in memory, (R, D) float64, R at least 1, which are overwritten: the mean first, deviations from
+        it after, so that no digits cancel."""
         mean = np.add.reduce(rows, axis=0) / len(rows)
         rows -= mean
         np.multiply(rows, rows, out=rows)
@@ -104,11 +158,7 @@ class Statistics:
 
     @classmethod
     def of(cls, rows: np.ndarray) -> Self:
-        """Those of rows in memory.
-
-        Args:
-            rows: (R, D) float64, finite, R at least 1; overwritten.
-        """
+        """Those of rows in memory, (R, D) float64, finite, R at least 1; overwritten."""
         norms = row_norms(rows)
         return cls(Spread.of(rows), Norms.of(norms), np.bincount(_bins(norms), minlength=BINS))
 

@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from .dtypes import DTYPES, StoredType
+from .schema import StoreMeta
 from .shuffle import Deal
-
-if TYPE_CHECKING:
-    from .reader import ActivationStore
 
 READERS = 2
 BLOCK_BYTES = 4 << 20
@@ -30,7 +28,32 @@ AHEAD_BYTES = 32 << 20
 LOAD_BYTES = 4 << 20
 RUN_BYTES = 1 << 20  # about what stays in a core's own cache
 
-Block = tuple[list[Future[None]], np.ndarray]  # what fills it, and its rows, (R, D)
+Buffer = tuple[list[Future[None]], np.ndarray]  # what fills it, and its rows, (R, D)
+
+
+class StoredChunks(Protocol):
+    """A store's chunks, and the shards that hold them, as `ActivationStore` gives them."""
+
+    meta: StoreMeta
+
+    @property
+    def d_in(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shard_starts(self) -> np.ndarray: ...
+
+    def chunk(self, chunk: int) -> np.ndarray: ...
+
+    def expect(self, chunk: int) -> None: ...
+
+    def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def in_memory(self) -> bool: ...
+
+    def whole_shards(self) -> list[np.ndarray]: ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +86,7 @@ class Source:
         kept: chunk number -> indices of the rows that are wanted, ascending; None for all of them.
     """
 
-    store: "ActivationStore"
+    store: StoredChunks
     counts: np.ndarray
     kept: Callable[[int], np.ndarray | None]
 
@@ -108,7 +131,7 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
                 _decode(rows, out[at - begin : until - begin])
             at, chunk = until, chunk + 1
 
-    def blocks(pool: ThreadPoolExecutor) -> Iterator[Block]:
+    def blocks(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
         for begin in range(first, stop, buffers.rows):
             yield buffers.fill(pool, fill, begin, min(begin + buffers.rows, stop))
 
@@ -138,13 +161,13 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part) -> Iterato
     def leaving_here(pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
         return (_part_of_batches(leaving, batch_size, part) for leaving in _leaving(deal, batch_size, run, pool))
 
-    def gathered(pool: ThreadPoolExecutor) -> Iterator[Block]:
+    def gathered(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
         for leaving in leaving_here(pool):
             gather = partial(_gather, source, source.store.whole_shards(), leaving, own_size, run)
             for begin in range(0, len(leaving), buffers.rows):
                 yield buffers.fill(pool, gather, begin, min(begin + buffers.rows, len(leaving)))
 
-    def from_windows(pool: ThreadPoolExecutor) -> Iterator[Block]:
+    def from_windows(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
         memory = [np.empty((0, source.d_in), source.stored.storage)] * 2
         window = memory[0]
         for turn, leaving in enumerate(chain(leaving_here(pool), [np.empty(0, np.int64)])):
@@ -165,7 +188,7 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part) -> Iterato
                 done.result()
             window = following
 
-    def blocks(pool: ThreadPoolExecutor) -> Iterator[Block]:
+    def blocks(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
         return gathered(pool) if source.store.in_memory() else from_windows(pool)
 
     return _read_ahead(blocks, buffers.ahead, own_size)
@@ -216,14 +239,14 @@ def _ascending(rows: np.ndarray, batch_size: int, run: int) -> Iterator[tuple[in
 def _gather(source: Source, shards: Sequence[np.ndarray], leaving: np.ndarray, batch_size: int, run: int, begin: int,
             end: int, out: np.ndarray) -> None:
     """Decode rows `begin` to `end` of those that leave a window, from shards in memory, run by run."""
-    shard_rows = source.store.meta.shard_rows
+    starts = source.store.shard_starts
     scratch = np.empty((min(run, end - begin), source.d_in), source.stored.storage)
     for start, stop in _ascending(leaving[begin:end], batch_size, run):
         rows = leaving[begin + start : begin + stop]
-        first, last = int(rows[0] // shard_rows), int(rows[-1] // shard_rows)
-        ends = np.searchsorted(rows, np.arange(first + 1, last + 2) * shard_rows).tolist()
+        first, last = (np.searchsorted(starts, rows[[0, -1]], side="right") - 1).tolist()
+        ends = np.searchsorted(rows, starts[first + 1 : last + 2]).tolist()
         for shard, (low, high) in enumerate(pairwise([0, *ends]), first):
-            shards[shard].take(rows[low:high] - shard * shard_rows, 0, scratch[low:high], "clip")
+            shards[shard].take(rows[low:high] - starts[shard], 0, scratch[low:high], "clip")
         _decode(scratch[: stop - start], out[start:stop])
 
 
@@ -285,7 +308,7 @@ class _Buffers:
         self._turn = 0
 
     def fill(self, pool: ThreadPoolExecutor, fill: Callable[[int, int, np.ndarray], None], begin: int,
-             end: int) -> Block:
+             end: int) -> Buffer:
         """Have `fill` put rows `begin` to `end` into the next block, which comes again after `ahead` others."""
         self._turn += 1
         out = self._blocks[self._turn % len(self._blocks)][: end - begin]
@@ -293,7 +316,7 @@ class _Buffers:
                 for part in range(begin, end, self._part)], out
 
 
-def _read_ahead(blocks: Callable[[ThreadPoolExecutor], Iterator[Block]], ahead: int,
+def _read_ahead(blocks: Callable[[ThreadPoolExecutor], Iterator[Buffer]], ahead: int,
                 batch_size: int) -> Iterator[np.ndarray]:
     """Hand out blocks batch by batch, with `ahead` of them under way; a task's error is raised here."""
     import torch

@@ -5,9 +5,10 @@ Legend: R rows, D = d_in.
 
 import dataclasses
 import json
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,19 +17,19 @@ import numpy as np
 
 from ..errors import StoreError
 from ..home import STORE_MARKER
+from .admission import Admission
 from .checks import no_show, suspect
-from .claim import claim
-from .dropped import Dropped
-from .open_writer import OpenWriter
-from .partial import SAVE_SECONDS, remove_partials, store_partial, taken_up
+from .claim import ClaimedStore, claim, no_rows, other_number, remove_empty
+from .dtypes import DTYPES
 from .schema import SHARDS, Partial, Resume, ShardRecord, StoreMeta, shard_name, write_meta
 from .shard_statistics import norm_fields, with_shard
-from .shard_writer import ShardWriter
+from .shard_writer import SAVE_SECONDS, ShardWriter, remove_partials, store_partial, taken_up
+from .statistics import Dropped, Statistics
 
 SOURCE_CHANGED = "the source has changed, so remove the store and make it again"
 
 
-class StoreWriter(OpenWriter):
+class StoreWriter(ClaimedStore):
     """Appends a producer's blocks of rows to a store, in shards that appear whole or not at all.
 
     A producer is anything that yields deterministic blocks, each at a cursor: a small JSON object from which
@@ -46,11 +47,24 @@ class StoreWriter(OpenWriter):
     After an interruption the first block comes a second time; the writer discards of it what is stored. The rows of
     an unfinished shard are stored once a minute, and by an exception that ends the `with`, an interrupt among them.
     Leaving it without `finish` and without an exception drops what came since; a store without a row is removed.
+
+    A finished store that several ranks wrote is opened to write damaged shards anew: the producer of each is the one of
+    the rank that `rank` names.
+
+    Attributes:
+        path: the store's folder.
+        altered: damaged shards that were written anew, but not with the bytes that were recorded, as another machine
+            rounds in other ways.
     """
 
     def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int | None, damaged: Iterable[int],
                  save_seconds: float) -> None:
-        super().__init__(path, meta, lock, sorted(damaged))
+        super().__init__(path, meta, lock)
+        self._damaged = sorted(damaged)
+        self.altered: list[str] = []
+        self._admit = Admission(path, meta)
+        self._statistics: Statistics | None = None  # of all shards, once one has been added
+        self._shard: ShardWriter | None = None
         self._limit, self._save_seconds = limit, save_seconds
         remove_partials(path, meta.partial)
         self._begin()
@@ -58,7 +72,8 @@ class StoreWriter(OpenWriter):
     def _begin(self) -> None:
         """Get ready for a producer that starts at the cursor."""
         self._shard = None
-        self._resume = self._meta.shards[self._index - 1].resume if self._index else None
+        before = self._meta.before(self._index)
+        self._resume = before.resume if before else None
         self._mended = False  # whether the damaged shard that this was about is whole
         self._last: Resume | None = None  # where the last row stored came from
         self._ended = Dropped()  # in blocks that ended since the last shard
@@ -78,6 +93,8 @@ class StoreWriter(OpenWriter):
         self._resume, self._last = partial.onward, partial.shard.resume
         self._ended = Dropped(partial.shard.dropped, partial.shard.dropped_norms)
         self._onward = partial.onward, self._ended
+        if not partial.onward.skip and self._limit is not None and self.rows >= self._limit:
+            self._resume = None  # full, with the whole of its last block: nothing of the next is wanted or counted
 
     @classmethod
     def open(cls, path: Path, meta: StoreMeta, *, limit: int | None = None, save_seconds: float = SAVE_SECONDS,
@@ -98,6 +115,9 @@ class StoreWriter(OpenWriter):
             StoreError: another process is writing it, or it holds something else.
         """
         lock, there, damaged = claim(path, meta, show)
+        if there.ranks and not there.complete:
+            os.close(lock)
+            raise other_number(path, len(there.ranks), 1)
         return cls(path, there, lock, limit, damaged, save_seconds)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -107,14 +127,30 @@ class StoreWriter(OpenWriter):
                 with suppress(OSError):  # what ended it is what is told; what is stored already stays
                     self._save()
         finally:
-            super().__exit__(kind, error, trace)
+            try:
+                self._drop_shard()
+            finally:
+                if not self._meta.saved_rows:
+                    remove_empty(self.path)
+                super().__exit__(kind, error, trace)
+
+    @property
+    def damaged(self) -> list[str]:
+        """The shards that are still to be written anew, by the names of their files."""
+        return [self._meta.shards[index].file for index in self._damaged]
+
+    @property
+    def rank(self) -> int:
+        """The rank whose rows come next; 0 where one process writes the store."""
+        return self._meta.rank_of(self._index)
 
     @property
     def cursor(self) -> dict[str, Any] | None:
         """Where the producer must start: None for its beginning."""
         if self._meta.partial and not self._damaged:
             return self._meta.partial.onward.cursor
-        return self._meta.shards[self._index - 1].resume.cursor if self._index else None
+        before = self._meta.before(self._index)
+        return before.resume.cursor if before else None
 
     @property
     def rows(self) -> int:
@@ -143,11 +179,6 @@ class StoreWriter(OpenWriter):
     def _room(self) -> int:
         """How many rows that shard is to have."""
         return self._meta.shards[self._index].rows if self._damaged else self._meta.shard_rows
-
-    @property
-    def meta(self) -> StoreMeta:
-        """The store's `store.json` as it stands on disk."""
-        return self._meta
 
     def append(self, activations: np.ndarray, columns: Mapping[str, np.ndarray], cursor: dict[str, Any],
                dropped: Mapping[str, np.ndarray] | None = None, after: dict[str, Any] | None = None) -> None:
@@ -202,7 +233,7 @@ class StoreWriter(OpenWriter):
             raise self._differs(f"{self._shard.rows} rows" if self._shard else "nothing")
         self._ended, self._current = self._ended + self._current, Dropped()
         if not self.rows:
-            raise self._without_rows(self._ended)
+            raise no_rows(self.path, self._ended.counts)
         with self._reporting():
             self._record(complete=True)
         return self._meta
@@ -297,6 +328,26 @@ class StoreWriter(OpenWriter):
             self._meta, complete=complete, shards=shards, partial=None, dropped=dict(dropped.counts),
             dropped_norms=dict(dropped.norms), median_norm=self._admit.median, **norm_fields(self._statistics)))
         self._shard, self._ended = None, Dropped()
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            with super()._reporting():
+                yield
+        except StoreError:
+            if self._failed:
+                self._drop_shard()
+            raise
+
+    def _as_stored(self, rows: np.ndarray) -> np.ndarray:
+        """Rows, (R, D), in the storage dtype."""
+        stored = DTYPES[self._meta.dtype]
+        return rows if rows.dtype == stored.storage else stored.encode_rows(np.ascontiguousarray(rows))
+
+    def _drop_shard(self) -> None:
+        if self._shard:
+            self._shard.abandon()
+            self._shard = None
 
     def _differs(self, got: str) -> StoreError:
         if self._resume is None:

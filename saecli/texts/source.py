@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from ..errors import ModelError
 from ..files import NotAFile, file_sha256, regular
-from ..hub import why_unreachable
+from ..network import why_unreachable
 from .local import jsonl_texts, stdlib_docstrings, txt_texts
 from .steady import Document, Mark
 from .streamed import Streamed, commit_of, unreachable
@@ -43,14 +43,8 @@ class TextSource:
     revision: str | None = None
 
     def pinned(self, note: Callable[[str], None]) -> Self:
-        """The source with its revision a commit, where the hub can be asked for one.
-
-        Args:
-            note: Told where the network fails and another try is made.
-
-        Raises:
-            ModelError: The hub has no such dataset or revision.
-        """
+        """The source with its revision a commit, where the hub can be asked for one; `note` is told where the network
+        fails and another try is made. Raises ModelError where the hub has no such dataset or revision."""
         if self.dataset == STDLIB_DOCS or _is_local(self.dataset):
             return self
         return replace(self, revision=commit_of(self.dataset, self.revision, note))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ModelError, SaeError, one_line
-from ..hub import why_unreachable
+from ..network import why_unreachable
 from .local import text_of
 from .steady import Document, Mark, Patience, may_pass, steadily
 
@@ -37,11 +37,8 @@ class Streamed:
     advice: str
 
     def documents(self, start: int, mark: Mark | None, note: Callable[[str], None]) -> Iterator[Document]:
-        """The documents from number `start` on; where the network fails, tried again a few times.
-
-        Raises:
-            ModelError: the dataset cannot be found, reached or read as text.
-        """
+        """The documents from number `start` on; where the network fails, tried again a few times. Raises ModelError
+        where the dataset cannot be found, reached or read as text."""
         failures = _failures()
         try:
             yield from steadily(self._open, start, mark, failures, Patience(note))

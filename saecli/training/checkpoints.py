@@ -1,4 +1,4 @@
-"""Run folders as training writes them.
+"""Run folders as training writes them, and claiming one: one process trains there.
 
     run.json                  configuration, data, state, result; written first, and again at the end
     config.toml               the options of `sae train` that train the same again
@@ -13,17 +13,23 @@ Each file but `metrics.jsonl` appears whole or not at all; lines of `metrics.jso
 checkpoint are dropped on resuming.
 """
 
+import importlib.util
 import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ..documents import parse_json
-from ..errors import RunError
-from ..files import appearing_whole, regular, to_json
+from ..documents import parse_json, read_json
+from ..errors import ConfigError, RunError
+from ..files import appearing_whole, lock_folder, regular, to_json
 from ..formats.common import read_safetensors, write_safetensors
+from ..home import RUN_MARKER, Marker
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
@@ -40,22 +46,13 @@ class Progress:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
-    """Write a checkpoint in place of the one before.
-
-    Args:
-        folder: the run folder.
-        tensors: the state of training, by name.
-        progress: how far it has come.
-    """
+    """Write a run's checkpoint in place of the one before: the state of training, by name, and how far it has come."""
     write_safetensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
-    """The tensors and the progress that `save_checkpoint` wrote last, or None where it never did.
-
-    Raises:
-        RunError: the file is damaged.
-    """
+    """The tensors and the progress that `save_checkpoint` wrote last, or None where it never did; RunError where the
+    file is damaged."""
     path = folder / CHECKPOINT
     if not path.exists():
         return None
@@ -92,11 +89,8 @@ class MetricsLog:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out.
-
-    Raises:
-        RunError: another line is no JSON object with a step.
-    """
+    """The lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out. Raises RunError where another
+    line is no JSON object with a step."""
     path = folder / METRICS
     if not path.exists():
         return []
@@ -118,3 +112,97 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 @dataclass(frozen=True)
 class _Step:
     step: int
+
+
+EVENTS = "tensorboard"  # folder of a run
+
+
+def check_tensorboard() -> None:
+    """Refuse to write event files where what writes them is not installed, by a ConfigError."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("tensorboard", "needs the package tensorboard, which is not installed",
+                          "install it with `pip install 'saecli[tensorboard]'`, or leave {tensorboard} out: "
+                          "metrics.jsonl holds the same figures")
+
+
+class EventFiles:
+    """Appends to a run's event files.
+
+    Args:
+        folder: the run folder.
+        up_to_step: events of later steps, left by a run that was stopped, are void: TensorBoard leaves them out.
+    """
+
+    def __init__(self, folder: Path, up_to_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # a second to import, and an extra
+
+        self._writer = SummaryWriter(str(folder / EVENTS), purge_step=up_to_step + 1)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append the figures of a line of `metrics.jsonl`, each under its own name, at the line's step."""
+        for name, value in line.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, line["step"])
+        self._writer.flush()  # at once: what a checkpoint goes on from must not be lost with the process
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+BEFORE_MARKER = {"config.toml"}  # what a run writes before its run.json, and then before its first checkpoint
+BEFORE_CHECKPOINT = {*BEFORE_MARKER, RUN_MARKER, METRICS, EVENTS, "sae.safetensors"}
+
+
+@contextmanager
+def claimed(folder: Path, new: bool = True) -> Iterator[None]:
+    """Hold a run's folder, and leave none behind that has no checkpoint to go on from.
+
+    Args:
+        folder: the folder; made if need be.
+        new: whether a run begins there, and does not go on; what is left of one killed before its first checkpoint is
+            then removed.
+
+    Raises:
+        FileExistsError: a new run has its name from something else.
+        RunError: another process is training it.
+    """
+    if new and not _is_free(folder):
+        raise FileExistsError(folder)
+    try:
+        lock = lock_folder(folder)
+    except BlockingIOError as error:
+        raise RunError(f"another process is training {folder.name}; wait for it, or stop it") from error
+    try:
+        if new:
+            if not _is_free(folder):  # by now
+                raise FileExistsError(folder)
+            _clear(folder)
+        try:
+            yield
+        finally:
+            if not (folder / CHECKPOINT).exists():
+                shutil.rmtree(folder)
+    finally:
+        os.close(lock)
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether a folder holds nothing, or what a run left that cannot be gone on with."""
+    if not folder.is_dir():
+        return not folder.exists()
+    names = {path.name for path in folder.glob("[!.]*")}
+    if names <= BEFORE_MARKER:
+        return True
+    with suppress(OSError, ValueError):
+        return names <= BEFORE_CHECKPOINT and not read_json(folder / RUN_MARKER, Marker).complete
+    return False
+
+
+def _clear(folder: Path) -> None:
+    """Remove what is in a folder, but for its lock and other hidden files."""
+    for path in folder.glob("[!.]*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

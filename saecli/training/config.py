@@ -1,4 +1,4 @@
-"""What every solver's training has in common, as options."""
+"""A training's settings: what every solver's has in common, as options, and the whole plan decided."""
 
 import math
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from typing import Any, ClassVar, Self
 import torch
 
 from ..activations import Activation, sparsity_names
-from ..config import Config, flag_of, option
+from ..config import Config, option
 from ..errors import ConfigError
 from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP, WIDEST, SolverConfig
 from ..store import ActivationStore, Rows
-from .normalise import NORMALISATIONS
+from ..store import Rows as StoredRows
+from .rows import NORMALISATIONS, ArrayRows
 
 MOST_DEFAULT_EPOCHS = 100
 SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # shares of all steps
-SHUFFLES = ("window", "exact")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -26,51 +26,50 @@ class TrainingConfig(Config):
 
     panel: ClassVar[str] = "Training"
 
-    d_sae: int | None = option(None, "Number of latents; default: 4 times the width of the activations.", minimum=1)
-    epochs: int | None = option(None, "Passes over the training rows; default: as many as make about "
-                                      f"{DEFAULT_STEPS} batches, at most {MOST_DEFAULT_EPOCHS}.",
-                               minimum=1, once=True)
+    d_sae: int | None = option(None, "Number of latents; default: 4 d_in.", minimum=1)
+    epochs: int | None = option(None, f"Passes over the training rows; default: enough for {DEFAULT_STEPS} batches, at "
+                                      f"most {MOST_DEFAULT_EPOCHS}.", minimum=1, once=True)
     steps: int | None = option(None, "Optimiser steps, in place of --epochs.", minimum=1, once=True)
-    batch_size: int = option(256, "Rows in a batch.", minimum=1, once=True)
-    lr: float | str = option("auto", "The learning rate at its highest; auto, for Adam, takes it from the rows' size "
-                                     "and spread.", choices=("auto",), above=0)
-    lr_warm_up: float = option(WARM_UP, "Share of all steps over which the learning rate rises.", minimum=0, maximum=1)
-    lr_decay: float = option(DECAY, "Share of all steps, the last ones, over which the learning rate falls to zero.",
-                             minimum=0, maximum=1)
-    smoothing: float | str = option("auto", "Move each training row along differences of other rows, by this share of "
-                                            "its norm, against overfitting; 0 for none. auto: none with sgd; with "
-                                            f"pam-sgd {WIDEST}, falling as one over sqrt(rows) once rows outnumber "
-                                            "latents and 4 d_in.", choices=("auto",), minimum=0, maximum=10)
-    sparsity: str | None = option(None, "Penalty: l1, sum_i |z_i| ||W_dec_i||; l1-codes, sum_i |z_i|, which small "
-                                        "codes and a large decoder evade; l0, the number of active latents "
-                                        "(jumprelu); kl, sum_i KL(target rate || firing rate of latent i) "
-                                        "(relu, jumprelu, swish); default: l1 with relu, l0 with jumprelu, "
-                                        "l1 with --fixed-threshold, else none.",
+    batch_size: int = option(256, "Rows per batch.", minimum=1, once=True)
+    lr: float | str = option("auto", "Peak learning rate. auto: for Adam, from the scale and spread of the rows.",
+                             choices=("auto",), above=0)
+    lr_warm_up: float = option(WARM_UP, "Fraction of all steps over which the learning rate rises from 0.",
+                               minimum=0, maximum=1, advanced=True)
+    lr_decay: float = option(DECAY, "Fraction of all steps, the last ones, over which the learning rate falls to 0.",
+                             minimum=0, maximum=1, advanced=True)
+    smoothing: float | str = option("auto", "Noise against overfitting: each training row is moved along differences "
+                                            "of other rows, by this fraction of its norm. auto: 0 with sgd; with "
+                                            f"pam-sgd {WIDEST}, falling as 1/sqrt(rows) once there are more rows than "
+                                            "latents and than 4 d_in.",
+                                    choices=("auto",), minimum=0, maximum=10, advanced=True)
+    sparsity: str | None = option(None, "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of "
+                                        "active latents; kl, divergence of firing rates from --target-rate; l1-codes, "
+                                        "sum of |z_i|, as in the paper. Default: l1 with relu, l0 with jumprelu, else "
+                                        "none.",
                                   choices=sparsity_names())
     sparsity_weight: float | None = option(
-        None, "Weight of a row's penalty against its ||x_hat - x||^2, rows normalised to a mean squared norm of "
-              "d_in; default: 0.1 sqrt(d_in) for l1 and l1-codes, 0.001 d_in for l0, 0.01 d_in for kl.",
+        None, "Weight of the penalty beside the squared error of a row, rows having a mean squared norm of d_in. "
+              "Default: l1 0.1 sqrt(d_in), l0 0.001 d_in, kl 0.01 d_in.",
         minimum=0)
-    sparsity_warm_up: float = option(PENALTY_WARM_UP, "Share of all steps over which the penalty's weight rises.",
-                                     minimum=0, maximum=1)
-    fraction: float = option(1.0, "Share of the training rows to use; smaller shares lie within larger ones.",
+    sparsity_warm_up: float = option(PENALTY_WARM_UP, "Fraction of all steps over which the penalty's weight rises "
+                                                      "from 0.", minimum=0, maximum=1, advanced=True)
+    fraction: float = option(1.0, "Fraction of the training rows to use. The held-out test rows, a tenth of the "
+                                  "documents, stay the same.",
                              above=0, maximum=1, once=True)
-    split_seed: int = option(0, "Seed of the split into training rows and a tenth of test rows.", minimum=0, once=True)
-    seed: int = option(0, "Seed of initial weights and of what training draws.", minimum=0)
-    shuffle_seed: int = option(0, "Seed of the order of the rows, whatever --seed is.", minimum=0, once=True)
-    shuffle: str = option("window", "Order of the rows: window mixes neighbours with rows from all over the store and "
-                                    "suits any size; exact is a uniform shuffle, for stores that fit in memory.",
-                          choices=SHUFFLES, once=True)
-    normalize: str = option("scale", "Normalisation of the rows, folded into the saved weights: scale centres them "
-                                     "and divides by one number; standardize gives each dimension unit variance.",
+    split_seed: int = option(0, "Seed that chooses the held-out test rows.", minimum=0, once=True, advanced=True)
+    seed: int = option(0, "Seed of all that is random, but for the order of the rows.", minimum=0)
+    shuffle_seed: int = option(0, "Seed of the order of the rows.", minimum=0, once=True, advanced=True)
+    normalize: str = option("scale", "Normalisation of the rows, folded into the saved weights: scale centres them and "
+                                     "divides by one number; standardize gives each dimension unit variance.",
                             choices=NORMALISATIONS, once=True)
-    keep_every: int | None = option(None, "Keep the SAE of every so many epochs as well, in RUN/kept/epoch-N, a folder "
-                                          "that eval, sparsity and geometry take.", minimum=1, once=True)
-    tensorboard: bool = option(False, "Write TensorBoard event files too, in RUN/tensorboard; needs the package "
-                                      "tensorboard.")
-    device: str = option("auto", "Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one.", once=True)
+    keep_every: int | None = option(None, "Also keep the SAE of every N-th epoch, as RUN/kept/epoch-N, which eval, "
+                                          "sparsity and geometry take.",
+                                    minimum=1, once=True, metavar="N", advanced=True)
+    tensorboard: bool = option(False, "Also write TensorBoard event files, in RUN/tensorboard; needs the package "
+                                      "tensorboard.", advanced=True)
+    device: str = option("auto", "Where to train: cpu, cuda, cuda:1. auto: cuda where there is one.", once=True)
     dtype: str = option("float32", "Precision of weights and steps; the decoder step sums in float64 in any case.",
-                        choices=tuple(DTYPES), once=True)
+                        choices=tuple(DTYPES), once=True, advanced=True)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -81,63 +80,40 @@ class TrainingConfig(Config):
         """
         missing = sorted({"d_sae", "epochs", "steps", "sparsity", "sparsity_weight"} - document.keys())
         if missing:
-            raise ConfigError(f"{cls.__name__} does not match: missing {missing}")
-        return super().from_json({"smoothing": 0.0} | document)  # runs begun before there was any had none
-
-    def check_shuffle(self, stored: int, free: int) -> None:
-        """Refuse a uniform shuffle of a store that does not fit in memory: each row would come from the disk alone.
-
-        Args:
-            stored: bytes of the store's activations.
-            free: bytes of memory.
-
-        Raises:
-            ConfigError: it does not.
-        """
-        if self.shuffle == "exact" and stored > free:
-            raise ConfigError(f"--shuffle exact needs the store in memory: its activations take {stored / 2**30:.1f} "
-                              f"GiB, {free / 2**30:.1f} GiB are free; use --shuffle window, which needs no more than "
-                              "a part of it")
+            raise ConfigError(None, "{config} does not match: missing {missing}", config=cls.__name__, missing=missing)
+        return super().from_json(document)
 
     def rows_of(self, store: ActivationStore) -> Rows:
-        """The rows of a store to train on.
-
-        Raises:
-            StoreError: the split leaves none.
-        """
+        """The rows of a store to train on; StoreError where the split leaves none."""
         return store.split("train", fraction=self.fraction, seed=self.split_seed)
 
     def test_rows_of(self, store: ActivationStore) -> Rows:
-        """The rows of a store that are held out.
-
-        Raises:
-            StoreError: the split leaves none.
-        """
+        """The rows of a store that are held out; StoreError where the split leaves none."""
         return store.split("test", seed=self.split_seed)
 
     def resolved(self, activation: Activation, solver: SolverConfig, rows: int, d_in: int) -> "TrainingConfig":
         """The same with every default that depends on the data or the activation filled in; itself, where they are.
-
-        Raises:
-            ConfigError: options contradict each other, or do nothing together.
-        """
+        Raises ConfigError where options contradict each other, or do nothing together."""
         if self.epochs is not None and self.steps is not None:
-            raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
+            raise ConfigError(None, "cannot use both {epochs} and {steps} at the same time", "use one of them")
         sparsity = self.sparsity or activation.default_sparsity
         activation.check_sparsity(sparsity)
         if sparsity == "none" and self.sparsity_weight:
-            raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty"
-                              f" ({', '.join(name for name in activation.sparsities if name != 'none')})")
+            raise ConfigError("sparsity_weight", "does nothing with {sparsity} none",
+                              "leave it out, or name a penalty ({penalties})",
+                              penalties=", ".join(name for name in activation.sparsities if name != "none"))
         if sparsity == "none" and self.sparsity_warm_up != PENALTY_WARM_UP:
-            raise ConfigError("--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty")
+            raise ConfigError("sparsity_warm_up", "does nothing with {sparsity} none",
+                              "leave it out, or name a penalty")
         weight = self.sparsity_weight
         d_sae = self.d_sae or 4 * d_in
         activation.check(d_sae)
         solver.check(rows, self.batch_size, self.lr, self.smoothing)
         for name, default in SCHEDULE.items():
             if getattr(self, name) != default and OPTIMIZERS[solver.optimizer].to_tolerance:
-                raise ConfigError(f"{flag_of(name)} does nothing with --optimizer {solver.optimizer}, whose problem "
-                                  "stays the same from step to step; leave it out, or use --optimizer adam or sgd")
+                raise ConfigError(name, "does nothing with {optimizer} {given}, whose problem stays the same from step "
+                                        "to step", "leave it out, or use {optimizer} adam or sgd",
+                                  given=solver.optimizer)
         epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / self.epoch_batches(rows)))
         return replace(
             self, d_sae=d_sae, sparsity=sparsity, epochs=None if self.steps else epochs,
@@ -151,3 +127,30 @@ class TrainingConfig(Config):
     def epoch_batches(self, rows: int) -> int:
         """Batches in one pass over so many rows."""
         return math.ceil(rows / self.batch_size)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be trained, fully decided.
+
+    Args:
+        train_rows: the rows to train on.
+        test_rows: the rows to measure on after each epoch; None for none.
+        training: the settings, resolved.
+        solver: the solver and its settings, resolved.
+        activation: the activation and its settings.
+    """
+
+    train_rows: StoredRows | ArrayRows
+    test_rows: StoredRows | None
+    training: TrainingConfig
+    solver: SolverConfig
+    activation: Activation
+
+    @classmethod
+    def resolved(cls, train_rows: StoredRows | ArrayRows, test_rows: StoredRows | None, training: TrainingConfig,
+                 solver: SolverConfig, activation: Activation) -> Self:
+        """The plan with every default filled in; ConfigError where settings contradict each other, or do nothing
+        together."""
+        training = training.resolved(activation, solver, train_rows.rows, train_rows.d_in)
+        return cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)), activation)

@@ -10,7 +10,7 @@ from typing import Any
 from ..activations import KeepsK
 from ..metrics import doubts
 from ..solvers import OPTIMIZERS
-from .plan import Plan
+from .config import Plan
 
 
 def doubts_at_start(plan: Plan) -> list[str]:

@@ -1,23 +1,147 @@
-"""Where batches of activations enter training, and the SAE that it starts from."""
+"""The rows that an SAE is trained on: those of a store, or in memory, normalised; the normalisation is folded into the
+saved weights.
+
+Shapes: N rows, B rows of a batch, D = d_in.
+"""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import numpy.typing
 import torch
 from torch import Tensor
 
 from ..activations import Activation
+from ..batch import Batch, joined
 from ..devices import moved
-from ..distributed import over_latents, own_part, rows_axis
-from ..sae import SAE
-from ..solvers import Portion
-from ..store import Part
+from ..dictionary import SAE
+from ..distributed import ALONE, Communicator
+from ..errors import ConfigError
+from ..store import Part, Spread
 from ..store import Rows as StoredRows
-from .array_rows import ArrayRows
-from .normalise import Normalisation
-from .shared_passes import Share, alone
+
+NORMALISATIONS = ("scale", "standardize", "none")
+LEAST_SCALE = 1e-35  # weights for raw rows are divided by the scale, and float32 ends at 3.4e38
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """`(x - mean) / scale`.
+
+    Args:
+        mean: what is subtracted, (D,).
+        scale: what is divided by, (D,), positive.
+        variance: mean squared distance of the normalised training rows from their mean, a scalar.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    variance: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields by name."""
+        return {"mean": self.mean, "scale": self.scale, "variance": self.variance}
+
+    def to(self, device: torch.device) -> "Normalisation":
+        """A copy on another device."""
+        return Normalisation(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The normalised rows, (B, D), as a new tensor."""
+        return (x - self.mean) / self.scale
+
+
+def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype) -> Normalisation:
+    """The normalisation of rows of which mean and scatter are known.
+
+    Args:
+        kind: `none`; `scale`, centre and divide by one number, so that the mean squared norm is D; or
+            `standardize`, centre and give each dimension unit variance, as the paper does.
+        spread: that of the training rows alone: the held-out rows have no part in what is trained.
+        dtype: what the result is rounded to.
+
+    Returns:
+        The normalisation; a dimension that does not vary, or by less than `LEAST_SCALE`, is only centred.
+
+    Raises:
+        ConfigError: the rows do not vary at all, so that there is nothing to learn, or by less than that.
+    """
+    mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
+    if variance.sum() == 0:
+        raise ConfigError(None, "there is nothing to learn: expected training rows that differ, got {rows}, all the "
+                                "same", "give another {data}, or a larger {fraction}", rows=spread.rows)
+    overall = variance.mean().sqrt()
+    if overall < LEAST_SCALE:
+        raise ConfigError(None, "the training rows are all but the same: expected a spread of {least:g} or more, which "
+                                "weights in float32 can make up for, got {got:.2g}",
+                          "multiply them, and import them again", least=LEAST_SCALE, got=overall.item())
+    if kind == "none":
+        mean, scale = torch.zeros_like(mean), torch.ones_like(mean)
+    elif kind == "scale":
+        scale = overall.expand_as(mean)
+    else:
+        scale = torch.where(variance.sqrt() > LEAST_SCALE, variance.sqrt(), 1.0)
+    return Normalisation(mean.to(dtype), scale.to(dtype), (variance / scale.square()).sum().to(dtype))
+
+
+ArrayLike = Tensor | numpy.typing.ArrayLike
+CHECKED_ROWS = 65_536  # at a time, so that no second copy of all rows is made
+
+
+class ArrayRows:
+    """The rows of an array; what training asks of `store.Rows`, it answers.
+
+    Args:
+        rows: (N, D) numbers, floating or whole; a tensor of float32 or an array is not copied.
+
+    Raises:
+        ConfigError: it is not, is empty, or holds a NaN or infinity.
+    """
+
+    def __init__(self, rows: ArrayLike) -> None:
+        if isinstance(rows, Tensor):
+            rows = rows.detach().cpu()
+            rows = rows.float() if rows.is_floating_point() and rows.itemsize < 4 else rows  # numpy has no bfloat16
+        rows = np.asarray(rows)
+        if rows.ndim != 2 or not rows.size or rows.dtype.kind not in "fiu":
+            raise ConfigError("rows", "must be numbers in an array (rows, d_in), got one of {dtype} and shape {shape}",
+                              dtype=rows.dtype, shape=tuple(rows.shape))
+        self._rows = rows
+        # Narrower numbers are widened, wider ones kept: what trains in float64 shall have them.
+        self._dtype = np.float64 if rows.dtype == np.float64 else np.float32
+        bad = sum(int((~np.isfinite(batch).all(1)).sum()) for batch in self.sequential(CHECKED_ROWS))
+        if bad:
+            raise ConfigError("rows", "must be finite, got {bad} of {count} with a NaN or infinity", "leave those out",
+                              bad=bad, count=len(rows))
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return self._rows.shape[0]
+
+    @property
+    def d_in(self) -> int:
+        """Dimensions of a row."""
+        return self._rows.shape[1]
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+        """One epoch of batches (B, D), shuffled uniformly; a pure function of seed and epoch."""
+        order = np.random.default_rng((seed, epoch)).permutation(self.rows)
+        for begin in range(0, self.rows, batch_size):
+            yield self._rows[order[begin : begin + batch_size]].astype(self._dtype)
+
+    def sequential(self, batch_size: int) -> Iterator[np.ndarray]:
+        """The rows in order, in batches (B, D)."""
+        for begin in range(0, self.rows, batch_size):
+            yield self._rows[begin : begin + batch_size].astype(self._dtype)
+
+    def spread(self) -> Spread:
+        """Their mean and scatter, in one pass."""
+        return Spread.measured(self.sequential(CHECKED_ROWS), self.d_in)
+
 
 STREAMED_ROWS = 2048  # rows at a time where their order does not matter
 SUMMED_ROWS = 4096  # the same for sums over all rows, of which each block's go through all of a d_sae x d_sae matrix
@@ -28,14 +152,21 @@ POWER_ITERATIONS = 30  # for an eigenvalue of which two digits are wanted
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """Normalised rows of a store's split, as solvers take them (see `solvers.Rows`); `exact` as of `Rows.batches`."""
+    """Normalised rows of a store's split, in batches as solvers take them.
+
+    Args:
+        stored: the rows.
+        normalisation: theirs, on the device that batches are moved to.
+        batch_size: B.
+        seed: of their order.
+        communicator: the processes that take parts of each batch.
+    """
 
     stored: StoredRows | ArrayRows
     normalisation: Normalisation
     batch_size: int
     seed: int
-    exact: bool = False
-    share: Share = alone
+    communicator: Communicator = ALONE
 
     @property
     def rows(self) -> int:
@@ -47,47 +178,61 @@ class TrainingRows:
         """Their width."""
         return self.stored.d_in
 
-    def shuffled(self, epoch: int) -> Iterator[Tensor | Portion]:
-        """Every row once, in batches (B, D), in an order that is a pure function of seed and epoch; of several
-        processes each has its portion of every batch."""
-        if rows_axis().size > 1:
-            return self._portions(self._batches(epoch, part=own_rows()))
-        return self.share("shuffled", lambda: self._batches(epoch), epoch)
+    def shuffled(self, epoch: int) -> Iterator[Batch]:
+        """Every row once, in an order that is a pure function of seed and epoch; each process has its part of every
+        batch."""
+        if self.communicator.world_size == 1:
+            yield from map(Batch.of, self._batches(epoch))
+            return
+        part = part_of(self.communicator)
+        own = self._batches(epoch, part=part)
+        for begin in range(0, self.rows, self.batch_size):
+            size = min(self.batch_size, self.rows - begin)
+            first, stop = part.of(size)
+            x = next(own) if stop > first else self._nothing()
+            yield Batch(x, x, size, torch.arange(first, stop))
 
-    def sequential(self) -> Iterator[Tensor | Portion]:
-        """Every row once, in batches (B, D), in stored order; of several processes each has some of the batches."""
-        if rows_axis().size > 1:
-            return self._blocks(self._normalised(self.stored.sequential(SUMMED_ROWS, part=own_rows())))
-        return self.share("sequential", lambda: self._normalised(self.stored.sequential(SUMMED_ROWS)))
+    def some(self, count: int) -> Iterator[Batch]:
+        """So many of the rows once, larger batches at a time: all in stored order, or fewer spread over all."""
+        if count == self.rows:
+            yield from self._sequential()
+            return
+        left, pending = count, []
+        for batch in self.shuffled(0):
+            if not left:
+                return
+            pending.append(batch.first(left))
+            left -= pending[-1].size
+            if not left or sum(some.size for some in pending) >= SUMMED_ROWS:
+                yield joined(pending)
+                pending = []
 
+    @cached_property
     def sample(self) -> Tensor:
         """The first rows of the shuffled order, `SAMPLED_ROWS` or all there are, (n, D); the same in all processes."""
         batches, seen = [], 0
-        for batch in self._batches(0) if rows_axis().size > 1 else self.shuffled(0):
+        for batch in self._batches(0):
             batches.append(batch)
             seen += len(batch)
             if seen >= SAMPLED_ROWS:
                 break
         return torch.cat(batches)[:SAMPLED_ROWS]
 
-    def _batches(self, epoch: int, **part: Part) -> Iterator[Tensor]:
-        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, exact=self.exact,
-                                                    **part))
-
-    def _portions(self, own: Iterator[Tensor]) -> Iterator[Portion]:
-        """This process' portion of every batch, which is empty where it has none."""
-        for begin in range(0, self.rows, self.batch_size):
-            size = min(self.batch_size, self.rows - begin)
-            first, stop = own_rows().of(size)
-            yield Portion(next(own) if stop > first else self._nothing(), size, torch.arange(first, stop))
-
-    def _blocks(self, own: Iterator[Tensor]) -> Iterator[Portion]:
-        """All blocks, of which another process' are empty."""
-        first, stop = own_rows().of(math.ceil(self.rows / SUMMED_ROWS))
+    def _sequential(self) -> Iterator[Batch]:
+        """Every row once, in stored order; one process has each batch, and the others nothing of it."""
+        if self.communicator.world_size == 1:
+            yield from map(Batch.of, self._normalised(self.stored.sequential(SUMMED_ROWS)))
+            return
+        part = part_of(self.communicator)
+        own = self._normalised(self.stored.sequential(SUMMED_ROWS, part=part))
+        first, stop = part.of(math.ceil(self.rows / SUMMED_ROWS))
         for block, begin in enumerate(range(0, self.rows, SUMMED_ROWS)):
-            size = min(SUMMED_ROWS, self.rows - begin)
-            here = first <= block < stop
-            yield Portion(next(own), size) if here else Portion(self._nothing(), size, torch.arange(0))
+            size, here = min(SUMMED_ROWS, self.rows - begin), first <= block < stop
+            x = next(own) if here else self._nothing()
+            yield Batch(x, x, size, None if here else torch.arange(0))
+
+    def _batches(self, epoch: int, **part: Part) -> Iterator[Tensor]:
+        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, **part))
 
     def _nothing(self) -> Tensor:
         return self.normalisation.mean.new_empty(0, self.d_in)
@@ -98,21 +243,20 @@ class TrainingRows:
             yield self.normalisation(moved(torch.from_numpy(batch), mean.device).to(mean.dtype))
 
 
-def own_rows() -> Part:
-    """The part of the rows that this process takes."""
-    return Part(rows_axis().place, rows_axis().size)
+def part_of(communicator: Communicator) -> Part:
+    """The part of the rows that a process takes."""
+    return Part(communicator.rank, communicator.world_size)
 
 
-def raw_batches(stored: StoredRows | ArrayRows) -> Iterator[Tensor]:
+def raw_batches(stored: StoredRows | ArrayRows, communicator: Communicator = ALONE) -> Iterator[Tensor]:
     """The rows as stored, of several processes each one's own, in batches (B, D), float32; each is valid until the
     next."""
-    part = {"part": own_rows()} if rows_axis().size > 1 else {}
+    part = {"part": part_of(communicator)} if communicator.world_size > 1 else {}
     return map(torch.from_numpy, stored.sequential(STREAMED_ROWS, **part))
 
 
 def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) -> SAE:
-    """An SAE with random unit directions, decoder and encoder aligned, its scale fitted to a batch; of its latents
-    those which this process holds.
+    """An SAE with random unit directions, decoder and encoder aligned, its scale fitted to a batch.
 
     Where the activation is linear on pairs of opposites and there are two latents a dimension, half of the directions
     are the opposites of the others: what decoder there is can then be linear in the rows from the start, which random
@@ -129,14 +273,13 @@ def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) ->
     if activation.opposites and d_sae >= 2 * d_in:
         half = d_sae // 2
         directions[:, half:2 * half] = -directions[:, :half]
-    W_enc = own_part({"W_enc": directions / directions.norm(dim=0)})["W_enc"].to(batch)
-    parameters = own_part({name: tensor.to(batch) for name, tensor in activation.parameters(d_sae).items()})
-    x_hat = over_latents(activation.training_codes(batch @ W_enc, parameters) @ W_enc.T)
+    W_enc = (directions / directions.norm(dim=0)).to(batch)
+    parameters = {name: tensor.to(batch) for name, tensor in activation.parameters(d_sae).items()}
+    x_hat = activation.training_codes(batch @ W_enc, parameters).times(W_enc.T)
     size = x_hat.square().sum()
     fit = ((batch * x_hat).sum() / size).clamp(min=1e-3) if size > 0 else batch.new_ones(())
     W_enc = W_enc * fit.sqrt()
-    return SAE(W_enc, batch.new_zeros(W_enc.shape[1]), W_enc.T.contiguous(), batch.new_zeros(d_in), activation,
-               parameters)
+    return SAE(W_enc, batch.new_zeros(d_sae), W_enc.T.contiguous(), batch.new_zeros(d_in), activation, parameters)
 
 
 def fitted_learning_rate(batch: Tensor) -> float:

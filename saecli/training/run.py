@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from ..activations import activation_to_json
+from ..dictionary import SAE
 from ..files import write_json
 from ..formats import SavedSAE, save_native
 from ..home import RUN_MARKER, RUN_VERSION
-from ..sae import SAE
 from ..store import ActivationStore
-from .checkpoints import MetricsLog, Progress, load_checkpoint, save_checkpoint
-from .event_files import EventFiles, check_tensorboard
-from .loop import Measures, Record
-from .plan import Plan
+from .checkpoints import EventFiles, MetricsLog, Progress, check_tensorboard, load_checkpoint, save_checkpoint
+from .config import Plan
+from .trainer import Measures, Record
 
 ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
+CONFIG = "config.toml"  # of a run: what trains it again
 KEPT = "kept"  # folder of a run, of the run folders of its earlier epochs
 
 
@@ -66,6 +66,7 @@ class RunRecord(Record):
         if run.plan.training.tensorboard:
             check_tensorboard()
         self.run, self.folder = run, folder
+        self.logs: list[MetricsLog | EventFiles] = []
 
     def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
         """The last one in the folder."""
@@ -74,7 +75,7 @@ class RunRecord(Record):
     def begin(self, step: int, epochs: int) -> None:
         """Open `metrics.jsonl`, its lines of later steps dropped, and where they are asked for, event files."""
         self.epochs = epochs
-        self.logs: list[MetricsLog | EventFiles] = [MetricsLog(self.folder, step)]
+        self.logs = [MetricsLog(self.folder, step)]
         if self.run.plan.training.tensorboard:
             self.logs.append(EventFiles(self.folder, step))
 
@@ -102,4 +103,4 @@ class RunRecord(Record):
             log.close()
 
     def _save(self, sae: SAE, folder: Path) -> None:
-        save_native(SavedSAE(sae.to(torch.float32), origin_of(self.run.store)), folder)
+        save_native(SavedSAE(sae.copy_to(torch.float32), origin_of(self.run.store)), folder)

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/benchmarks/decoder_speed.py [--threads 2] [--d-sae 4096] [--d-in 2304] [--rows 16384]
 
-First table: "moments" is the pass over the rows, dense codes (half of them zero, as relu's) and sparse ones (K = 32).
+First table: "sums" is the pass over the rows, dense codes (half of them zero, as relu's) and sparse ones (K = 32).
 Of the dense pass "of peak" is the share of the measured float32 matrix product that F^2 + 2 D F operations a row come
 to: the Gram matrix is symmetric. "factorisation" is the decoder step's own, beside LAPACK's by torch in float64;
 "solve" is what follows it, for W and for the direction, beside torch.cholesky_solve. "choosing" is what a step that
@@ -26,8 +26,9 @@ import torch
 from peak import peak_of
 from torch import Tensor
 
-from saecli.ridge import Moments, Terms, choose_alpha, solve
-from saecli.ridge.solve import factor
+from saecli.codes import SparseCodes
+from saecli.encoding import where
+from saecli.ridge import Sums, Terms, choose_alpha, solve
 
 BLOCK = 4096  # rows, as in training
 K = 32
@@ -49,10 +50,10 @@ def blocks(rows: int, d_in: int, d_sae: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield block_of(begin, min(BLOCK, rows - begin), d_in, d_sae)
 
 
-def sparse(z: Tensor) -> Tensor:
+def sparse(z: Tensor) -> SparseCodes:
     """The K largest codes of each row."""
-    values, places = z.topk(K, 1)
-    return torch.zeros_like(z).scatter_(1, places, values)
+    values, latents = z.topk(K, 1)
+    return SparseCodes(torch.arange(len(z)) * K, latents.flatten(), values.flatten(), z.shape[1])
 
 
 def least(action: Callable[[], object], times: int = 2) -> float:
@@ -75,31 +76,27 @@ def against_peak(rows: int, d_in: int, d_sae: int) -> list[tuple[str, float, str
     """The first table's lines: what, seconds, and of what."""
     left, right = torch.randn(BLOCK, d_in), torch.randn(d_in, d_sae)
     rate = 2 * BLOCK * d_in * d_sae / least(lambda: left @ right, 5)
-    moments = Moments(d_in, d_sae)
+    sums = Sums(d_sae, d_in)
     for z, x in blocks(max(rows, 4 * d_sae), d_in, d_sae):
-        moments.add(z, x)
+        sums.add(where(z, z != 0), x)
     z, x = block_of(0, BLOCK, d_in, d_sae)
-    few, further = sparse(z), Moments(d_in, d_sae)
-    further.add(z, x)
-    dense_seconds = least(lambda: further.add(z, x), 4)
+    few, further = sparse(z), Sums(d_sae, d_in)
+    further.add(where(z, z != 0), x)
+    dense_seconds = least(lambda: further.add(where(z, z != 0), x), 4)
     few_seconds = least(lambda: further.add(few, x), 4)
     along = torch.randn(d_sae, d_in, generator=torch.Generator().manual_seed(0))
-    alpha = 0.01 * moments.scale(1.0)
+    alpha = 0.01 * sums.scale(1.0)
     terms = terms_of(d_in, d_sae, alpha, along)
-    by_torch = lapack(moments, alpha)
+    by_torch = lapack(sums, alpha)
     share = (d_sae**2 + 2 * d_in * d_sae) * BLOCK / dense_seconds / rate
-    factored = least(lambda: factor(moments, terms))
-    given = least(lambda: solve(moments, terms))
-    best = choose_alpha(moments, terms, z, x, None).alpha
+    factored = least(lambda: sums.factorise(terms))
+    given = least(lambda: solve(sums, terms))
+    best = choose_alpha(sums, terms, z, x, None).alpha
 
-    def chosen() -> None:
-        choice = choose_alpha(moments, terms, z, x, 1.1 * best)
-        solve(moments, terms, choice.factored)
-
-    choosing = least(chosen)
+    choosing = least(lambda: solve(sums, terms, choose_alpha(sums, terms, z, x, 1.1 * best)))
     return [("matrix product, GFLOP/s", rate / 1e9, ""),
-            ("moments, dense, a row in ms", 1e3 * dense_seconds / BLOCK, f"{share:.2f} of peak"),
-            (f"moments, K = {K}, a row in ms", 1e3 * few_seconds / BLOCK,
+            ("sums, dense, a row in ms", 1e3 * dense_seconds / BLOCK, f"{share:.2f} of peak"),
+            (f"sums, K = {K}, a row in ms", 1e3 * few_seconds / BLOCK,
              f"{dense_seconds / few_seconds:.1f} times as fast as dense"),
             ("factorisation, s", factored, f"{by_torch[0] / factored:.2f} of LAPACK's speed"),
             ("solve for W and direction, s", given - factored,
@@ -109,21 +106,21 @@ def against_peak(rows: int, d_in: int, d_sae: int) -> list[tuple[str, float, str
             ("choosing, s", choosing - given, f"{(choosing - given) / factored:.2f} factorisations")]
 
 
-def lapack(moments: Moments, alpha: float) -> tuple[float, float]:
+def lapack(sums: Sums, alpha: float) -> tuple[float, float]:
     """Seconds of torch's factorisation, and of its solution for twice D columns."""
-    matrix = moments.gram.matrix.tril() + moments.gram.matrix.tril(-1).T
+    matrix = sums.gram.matrix.tril() + sums.gram.matrix.tril(-1).T
     matrix.diagonal().add_(alpha)
     lower = torch.linalg.cholesky(matrix)
-    return least(lambda: torch.linalg.cholesky(matrix)), 2 * least(lambda: torch.cholesky_solve(moments.zx, lower))
+    return least(lambda: torch.linalg.cholesky(matrix)), 2 * least(lambda: torch.cholesky_solve(sums.zy, lower))
 
 
 def ours(rows: int, d_in: int, d_sae: int) -> tuple[float, Tensor]:
-    """Seconds and W, (F, D), by moments."""
-    moments, seconds = Moments(d_in, d_sae), 0.0
+    """Seconds and W, (F, D), by sums."""
+    sums, seconds = Sums(d_sae, d_in), 0.0
     for z, x in blocks(rows, d_in, d_sae):
-        seconds += timed(lambda z=z, x=x: moments.add(z, x))[0]
-    solving, decoder = timed(lambda: solve(moments, terms_of(d_in, d_sae, ALPHA, None)))
-    return seconds + solving, decoder.W
+        seconds += timed(lambda z=z, x=x: sums.add(where(z, z != 0), x))[0]
+    solving, decoder = timed(lambda: solve(sums, terms_of(d_in, d_sae, ALPHA, None)))
+    return seconds + solving, decoder.Delta
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:

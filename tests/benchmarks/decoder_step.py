@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python tests/benchmarks/decoder_step.py [--threads 2] [--large] [--no-path]
 
-Codes are those of a random topk encoder. "moments" is the pass over the rows, "solve" the decoder step after it,
+Codes are those of a random topk encoder. "sums" is the pass over the rows, "solve" the decoder step after it,
 "first" what a choice of alpha over all decades adds to it and "warm" what one from an alpha a tenth off the last choice
-adds; held rows' Gram matrix, which choice and solve share, counts as the solve's. Ratios are to moments and solve
+adds; held rows' Gram matrix, which choice and solve share, counts as the solve's. Ratios are to sums and solve
 together. "lost" is how far the first and the warm choice's PRESS lie above the least of 101 alphas over the range, on
 the rows that the solver passes. Times are the least of three.
 """
@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saecli.ridge import HeldRows, Moments, System, Terms, choose_alpha, solve
-from saecli.ridge.choice import LEAST, MOST, Equations, Rows, model
-from saecli.ridge.solve import factor
+from saecli.encoding import where
+from saecli.ridge import HeldRows, Sums, System, Terms, choose_alpha, solve
+from saecli.ridge.choice import LEAST, MOST, Press
 
-BLOCK = 1024  # rows a block of moments
+BLOCK = 1024  # rows of a block
 PRESS_ROWS = 4096  # rows that the solver passes to a choice
 SPREAD = 0.5  # of row norms, in powers of ten: the largest are a hundred times the smallest
 
@@ -64,10 +64,10 @@ def gather(z: Tensor, x: Tensor) -> System:
     """The normal equations, as the solver gathers them."""
     if len(z) < z.shape[1]:
         return HeldRows(z, x)
-    moments = Moments(x.shape[1], z.shape[1])
+    sums = Sums(z.shape[1], x.shape[1])
     for block_z, block_x in zip(z.split(BLOCK), x.split(BLOCK), strict=True):
-        moments.add(block_z, block_x)
-    return moments
+        sums.add(where(block_z, block_z != 0), block_x)
+    return sums
 
 
 def seconds(run: Callable[[System], object], fresh: Callable[[], System], times: int) -> float:
@@ -97,7 +97,7 @@ def line(size: Size, path: bool) -> str:
 
     first = choose_alpha(system, terms, some_z, some_x, None).alpha
     warm = choose_alpha(system, terms, some_z, some_x, 1.1 * first).alpha
-    moments = seconds(lambda _: gather(z, x), lambda: system, times)
+    summing = seconds(lambda _: gather(z, x), lambda: system, times)
 
     def choice(last: float | None) -> Callable[[System], float]:
         return lambda held: choose_alpha(held, terms, some_z, some_x, last).alpha
@@ -110,13 +110,13 @@ def line(size: Size, path: bool) -> str:
     solving = seconds(lambda held: solve(held, replace(terms, alpha=first)), fresh, times)
     choosing, again = added(None), added(1.1 * first)
     cells = [f"{size.rows}", f"{size.d_sae}", f"{size.d_in}", f"{size.density:g}",
-             *(f"{1000 * value:.1f}" for value in (moments, solving, choosing, again)),
-             f"{choosing / (moments + solving):.2f}", f"{again / (moments + solving):.2f}"]
+             *(f"{1000 * value:.1f}" for value in (summing, solving, choosing, again)),
+             f"{choosing / (summing + solving):.2f}", f"{again / (summing + solving):.2f}"]
     if path and size.path:
         index = torch.arange(size.rows) if stride == 1 else None
-        rows = Rows(some_z.double(), some_x.double(), index, torch.ones(len(some_z)).double())
-        equations = Equations.of(system, terms)
-        scores = [model(equations, rows, factor(system, replace(terms, alpha=alpha)), 0.0).value
+        press = replace(Press.of(system, terms, some_z, some_x), z=some_z.double(), y=some_x.double(), index=index,
+                        weight=torch.ones(len(some_z)).double())
+        scores = [press.model(system.factorise(replace(terms, alpha=alpha)), 0.0).value
                   for alpha in (first, warm, *system.scale(1.0) * np.logspace(LEAST, MOST, 101))]
         cells += [f"{score / min(scores[2:]) - 1:.2%}" for score in scores[:2]]
     else:
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--no-path", action="store_true", help="times only")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    heads = ["N", "F", "D", "density", "moments, ms", "solve, ms", "first, ms", "warm, ms", "first, ratio",
+    heads = ["N", "F", "D", "density", "sums, ms", "solve, ms", "first, ms", "warm, ms", "first, ratio",
              "warm, ratio", "first, lost", "warm, lost"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for size in SIZES + LARGE * options.large:

@@ -26,32 +26,30 @@ import torch
 from geometry_scale import make_home, random_sae
 
 from saecli.activations import Activation, Relu, TopK
-from saecli.commands.options import Session
-from saecli.commands.subjects import Measured, measured
-from saecli.geometry.margins import batch_size
-from saecli.geometry.partition import cells_of
-from saecli.geometry.survey import gather
+from saecli.console import Silent
+from saecli.evaluation.sae_and_rows import Measured, measured
 from saecli.home import Home
 from saecli.metrics import firing, reconstruction
-from saecli.report import Report
+from saecli.spline.partition import cells_of
+from saecli.spline.survey import batch_size, gather
 
 CASES: dict[str, tuple[Activation, float]] = {  # with the bias of every latent
     "topk 32": (TopK(k=32), 0.0), "relu, dense": (Relu(), 0.0), "relu, sparse": (Relu(), -6.0)}
 
 
 @torch.no_grad()
-def bare(one: Measured, session: Session) -> None:
+def bare(one: Measured) -> None:
     """Encode and decode."""
-    for x in one.batches(session):
+    for x in one.batches(Silent()):
         one.sae.decode(one.sae.encode(x))
 
 
-def passes(one: Measured, session: Session) -> dict[str, Callable[[], object]]:
+def passes(one: Measured) -> dict[str, Callable[[], object]]:
     """The passes by name, the bare one first."""
     cells = cells_of(one.sae)
     batches = batch_size(one.sae.d_sae)
-    return {"bare": lambda: bare(one, session), "eval": lambda: reconstruction(one.sae, one.batches(session)),
-            "sparsity": lambda: firing(one.sae, one.batches(session)),
+    return {"bare": lambda: bare(one), "eval": lambda: reconstruction(one.sae, one.batches(Silent())),
+            "sparsity": lambda: firing(one.sae, one.batches(Silent())),
             "geometry": lambda: gather(cells, map(torch.from_numpy, one.rows.sequential(batches)))}
 
 
@@ -64,11 +62,10 @@ def seconds(work: Callable[[], object]) -> np.ndarray:
 
 def timed(home: Path, turns: int) -> tuple[float, dict[str, tuple[float, float, float]]]:
     """The mean L0, and of each pass the median seconds and the median ratios to the bare one."""
-    session = Session(Home(home), Report())
-    one = measured(session, "one", None, "all", "cpu")
-    works = passes(one, session)
+    one = measured(Home(home), "one", None, "all", "cpu", Silent())
+    works = passes(one)
     found = [{name: seconds(work) for name, work in works.items()} for _ in range(turns + 1)][1:]
-    return firing(one.sae, one.batches(session)).result()["l0"], {
+    return firing(one.sae, one.batches(Silent())).result()["l0"], {
         name: (float(np.median([turn[name][0] for turn in found])),
                *np.median([turn[name] / turn["bare"] for turn in found], axis=0).tolist()) for name in works}
 

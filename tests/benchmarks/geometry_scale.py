@@ -22,11 +22,10 @@ import numpy as np
 import torch
 
 from saecli.activations import Activation, Relu, TopK, activation_to_json
+from saecli.dictionary import SAE
 from saecli.formats import SavedSAE, save_native
-from saecli.geometry.margins import batch_size
-from saecli.geometry.partition import cells_of
-from saecli.geometry.survey import gather
-from saecli.sae import SAE
+from saecli.spline.partition import cells_of
+from saecli.spline.survey import batch_size, gather
 from saecli.store import StoreMeta, StoreWriter, rows_per_shard
 
 PASS_ROWS = 4096

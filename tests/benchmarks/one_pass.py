@@ -10,15 +10,14 @@ is the share of the encoder's time that summing codes takes, "solving" that of t
 
 import argparse
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from saecli.activations import Activation, Relu, TopK
-from saecli.solvers import Task
-from saecli.solvers.alternation import PamSgdSolver
+from saecli.batch import Batch
+from saecli.solvers import Solver, Task
 from saecli.solvers.pam_sgd import PamSgd
 from saecli.training.rows import initial_sae
 
@@ -26,76 +25,52 @@ ACTIVATIONS: dict[str, Activation] = {"topk 32": TopK(k=32), "topk 320": TopK(k=
 DIFFERENT = 8  # batches that are made, and taken again and again
 
 
-@dataclass(frozen=True)
-class RandomRows:
-    """Rows of a subspace and noise, in batches."""
-
-    batches: list[Tensor]
-    count: int
-
-    @property
-    def rows(self) -> int:
-        """How many."""
-        return self.count * len(self.batches[0])
-
-    @property
-    def d_in(self) -> int:
-        """Their width."""
-        return self.batches[0].shape[1]
-
-    def shuffled(self, epoch: int) -> Iterator[Tensor]:
-        """Each batch, in turn."""
-        return (self.batches[(epoch + index) % len(self.batches)] for index in range(self.count))
-
-    def sequential(self) -> Iterator[Tensor]:
-        """The same."""
-        return self.shuffled(0)
-
-
-def rows_of(d_in: int, batch: int, count: int) -> RandomRows:
-    """So many batches, of `DIFFERENT` that differ."""
+def batches_of(d_in: int, batch: int) -> list[Batch]:
+    """Rows of a subspace and noise."""
     generator = torch.Generator().manual_seed(0)
     basis = torch.randn(d_in // 8, d_in, generator=generator)
-    return RandomRows([torch.randn(batch, d_in // 8, generator=generator) @ basis / (d_in // 8)**0.5
-                       + 0.3 * torch.randn(batch, d_in, generator=generator) for _ in range(DIFFERENT)], count)
+    return [Batch.of(torch.randn(batch, d_in // 8, generator=generator) @ basis / (d_in // 8)**0.5
+                     + 0.3 * torch.randn(batch, d_in, generator=generator)) for _ in range(DIFFERENT)]
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Those that an action takes."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def decoder_step(solver: Solver) -> None:
+    """The one that is due, from the codes of encoder steps."""
+    solver.begin_pass(tuple)
+    solver.end_pass()
 
 
 def line(name: str, every: int, chosen: argparse.Namespace) -> str:
     """One row of the table."""
     activation = ACTIVATIONS[name]
-    rows = rows_of(chosen.d_in, chosen.batch, 10**6)
-    initial = initial_sae(activation, chosen.d_sae, rows.batches[0], seed=0)
+    batches = batches_of(chosen.d_in, chosen.batch)
+    initial = initial_sae(activation, chosen.d_sae, batches[0].x, seed=0)
     sparsity = activation.default_sparsity
-    task = Task(rows.rows, 10**6, 1e-3, sparsity, activation.default_weight(sparsity, chosen.d_in), batches=10**6)
+    task = Task(10**6 * chosen.batch, 10**6, 1e-3, sparsity, activation.default_weight(sparsity, chosen.d_in),
+                batches=10**6)
     solver = PamSgd(decoder_every=every, inner_steps=1).build(initial, task)
-    times: dict[str, list[float]] = {"alone": [], "summed": [], "solved": []}
-    original = solver.solve_decoder
-
-    def solve_decoder(*words: object, **named: object) -> object:
-        started = time.perf_counter()
-        found = original(*words, **named)
-        times["solved"].append(time.perf_counter() - started)
-        return found
-
-    solver.solve_decoder = solve_decoder
-    steps = solver.epoch(rows, 0)
-    for _ in range(chosen.windows * every + 1):
-        solving, started = sum(times["solved"]), time.perf_counter()
-        next(steps)
-        taken = time.perf_counter() - started - (sum(times["solved"]) - solving)
-        times["summed" if is_counting(solver) else "alone"].append(taken)
-    alone = torch.tensor(times["alone"][1:]).median().item()
-    adding = sum(times["summed"]) / len(times["summed"]) - alone
-    summed = adding * len(times["summed"]) / (chosen.windows * every)  # a step
-    first, *others = times["solved"]
+    steps, summing, solving = [], [], []
+    solver.begin_epoch()
+    add = solver._running.add
+    solver._running.add = lambda codes, batch: summing.append(seconds(lambda: add(codes, batch)))
+    for number in range(chosen.windows * every):
+        before = sum(summing)
+        taken = seconds(partial(solver.step, batches[number % DIFFERENT]))
+        steps.append(taken - sum(summing) + before)
+        if solver.due is not None:
+            solving.append(seconds(partial(decoder_step, solver)))
+    alone = torch.tensor(steps[1:]).median().item()
+    summed = sum(summing) / len(steps)
+    first, *others = solving
     solved = sum(others) / len(others) / every
     return (f"| {name} | {every} | {chosen.batch / alone:,.0f} | {summed / alone:.1%} | {solved / alone:.1%} | "
             f"{(summed + solved) / alone:.1%} | {first:.1f} |")
-
-
-def is_counting(solver: PamSgdSolver) -> bool:
-    """Whether the step just made counts for the next decoder step."""
-    return solver._counting
 
 
 def main() -> None:

@@ -32,8 +32,8 @@ from geometry_scale import random_rows, random_sae
 from peak import peak_of
 
 from saecli.activations import Activation, Relu, TopK
-from saecli.latents import COLUMNS, Examples, in_blocks, survey
-from saecli.sae import SAE
+from saecli.dictionary import SAE
+from saecli.latent_survey import COLUMNS, Examples, in_blocks, survey
 from saecli.store import ActivationStore, Rows, StoreMeta, StoreWriter, rows_per_shard
 
 CASES: dict[str, tuple[Activation, float]] = {

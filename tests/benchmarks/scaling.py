@@ -1,15 +1,15 @@
 """What several processes send each other, against what they compute, and how much faster they are.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/benchmarks/scaling.py [--processes 1,2,2/2] [--d-in 512] [--d-sae 2048]
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/benchmarks/scaling.py [--processes 1,2] [--d-in 512] [--d-sae 2048]
         [--turns 2]
 
 Trains an SAE by PAM-SGD on random rows, and extracts activations of tiny-gemma2, in one process and in several that
-torchrun starts on this machine, with one thread each; 2/2 are two that share the latents, with --latent-shards 2. Rows
-per second are those of all processes by the processor time of the first, since machines are shared: its waiting for the
-others is not in them. They take turns, and the least of each one's times counts. Memory is the most that the first
-process took for training. Bytes are those of the tensors that it hands to torch.distributed. What links then carry
-depends on the algorithm: a ring all-reduce sends 2 (P - 1) / P times the tensor from each of P processes. Operations
-are 10 D F a row of an encoder step; topk skips some of them on a CPU.
+torchrun starts on this machine, with one thread each. Rows per second are those of all processes by the processor time
+of the first, since machines are shared: its waiting for the others is not in them. They take turns, and the least of
+each one's times counts. Memory is the most that the first process took for training. Bytes are those of the tensors
+that it hands to torch.distributed. What links then carry depends on the algorithm: a ring all-reduce sends
+2 (P - 1) / P times the tensor from each of P processes. Operations are 10 D F a row of an encoder step; topk skips some
+of them on a CPU.
 """
 
 import argparse
@@ -27,17 +27,16 @@ import torch.distributed as dist
 from peak import peak_of
 from rich.console import Console
 
-from saecli import distributed, launch
+from saecli import distributed, torchrun
 from saecli.activations import TopK
-from saecli.report import table
-from saecli.solvers.alternation import PamSgdSolver
-from saecli.solvers.pam_sgd import PamSgd
+from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver
 from saecli.store import ActivationStore, StoreMeta, StoreWriter
-from saecli.training import Plan, Record, Trainer, TrainingConfig
+from saecli.tables import table
+from saecli.training import Loop, Plan, Record, Trainer, TrainingConfig
 
 ROWS, BATCH, SEED = 24_576, 2_048, 0
 COUNTED = ("all_reduce", "reduce", "broadcast", "send", "recv")
-COUNTED_SECOND = ("all_gather", "all_to_all_single")  # what is handed over comes after where the result goes
+OUTER = ("begin_pass", "observe", "end_pass")
 EXTRACTED = 60_000
 EXTRACT = ("extract", "--model", "tiny-gemma2", "--rows", str(EXTRACTED))
 
@@ -48,23 +47,22 @@ class Traffic:
     def __init__(self) -> None:
         self.bytes: Counter[str] = Counter()
         self.purpose = "other"
-        for place, names in enumerate((COUNTED, COUNTED_SECOND)):
-            for name in names:
-                setattr(dist, name, self._counting(getattr(dist, name), place))
+        for name in COUNTED:
+            setattr(dist, name, self._counting(getattr(dist, name)))
 
-    def _counting(self, call: Any, place: int) -> Any:
-        def counted(*words: Any, **named: Any) -> Any:
-            self.bytes[self.purpose] += words[place].nbytes
-            return call(*words, **named)
+    def _counting(self, call: Any) -> Any:
+        def counted(tensor: Any, *words: Any, **named: Any) -> Any:
+            self.bytes[self.purpose] += tensor.nbytes
+            return call(tensor, *words, **named)
 
         return counted
 
 
-def work(home: Path, d_sae: int, shards: int) -> None:
+def work(home: Path, d_sae: int) -> None:
     """What each process does: train, and tell seconds and bytes of steps and of decoder steps."""
-    if launch.world() > 1:
+    if torchrun.world() > 1:
         distributed.join()
-    distributed.share_latents(shards)
+    communicator = distributed.communicator()
     traffic, seconds, calls = Traffic(), Counter(), Counter()
 
     def told(purpose: str, method: Any) -> Any:
@@ -79,22 +77,23 @@ def work(home: Path, d_sae: int, shards: int) -> None:
         return timed
 
     PamSgdSolver.descend = told("step", PamSgdSolver.descend)
-    PamSgdSolver.solve_decoder = told("outer", PamSgdSolver.solve_decoder)
-    PamSgdSolver._solve = told("solve", PamSgdSolver._solve)
+    for name in OUTER:
+        setattr(PamSgdSolver, name, told("outer", getattr(PamSgdSolver, name)))
+    PamSgdSolver._solved = told("solve", PamSgdSolver._solved)
     store = ActivationStore.open(home / "activations" / "rows")
     training = TrainingConfig(d_sae=d_sae, epochs=2, batch_size=BATCH, smoothing=0.0)
     plan = Plan.resolved(training.rows_of(store), None, training, PamSgd(inner_steps=1), TopK(k=32))
-    _, memory = peak_of(lambda: Trainer(plan, Record()).train(lambda done, words="": None))
-    if distributed.is_main():
+    _, memory = peak_of(Loop([Trainer(plan, Record(), communicator=communicator)]).train)
+    if communicator.is_main:
         print(json.dumps({"seconds": seconds, "calls": calls, "bytes": traffic.bytes, "memory": memory}))
-    if distributed.processes() > 1:
+    if communicator.world_size > 1:
         distributed.leave()
 
 
 def work_extract() -> None:
     """What each process does: `sae extract`, by the command line's own arguments; tells the seconds of its pass."""
     from saecli import cli
-    from saecli.commands import extract
+    from saecli.harvest import extraction
 
     seconds = Counter()
 
@@ -106,13 +105,13 @@ def work_extract() -> None:
 
         return filling
 
-    extract.fill, extract.fill_together = timed(extract.fill), timed(extract.fill_together)
+    extraction.fill = timed(extraction.fill)
     try:
         cli.main()
     except SystemExit as stop:
         if stop.code:
             raise
-    if launch.rank() == 0:
+    if torchrun.rank() == 0:
         print(json.dumps({"seconds": seconds}))
 
 
@@ -136,43 +135,39 @@ def make_rows(home: Path, d_in: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--processes", default="1,2,2/2", help="how many, or how many / that share the latents")
+    parser.add_argument("--processes", default="1,2", help="how many")
     parser.add_argument("--d-in", type=int, default=512)
     parser.add_argument("--d-sae", type=int, default=2048)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--home", type=Path, help="of a process that this script starts")
-    parser.add_argument("--shards", type=int, help="the same")
     given = parser.parse_args()
     if given.home is not None:
-        work(given.home, given.d_sae, given.shards)
+        work(given.home, given.d_sae)
         return
-    ways = [tuple(map(int, (way + "/1").split("/")[:2])) for way in given.processes.split(",")]
-    trained = {way: [] for way in ways}
-    extracted = {number: [] for number, shards in ways if shards == 1}
+    trained = {int(number): [] for number in given.processes.split(",")}
+    extracted = {number: [] for number in trained}
     with tempfile.TemporaryDirectory() as folder:
         make_rows(Path(folder), given.d_in)
         for turn in range(given.turns):
-            for number, shards in ways:
-                trained[number, shards].append(launched(number, "--home", folder, "--d-sae", str(given.d_sae),
-                                                        "--shards", str(shards)))
+            for number in trained:
+                trained[number].append(launched(number, "--home", folder, "--d-sae", str(given.d_sae)))
             for number in extracted:
                 extracted[number].append(launched(number, "--home", folder, *EXTRACT, "--name", f"{number}-{turn}"))
     show(given, trained, extracted)
 
 
-def show(given: argparse.Namespace, trained: dict[tuple[int, int], list[dict]],
-         extracted: dict[int, list[dict]]) -> None:
-    """Print the table of what all turns told, by number of processes and of those that share the latents."""
+def show(given: argparse.Namespace, trained: dict[int, list[dict]], extracted: dict[int, list[dict]]) -> None:
+    """Print the table of what all turns told, by number of processes."""
     lines = []
-    for (number, shards), found in trained.items():
-        seconds = {name: min(one["seconds"][name] / one["calls"][name] for one in found)
-                   for name in ("step", "outer", "solve")}
+    for number, found in trained.items():
+        seconds = {name: min(one["seconds"][name] / one["calls"][per] for one in found)
+                   for name, per in (("step", "step"), ("outer", "solve"), ("solve", "solve"))}
         calls, sent = found[0]["calls"], Counter(found[0]["bytes"])
-        rate = (EXTRACTED / min(one["seconds"]["fill"] for one in extracted[number])) if shards == 1 else ""
-        lines.append([f"{number}/{shards}" if shards > 1 else str(number), BATCH / seconds["step"],
+        rate = EXTRACTED / min(one["seconds"]["fill"] for one in extracted[number])
+        lines.append([str(number), BATCH / seconds["step"],
                       sent["step"] / calls["step"] / 1e6,
                       10e-9 * given.d_in * given.d_sae * BATCH, seconds["outer"], seconds["solve"],
-                      (sent["outer"] + sent["solve"]) / calls["outer"] / 1e6,
+                      (sent["outer"] + sent["solve"]) / calls["solve"] / 1e6,
                       min(one["memory"] for one in found) / 2**20, rate])
     columns = ["processes", "rows/s of steps", "MB a step", "Gflop a step", "s a decoder step", "of it solving",
                "MB a decoder step", "MiB a process", "rows/s extracted"]

@@ -26,7 +26,6 @@ WAYS = {
     "sequential(2048)": lambda rows: rows.sequential(2048),
     "batches(256)": lambda rows: rows.batches(256, seed=0, epoch=0),
     "batches(2048)": lambda rows: rows.batches(2048, seed=0, epoch=0),
-    "batches(2048), exact": lambda rows: rows.batches(2048, seed=0, epoch=0, exact=True),
     "batches(2048), training rows": lambda rows: rows.store.split("train").batches(2048, seed=0, epoch=0),
 }
 

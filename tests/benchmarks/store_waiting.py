@@ -24,7 +24,7 @@ from saecli.activations import ACTIVATIONS
 from saecli.home import now
 from saecli.solvers import SOLVERS
 from saecli.store import ActivationStore, Rows
-from saecli.training import Plan, Run, RunRecord, Trainer, TrainingConfig
+from saecli.training import Loop, Plan, Run, RunRecord, Trainer, TrainingConfig
 
 
 class Waiting(Rows):
@@ -79,9 +79,9 @@ def train(path: Path, solver: str, settings: dict[str, int], cold: bool) -> None
     rows = Waiting(training.rows_of(store), cold)
     plan = Plan.resolved(rows, training.test_rows_of(store), training, chosen, activation)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(plan, RunRecord(Run(store, plan, now()), Path(folder)))
+        loop = Loop([Trainer(plan, RunRecord(Run(store, plan, now()), Path(folder)))])
         started = time.perf_counter()
-        trainer.result(trainer.train(lambda step, words: None))
+        loop.results(loop.train())
         seconds = time.perf_counter() - started
     print(f"{solver:9} {rows.rows:9,} {seconds:9.1f} {rows.seconds:9.3f} {rows.seconds / seconds:8.2%} "
           f"{rows.first / seconds:8.2%}", flush=True)

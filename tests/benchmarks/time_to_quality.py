@@ -35,7 +35,7 @@ from training_speed import SAELENS, with_saelens
 from saecli import formats
 from saecli.metrics import reconstruction
 from saecli.store import ActivationStore, spread_of
-from saecli.training.normalise import Normalisation, fit_normalisation
+from saecli.training.rows import Normalisation, fit_normalisation
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1)
 SOLVERS = ("pam-sgd", "sgd")
@@ -93,8 +93,8 @@ class Comparison:
 
     def _measured(self, folder: Path, normalisation: Normalisation, run: dict, seconds: float) -> Run:
         """One of SAELens' runs by our measures, which must agree with its own."""
-        theirs = formats.load(folder / run["rate"]).sae.to(torch.float64)
-        ours = theirs.on_raw_rows(normalisation.mean.double(), normalisation.scale.double()).to(torch.float32)
+        theirs = formats.load(folder / run["rate"]).sae.copy_to(torch.float64)
+        ours = theirs.on_raw_rows(normalisation.mean.double(), normalisation.scale.double()).copy_to(torch.float32)
         found = reconstruction(ours, map(torch.from_numpy, self.store.split("test").sequential(2048)))
         for name in ("fvu", "l0"):
             if abs(found[name] - run[name]) > AGREEMENT * run[name]:

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from saecli.activations import Activation, Relu, TopK
+from saecli.batch import Batch
 from saecli.solvers import SolverConfig, Task
 from saecli.solvers.pam_sgd import PamSgd
 from saecli.solvers.sgd import Sgd
@@ -57,12 +58,12 @@ def ours(case: str, chosen: argparse.Namespace) -> dict[str, float]:
     sparsity = activation.default_sparsity
     task = Task(10**6, 10**6, 1e-3, sparsity, activation.default_weight(sparsity, chosen.d_in))
     solver = config.resolved(None).build(initial_sae(activation, chosen.d_sae, rows, seed=0), task)
-    step = least(lambda: solver.descend(rows), chosen.steps)
+    step = least(lambda: solver.descend(Batch.of(rows)), chosen.steps)
     tensors = [tensor.detach().clone().requires_grad_() for tensor in solver.optimizer.tensors.values()]
     for tensor in tensors:
         tensor.grad = torch.ones_like(tensor)
     optimizer = torch.optim.Adam(tensors, fused=True)  # as `solvers.optimizers.Adam` has it
-    pre = rows @ solver.trained["W_enc"].detach()
+    pre = rows @ solver.dictionary.W_enc.detach()
     return {"step": step, "optimizer": least(optimizer.step, chosen.steps),
             "activation": least(lambda: activation.training_codes(pre, {}), chosen.steps)}
 

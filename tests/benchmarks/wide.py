@@ -6,12 +6,13 @@ K = 32 codes of a row are not zero. How often latents fire falls off as a power 
 row come from one of 64 groups mostly, so that latents go together as they do in an SAE. The step is for the residual
 decoder with alpha at a twentieth of the mean diagonal. Each line runs in a process of its own: "gathering" is the pass
 over the rows, of which the codes are at hand, "solving" the decoder and its direction, "memory" the most that the
-process took beyond its imports. Lines without the Gram matrix also tell the residual, and how far their decoder is from
+process took beyond its imports. Lines without the Gram matrix also tell the residual, and how far their Delta is from
 the one with it, over its norm; "condition" is that of the matrix, or of what its diagonal leaves of it.
 """
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,8 @@ import torch
 from peak import peak_of
 from torch import Tensor
 
-from saecli.ridge import CodeProducts, Decoder, Moments, Terms, solve
+from saecli.encoding import where
+from saecli.ridge import DecoderState, StreamedCodes, Sums, Terms, solve
 
 K, GROUPS, ALPHA, BLOCK = 32, 64, 0.05, 4096
 FALL = 0.7  # power of the rank with which latents fire less
@@ -49,16 +51,16 @@ def blocks(rows: int, d_in: int, d_sae: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield z, x + noise
 
 
-def step(way: str, chosen: argparse.Namespace) -> tuple[float, float, Decoder]:
+def step(way: str, chosen: argparse.Namespace) -> tuple[float, float, DecoderState]:
     """Seconds of the pass over the rows and of the solution, and the decoder."""
     d_in, d_sae, rows = chosen.d_in, chosen.d_sae, chosen.rows_a_latent * chosen.d_sae
     direction = torch.randn(d_sae, d_in, generator=torch.Generator().manual_seed(1)) / d_in**0.5
     zeros, gathering = torch.zeros(d_sae, d_in), 0.0
-    system = (Moments(d_in, d_sae) if way == "direct"
-              else CodeProducts(d_in, d_sae, lambda: (z for z, _ in blocks(rows, d_in, d_sae)), 2.0**34, zeros))
+    system = (Sums(d_sae, d_in) if way == "direct" else
+              StreamedCodes(zeros, lambda: (where(z, z != 0) for z, _ in blocks(rows, d_in, d_sae)), 2.0**34))
     for z, x in blocks(rows, d_in, d_sae):
         started = time.perf_counter()
-        system.add(z, x)
+        system.add(where(z, z != 0), x)
         gathering += time.perf_counter() - started
     alpha = ALPHA * system.scale(1.0)
     terms = Terms(alpha, 0.0, 0.0, 0.0, direction, zeros, torch.zeros(d_in), torch.zeros(d_sae, dtype=torch.float64))
@@ -71,12 +73,12 @@ def measure(way: str, chosen: argparse.Namespace, kept: Path) -> dict[str, float
     """One line's figures."""
     (gathering, solving, found), peak = peak_of(lambda: step(way, chosen))
     figures = {"gathering": gathering, "solving": solving, "memory": peak, "condition": found.condition,
-               "residual": found.residual or 0.0}
+               "residual": 0.0 if math.isnan(found.residual) else found.residual}
     if way == "direct":
-        torch.save(found.W.float(), kept)
+        torch.save(found.Delta.float(), kept)
     elif kept.exists():
         exact = torch.load(kept, weights_only=True).double()
-        figures["apart"] = ((found.W - exact).norm() / exact.norm()).item()
+        figures["apart"] = ((found.Delta - exact).norm() / exact.norm()).item()
     return figures
 
 

@@ -1,1 +1,0 @@
-"""Data that comes with the package: the bundled language model `tiny-gemma2`."""

@@ -1,0 +1,128 @@
+"""What a command says: tables or one JSON document on stdout, notes and progress on stderr."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import rich.console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .errors import printable
+from .files import to_json
+
+PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
+PIPE_WIDTH = 140  # characters in a line of a table that goes into a file or a pipe, where COLUMNS says nothing else
+
+
+class Step(Protocol):
+    """Moves a progress display: how much is done, and a few words beside the bar."""
+
+    def __call__(self, done: float, words: str = "") -> None: ...
+
+
+class Listener(Protocol):
+    """Whom work tells how it goes: a `Console`, or where no one asked for words, `Silent`."""
+
+    def note(self, text: str) -> None:
+        """Hear something beside the result."""
+
+    def progress(self, label: str, total: float | None, unit: str) -> AbstractContextManager[Step]:
+        """Hear how far long work has come; see `Console.progress`."""
+
+
+class Silent:
+    """Hears all, and says nothing."""
+
+    def note(self, text: str) -> None:
+        """Say nothing."""
+
+    @contextmanager
+    def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
+        """Show nothing; the arguments are those of `Console.progress`."""
+        yield lambda done, words="": None
+
+
+def listening(progress: bool) -> Listener:
+    """Who hears a Python function: stderr where progress is asked for, else no one."""
+    return Console() if progress else Silent()
+
+
+class Console:
+    """The one output sink of a command.
+
+    Args:
+        as_json: print one JSON document instead of tables.
+    """
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self._out = self._stream(stderr=False)
+        self._err = self._stream(stderr=True)
+
+    @staticmethod
+    def _stream(stderr: bool) -> rich.console.Console:
+        # Names are printed as they are, those with square brackets or ":cat:" in them too.
+        console = rich.console.Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+        if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+            console.width = PIPE_WIDTH
+        return console
+
+    def note(self, text: str) -> None:
+        """Say something beside the result, on stderr."""
+        self._err.print(printable(text), soft_wrap=True)
+
+    def result(self, document: dict[str, Any], *shown: rich.console.RenderableType) -> None:
+        """Print the command's result: the document with `--json`, else what is shown to people."""
+        if self.as_json:
+            print(to_json(document))
+            return
+        for renderable in shown:
+            self._out.print(renderable, soft_wrap=isinstance(renderable, str))
+
+    @contextmanager
+    def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
+        """Show how far long work has come, with its rate and the time left.
+
+        Args:
+            label: what is being done.
+            total: how many units make the whole, or None where no one knows.
+            unit: what is counted.
+
+        Yields:
+            A function that is told how many units are done.
+        """
+        started = time.monotonic()
+
+        def rate(done: float) -> str:
+            return f"{done / max(time.monotonic() - started, 1e-9):,.0f} {unit}/s"
+
+        if not self._err.is_terminal:
+            yield self._plain_lines(label, total, unit, rate)
+            return
+        name, speed, more = (TextColumn(f"{{task.{field}}}", markup=False)
+                             for field in ("description", "fields[rate]", "fields[words]"))
+        columns = (name, BarColumn(bar_width=16), speed, TimeRemainingColumn(), more)
+        with Progress(*columns, console=self._err, transient=True) as bar:
+            task = bar.add_task(label, total=total, rate="", words="")
+            yield lambda done, words="": bar.update(task, completed=done, words=words, rate=rate(done))
+
+    def _plain_lines(self, label: str, total: float | None, unit: str, rate: Any) -> Step:
+        last = started = time.monotonic()
+
+        def left(done: float) -> str:
+            if not total or not done:
+                return ""
+            seconds = (time.monotonic() - started) * max(0.0, total - done) / done
+            return f", {timedelta(seconds=round(seconds))} left"
+
+        def step(done: float, words: str = "") -> None:
+            nonlocal last
+            if time.monotonic() - last >= PLAIN_INTERVAL:
+                last = time.monotonic()
+                share = f"{done:,.0f} of {total:,.0f}" if total else f"{done:,.0f}"
+                self.note(f"{label}: {share} {unit}, {rate(done)}{left(done)}  {words}".rstrip())
+
+        return step

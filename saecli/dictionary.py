@@ -1,0 +1,250 @@
+"""The model: a dictionary of latents that reconstructs rows, or predicts targets from them.
+
+    z = act(x @ W_enc + b_enc)        y_hat = z @ W_dec + b_dec
+
+The encoder does not subtract `b_dec`, so that the decoder step moves no code. `SAE` holds W_dec itself; `Coupled`,
+which training uses, makes it of the encoder's weights. To add a kind, subclass `Dictionary` and write its `decoder`.
+
+Shapes: B rows, D = d_in, F = d_sae.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from .activations import Activation, KeepsK, Parameters
+from .batch import Batch
+from .codes import Codes
+from .encoding import pre_activations
+from .errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a batch came to; of several processes each has its part, whose sum is the batch's.
+
+    Args:
+        value: squared error and weighted penalty, a mean over the rows of the batch.
+        squared_error: mean over rows of `||y_hat - y||^2`.
+        codes: of this process' rows, (b, F).
+    """
+
+    value: Tensor
+    squared_error: Tensor
+    codes: Codes
+
+
+class Dictionary(Module, ABC):
+    """Encoder, activation and decoder bias; subclasses say what the decoder's weights are.
+
+    Its tensors are parameters, frozen until `requires_grad_` lets descent move them.
+
+    Args:
+        W_enc: encoder weights, (D, F).
+        b_enc: encoder bias, (F,).
+        b_dec: decoder bias, (D,).
+        activation: what turns pre-activations into codes.
+        activation_parameters: what the activation learns, by name; no name of another tensor.
+    """
+
+    LATENT_DIMENSIONS: ClassVar[dict[str, int]] = {"W_enc": 1, "b_enc": 0, "W_dec": 0, "Delta": 0}
+
+    def __init__(self, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, activation: Activation,
+                 activation_parameters: Parameters | None = None) -> None:
+        super().__init__()
+        self.activation = activation
+        self._learned = tuple(activation_parameters or {})
+        for name, tensor in {"W_enc": W_enc, "b_enc": b_enc, "b_dec": b_dec, **(activation_parameters or {})}.items():
+            self.register_parameter(name, Parameter(tensor.detach(), requires_grad=False))
+
+    @abstractmethod
+    def decoder(self) -> Tensor:
+        """Decoder weights, one dictionary vector per row, (F, D); differentiable in what they are made of."""
+
+    @property
+    def d_in(self) -> int:
+        """Width of the rows."""
+        return self.W_enc.shape[0]
+
+    @property
+    def d_sae(self) -> int:
+        """Number of latents."""
+        return self.W_enc.shape[1]
+
+    @property
+    def activation_parameters(self) -> Parameters:
+        """What the activation has learned, by name."""
+        return {name: getattr(self, name) for name in self._learned}
+
+    def latent_dimension(self, name: str) -> int | None:
+        """The dimension of a parameter that latents are along; None where it has none, as b_dec."""
+        if name in self._learned:
+            return 0 if getattr(self, name).shape == (self.d_sae,) else None
+        return self.LATENT_DIMENSIONS.get(name)
+
+    def pre_activations(self, x: Tensor) -> Tensor:
+        """`x @ W_enc + b_enc`, (B, F), of rows x, (B, D)."""
+        return pre_activations(x, self.W_enc, self.b_enc)
+
+    def codes(self, x: Tensor) -> Codes:
+        """The codes of rows x, (B, D), of the dictionary's dtype and device."""
+        return self.activation(self.pre_activations(x), self.activation_parameters)
+
+    def decode_codes(self, codes: Codes) -> Tensor:
+        """`z @ W_dec + b_dec`, (B, D)."""
+        return codes.times(self.decoder()) + self.b_dec
+
+    def loss(self, batch: Batch, sparsity: str = "none", weight: float = 0.0) -> Loss:
+        """`mean over rows of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters, of a batch, of
+        which this process may have no rows; the penalty is one of the activation's, or `none`."""
+        pre = self.pre_activations(batch.x)
+        codes = self.activation.training_codes(pre, self.activation_parameters)
+        if not len(batch.x):
+            nothing = 0.0 * self.b_enc.sum()
+            return Loss(nothing, nothing, codes)
+        W_dec = self.decoder()
+        squared_error = (codes.times(W_dec) + self.b_dec - batch.y).square().sum(-1).sum() / batch.size
+        value = squared_error
+        if sparsity != "none":  # a mean over the rows that there are here
+            penalty = self.activation.penalty(sparsity, pre, codes, W_dec, self.activation_parameters)
+            value = value + weight * (len(batch.x) / batch.size) * penalty
+        return Loss(value, squared_error, codes)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """The codes of raw activations, `act(x @ W_enc + b_enc)`.
+
+        Args:
+            x: (..., D), of any floating-point type, on the dictionary's device.
+
+        Returns:
+            (..., F), computed in the dictionary's own dtype and of that dtype.
+
+        Raises:
+            ConfigError: x is something else.
+        """
+        codes = self.codes(self._rows("encode", x, self.d_in)).dense()
+        return codes.reshape(*x.shape[:-1], self.d_sae)
+
+    def decode(self, z: Tensor) -> Tensor:
+        """The reconstructions of codes, `z @ W_dec + b_dec`.
+
+        Args:
+            z: (..., F), of any floating-point type, on the dictionary's device.
+
+        Returns:
+            (..., D), computed in the dictionary's own dtype and of that dtype.
+
+        Raises:
+            ConfigError: z is something else.
+        """
+        y_hat = torch.addmm(self.b_dec, self._rows("decode", z, self.d_sae), self.decoder())
+        return y_hat.reshape(*z.shape[:-1], len(self.b_dec))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The reconstructions, (..., D), of raw activations x, (..., D); as `decode` of `encode`."""
+        y_hat = self.decode_codes(self.codes(self._rows("encode", x, self.d_in)))
+        return y_hat.reshape(*x.shape[:-1], len(self.b_dec))
+
+    def sae(self) -> "SAE":
+        """A copy as an SAE of its own, frozen."""
+        return SAE(*(tensor.detach().clone() for tensor in (self.W_enc, self.b_enc, self.decoder(), self.b_dec)),
+                   self.activation, {name: tensor.detach().clone() for name, tensor in
+                                     self.activation_parameters.items()})
+
+    def __repr__(self) -> str:
+        kept = f", k={self.activation.k}" if isinstance(self.activation, KeepsK) else ""
+        dtype = str(self.W_enc.dtype).removeprefix("torch.")
+        return (f"{type(self).__name__}({self.activation.name}{kept}, d_in={self.d_in}, d_sae={self.d_sae}, {dtype}, "
+                f"{self.W_enc.device})")
+
+    def _rows(self, verb: str, given: Tensor, width: int) -> Tensor:
+        """What was given, (..., width), as rows, (B, width), of the dictionary's dtype."""
+        device = self.W_enc.device
+        if not isinstance(given, Tensor):
+            got = f"{type(given).__name__}; make it one by `torch.as_tensor`"
+        elif not given.is_floating_point():
+            got = f"{given.dtype}; convert it by `.float()`"
+        elif not given.ndim or given.shape[-1] != width:
+            got = f"shape {tuple(given.shape)}"
+        elif given.device != device:
+            got = f"one on {given.device}; move one of the two by `.to`"
+        else:
+            return given.to(self.W_enc.dtype).reshape(math.prod(given.shape[:-1]), width)
+        raise ConfigError(None, "cannot {verb}: expected a floating-point tensor of shape (..., {width}) on {device}, "
+                          "got {got}", verb=verb, width=width, device=device, got=got)
+
+
+class SAE(Dictionary):
+    """A sparse autoencoder that acts on raw activations.
+
+    Args:
+        W_enc: encoder weights, (D, F).
+        b_enc: encoder bias, (F,).
+        W_dec: decoder weights, one dictionary vector per row, (F, D).
+        b_dec: decoder bias, (D,).
+        activation: what turns pre-activations into codes.
+        activation_parameters: what the activation has learned, by name.
+    """
+
+    def __init__(self, W_enc: Tensor, b_enc: Tensor, W_dec: Tensor, b_dec: Tensor, activation: Activation,
+                 activation_parameters: Parameters | None = None) -> None:
+        super().__init__(W_enc, b_enc, b_dec, activation, activation_parameters)
+        self.register_parameter("W_dec", Parameter(W_dec.detach(), requires_grad=False))
+
+    def decoder(self) -> Tensor:
+        return self.W_dec
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters by name, without gradients: W_enc, b_enc, W_dec, b_dec and what the activation has learned."""
+        return {name: getattr(self, name).detach() for name in ("W_enc", "b_enc", "W_dec", "b_dec", *self._learned)}
+
+    def changed(self, activation: Activation | None = None, **tensors: Tensor) -> Self:
+        """The same with another activation, or with other tensors, by the names of `tensors`."""
+        new = self.tensors() | tensors
+        learned = {name: new.pop(name) for name in self._learned}
+        return type(self)(**new, activation=activation or self.activation, activation_parameters=learned)
+
+    def copy_to(self, *args: torch.device | torch.dtype | str) -> Self:
+        """A copy on another device or of another dtype; takes what `Tensor.to` takes."""
+        return self.changed(**{name: tensor.to(*args) for name, tensor in self.tensors().items()})
+
+    def on_raw_rows(self, mean: Tensor, scale: Tensor) -> Self:
+        """The SAE that does on raw rows what this one does on rows normalised to `(x - mean) / scale`.
+
+        Its codes are the same, and its reconstructions are `scale * x_hat + mean`.
+
+        Args:
+            mean: what was subtracted, (D,).
+            scale: what was divided by, positive, (D,) or a scalar.
+        """
+        W_enc = self.W_enc / scale.reshape(-1, 1)
+        return self.changed(W_enc=W_enc, b_enc=self.b_enc - mean @ W_enc,
+                            W_dec=self.W_dec * scale, b_dec=self.b_dec * scale + mean)
+
+
+class Coupled(Dictionary):
+    """A dictionary whose decoder follows the encoder, `W_dec = c W_enc' + Delta`.
+
+    With c = 1 and no Delta the weights are tied. Delta is held while descent moves the encoder.
+
+    Args:
+        start: the dictionary whose encoder, biases and activation it takes over.
+        c: the multiple of the encoder.
+        Delta: the residual, (F, D); None for none.
+    """
+
+    def __init__(self, start: SAE, c: float, Delta: Tensor | None) -> None:
+        super().__init__(start.W_enc, start.b_enc, start.b_dec, start.activation, start.activation_parameters)
+        self.c = c
+        self.register_parameter("Delta", None if Delta is None else Parameter(Delta, requires_grad=False))
+
+    def decoder(self) -> Tensor:
+        """`c W_enc' + Delta`, (F, D)."""
+        if self.Delta is None:
+            return self.c * self.W_enc.T if self.c != 1 else self.W_enc.T
+        return torch.add(self.Delta, self.W_enc.T, alpha=self.c) if self.c else self.Delta

@@ -1,0 +1,194 @@
+"""Several processes that run one command together, started by torchrun: torch.distributed, as far as it is needed.
+
+`Communicator` is passed to what has gradients, sums or measures of all processes to take; by default it is `ALONE`, a
+world of one, whose operations give back what they were given. All processes must come to the same calls in the same
+order. Objects travel by gloo. Where a process has ended, the calls of the others raise `PeerError`.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import ConfigError, PeerError
+from .torchrun import local_rank, local_world, rank, world
+
+Value = TypeVar("Value")
+
+PATIENCE = timedelta(days=1)  # others wait in silence while one solves; one that has ended is noticed at once
+STORE_PATIENCE = timedelta(seconds=10)
+BLAME_SECONDS = 3.0  # that a process which lost another waits for it to say why
+SAID = "sae-said"
+_launcher: list[Any] = []  # the key-value store that torchrun keeps, once this process has joined
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """The processes of a command, as one of them reaches the others.
+
+    Args:
+        rank: the number of this process, from 0.
+        world_size: how many there are.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is rank 0, which prints, writes files, and solves."""
+        return self.rank == 0
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Put the `sum`, `min` or `max` over all processes into a contiguous tensor; returns it."""
+        if self.world_size > 1:
+            with _peers():
+                dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()))
+        return tensor
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean over all processes; a new tensor unless there is one process."""
+        return tensor if self.world_size == 1 else self.all_reduce(tensor.clone()) / self.world_size
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """Put the sum over all processes into a contiguous tensor of rank 0, and zero into the others'; returns it."""
+        if self.world_size > 1:
+            with _peers():
+                dist.reduce(tensor, 0)
+            if not self.is_main:
+                tensor.zero_()
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Put rank 0's values into a contiguous tensor of each process; returns it."""
+        if self.world_size > 1:
+            with _peers():
+                dist.broadcast(tensor, 0)
+        return tensor
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """All processes' rows, (n, ...), by rank, on rank 0; the others get back their own."""
+        if self.world_size == 1:
+            return rows
+        counts = self.all_gather_object(len(rows))
+        with _peers():
+            if not self.is_main:
+                if len(rows):
+                    dist.send(rows.contiguous(), 0)
+                return rows
+            parts = [rows]
+            for other in range(1, self.world_size):
+                part = rows.new_empty(counts[other], *rows.shape[1:])
+                if len(part):
+                    dist.recv(part, other)
+                parts.append(part)
+        return torch.cat(parts)
+
+    def all_gather_object(self, value: Value) -> list[Value]:
+        """Every process' value, by rank; values can be pickled."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with _peers():
+            dist.all_gather_object(values, value)
+        return values
+
+    def broadcast_object(self, find: Callable[[], Value]) -> Value:
+        """What rank 0 finds, on every process; the others do not look."""
+        if self.world_size == 1:
+            return find()
+        values = [find() if self.is_main else None]
+        with _peers():
+            dist.broadcast_object_list(values, 0)
+        return values[0]
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        self.all_gather_object(None)
+
+    def main_first(self, find: Callable[[], Value]) -> Value:
+        """What each process finds, the others after rank 0: what it remembers of a check they need not make."""
+        value = find() if self.is_main else None
+        self.barrier()
+        return value if self.is_main else find()
+
+
+ALONE = Communicator()
+
+
+def communicator() -> Communicator:
+    """That of all processes of this command; `ALONE` where it has not joined any."""
+    return Communicator(rank(), world()) if _launcher else ALONE
+
+
+def join() -> None:
+    """Join the processes of this command; from then on SIGTERM, which torchrun sends where one has failed, raises
+    `PeerError`.
+
+    Raises:
+        ConfigError: this machine has fewer GPUs than processes.
+        PeerError: the others cannot be reached.
+    """
+    signal.signal(signal.SIGTERM, _terminated)
+    if torch.cuda.is_available():
+        if local_world() > torch.cuda.device_count():
+            raise ConfigError(None, "there are {processes} processes on a machine of {gpus} GPUs: expected one GPU for "
+                              "each", "lower --nproc-per-node of torchrun, or hide the GPUs by CUDA_VISIBLE_DEVICES= "
+                              "to compute on the CPU", processes=local_world(), gpus=torch.cuda.device_count())
+        torch.cuda.set_device(local_rank())
+    with _peers():
+        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+        _launcher.append(store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.PrefixStore("sae", store), rank=rank(), world_size=world(),
+                                timeout=PATIENCE)
+
+
+def leave() -> None:
+    """Leave the others, all of which come to this: not where one failed, as it would wait for those that are gone."""
+    dist.destroy_process_group()
+
+
+def is_first_to_say(sentence: str, blames_another: bool) -> bool:
+    """Whether no other process has said this sentence; one that `blames_another` also yields to any other sentence.
+
+    Where all fail alike one says so, and where one fails the others, which lose it, leave the word to it.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is being said is why
+    if not _launcher:
+        return True
+    try:
+        _launcher[0].set_timeout(STORE_PATIENCE)
+        if blames_another:
+            waited_until = time.monotonic() + BLAME_SECONDS
+            while time.monotonic() < waited_until:
+                if _launcher[0].check([SAID]):
+                    return False
+                time.sleep(0.1)
+        first = _launcher[0].add(f"{SAID}-{sentence}", 1) == 1
+        _launcher[0].add(SAID, 1)
+        return first
+    except RuntimeError:  # the launcher is gone, and with it who could know
+        return True
+
+
+def _terminated(number: int, frame: Any) -> None:
+    raise PeerError("told to end, as torchrun does where another process failed or was stopped; run the same command "
+                    "again to go on from what was saved (`sae train` with --resume)")
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    """Around calls of torch.distributed: that another process has ended is a `PeerError`."""
+    try:
+        yield
+    except RuntimeError as error:  # which torch's own errors of distribution are
+        raise PeerError(f"lost the others of {world()} processes, one of which has ended; run the same command "
+                        f"again to go on from what was saved (`sae train` with --resume)") from error

@@ -1,0 +1,135 @@
+"""Which of several SAEs come out best at like sparsity, and how measures are shown to people."""
+
+import csv
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from ..metrics import DENSE_FREQUENCY
+from ..tables import table
+from ..wording import counted
+from .sae_and_rows import Measured, by_rows
+
+LIKE_L0 = 1.05  # an L0 of at most this many times another's counts as no larger
+ERRORS = {"fvu": 1, "ce_recovered": -1, "kl": 1}  # what runs of like L0 are compared by; times its sign, less is better
+
+
+def marked(found: Sequence[dict[str, Any]], everything: Sequence[Measured]) -> list[dict[str, Any]]:
+    """The measures of each SAE with one more, `unbeaten`: what `unbeaten` says of those that share its rows.
+
+    Args:
+        found: the measures of each.
+        everything: the SAEs and their rows, in the same order.
+
+    Returns:
+        The measures, in the same order; `unbeaten` is None for an SAE that shares its rows with no other.
+    """
+    marks: list[bool | None] = [None] * len(found)
+    for members in by_rows(everything):
+        if len(members) > 1:
+            for index, mark in zip(members, unbeaten([found[index] for index in members]), strict=True):
+                marks[index] = mark
+    return [run | {"unbeaten": mark} for run, mark in zip(found, marks, strict=True)]
+
+
+def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Which runs no other beats, of several that are measured on the same rows.
+
+    A run is beaten by one whose L0 is at most `LIKE_L0` times its own, which is no worse in any of the `ERRORS` that
+    were measured and better in at least one. To be no worse in any and better in one is a strict partial order, so runs
+    never beat each other in a circle, although L0s are compared with a tolerance: at least one is unbeaten.
+
+    Args:
+        runs: the measures of each, among them `l0`.
+
+    Returns:
+        One a run. A run with an error that is no finite number beats none, and is not unbeaten either.
+    """
+    errors = [tuple(sign * run[name] for name, sign in ERRORS.items() if name in run) for run in runs]
+    finite = [all(map(math.isfinite, error)) for error in errors]
+
+    def beats(other: int, run: int) -> bool:
+        return (finite[other] and runs[other]["l0"] <= LIKE_L0 * runs[run]["l0"] and errors[other] != errors[run]
+                and all(map(operator.le, errors[other], errors[run])))
+
+    return [finite[run] and not any(beats(other, run) for other in range(len(runs))) for run in range(len(runs))]
+
+
+def meaning(run: Mapping[str, Any]) -> str:
+    """What the mark of an unbeaten run says, in a sentence, where these measures of runs were taken."""
+    *others, last = [name.replace("_", " ") for name in ERRORS if name in run]
+    errors = f"{', '.join(others)} or {last}" if others else last
+    return f"unbeaten (*): every other run on the same rows with at most {LIKE_L0:g} times its l0 is worse in {errors}"
+
+
+# In the order of what is asked most: what a narrow terminal has no room for stands below.
+RECONSTRUCTION = ("l0", "fvu", "explained_variance", "mse", "cosine", "l1", "silent_fraction", "dead_fraction", "rows",
+                  "split", "data")
+EFFECT = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "tokens")
+SPARSITY = ("l0", "l0_std", "density", "silent", "dense", "dead_fraction", "rows", "split", "data")
+LISTED = 12  # latents that a list names before it says how many more there are
+
+
+def sparsest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Measures of runs by L0, of equal ones by FVU."""
+    return sorted(runs, key=lambda run: (run["l0"], math.isnan(run["fvu"]), run["fvu"]))
+
+
+def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> list[RenderableType]:
+    """The tables of `sae eval` on measures, sparsest first: one of reconstruction, and one of the effect on the
+    language model that the SAEs were spliced into; None for none."""
+    order = "sparsest first" if len(ranked) > 1 else None
+    compared = any(run["unbeaten"] is not None for run in ranked)
+    shown = [comparison(ranked, RECONSTRUCTION, f"{order}; {meaning(ranked[0])}" if compared else order)]
+    if model is not None:
+        shown.append(comparison(ranked, EFFECT, f"with the SAE's reconstructions in {model}; in nats a token"))
+    return shown
+
+
+def comparison(runs: Sequence[dict[str, Any]], columns: Sequence[str], title: str | None) -> RenderableType:
+    """A table that people see: of measures by name, `run` and `unbeaten` among them, some columns; a run a line in the
+    order given, those that are unbeaten marked."""
+    rows = [[run["run"] + " *" * bool(run["unbeaten"]), *(run[column] for column in columns)] for run in runs]
+    return table(title, ["run", *(column.replace("_", " ") for column in columns)], rows)
+
+
+def draw_frontier(path: Path, ranked: Sequence[dict[str, Any]], everything: Sequence[Measured]) -> None:
+    """Draw FVU against L0, of SAEs in this order, coloured by activation."""
+    from ..plots import frontier  # matplotlib takes a second to import
+
+    kinds = {one.subject.name: one.sae.activation.name for one in everything}
+    frontier(path, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})
+
+
+def read_measures(path: Path) -> list[dict[str, Any]]:
+    """What `sae eval --csv` wrote, a mapping a run: names as text, `unbeaten` as a bool, all else as floats."""
+    kinds = {"run": str, "data": str, "split": str, "unbeaten": "True".__eq__}
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{name: kinds.get(name, float)(word) for name, word in line.items()} for line in csv.DictReader(file)]
+
+
+def sparsity_table(runs: Sequence[dict[str, Any]]) -> RenderableType:
+    """The table of `sae sparsity`, a run a line."""
+    rows = [[run["run"], *(run[column] for column in SPARSITY)] for run in runs]
+    return table(None, ["run", *(column.replace("_", " ") for column in SPARSITY)], rows)
+
+
+def extremes(run: dict[str, Any]) -> str:
+    """Two lines that name a run's dense and silent latents, the most frequent and the first of them."""
+    frequency = run["frequency"]
+    dense = sorted((i for i, f in enumerate(frequency) if f > DENSE_FREQUENCY), key=lambda i: -frequency[i])
+    silent = [i for i, f in enumerate(frequency) if f == 0]
+    rows = f"on these {counted(run['rows'], 'row')}"
+    return (f"{run['run']}: dense {rows}: {_listed([f'{i} ({frequency[i]:.0%})' for i in dense])}\n"
+            f"{run['run']}: silent {rows}: {_listed([str(i) for i in silent])}")
+
+
+def _listed(words: list[str]) -> str:
+    if not words:
+        return "none"
+    more = f" and {len(words) - LISTED:,} more" if len(words) > LISTED else ""
+    return ", ".join(words[:LISTED]) + more

@@ -1,0 +1,254 @@
+"""SAEs, finding the one that a user means, and the rows that they are measured on.
+
+A run folder holds `run.json` (`format_version`, `created`, `complete`, `data`: the store's name, `training`,
+`solver`, `activation`, `result`), `config.toml`, `metrics.jsonl`, and from the first checkpoint on `sae.safetensors`.
+
+Shapes: N rows, B rows of a batch, D = d_in.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import formats
+from ..console import Listener
+from ..devices import device_named
+from ..dictionary import SAE
+from ..errors import ConfigError, HubError, RunError
+from ..formats import SavedSAE
+from ..home import Home, read_run
+from ..hub import Address, fetch, is_cached
+from ..inventory.filling import open_store
+from ..store import ActivationStore, Rows
+from ..training.rows import ArrayLike, ArrayRows
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An SAE to look at.
+
+    Args:
+        name: what it is called in tables: its run's name, its path below the runs, or the path that was given.
+        folder: where it lies; None for an SAE in memory.
+        data: name of the store that it was trained on; None where no one knows.
+        split_seed: seed of the split into training and held-out rows.
+        fraction: share of the training rows that it was trained on, in (0, 1].
+        complete: whether its training was finished.
+        data_hash: request hash of the store that it was trained on; None where no one knows.
+        dead_fraction: share of its latents that fire on none of the rows that it was trained on, in [0, 1], as training
+            counted; None where no one knows.
+    """
+
+    name: str
+    folder: Path | None = None
+    data: str | None = None
+    split_seed: int = 0
+    fraction: float = 1.0
+    complete: bool = True
+    data_hash: str | None = None
+    dead_fraction: float | None = None
+
+
+def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lambda _: None) -> Subject:
+    """The SAE that a user means.
+
+    Args:
+        home: the folder of stores and runs.
+        text: name of a run in the home, else a folder that holds an SAE in any known format, else where on the
+            Hugging Face hub one lies (see `hub.Address`; after `hf://` that alone); None for the newest run.
+        note: told what was chosen where another reading was possible.
+
+    Raises:
+        RunError: there is no such run or folder, and the message names the nearest runs; or the run has no SAE yet, or
+            was written by a newer version.
+        FormatError: it is a folder, but holds no SAE in a known format.
+        HubError: it is none here, and the hub has none there, or cannot be asked.
+    """
+    marker = home.runs.marker
+    if text is None or text in home.runs.names():
+        folder = home.runs.find(text)
+        return _run(folder, marker, folder.name)
+    address = Address.parse(text)
+    if address is not None and text.startswith(("hf://", "https://")):
+        return _hosted(address, note)
+    folder = Path(text).expanduser()
+    if folder.is_file():
+        raise RunError(f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
+                       f"folder, {folder.parent}")
+    if address is not None and folder.is_dir() and is_cached(address):
+        note(f"{text} is a folder here, which is taken; hf://{text} is what the hub has")
+    if (folder / marker).is_file():
+        inside = folder.resolve().is_relative_to(home.runs.path.resolve())  # an epoch that a run has kept
+        name = str(folder.resolve().relative_to(home.runs.path.resolve())) if inside else text
+        return _run(folder, marker, name)
+    if formats.recognise(folder) is not None:
+        return Subject(text, folder)
+    if folder.is_dir():
+        formats.load(folder)  # raises, and says what a folder would have to hold
+    if address is not None:
+        try:
+            return _hosted(address, note)
+        except HubError as error:
+            raise HubError(f"no run and no folder here is named {text!r}, and {error}") from error
+    raise RunError(f"there is no run and no folder named {text!r}; {home.runs.instead_of(text)}")
+
+
+def _hosted(address: Address, note: Callable[[str], None]) -> Subject:
+    found = fetch(address, note)
+    return Subject(str(found.address), found.folder)
+
+
+def _run(folder: Path, marker: str, name: str) -> Subject:
+    run = read_run(folder / marker)
+    if formats.recognise(folder) is None:
+        raise RunError(f"the run {name!r} holds no SAE yet: expected {formats.native.FILE_NAME} in {folder}, which the "
+                       f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`")
+    dead = run.result.final.get("dead_fraction") if run.result else None
+    return Subject(name, folder, run.data, run.training.split_seed, run.training.fraction, run.complete, run.data_hash,
+                   dead)
+
+
+SAELike = SAE | str | Path | None  # an SAE, a run's name or whatever else `load_sae` takes; None for the newest run
+# A store or rows of one, rows in memory (N, D), or a store's name in the home; None for the store that the run was
+# trained on, else the newest.
+RowsLike = ActivationStore | Rows | ArrayLike | str | None
+
+BATCH_CODES, BATCH_ROWS = 1 << 24, 1024  # at a time: 64 MB of codes at most, and less memory to go through is faster
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An SAE, and the rows that it is measured on.
+
+    Args:
+        subject: where the SAE comes from.
+        saved: the SAE, on the device it is measured on, in float32 or better.
+        split: which of the store's rows; None for rows in memory.
+        rows: those rows.
+    """
+
+    subject: Subject
+    saved: SavedSAE
+    split: str | None
+    rows: Rows | ArrayRows
+
+    @property
+    def sae(self) -> SAE:
+        """The autoencoder."""
+        return self.saved.sae
+
+    @property
+    def of_store(self) -> Rows:
+        """The rows, for what asks their store for more than they are; ConfigError where they are in memory, and no
+        store's."""
+        if isinstance(self.rows, ArrayRows):
+            raise ConfigError("data", "must be a store or rows of one here, got rows in memory",
+                              "put them into a store with `sae import`")
+        return self.rows
+
+    @property
+    def store(self) -> ActivationStore:
+        """The rows' store; for rows in memory, ConfigError as of `of_store`."""
+        return self.of_store.store
+
+    @property
+    def heading(self) -> dict[str, str | None]:
+        """What every measurement starts with: the names of run, store and split, None for what has none."""
+        data = None if isinstance(self.rows, ArrayRows) else self.rows.store.name
+        return {"run": self.subject.name, "data": data, "split": self.split}
+
+    @property
+    def chosen_rows(self) -> tuple[str, int, float] | None:
+        """What decides the rows, the split's name apart: store, seed and share of the split; None in memory."""
+        if isinstance(self.rows, ArrayRows):
+            return None
+        return self.rows.store.name, self.rows.split.seed, self.rows.split.fraction
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of every batch but the last."""
+        return max(16, min(BATCH_ROWS, BATCH_CODES // self.sae.d_sae))
+
+    def batches(self, listener: Listener) -> Iterator[Tensor]:
+        """The rows in stored order, in batches (B, D) of the SAE's device and dtype; a listener is told how far it is.
+        """
+        done = 0
+        with listener.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
+            for batch in self.rows.sequential(self.batch_rows):
+                yield torch.from_numpy(batch).to(self.sae.W_enc)
+                done += len(batch)
+                show(done)
+
+
+def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, listener: Listener) -> Measured:
+    """Open an SAE and the rows that it is to be measured on.
+
+    Args:
+        home: the folder of stores and runs.
+        sae: see `SAELike`.
+        data: see `RowsLike`; of rows of a store and of rows in memory, all are taken.
+        split: "test", "train" or "all", split as the run was.
+        device: what `--device` says.
+        listener: told whatever was chosen that was not asked for.
+
+    Raises:
+        RunError, FormatError, HubError, StoreError: one of them is missing or cannot be read.
+        ConfigError: the rows are not of the width that the SAE takes, or there is no such device or split.
+    """
+    subject, saved = opened(home, sae, listener)
+    rows = _rows(home, subject, data, split, listener)
+    if saved.sae.d_in != rows.d_in:
+        name = "these rows" if isinstance(rows, ArrayRows) else rows.store.name
+        raise ConfigError(None, "{sae} cannot be measured on {name}: expected rows of {d_in} dimensions, got {got}",
+                          "name another store with {data}", sae=subject.name, name=name, d_in=saved.sae.d_in,
+                          got=rows.d_in)
+    which = None if isinstance(rows, ArrayRows) else rows.split.which
+    return Measured(subject, SavedSAE(saved.sae.copy_to(device_named(device)), saved.origin), which, rows)
+
+
+def opened(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:
+    """An SAE, and where it comes from; see `measured`."""
+    if isinstance(sae, SAE):
+        return Subject("sae"), SavedSAE(sae)
+    subject = find_subject(home, None if sae is None else str(sae), listener.note)
+    if sae is None:
+        listener.note(f"using the newest run, {subject.name}")
+    if not subject.complete:
+        listener.note(f"{subject.name} is not finished; this is its last checkpoint")
+    return subject, formats.load(subject.folder)
+
+
+def _rows(home: Home, subject: Subject, data: RowsLike, split: str, listener: Listener) -> Rows | ArrayRows:
+    if isinstance(data, Rows):
+        return data
+    if not isinstance(data, ActivationStore | str | None):
+        return ArrayRows(data)
+    store = data if isinstance(data, ActivationStore) else open_store(home, data or subject.data, listener)
+    if subject.data_hash is not None and subject.data == store.name and subject.data_hash != store.meta.request_hash:
+        listener.note(f"{store.name} is not the store that {subject.name} was trained on, though it has its name")
+    return store.split(split, fraction=subject.fraction if split == "train" else 1.0, seed=subject.split_seed)
+
+
+def held_out(one: Measured) -> Measured:
+    """The same SAE, to be measured on the rows of its store that are held out, of which there is one at least."""
+    return replace(one, split="test", rows=one.store.split("test", seed=one.subject.split_seed))
+
+
+def all_measured(home: Home, saes: Sequence[SAELike], data: RowsLike, split: str, device: str,
+                 listener: Listener) -> list[Measured]:
+    """As `measured`, for each of several SAEs, the newest run for none; says so where their rows are not the same."""
+    found = [measured(home, sae, data, split, device, listener) for sae in saes or [None]]
+    if len({one.chosen_rows for one in found}) > 1:
+        listener.note("these runs are measured on different rows, each on its own store and split")
+    return found
+
+
+def by_rows(everything: Sequence[Measured]) -> list[list[int]]:
+    """The places of SAEs that share their rows, a list for each choice of rows."""
+    groups: dict[tuple[str, int, float] | None, list[int]] = {}
+    for index, one in enumerate(everything):
+        groups.setdefault(one.chosen_rows, []).append(index)
+    return list(groups.values())

@@ -1,0 +1,201 @@
+"""What an extraction is asked for: its options, the stores that it fills, and which rank stores which documents.
+
+Document i is rank i mod world_size's.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from ..config import Config, option
+from ..distributed import Communicator
+from ..errors import ConfigError
+from ..home import Shelf, checked_name
+from ..inventory.filling import DERIVED
+from ..language_model import MODEL_DTYPES, TINY_GEMMA2, ModelSource, Place
+from ..store import DTYPES, MAX_NORM_HELP, hash_request
+from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, Document, TextSource
+from .token_windows import POSITIONS, Windows
+
+DEFAULT_DATASET = "Salesforce/wikitext"
+DEFAULT_CONTEXT = 128
+MOST = 2**31 - 1  # of anything counted, so that every count fits what PyTorch and HDF5 index with
+
+
+@dataclass(frozen=True)
+class ExtractConfig(Config):
+    """What decides the rows of an extraction."""
+
+    panel: ClassVar[str] = "Rows"
+
+    model: str = option("google/gemma-2-2b", f"Hub id or folder of a causal language model, or {TINY_GEMMA2}, which "
+                                             "is bundled and needs no network.")
+    dataset: str | None = option(None, "Text: a hub dataset id, streamed; a .txt (blank lines part documents), "
+                                       f".jsonl or .parquet file; or {STDLIB_DOCS}, the docstrings of Python's "
+                                       f"standard library; default: {DEFAULT_DATASET}, with {TINY_GEMMA2} "
+                                       f"{STDLIB_DOCS}.")
+    dataset_config: str | None = option(None, "Configuration of a hub dataset; default: its own, of wikitext "
+                                              "wikitext-103-raw-v1.")
+    dataset_split: str = option("train", "Split of a hub dataset.")
+    dataset_revision: str | None = option(None, "Commit, branch or tag of a hub dataset; default: its newest state; "
+                                                "the store notes the commit.")
+    text_column: str = option("text", "Column that holds the text.")
+    rows: int = option(100_000, "Rows to store; fewer where the text ends before.", minimum=1, maximum=MOST)
+    min_tokens: int = option(1, "Texts of fewer tokens are left out and counted.", minimum=1, maximum=MOST)
+    context: int | None = option(None, "Tokens in a window at most, the ones before the text (BOS) counted; default: "
+                                       f"{DEFAULT_CONTEXT}, or what the model allows if less.", minimum=1, maximum=MOST)
+    packed: bool = option(False, "Let documents follow each other through full windows, parted by BOS (by EOS where "
+                                 "the tokenizer sets no BOS); a token then attends to all before it in its window, "
+                                 "other documents' too. Without it, documents are cut into windows and never mixed.")
+    positions: str = option("all", "all: a row for each token that is not special; last: one row a document, its first "
+                                   "window's last token, as in the paper.", choices=POSITIONS)
+    max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
+    dtype: str = option("bfloat16", "Precision of the stored rows.", choices=tuple(DTYPES))
+    model_dtype: str = option("auto", "Precision of weights and forward pass; auto: float32 on a CPU, elsewhere the "
+                                      "checkpoint's own.", choices=("auto", *MODEL_DTYPES))
+    batch_size: int | str = option("auto", "Windows of --context tokens in a forward pass, of shorter ones as many as "
+                                           "have the same tokens; halved where they do not fit in memory; auto: as "
+                                           "many as fit on a CUDA device, elsewhere a fixed number. Rows do not depend "
+                                           "on it but for their last bits.", choices=("auto",), minimum=1, maximum=MOST)
+    shard_rows: int = option(32_768, "Rows in a shard file.", minimum=1, maximum=MOST)
+
+    def text(self, given: Set[str]) -> TextSource:
+        """Where the documents come from.
+
+        Args:
+            given: the options that the user set, as opposed to left at their defaults.
+
+        Raises:
+            ConfigError: the dataset is named by nothing, or options are given that do nothing with the others.
+        """
+        dataset = self.dataset
+        if dataset is None:
+            dataset = STDLIB_DOCS if self.model == TINY_GEMMA2 else DEFAULT_DATASET
+        if not dataset.strip():
+            raise ConfigError("dataset", "is empty: expected a hub dataset id, a .txt, .jsonl or .parquet file, or "
+                                         "{docs}", "name one, or leave it out", docs=STDLIB_DOCS)
+        kind = STDLIB_DOCS if dataset == STDLIB_DOCS else Path(dataset).suffix.lower()
+        unused = {"text_column"} if kind in (STDLIB_DOCS, ".txt") else set()
+        if kind in (STDLIB_DOCS, *LOCAL_SUFFIXES):
+            unused |= {"dataset_config", "dataset_split", "dataset_revision"}
+        if refused := sorted(unused & given):
+            raise ConfigError(refused[0], "does nothing with the dataset {got}", "leave it out", got=dataset)
+        if self.packed and self.positions == "last":
+            raise ConfigError("packed", "does nothing with {positions} last, which takes a row of each document's own "
+                                        "window", "leave it out")
+        return TextSource(dataset, self.dataset_config, self.dataset_split, self.text_column, self.dataset_revision)
+
+
+# Options that decide the rows, beside model, text, layer and site; the size of a batch and the device do not.
+DECIDING = ("rows", "min_tokens", "context", "packed", "positions", "dtype", "model_dtype", "shard_rows")
+
+
+@dataclass(frozen=True)
+class StoreRequest:
+    """A store that is asked for.
+
+    Args:
+        place: layer and site that it holds.
+        folder: where it is, or will be.
+        source: what decides its rows.
+    """
+
+    place: Place
+    folder: Path
+    source: dict[str, Any]
+
+    @property
+    def hash(self) -> str:
+        """By which a finished store of the same rows is recognised."""
+        return hash_request(self.source)
+
+
+def store_requests(config: ExtractConfig, model: ModelSource, text: TextSource, layers: Sequence[int],
+                   sites: Sequence[str], name: str | None, shelf: Shelf) -> list[StoreRequest]:
+    """The stores asked for: every site of every layer, each as if it were asked for alone.
+
+    Args:
+        config: with the context and the precision of the forward pass resolved.
+        model: where the model is.
+        text: where the documents come from, pinned.
+        layers: blocks to read.
+        sites: where in each.
+        name: the store's name, of several what their names begin with; None to make them of what they hold.
+        shelf: where stores are.
+
+    Raises:
+        ConfigError: the model has no such layer, or the name cannot be a folder's.
+    """
+    for layer in layers:
+        model.check_layer(layer)
+    places = [Place(*pair) for pair in product(dict.fromkeys(layers), dict.fromkeys(sites))]
+    common = {field: getattr(config, field) for field in DECIDING} | model.identity() | text.identity()
+    if config.max_norm_multiple is not None:  # otherwise the request is what it was before there was this option
+        common["max_norm_multiple"] = config.max_norm_multiple
+    found = []
+    for place in places:
+        source = {**common, **place._asdict()}
+        suffix = f"l{place.layer}-{place.site}"
+        if name is None:
+            model_name = Path(os.path.abspath(config.model)).name
+            named = checked_name(f"{model_name}-{suffix}-{hash_request(source)[:6]}", DERIVED)
+        else:
+            named = checked_name(name if len(places) == 1 else f"{name}-{suffix}")
+        found.append(StoreRequest(place, shelf.path / named, source))
+    return found
+
+
+COUNTED = 4096  # documents between two exchanges of their rows
+
+
+class Quota(NamedTuple):
+    """What one rank stores.
+
+    Args:
+        rank: its number.
+        world_size: how many ranks there are.
+        rows: rows of its documents, from the first of them on.
+    """
+
+    rank: int
+    world_size: int
+    rows: int
+
+    def documents(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Those of some documents that are this rank's."""
+        return (document for document in documents if document.number % self.world_size == self.rank)
+
+
+def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, communicator: Communicator,
+                 show: Callable[[float], None]) -> list[int]:
+    """How many rows each rank stores, so that all together store those that one process would.
+
+    Each rank tokenizes its own documents and counts their rows, until all of them have enough. No rank needs to know
+    later how far another has come.
+
+    Args:
+        documents: all of the text, in every rank.
+        windows: cuts them; counts the documents that it leaves out.
+        rows: how many are wanted.
+        communicator: the ranks.
+        show: told how many rows have been counted.
+
+    Returns:
+        The numbers of rows by rank; fewer than are wanted in all where the text ends before.
+    """
+    world_size, waiting = communicator.world_size, iter(documents)
+    found, left = [0] * world_size, rows
+    while some := list(islice(waiting, COUNTED)):
+        own = [(document.number, windows.rows(document)) for document in some
+               if document.number % world_size == communicator.rank]
+        for number, count in sorted(one for every in communicator.all_gather_object(own) for one in every):
+            taken = min(count, left)
+            found[number % world_size] += taken
+            left -= taken
+        show(rows - left)
+        if not left:
+            break
+    return found

@@ -1,0 +1,326 @@
+"""Running a language model over text and storing its activations, by one process or by several ranks."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ..console import Console, Listener, Silent, Step
+from ..devices import device_named
+from ..distributed import Communicator, communicator
+from ..errors import ConfigError, StoreError, did_you_mean
+from ..home import STORE_MARKER, Home, checked_name
+from ..inventory.filling import filling, finished_store
+from ..language_model import SITES, LanguageModel, Place, find_model
+from ..store import (
+    ActivationStore,
+    Admission,
+    RankedStore,
+    StoreMeta,
+    StoreWriter,
+    joining_began,
+    rank_folder,
+    rank_meta,
+)
+from ..texts import Document, TextSource
+from ..wording import size_words
+from .config import DEFAULT_CONTEXT, ExtractConfig, Quota, StoreRequest, rows_by_rank, store_requests
+from .fill import COLUMNS, Target, fill, parts_of
+from .forward import Forward, batch_tokens
+from .token_windows import Spot, Windows
+from .window_blocks import Block, Cursor, in_blocks, look_ahead
+
+Value = TypeVar("Value")
+
+
+def extract(model: str | None = None, *, layer: int | None = None, site: str = "resid_post", name: str | None = None,
+            home: str | Path | None = None, device: str = "auto", progress: bool = False,
+            **options: Any) -> ActivationStore:
+    """Run a language model over text and store its activations; a finished store of the same rows is opened at once.
+
+    Where the processes of torchrun have been joined, each runs the model on its own documents.
+
+    Args:
+        model: hub id or folder of a causal language model, or `tiny-gemma2`, which is bundled; None for the default of
+            `sae extract`.
+        layer: block to read, counted from 0; None for the middle one.
+        site: resid_post, resid_pre, mlp_out or attn_out.
+        name: name of the store; None to make it of model, layer, site and a hash of the options.
+        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+        device: where to compute; auto takes cuda where there is one.
+        progress: show how far it has come on stderr.
+        **options: those of `sae extract` that decide the rows: `dataset`, `rows`, `context`, `dtype` and so on.
+
+    Returns:
+        The complete store.
+
+    Raises:
+        ConfigError: an option that there is not, that cannot work, or that does nothing with the others.
+        ModelError: the model or the text cannot be loaded.
+        StoreError: the store is being written by another process, holds something else, or the disk refuses it.
+    """
+    known = {field.name for field in fields(ExtractConfig)}
+    if unknown := sorted(options.keys() - known):
+        raise ConfigError(None, "extract has no option {got}", "{advice}", got=unknown[0],
+                          advice=did_you_mean(unknown[0], known) or "expected one of `sae extract`'s")
+    if site not in SITES:
+        raise ConfigError("site", "must be one of {choices}, got {got}", choices=", ".join(SITES), got=repr(site))
+    if model is not None:
+        options["model"] = model
+    ((store, _),) = extract_stores(
+        ExtractConfig(**options), given=options.keys(), layers=[] if layer is None else [layer], sites=[site],
+        name=name, device=device, home=Home.at(home), listener=Console() if progress else Silent(),
+        communicator=communicator())
+    return store
+
+
+def extract_stores(config: ExtractConfig, *, given: Set[str], layers: Sequence[int], sites: Sequence[str],
+                   name: str | None, device: str, home: Home, listener: Listener, communicator: Communicator,
+                   begin: Callable[[list[Path]], None] = lambda folders: None) -> list[tuple[ActivationStore, bool]]:
+    """Store every site of every layer, in one pass over the text.
+
+    Args:
+        config: what decides the rows.
+        given: names of the options that the user set.
+        layers: blocks to read; none for the middle one.
+        sites: where in each; none for resid_post.
+        name: the store's name, of several what their names begin with; None to make them of what they hold.
+        device: where to compute.
+        home: the folder of stores and runs.
+        listener: told how far it has come.
+        communicator: the ranks that take part.
+        begin: told the stores' folders before any of them is written.
+
+    Returns:
+        The complete stores, each with whether it was there already.
+
+    Raises:
+        SaeError: see `extract`.
+    """
+    if name is not None:
+        checked_name(name)
+    text = config.text(given)
+    where = device_named(device)
+    source = find_model(config.model)
+    allowed = min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT)
+    context = allowed if config.context is None else config.context
+    config = replace(config, context=context, model_dtype=source.dtype_on(where, config.model_dtype))
+    source.check_context(context)
+    text = communicator.broadcast_object(lambda: text.pinned(listener.note))
+    requests = store_requests(config, source, text, layers or [source.default_layer()], sites or ["resid_post"], name,
+                              home.stores)
+    begin([request.folder for request in requests])
+    there = communicator.broadcast_object(lambda: {request.place for request in requests
+                                              if finished_store(request.folder, request.hash, listener)})
+    if missing := [request for request in requests if request.place not in there]:
+        model = LanguageModel(source, where, dtype=config.model_dtype)
+        there |= Extraction(config, model, text, listener, communicator).run(missing)
+    return [(ActivationStore.open(request.folder), request.place in there) for request in requests]
+
+
+@dataclass(frozen=True)
+class OpenedStore:
+    """A store that this process writes, or its own part of one.
+
+    Args:
+        place: what it holds.
+        writer: writes it.
+        own: what this process stores of it, where it is not finished.
+    """
+
+    place: Place
+    writer: StoreWriter
+    own: Quota
+
+    @property
+    def quota(self) -> Quota:
+        """What the next rows belong to: of a damaged shard, the rank that wrote it."""
+        ranks = self.writer.meta.ranks
+        return Quota(self.writer.rank, len(ranks), ranks[self.writer.rank].rows) if ranks else self.own
+
+    def target(self) -> Target:
+        """The store from where it stands."""
+        return Target(self.place, self.writer)
+
+
+class Extraction:
+    """Fills stores with a model's activations.
+
+    Args:
+        config: with the context and the precision of the forward pass resolved.
+        model: the language model.
+        text: where the documents come from, pinned.
+        listener: told how far it has come.
+        communicator: the ranks that take part.
+    """
+
+    def __init__(self, config: ExtractConfig, model: LanguageModel, text: TextSource, listener: Listener,
+                 communicator: Communicator) -> None:
+        self._config, self._model, self._text, self._listener = config, model, text, listener
+        self._communicator = communicator
+        self._windows = partial(Windows, model.tokenizer, config.context, config.positions, config.packed,
+                                config.min_tokens)
+        self._ahead = look_ahead(model.size)
+
+    def run(self, requests: Sequence[StoreRequest]) -> set[Place]:
+        """Write the stores that are not finished.
+
+        Returns:
+            The places of those that another process has finished meanwhile.
+        """
+        prefix = self._windows().prefix
+        token_ids = torch.tensor([[*prefix, *self._model.tokenizer("a", add_special_tokens=False)["input_ids"]]])
+        places = [request.place for request in requests]
+        widths = self._model.read(token_ids, torch.ones_like(token_ids), places, lambda rows: rows.shape[-1])
+        tokens = batch_tokens(self._model, self._config.batch_size, self._config.context, places, self._ahead)
+        self._forward = Forward(self._model, self._config.dtype, tokens, self._listener.note)
+        self._metas = {
+            request.place: StoreMeta(
+                source={**request.source, "layers": self._model.source.layers, "prepend_bos": bool(prefix)},
+                request_hash=request.hash, dtype=self._config.dtype, d_in=width, shard_rows=self._config.shard_rows,
+                columns=COLUMNS, max_norm_multiple=self._config.max_norm_multiple)
+            for request, width in zip(requests, widths, strict=True)}
+        if self._communicator.world_size == 1:
+            return self._alone(requests)
+        complete = self._communicator.broadcast_object(lambda: {
+            request.place for request in requests if _is_complete(request.folder)})
+        there = self._communicator.broadcast_object(lambda: self._alone(
+            [request for request in requests if request.place in complete]))
+        return there | self._by_rank([request for request in requests if request.place not in complete])
+
+    def _alone(self, requests: Sequence[StoreRequest]) -> set[Place]:
+        """Write stores by this process alone; of finished ones, their damaged shards."""
+        whole = Quota(0, 1, self._config.rows)
+        with ExitStack() as held:
+            opened = [OpenedStore(request.place, held.enter_context(
+                StoreWriter.open(request.folder, self._metas[request.place], limit=self._config.rows)), whole)
+                for request in requests]
+            missing = [one for one in opened if not one.writer.complete]
+            if missing:
+                start = _first_cursor([one.target() for one in missing])
+                left = max(0, self._config.rows - start.offered)
+                with filling([one.writer for one in opened], "extracting", left, self._listener) as show:
+                    self._fill(opened, show)
+        return {one.place for one in opened} - {one.place for one in missing}
+
+    def _by_rank(self, requests: Sequence[StoreRequest]) -> set[Place]:
+        """Write stores by all ranks, each its own documents' rows; rank 0 joins them."""
+        communicator = self._communicator
+        with ExitStack() as held:
+            claimed = [held.enter_context(RankedStore.open(request.folder, self._metas[request.place],
+                                                           world_size=communicator.world_size))
+                       for request in (requests if communicator.rank == 0 else [])]
+            metas = communicator.broadcast_object(lambda: [store.meta for store in claimed])
+            for request, meta in zip(requests, metas, strict=True):
+                if meta.request() != self._metas[request.place].request():
+                    raise StoreError(f"cannot write to {request.folder} by several processes: expected the same model, "
+                                     f"text and options in every process, got others in this one; give all of them the "
+                                     f"same files")
+            there = {request.place for request, meta in zip(requests, metas, strict=True) if meta.complete}
+            if any(not meta.ranks and not meta.complete for meta in metas):
+                self._begin(requests, claimed)
+                metas = communicator.broadcast_object(lambda: [store.meta for store in claimed])
+            self._fill_own([(request, meta) for request, meta in zip(requests, metas, strict=True)
+                            if not meta.complete])
+            communicator.barrier()
+            for store in claimed:
+                if not store.meta.complete:
+                    store.join()
+            communicator.barrier()
+        return there
+
+    def _begin(self, requests: Sequence[StoreRequest], claimed: Sequence[RankedStore]) -> None:
+        """Find out how many rows each rank stores, and note it in the stores; rank 0 has claimed them."""
+        with self._listener.progress("counting", self._config.rows, "rows") as show:
+            rows = rows_by_rank(self._text.documents(), self._windows(), self._config.rows, self._communicator, show)
+        if claimed:
+            medians = self._median_norms(requests)
+            for request, store in zip(requests, claimed, strict=True):
+                if not store.meta.ranks and not store.meta.complete:
+                    store.begin(rows, medians[request.place])
+
+    def _median_norms(self, requests: Sequence[StoreRequest]) -> dict[Place, float | None]:
+        """The median norm that rows are dropped by, of one process' first block that has a finite row."""
+        admissions = {request.place: Admission(request.folder, self._metas[request.place]) for request in requests}
+        blocks = self._blocks(Cursor(), Quota(0, 1, self._config.rows))
+        while waiting := [place for place, admission in admissions.items() if admission.waits]:
+            if (block := next(blocks, None)) is None:
+                break
+            found = self._forward(block, waiting, lambda tokens, rows: None) if len(block.lengths) else None
+            for index, place in enumerate(waiting):
+                admissions[place](*parts_of(block, found[index] if found else None, self._metas[place].d_in))
+        return {place: admission.median for place, admission in admissions.items()}
+
+    def _fill_own(self, stores: Sequence[tuple[StoreRequest, StoreMeta]]) -> None:
+        """Store this rank's rows, each store's in a store of its own."""
+        rank, world_size = self._communicator.rank, self._communicator.world_size
+        with ExitStack() as held:
+            opened = []
+            for request, meta in stores:
+                own = Quota(rank, world_size, meta.ranks[rank].rows)
+                if own.rows and not joining_began(request.folder):
+                    writer = StoreWriter.open(rank_folder(request.folder, rank), rank_meta(meta), limit=own.rows)
+                    opened.append(OpenedStore(request.place, held.enter_context(writer), own))
+            of_ranks = self._communicator.all_gather_object({one.place: one.writer.rows for one in opened})
+            stored = {request.folder.name: sum(rows.get(request.place, 0) for rows in of_ranks)
+                      for request, _ in stores}
+            for name, rows in stored.items():
+                if rows:
+                    self._listener.note(f"{name}: going on after {rows:,} rows")
+            left = max(0, self._config.rows - min(stored.values(), default=0))
+            with self._listener.progress("extracting", left, "rows") as show:
+                self._fill(opened, show, world_size)
+
+    def _fill(self, opened: Sequence[OpenedStore], show: Step, world_size: int = 1) -> None:
+        """Fill stores; shards that are damaged take passes of their own, and so does every rank that wrote them."""
+        while missing := [one for one in opened if not one.writer.complete]:
+            quota = missing[0].quota
+            targets = [one.target() for one in missing if one.quota == quota]
+            progress = Progress(show, targets, world_size)
+            fill(targets, self._blocks(_first_cursor(targets), quota), self._forward, quota.rows, progress)
+            for target in targets:
+                target.finish()
+
+    def _blocks(self, cursor: Cursor, quota: Quota) -> Iterator[Block]:
+        """The blocks of a rank's documents from a cursor on."""
+        def documents_from(spot: Spot) -> Iterator[Document]:
+            return quota.documents(self._text.documents(spot.document, spot.mark, self._listener.note))
+
+        return in_blocks(documents_from, self._windows(), quota.rows, cursor, self._ahead)
+
+
+class Progress:
+    """Shows how far an extraction has come; told of each batch.
+
+    Args:
+        show: moves the display.
+        targets: the stores that are filled.
+        world_size: how many ranks fill them; the others are taken to be as far as this one.
+    """
+
+    def __init__(self, show: Step, targets: Sequence[Target], world_size: int) -> None:
+        self._show, self._targets, self._world_size = show, targets, world_size
+        self._tokens = self._rows = 0
+        self._started = time.monotonic()
+
+    def __call__(self, tokens: int, rows: int) -> None:
+        self._tokens += tokens * self._world_size
+        self._rows += rows * self._world_size
+        rate = self._tokens / max(time.monotonic() - self._started, 1e-9)
+        written = self._world_size * sum(target.rows for target in self._targets)
+        size = size_words(self._world_size * sum(target.bytes for target in self._targets))
+        self._show(self._rows, f"{rate:,.0f} tokens/s, {written:,} rows written, {size}")
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether there is a store that was finished, damaged or not."""
+    return (folder / STORE_MARKER).exists() and ActivationStore.open(folder).complete
+
+
+def _first_cursor(targets: Sequence[Target]) -> Cursor:
+    return min((target.cursor for target in targets), key=lambda cursor: cursor.place)

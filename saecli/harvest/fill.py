@@ -1,0 +1,176 @@
+"""Filling several stores in one pass over the text, what comes next being prepared while the last is used.
+
+Every store is filled as if it were alone: blocks do not depend on what else is read, so stores that were interrupted at
+different shards meet the same blocks again, each from its own on.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import numpy as np
+
+from ..errors import StoreError
+from ..language_model import Place
+from ..store import StoreWriter
+from .forward import Forward, Found
+from .window_blocks import Block, Cursor
+
+Item = TypeVar("Item")
+
+
+class Ahead(Generic[Item]):
+    """Runs an iterator in a thread, a little ahead of its consumer; its error is raised where it would have been.
+
+    A context manager; leaving it early stops the thread at the next item. It does not wait for one: the iterator may
+    be waiting for a network, and the thread ends with the process.
+
+    Args:
+        items: what to run.
+        count: items under way at most.
+    """
+
+    def __init__(self, items: Iterator[Item], count: int = 1) -> None:
+        self._items = items
+        self._queue: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(count)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sae-ahead", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=1.0)
+
+    def __iter__(self) -> Iterator[Item]:
+        while True:
+            item, error = self._queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+
+    def _run(self) -> None:
+        try:
+            for item in self._items:
+                self._put(item, None)
+                if self._stopped.is_set():
+                    break
+            self._put(None, None)
+        except BaseException as error:  # raised again in the consumer's thread
+            self._put(None, error)
+        finally:
+            self._items.close()
+
+    def _put(self, item: Item | None, error: BaseException | None) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._queue.put((item, error), timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+
+COLUMNS = ("token_id", "position", "document")
+NONFINITE_ROWS = 10_000  # so many rows that none can be stored of are no accident
+
+
+class Target:
+    """A store to fill.
+
+    Args:
+        place: what it holds.
+        writer: writes it.
+    """
+
+    def __init__(self, place: Place, writer: StoreWriter) -> None:
+        self.place, self._writer = place, writer
+        self.cursor = Cursor.from_json(writer.cursor)
+
+    @property
+    def rows(self) -> int:
+        """Rows stored, those of the unfinished shard included."""
+        return self._writer.rows
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of these rows."""
+        return self.rows * self._writer.meta.row_bytes
+
+    @property
+    def full(self) -> bool:
+        """Whether the store wants no more."""
+        return self._writer.full
+
+    def wants(self, block: Block) -> bool:
+        """Whether the store has yet to take rows of a block."""
+        return not self.full and block.cursor.place >= self.cursor.place
+
+    def append(self, block: Block, found: Found | None) -> None:
+        """Store what a block gave; None where it has no tokens. Raises StoreError where the disk refuses it, the text
+        is not that of an interrupted store, or none of very many rows could be stored."""
+        rows, columns, dropped = parts_of(block, found, self._writer.meta.d_in)
+        self._writer.append(rows, columns, block.cursor.to_json(), dropped, block.end.to_json())
+        demand_some(self.rows, block.offered, self._writer.meta.dtype)
+
+    def finish(self) -> None:
+        """Say that the text has ended, or no more is wanted; see `StoreWriter.finish`."""
+        self._writer.finish()
+
+
+def parts_of(block: Block, found: Found | None,
+             d_in: int) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """A block, and what it gave, None where it has no tokens, as a store's writer takes them: rows of width `d_in`,
+    columns, and norms of what was left out, by reason."""
+    dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
+    if found is None:
+        return np.empty((0, d_in), np.float32), block.columns, dropped
+    return found.rows, block.columns, dropped | {"special": found.special_norms}
+
+
+def demand_some(stored: int, offered: int, dtype: str) -> None:
+    """Refuse to go on where so many rows were offered and none could be stored, by a StoreError."""
+    if offered >= NONFINITE_ROWS and not stored:
+        remedy = ("the model itself gives them, so check its weights" if dtype == "float32" else
+                  f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != dtype)}")
+        raise StoreError(f"no row can be stored: expected rows that are finite in {dtype}, got "
+                         f"{offered:,} that are not and none that is; {remedy}")
+
+
+def fill(targets: Sequence[Target], blocks: Iterator[Block], forward: Forward, rows: int,
+         show: Callable[[int, int], None]) -> None:
+    """Fill stores, until all are full or the text ends; a block is stored while the next is computed.
+
+    Args:
+        targets: the stores.
+        blocks: those from the first of their cursors on.
+        forward: gives the blocks' rows.
+        rows: how many each store wants.
+        show: told after each batch how many tokens and rows it had.
+    """
+    with Ahead(blocks) as stream, ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool:
+        under_way: Future[None] = pool.submit(lambda: None)
+        for block in stream:
+            if all(target.full for target in targets):
+                break
+            taking = [target for target in targets if target.wants(block)]
+            found = forward(block, [target.place for target in taking], show) if taking and len(block.lengths) else None
+            under_way.result()
+            under_way = pool.submit(_append, taking, block, found)
+            if block.offered >= rows:  # enough, unless some could not be stored
+                under_way.result()
+                if all(target.full for target in targets):
+                    break
+        under_way.result()
+
+
+def _append(targets: Sequence[Target], block: Block, found: Sequence[Found] | None) -> None:
+    for index, target in enumerate(targets):
+        target.append(block, found[index] if found else None)

@@ -1,0 +1,99 @@
+"""The pages of `sae --help` and `sae COMMAND --help`, in frames as Typer's, but drawn without rich.
+
+Importing what Typer renders with takes as long as Typer itself, and rich's tables alone half as long. Its tables also
+give a column to each option's type, which leaves a terminal of 80 columns 25 for what an option does.
+"""
+
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+ROUND, PLAIN = "╭─╮│╰╯", "+-+|++"  # corners and edges, and those for an output that cannot show the others
+LEAST_WIDTH = 50
+LONGEST_NAME = 26  # letters of an option and its value beside which there is room for words; a longer one has a line
+
+
+class Command(TyperCommand):
+    """A command whose `--help` leaves its advanced options to `--help-all`."""
+
+    advanced: frozenset[str] = frozenset()
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the page of `--help`."""
+        note = f"{ctx.command_path} --help-all shows {len(self.advanced)} more options." if self.advanced else ""
+        _show(self, ctx, _panels(self, ctx, self.advanced), note)
+
+    def show_all(self, ctx: Any) -> None:
+        """Print the page of `--help-all`."""
+        _show(self, ctx, _panels(self, ctx, frozenset()))
+
+
+def show_root_help(group: Any, ctx: Any) -> None:
+    """Print the page of all commands, a group, whose context makes formatters."""
+    commands = [(name, group.get_command(ctx, name).help) for name in group.list_commands(ctx)]
+    _show(group, ctx, _panels(group, ctx, frozenset()) | {"Commands": commands})
+
+
+def _panels(command: Any, ctx: Any, left_out: frozenset[str]) -> dict[str, list[tuple[str, str]]]:
+    """The parameters of each panel, each how it is written and what it does; arguments first."""
+    panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+    for parameter in command.get_params(ctx):
+        if parameter.name not in left_out and (record := parameter.get_help_record(ctx)):
+            named = parameter.param_type_name == "option"
+            panel = getattr(parameter, "rich_help_panel", None) or ("Options" if named else "Arguments")
+            words = record[1].replace("\\[", "[")  # as older Typers mark them for rich
+            panels.setdefault(panel, []).append((record[0], " ".join(words.split())))
+    return {title: entries for title, entries in panels.items() if entries}
+
+
+def _show(command: Any, ctx: Any, panels: dict[str, list[tuple[str, str]]], note: str = "") -> None:
+    """Print a page, as wide as the terminal."""
+    edges = ROUND if (sys.stdout.encoding or "").lower().startswith("utf") else PLAIN
+    width = max(LEAST_WIDTH, shutil.get_terminal_size().columns)
+    head = ctx.formatter_class(width=width - 2)
+    command.format_usage(ctx, head)
+    command.format_help_text(ctx, head)
+    page = ["", *(f" {line}".rstrip() for line in head.getvalue().splitlines()), ""]
+    for title, entries in panels.items():
+        page += _framed(title, entries, width, edges)
+    page += [f" {note}"] * bool(note)
+    # Printed here as Typer does: of what is returned to it, it shows nothing where there were no arguments.
+    typer.echo("\n".join(page), color=False if os.environ.get("NO_COLOR") else None)
+
+
+def _framed(title: str, entries: Sequence[tuple[str, str]], width: int, edges: str) -> list[str]:
+    """The lines of a frame around names, each with what it does."""
+    left, line, right, side, low_left, low_right = edges
+    column = max((len(name) for name, _ in entries if len(name) <= LONGEST_NAME), default=LONGEST_NAME) + 2
+    side = typer.style(side, dim=True)
+    lines = [typer.style(f"{left}{line} {title} ".ljust(width - 1, line) + right, dim=True)]
+    for name, words in entries:
+        *above, beside = _broken(name, width - 4) if len(name) > LONGEST_NAME else [name]
+        if len(beside) > column - 2:
+            above, beside = [*above, beside], ""
+        lines += [f"{side} {_name(part.ljust(width - 4))} {side}" for part in above]
+        for part in textwrap.wrap(words, width - 4 - column, break_on_hyphens=False):
+            lines.append(f"{side} {_name(beside.ljust(column))}{part.ljust(width - 4 - column)} {side}")
+            beside = ""
+    return [*lines, typer.style(low_left + line * (width - 2) + low_right, dim=True)]
+
+
+def _name(text: str) -> str:
+    return typer.style(text, fg=typer.colors.CYAN, bold=True)
+
+
+def _broken(name: str, room: int) -> list[str]:
+    """A name in lines that fit, broken where its value lists words."""
+    lines = [""]
+    for part in re.split(r"(?<=[| ])", name):
+        if len(lines[-1]) + len(part) > room:
+            lines.append("  ")
+        lines[-1] += part
+    return lines

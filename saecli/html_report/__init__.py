@@ -1,0 +1,5 @@
+"""An SAE and its latents as static pages that open from disk: one HTML file, and data that it loads when needed."""
+
+from .report import write_pages
+
+__all__ = ["write_pages"]

@@ -1,0 +1,169 @@
+"""What the pages of chosen latents tell, some latents a file. Shapes: C chosen latents, N examples, T tokens."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from ..latent_survey import Survey
+from .overview import rounded
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
+    from ..language_model import OutputTokens
+
+PER_FILE = 16  # latents: a file of about 60 KB
+LEVELS = 1000  # that an excerpt's codes are told in, of the latent's largest
+SNIPPET_BEFORE, SNIPPET_AFTER = 40, 24  # letters about the peak in the table
+SHORT = 24  # letters of a token in the table
+LISTED_TOKENS = 4
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that is a part of a character
+LONGEST_CHARACTER = 4  # bytes, so tokens at most
+
+
+class Texts(Protocol):
+    """What tokens read as; see `language_model.TokenTexts`."""
+
+    def __getitem__(self, token: int) -> str: ...
+
+    def joined(self, tokens: Sequence[int]) -> str: ...
+
+
+class TokenNumbers:
+    """Stands for the texts of tokens whose tokenizer cannot be had: their ids in brackets."""
+
+    def __getitem__(self, token: int) -> str:
+        return f"[{token}]"
+
+    def joined(self, tokens: Sequence[int]) -> str:
+        """The ids of tokens that follow each other."""
+        return "".join(map(self.__getitem__, tokens))
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What pages tell beside a survey.
+
+    Args:
+        chosen: the latents that have a page, (C,), ascending.
+        neighbours: cosines and latents, (C, n) each; see `latent_survey.neighbours`.
+        texts: of the tokens; of no use where the store has none.
+        outputs: the tokens that each speaks for; None without a model.
+    """
+
+    chosen: Sequence[int]
+    neighbours: tuple[Tensor, Tensor]
+    texts: Texts
+    outputs: "OutputTokens | None"
+
+
+class Details:
+    """The content of the latents' files, and what the table takes of it.
+
+    Args:
+        survey: what the pass over the rows found.
+        readings: what else there is to tell.
+    """
+
+    def __init__(self, survey: Survey, readings: Readings) -> None:
+        self._found, self._readings, self._texts = survey.examples.of(readings.chosen), readings, readings.texts
+        self._histograms, self._largest = survey.magnitudes.histograms, survey.magnitudes.largest
+
+    def contents(self, show: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+        """Each file's content in turn; `show` is told how many latents are done."""
+        for begin in range(0, len(self._readings.chosen), PER_FILE):
+            places = range(begin, min(begin + PER_FILE, len(self._readings.chosen)))
+            strings: dict[str, int] = {}
+            yield {"latents": [self._latent(place, strings) for place in places], "strings": list(strings)}
+            show(places.stop)
+
+    def columns(self) -> dict[str, Any]:
+        """What the table shows of the chosen latents, a list entry each: where its examples peak, how the best reads,
+        and which tokens it promotes most; and which latents have a page in which file."""
+        columns: dict[str, Any] = {"chosen": list(self._readings.chosen), "per_file": PER_FILE}
+        if "token" in self._found:
+            columns["tokens"], columns["snippets"] = zip(*map(self._peaks, range(len(self._readings.chosen))),
+                                                         strict=True)
+        if (outputs := self._readings.outputs) is not None:
+            columns["promoted"] = [[_short(self._texts[token]) for token in tokens[:LISTED_TOKENS]]
+                                   for tokens in outputs.promoted.tolist()]
+        return columns
+
+    def _latent(self, place: int, strings: dict[str, int]) -> dict[str, Any]:
+        latent = self._readings.chosen[place]
+        present = np.flatnonzero(self._histograms[latent])
+        low, high = (int(present[0]), int(present[-1]) + 1) if len(present) else (0, 0)
+        cosines, others = self._readings.neighbours
+        scale = float(self._largest[latent]) / LEVELS
+        page = {"latent": latent, "low": low, "counts": self._histograms[latent, low:high].tolist(),
+                "neighbours": list(zip(others[place].tolist(), rounded(cosines[place]), strict=True)), "scale": scale,
+                "examples": [self._example(place, which, scale, strings)
+                             for which in range(int((self._found["size"][place] > 0).sum()))]}
+        if (outputs := self._readings.outputs) is not None:
+            for name, tokens, logits in (("promoted", outputs.promoted, outputs.promoted_logits),
+                                         ("suppressed", outputs.suppressed, outputs.suppressed_logits)):
+                page[name] = [[self._texts[token], logit]
+                              for token, logit in zip(tokens[place].tolist(), rounded(logits[place]), strict=True)]
+        return page
+
+    def _example(self, place: int, which: int, scale: float, strings: dict[str, int]) -> dict[str, Any]:
+        """One example: its code and row, and with tokens each piece of the excerpt as a number into `strings`, with the
+        code there in units of `scale`, and the pieces before which rows are missing."""
+        own = {name: values[place, which] for name, values in self._found.items()}
+        codes = np.rint(own["code"] / scale).astype(int)
+        if "token" not in own:
+            return {"code": float(own["code"][0]), "row": int(own["number"])}
+        length = int((own["token"] >= 0).sum())
+        pieces = self._pieces(own["token"][:length].tolist())
+        begins = np.cumsum([0, *(count for _, count in pieces[:-1])])
+        peak = int(np.searchsorted(begins, own["peak"], side="right")) - 1
+        shown = codes[:length].tolist()
+        if len(pieces) < length:
+            shown = [max(part.tolist(), key=abs) for part in np.split(codes[:length], begins[1:])]
+        return {"code": float(own["code"][own["peak"]]), "row": int(own["number"]), "document": int(own["document"]),
+                "position": int(own["position"]), "peak": peak, "codes": shown,
+                "tokens": [strings.setdefault(text, len(strings)) for text, _ in pieces],
+                "gaps": np.flatnonzero(own["gap"][begins]).tolist()}
+
+    def _pieces(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
+        """An excerpt's texts, and how many tokens each is of: one, but for those that are parts of a character."""
+        pieces: list[tuple[str, int]] = []
+        waiting: list[int] = []
+
+        def settle() -> None:
+            if waiting:
+                pieces.append((self._texts.joined(waiting), len(waiting)))
+                waiting.clear()
+
+        for token in tokens:
+            if BROKEN not in (text := self._texts[token]):
+                settle()
+                pieces.append((text, 1))
+                continue
+            waiting.append(token)
+            if len(waiting) == LONGEST_CHARACTER or BROKEN not in self._texts.joined(waiting):
+                settle()
+        settle()
+        return pieces
+
+    def _peaks(self, place: int) -> tuple[list[str], Sequence[str]]:
+        """The texts at the peaks of a latent's examples, the most frequent first, and what is before, at and after the
+        peak of the best."""
+        there = int((self._found["size"][place] > 0).sum())
+        if not there:
+            return [], []
+        counts: dict[str, int] = {}
+        for tokens, peak in zip(self._found["token"][place, :there], self._found["peak"][place, :there], strict=True):
+            text = _short(self._texts[int(tokens[peak])])
+            counts[text] = counts.get(text, 0) + 1
+        tokens, peak = self._found["token"][place, 0].tolist(), int(self._found["peak"][place, 0])
+        end = tokens.index(-1) if -1 in tokens else len(tokens)
+        parts = tokens[:peak], tokens[peak : peak + 1], tokens[peak + 1 : end]
+        before, at, after = map(self._texts.joined, parts)
+        return (sorted(counts, key=lambda text: -counts[text])[:LISTED_TOKENS],
+                [before[-SNIPPET_BEFORE:], _short(at), after[:SNIPPET_AFTER]])
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHORT else text[:SHORT - 1] + "…"

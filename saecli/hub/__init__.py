@@ -1,0 +1,6 @@
+"""SAEs on the Hugging Face hub: where they are, fetching them, and putting them there with a model card."""
+
+from .fetch import Address, fetch, is_cached
+from .upload import Entry, Repository, card_with
+
+__all__ = ["Address", "Entry", "Repository", "card_with", "fetch", "is_cached"]

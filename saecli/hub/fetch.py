@@ -1,0 +1,250 @@
+"""Fetching an SAE from the Hugging Face hub into its client's cache: how users name it, and what the client raises."""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Self
+
+from ..errors import HubError, SaeError, one_line
+from ..formats import FORMATS, format_of, known_files
+from ..network import why_unreachable
+
+SCHEME = "hf://"
+_PART = r"(?!\.{1,2}(?:/|$))[\w.-]+"  # a name between slashes, neither . nor ..
+_PATH = re.compile(rf"({_PART}/{_PART})(?:/({_PART}(?:/{_PART})*))?/?")
+_WEB = re.compile(r"https?://[^/]+/([^/]+/[^/]+)(?:/(?:tree|blob)/([^/]+)(?:/(.*?))?)?/?")
+_REVISION = re.compile(r"(refs/(?:pr/\d+|convert/\w+)|[^/]+)(?:/(.*))?")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where on the hub an SAE lies.
+
+    Args:
+        repo: the repository's id, `user/repo`.
+        folder: the folder inside it; empty for its top.
+        revision: a branch, tag or commit; None for the newest state.
+    """
+
+    repo: str
+    folder: str = ""
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """The address that a text says, or None where it says none.
+
+        Args:
+            text: `user/repo[/folder][@revision]`, `user/repo@revision/folder`, each also after `hf://`; or the page's
+                address on the web.
+        """
+        if web := _WEB.fullmatch(text):
+            return cls(web[1], web[3] or "", web[2])
+        path, at, rest = text.removeprefix(SCHEME).partition("@")
+        found = _PATH.fullmatch(path)
+        if found is None or (at and not rest):
+            return None
+        repo, folder = found[1], found[2] or ""
+        if not at or folder:
+            return cls(repo, folder, rest or None)
+        said = _REVISION.fullmatch(rest)
+        return None if said is None else cls(repo, (said[2] or "").strip("/"), said[1])
+
+    def at(self, folder: str) -> Self:
+        """Another folder of the same repository and revision."""
+        return replace(self, folder=folder)
+
+    def __str__(self) -> str:
+        path = f"{self.repo}/{self.folder}" if self.folder else self.repo
+        return f"{path}@{self.revision}" if self.revision else path
+
+
+def is_cached(address: Address) -> bool:
+    """Whether anything of the repository was ever fetched to this machine; asks no one."""
+    return _storage(address).is_dir()
+
+
+def cached_snapshot(address: Address) -> Path | None:
+    """The folder in which the hub's client keeps what it fetched of an address; None where it has nothing."""
+    storage = _storage(address)
+    revision = address.revision or "main"
+    branch = storage / "refs" / revision
+    snapshot = storage / "snapshots" / (branch.read_text().strip() if branch.is_file() else revision)
+    return snapshot if snapshot.is_dir() else None
+
+
+def _storage(address: Address) -> Path:
+    from huggingface_hub import constants  # takes a while, and most commands do without
+
+    return Path(constants.HF_HUB_CACHE) / f"models--{address.repo.replace('/', '--')}"
+
+
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Whether an error is of the network or of a hub that is busy, not of what was asked."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code in (408, 425, 429) or error.response.status_code >= 500
+    return isinstance(error, HTTPError | ConnectionError | TimeoutError)
+
+
+@contextmanager
+def told(address: Address, writing: bool = False) -> Iterator[None]:
+    """Turn what the hub's client raises inside into one sentence.
+
+    Args:
+        address: what is asked of the hub.
+        writing: whether it is written to.
+
+    Raises:
+        HubError: the hub cannot be reached, or refuses.
+    """
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        yield
+    except SaeError:
+        raise
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # what the client raises by design
+        if isinstance(error, OSError) and error.errno is not None and not is_passing(error):
+            raise  # the disk's
+        raise explained(address, error, writing) from error
+
+
+@contextmanager
+def bars_on_terminals() -> Iterator[None]:
+    """Let the hub's client draw its progress bars on a terminal alone."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def explained(address: Address, error: Exception, writing: bool = False) -> HubError:
+    """Why the hub did not do what it was asked, and what to do."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # that of one upload among several
+    repo, status = address.repo, getattr(getattr(error, "response", None), "status_code", None)
+    if is_passing(error):
+        return HubError(f"the Hugging Face hub cannot be reached for {repo}: expected an answer, got "
+                        f"{one_line(error)}; connect to the network, or try again later")
+    if isinstance(error, GatedRepoError):
+        return HubError(f"{repo} is gated: accept its licence at {constants.ENDPOINT}/{repo}, then {LOG_IN}")
+    if isinstance(error, RevisionNotFoundError):
+        return HubError(f"{repo} has no revision {address.revision}: expected a branch, a tag or a commit; check the "
+                        f"part after @")
+    if isinstance(error, RepositoryNotFoundError):
+        return HubError(f"the Hugging Face hub has no model repository {repo}, or it is private: check the name; for a "
+                        f"private one, {LOG_IN}")
+    if status == 401:
+        return HubError(f"the Hugging Face hub does not accept the token: expected a valid one, got {_said(error)}; "
+                        f"{LOG_IN} to another")
+    if status == 403:
+        right = "write to" if writing else "read"
+        return HubError(f"the token may not {right} {repo}: got {_said(error)}; use one with that right, made at "
+                        f"{constants.ENDPOINT}/settings/tokens")
+    return HubError(f"the Hugging Face hub refused a request for {repo}: {_said(error)}")
+
+
+def _said(error: Exception) -> str:
+    """What the hub itself says, where it says anything."""
+    said = getattr(error, "server_message", None)
+    return said if said else one_line(error)
+
+
+SHOWN = 8  # folders that a message lists
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """An SAE from the hub on this machine.
+
+    Args:
+        address: where on the hub it lies, the folder that was found included.
+        folder: where on this machine.
+    """
+
+    address: Address
+    folder: Path
+
+
+def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
+    """Fetch the SAE at an address, or find it in the cache: what is there in its newest state is not fetched again.
+
+    Args:
+        address: a folder that holds an SAE in a known format, or one below which there is exactly one.
+        note: told which folder was taken and where the hub cannot be reached.
+
+    Raises:
+        HubError: there is no such repository, revision, folder or SAE, it may not be read, or the hub cannot be
+            reached and the cache has nothing.
+    """
+    from huggingface_hub import HfApi
+
+    reason = why_unreachable()
+    if reason is None:
+        try:
+            with told(address):
+                info = HfApi().model_info(address.repo, revision=address.revision, timeout=30)
+        except HubError as error:
+            if not is_passing(error.__cause__) or cached_snapshot(address) is None:
+                raise
+            reason = one_line(error.__cause__)
+        else:
+            found, form = _choose(address, (file.rfilename for file in info.siblings or ()), note)
+            return Fetched(found, _download(found, FORMATS[form].files, info.sha))
+    snapshot = cached_snapshot(address)
+    if snapshot is None:
+        raise HubError(f"{address} is not in the cache, nor can the Hugging Face hub be reached ({reason}): connect to "
+                       f"the network, or name a run or a folder that is here")
+    names = (path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file())
+    found, _ = _choose(address, names, note)
+    note(f"the Hugging Face hub cannot be reached ({reason}); {found} is taken from the cache, as of {snapshot.name}")
+    return Fetched(found, snapshot / found.folder)
+
+
+def _choose(address: Address, names: Iterable[str], note: Callable[[str], None]) -> tuple[Address, str]:
+    """The folder to take, and the format of its SAE."""
+    folders: dict[str, list[str]] = {}
+    for name in map(PurePosixPath, names):
+        folders.setdefault("" if str(name.parent) == "." else str(name.parent), []).append(name.name)
+    inside = {folder: form for folder, files in sorted(folders.items())
+              if (form := format_of(files)) and PurePosixPath(folder).is_relative_to(address.folder)}
+    if address.folder in inside:
+        return address, inside[address.folder]
+    if len(inside) == 1:
+        ((folder, form),) = inside.items()
+        note(f"{address} holds one SAE, in {folder}")
+        return address.at(folder), form
+    if inside:
+        shown = ", ".join(str(address.at(folder)) for folder in list(inside)[:SHOWN])
+        raise HubError(f"{address} holds {len(inside):,} SAEs: name one of them, {shown}"
+                       f"{', ...' if len(inside) > SHOWN else ''}")
+    there = ", ".join(sorted(folder or "files at its top" for folder in folders)[:SHOWN]) or "no file"
+    raise HubError(f"no SAE found in {address}: expected a folder with {known_files()}, got {there}")
+
+
+def _download(address: Address, files: Sequence[str], commit: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    prefix = f"{address.folder}/" if address.folder else ""
+    with told(address), bars_on_terminals():
+        paths = [Path(hf_hub_download(address.repo, prefix + file, revision=commit)) for file in files]
+        # The cache learns which commit the branch is, so that without a network it is found by its name.
+        hf_hub_download(address.repo, prefix + files[0], revision=address.revision)
+    return paths[0].parent

@@ -1,0 +1,105 @@
+"""Opening a home's stores, what was changed being checked first; and what is said while stores are filled."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..console import Listener, Step
+from ..errors import PeerError, StoreError
+from ..home import STORE_MARKER, Home
+from ..store import ActivationStore, StoreWriter, remembers, saved_rows
+from ..wording import counted
+
+
+def open_store(home: Home, name: str | None, listener: Listener) -> ActivationStore:
+    """The store of that name, or the newest, which is then named; StoreError where there is none, or a shard that was
+    changed since the store was written is damaged."""
+    store = ActivationStore.open(home.stores.find(name))
+    if name is None:
+        listener.note(f"using the newest store, {store.name}")
+    if not store.complete:
+        listener.note(f"{store.name} is not finished; its whole shards hold {counted(store.rows, 'row')} so far")
+    # Where the check could not be remembered, it would be made again by every command; reading looks at checksums too.
+    if remembers(store.path) and (problems := _check_changed(store, listener)):
+        raise StoreError(first_of(problems))
+    return store
+
+
+def finished_store(folder: Path, request_hash: str, listener: Listener) -> ActivationStore | None:
+    """The store in a folder, where it holds all that a request asks for.
+
+    Returns:
+        None where it has yet to be written, or shards of it have.
+
+    Raises:
+        StoreError: the folder holds something else.
+    """
+    if not (folder / STORE_MARKER).exists():
+        return None
+    store = ActivationStore.open(folder)
+    if store.meta.request_hash != request_hash:
+        raise StoreError(f"there is a store named {folder.name!r} already, made from something else; give another "
+                         f"--name")
+    problems = _check_changed(store, listener)
+    if problems:
+        listener.note(first_of(problems).partition(";")[0])
+    return store if store.complete and not problems else None
+
+
+def _check_changed(store: ActivationStore, listener: Listener) -> list[str]:
+    """What is wrong with the shards that may have changed since the store was written, a sentence for each."""
+    shards = store.changed()
+    if not shards:
+        return []
+    rows = sum(store.meta.shards[index].rows for index in shards)
+    with listener.progress(f"checking {store.name}, which has changed", rows * store.meta.row_bytes,
+                           "bytes") as show:
+        return store.verify(shards, show)
+
+
+def first_of(problems: list[str]) -> str:
+    """One sentence for all of several problems."""
+    return f"found {len(problems)} problems, the first: {problems[0]}" if len(problems) > 1 else problems[0]
+
+
+DERIVED = "the store's name, which {name} sets,"  # where it is made of what the store comes from
+
+
+@contextmanager
+def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
+    """Say, where Ctrl-C ends a command that fills stores, what of them is kept; yields a list, empty, for the stores'
+    folders as soon as they are known."""
+    folders: list[Path] = []
+    try:
+        yield folders
+    except (KeyboardInterrupt, PeerError):
+        if rows := sum(saved_rows(folder) for folder in folders if (folder / STORE_MARKER).exists()):
+            listener.note(f"stopped; {counted(rows, 'row')} {'is' if rows == 1 else 'are'} saved, and the same "
+                          "command goes on from there")
+        elif folders:
+            listener.note("stopped before anything was saved; the same command begins again")
+        else:
+            listener.note("stopped before it began; nothing was changed")
+        raise
+
+
+@contextmanager
+def filling(writers: Sequence[StoreWriter], label: str, rows: int, listener: Listener) -> Iterator[Step]:
+    """Show how stores are filled, up to so many rows, say what they go on with, and in the end what became of damaged
+    shards."""
+    for writer in writers:
+        if writer.damaged:
+            listener.note(f"{writer.path.name}: writing anew {_named(writer.damaged)}")
+        elif writer.rows:
+            listener.note(f"{writer.path.name}: going on after {writer.rows:,} rows")
+    with listener.progress(label, rows, "rows") as show:
+        yield show
+    for writer in writers:
+        if writer.altered:
+            listener.note(f"{writer.path.name}: {_named(writer.altered)} came out with other bytes than were "
+                          f"recorded, as another machine or version of a library rounds in other ways")
+
+
+def _named(shards: list[str]) -> str:
+    """Some shards in words, not all of their names where they are many."""
+    return f"{', '.join(shards[:3])}" + (f" and {len(shards) - 3} more shards" if len(shards) > 3 else "")

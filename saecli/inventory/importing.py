@@ -1,0 +1,157 @@
+"""Putting an array of activations or images into a store."""
+
+import hashlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..arrays import FLATTEN, ArraySource, open_array
+from ..config import Config, option
+from ..console import Listener, Step, listening
+from ..errors import StoreError
+from ..files import file_sha256
+from ..home import STORE_MARKER, Home, checked_name
+from ..store import (
+    COLUMNS,
+    DTYPES,
+    MAX_NORM_HELP,
+    ActivationStore,
+    StoreMeta,
+    StoreWriter,
+    hash_request,
+    rows_per_shard,
+)
+from ..wording import counted, size_words
+from .filling import DERIVED, filling, finished_store, told_when_stopped
+
+
+@dataclass(frozen=True)
+class ImportConfig(Config):
+    """What decides the rows of an import, beside the file."""
+
+    panel: ClassVar[str] = "Rows"
+
+    key: str | None = option(None, "Which array of the file; needed where it holds several.")
+    labels: str | None = option(None, "A label for each row: a file with one array of whole numbers, or the key of one "
+                                      "in the same file.", metavar="FILE|KEY")
+    flatten: str | None = option(None, "What a row is of an array of more than two dimensions: positions, each vector "
+                                       "along the last of (batch, position, width), split into training and test rows "
+                                       "by whole sequences; features, each whole element of the first, such as an "
+                                       "image. Default: features for idx files, others are refused.", choices=FLATTEN)
+    max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
+    dtype: str | None = option(None, "Precision of the stored rows; default: the file's own where it is float16 or "
+                                     "bfloat16, else float32.", choices=tuple(DTYPES))
+    shard_rows: int | None = option(None, "Rows in a shard file; default: as many as take 256 MiB.", minimum=1,
+                                    maximum=2**31 - 1)
+
+
+def import_array(file: str | Path, name: str | None = None, *, key: str | None = None, labels: str | None = None,
+                 flatten: str | None = None, max_norm_multiple: float | None = None, dtype: str | None = None,
+                 shard_rows: int | None = None, home: str | Path | None = None,
+                 progress: bool = False) -> ActivationStore:
+    """Put an array into a store, as `sae import` does, whose options these are.
+
+    Args:
+        file: its path; or `digits` or `patches`, which scikit-learn brings.
+        name: the store's name; by default the file's.
+        key: which array of the file, where it holds several.
+        labels: a label for each row: a file, or the key of an array in the same one.
+        flatten: what a row is of an array of more than two dimensions, `positions` or `features`.
+        max_norm_multiple: rows whose norm is above so many times the median norm are left out; at least 1.
+        dtype: of the stored rows, float32, float16 or bfloat16; by default the file's own.
+        shard_rows: rows in a shard file; by default as many as take 256 MiB.
+        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+        progress: show how far it has come on stderr.
+
+    Returns:
+        The store; the one that is there, where it holds what is asked for.
+
+    Raises:
+        ConfigError: an option that cannot work.
+        FormatError: the file cannot be read as such an array.
+        StoreError: the name is another store's, or the disk has no room.
+    """
+    config = ImportConfig(key, labels, flatten, max_norm_multiple, dtype, shard_rows)
+    return imported(str(file), config, name, Home.at(home), listening(progress))[0]
+
+
+def imported(file: str, config: ImportConfig, name: str | None, home: Home,
+             listener: Listener) -> tuple[ActivationStore, bool]:
+    """The store of a file's rows, and whether it was there already.
+
+    Args:
+        file: as of `import_array`.
+        config: what decides the rows.
+        name: the store's name; None for the file's.
+        home: where it goes.
+        listener: told how far it has come, and of what is kept where it is stopped.
+    """
+    with told_when_stopped(listener) as folders:
+        named = checked_name(Path(file).stem, DERIVED) if name is None else checked_name(name)
+        folder = home.stores.path / named
+        array = open_array(file, config.key, config.labels, config.flatten)
+        folders.append(folder)
+        meta = _meta(file, array, config)
+        _check_room(folder, array, meta.dtype)
+        if (finished := finished_store(folder, meta.request_hash, listener)) is not None:
+            return finished, True
+        with (StoreWriter.open(folder, meta) as writer,
+              filling([writer], "importing", array.rows, listener) as show):
+            while not writer.complete:
+                _fill(writer, array, show)
+                writer.finish()
+    return ActivationStore.open(folder), False
+
+
+def _meta(file: str, array: ArraySource, config: ImportConfig) -> StoreMeta:
+    """What the store says of itself, the hash of what was asked for included."""
+    dtype = config.dtype or array.dtype
+    shard_rows = config.shard_rows or rows_per_shard(array.features, dtype)
+    source = {"kind": "array", "file": Path(file).name, "key": config.key, **_identity(file, array)}
+    # Otherwise the request is what it was before there were these options.
+    if config.max_norm_multiple is not None:
+        source["max_norm_multiple"] = config.max_norm_multiple
+    if config.flatten == "positions":
+        source["flatten"] = config.flatten
+    wanted = hash_request({**source, "dtype": dtype, "shard_rows": shard_rows})
+    return StoreMeta(source, wanted, dtype, array.features, shard_rows, columns=tuple(array.columns(0, 0)),
+                     max_norm_multiple=config.max_norm_multiple)
+
+
+def _check_room(folder: Path, array: ArraySource, dtype: str) -> None:
+    """Refuse rows that the disk has no room for, before the first is read: a header can claim any number of them.
+    Raises StoreError."""
+    rows = array.rows
+    if (folder / STORE_MARKER).exists():
+        store = ActivationStore.open(folder)
+        rows = 0 if store.complete else rows - store.rows
+    columns = sum(COLUMNS[name].itemsize for name in array.columns(0, 0))
+    needed = rows * (array.features * DTYPES[dtype].storage.itemsize + columns)
+    free = shutil.disk_usage(next(place for place in folder.absolute().parents if place.exists())).free
+    if needed > free:
+        raise StoreError(f"cannot store {folder.name}: expected {size_words(needed)} of free disk for "
+                         f"{counted(rows, 'row')} of {array.features:,} dimensions, got {size_words(free)}; free some, "
+                         f"or choose another --home")
+
+
+def _identity(file: str, array: ArraySource) -> dict[str, Any]:
+    """Hashes of what is imported: of the file's bytes, or of the numbers where there is no file, and of the labels."""
+    content = file_sha256(Path(file)) if Path(file).exists() else _hash(array.read((slice(None),)))
+    documents = {} if array.documents is None else {"documents_sha256": _hash(array.documents)}
+    return {"sha256": content, "labels_sha256": None if array.labels is None else _hash(array.labels), **documents}
+
+
+def _hash(numbers: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(numbers).data).hexdigest()
+
+
+def _fill(writer: StoreWriter, array: ArraySource, show: Step) -> None:
+    for begin, rows in array.blocks(writer.cursor["row"] if writer.cursor else 0):
+        end = begin + len(rows)
+        writer.append(rows, array.columns(begin, end), {"row": begin}, after={"row": end})
+        show(writer.rows)
+        if writer.full:
+            break

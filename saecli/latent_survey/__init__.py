@@ -1,0 +1,6 @@
+"""What the latents of an SAE do, gathered for all of them in one pass over rows, in constant memory."""
+
+from .examples import COLUMNS, Block, Examples, in_blocks
+from .survey import Magnitudes, Survey, bin_edges, neighbours, survey
+
+__all__ = ["COLUMNS", "Block", "Examples", "Magnitudes", "Survey", "bin_edges", "in_blocks", "neighbours", "survey"]

@@ -1,0 +1,257 @@
+"""Where the codes of each latent are largest: a window of tokens each, with the codes of the tokens about its peak; and
+the blocks of rows, cut where windows end, that they are looked for in.
+
+Shapes: B rows, W windows, C latents, N examples a latent, T tokens of an excerpt, m and n of those at hand, D = d_in.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..store import Rows, window_starts
+
+COLUMNS = ("document", "position", "token_id")
+LONGEST = 8  # batches that a window may reach over before it is parted, which keeps memory constant
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some rows, in stored order.
+
+    Args:
+        x: the rows, (B, D).
+        numbers: their numbers within the store, (B,).
+        columns: the columns of `COLUMNS` of them, (3, B); None where the store lacks one, so that it has no windows.
+    """
+
+    x: Tensor
+    numbers: np.ndarray
+    columns: np.ndarray | None
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Where each window begins, and the last one ends, (W + 1,); without tokens each row is a window."""
+        rows = len(self.x)
+        if self.columns is None:
+            return np.arange(rows + 1)
+        return np.concatenate([[0], window_starts(self.columns[0], self.columns[1]), [rows]])
+
+
+def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[Block]:
+    """Batches with the columns that belong to them; where there are tokens, in whole windows.
+
+    Args:
+        batches: the rows in stored order, in batches (B, D).
+        rows: the same rows.
+        batch_rows: rows of every batch but the last.
+
+    Yields:
+        Blocks of about a batch. Only a window that reaches over more than `LONGEST` batches is parted. A block's rows
+        are valid until the next is asked for.
+    """
+    numbers = rows.numbers(batch_rows)
+    if not set(COLUMNS) <= set(rows.store.meta.columns):
+        for x, own in zip(batches, numbers, strict=True):
+            yield Block(x, own, None)
+        return
+    streams = [rows.column(name, batch_rows) for name in COLUMNS]
+    waiting: Block | None = None
+    for x, own, *columns in zip(batches, numbers, *streams, strict=True):
+        block = Block(x, own, np.stack(columns))
+        block = block if waiting is None else _joined(waiting, block)
+        end = int(block.starts[-2]) or (len(block.x) if len(block.x) > LONGEST * batch_rows else 0)
+        if end:
+            yield _part(block, slice(0, end))
+        waiting = _part(block, slice(end, None))
+        waiting = Block(waiting.x.clone(), waiting.numbers, waiting.columns)  # the batch's memory is used again
+    if waiting is not None and len(waiting.x):
+        yield waiting
+
+
+def _joined(first: Block, second: Block) -> Block:
+    return Block(torch.cat([first.x, second.x]), np.concatenate([first.numbers, second.numbers]),
+                 np.concatenate([first.columns, second.columns], axis=1))
+
+
+def _part(block: Block, which: slice) -> Block:
+    return Block(block.x[which], block.numbers[which], block.columns[:, which])
+
+
+TOKENS, BEFORE = 48, 31  # of an excerpt at most, and of those before its peak
+WINDOWS = 128  # looked at before the smallest examples are known anew
+FACTOR = 0x9E3779B97F4A7C15  # odd, so that it can be divided by modulo 2^64
+INVERSE = pow(FACTOR, -1, 1 << 64)
+
+
+class Peaks(NamedTuple):
+    """The largest codes of some latents in some windows of a block, (n,) each.
+
+    Args:
+        rows: where in the block they are.
+        latents: whose they are, as places among the latents looked at.
+        sizes: `|z|`.
+        begins: where in the block the excerpts about them begin.
+        ends: where these end.
+        marks: of the excerpts; equal ones read the same.
+    """
+
+    rows: np.ndarray
+    latents: np.ndarray
+    sizes: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+    marks: np.ndarray
+
+
+class Examples:
+    """The N windows in which each of some latents' codes reach the largest sizes `|z|`, merged batch by batch.
+
+    A window counts once, at its first largest code, and windows whose excerpts read the same count once, so that a
+    text that is repeated does not fill the list. Among equals the first in the store is kept.
+
+    Args:
+        latents: numbers of the latents.
+        d_sae: number of all latents.
+        count: N, examples a latent.
+        tokens: whether the rows have tokens, which need room: `8 TOKENS C N` bytes.
+    """
+
+    def __init__(self, latents: Sequence[int], d_sae: int, count: int, tokens: bool) -> None:
+        self._latents, self._all = np.array(latents), len(latents) == d_sae
+        shape, width = (len(latents), count), TOKENS if tokens else 1
+        self._sizes = np.zeros(shape, np.float32)  # the largest first; 0 where there is none
+        self._marks = np.zeros(shape, np.uint64)  # of excerpts; equal ones read the same
+        self._slots = np.zeros(shape, np.int64)  # where in `_kept`, which is never sorted, the rest of each is
+        self._kept = {"number": np.zeros(shape, np.int64), "code": np.zeros((*shape, width), np.float32)}
+        if tokens:
+            self._kept |= {"document": np.zeros(shape, np.int64), "position": np.zeros(shape, np.int32),
+                           "peak": np.zeros(shape, np.int16), "gap": np.zeros((*shape, width), bool),
+                           "token": np.zeros((*shape, width), np.int32)}
+
+    def of(self, latents: Sequence[int]) -> dict[str, np.ndarray]:
+        """The examples of some of its latents.
+
+        Returns:
+            Arrays by name, (C, N) each, the largest first: `size`, 0 where there is none; `number`, the peak's row
+            within the store; and `code`, the codes, (C, N, T), T being 1 without tokens. With tokens further `document`
+            and `position`, the peak's; `peak`, its place in the excerpt; `token`, (C, N, T), the excerpt's token ids,
+            -1 after its end; `gap`, (C, N, T), whether rows are missing before a token.
+        """
+        places = np.searchsorted(self._latents, np.array(latents))[:, None]
+        slots = self._slots[places[:, 0]]
+        return {"size": self._sizes[places[:, 0]], **{name: kept[places, slots] for name, kept in self._kept.items()}}
+
+    @torch.no_grad()
+    def update(self, z: Tensor, block: Block) -> None:
+        """Look at the codes of a block, (B, F)."""
+        if not self._all:
+            z = z[:, torch.from_numpy(self._latents).to(z.device)]
+        starts = block.starts
+        for first in range(0, len(starts) - 1, WINDOWS):
+            self._merge(z, block, self._peaks(z, block, starts[first : first + WINDOWS + 1]))
+
+    def _peaks(self, z: Tensor, block: Block, starts: np.ndarray) -> Peaks:
+        """The peaks, in windows that begin and end at `starts`, (W + 1,), that are larger than the smallest example of
+        their latent: few, once some windows have been seen."""
+        least = torch.from_numpy(self._sizes[:, -1].copy()).to(z)
+        rows = z[starts[0] : starts[-1]]
+        if len(rows) == len(starts) - 1:  # a row a window
+            sizes = rows.abs()
+        else:
+            sizes = torch.stack([z[begin:end].abs().amax(0) for begin, end in pairwise(starts.tolist())])
+        windows, latents = np.nonzero((sizes > least).cpu().numpy())
+        rows = _rows_of(z, starts, windows, latents)
+        begins, ends = _excerpts(rows, starts[windows], starts[windows + 1])
+        numbers = block.numbers[rows].astype(np.uint64)
+        marks = numbers if block.columns is None else _marks(block.columns[2], begins, ends)
+        return Peaks(rows, latents, sizes[windows, latents].cpu().numpy(), begins, ends, marks)
+
+    def _merge(self, z: Tensor, block: Block, peaks: Peaks) -> None:
+        """Let peaks take their places among the examples of their latents."""
+        count = self._marks.shape[1]
+        touched, owner = np.unique(peaks.latents, return_inverse=True)
+        stored = len(touched) * count  # those already there come first, then the new ones
+        owner = np.concatenate([np.arange(len(touched)).repeat(count), owner])
+        sizes = np.concatenate([self._sizes[touched].ravel(), peaks.sizes])
+        marks = np.concatenate([self._marks[touched].ravel(), peaks.marks])
+        order = np.lexsort((-sizes, owner))
+        order = order[sizes[order] > 0]
+        order = order[np.sort(_first_of_each(np.lexsort((marks[order], owner[order])), owner[order], marks[order]))]
+        rank = _numbered(owner[order])
+        order, rank = order[rank < count], rank[rank < count]
+        old, new = order[order < stored], order[order >= stored]
+        slots = self._slots[touched].ravel()
+        taken = np.zeros((len(touched), count), bool)
+        taken[owner[old], slots[old]] = True
+        free = np.argsort(taken, axis=1, kind="stable")
+        slots = np.concatenate([slots, np.zeros(len(owner) - stored, np.int64)])
+        slots[new] = free[owner[new], _numbered(owner[new])]
+        for state, values in ((self._sizes, sizes), (self._marks, marks), (self._slots, slots)):
+            after = np.zeros((len(touched), count), state.dtype)
+            after[owner[order], rank] = values[order]
+            state[touched] = after
+        came = Peaks(*(values[new - stored] for values in peaks))
+        for name, values in _read(z, block, came, self._kept["code"].shape[-1]).items():
+            self._kept[name][touched[owner[new]], slots[new]] = values
+
+
+def _rows_of(z: Tensor, starts: np.ndarray, windows: np.ndarray, latents: np.ndarray) -> np.ndarray:
+    """The first row in which the code of a latent is largest in a window, for pairs of these in the order of windows,
+    (n,)."""
+    ends = np.searchsorted(windows, np.arange(len(starts))).tolist()
+    found = [np.empty(0, np.int64)]
+    for window, (first, last) in enumerate(pairwise(ends)):
+        if last > first:
+            codes = z[starts[window] : starts[window + 1], latents[first:last]]
+            found.append(starts[window] + codes.abs().argmax(0).cpu().numpy())
+    return np.concatenate(found)
+
+
+def _numbered(owners: np.ndarray) -> np.ndarray:
+    """The number of each among its owner's, from 0, of owners in ascending order."""
+    return np.arange(len(owners)) - np.searchsorted(owners, owners)
+
+
+def _first_of_each(order: np.ndarray, *keys: np.ndarray) -> np.ndarray:
+    """Of indices in an order that groups equal keys, the first of each group."""
+    new = np.ones(len(order), bool)
+    new[1:] = np.any([key[order[1:]] != key[order[:-1]] for key in keys], axis=0)
+    return order[new]
+
+
+def _excerpts(rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the excerpts about some rows begin and end, inside the windows that do so: as many tokens as there is room
+    for, `BEFORE` of them before the row unless the window is short of others."""
+    first = np.maximum(begins, np.minimum(rows - BEFORE, ends - TOKENS))
+    return first, np.minimum(ends, first + TOKENS)
+
+
+def _marks(tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """A number for each stretch of tokens, (n,) uint64, by which equal stretches are told: a polynomial of the tokens
+    modulo 2^64, the difference of two sums from the start."""
+    steps = np.full(len(tokens), FACTOR, np.uint64)
+    steps[0] = 1
+    sums = np.concatenate([[np.uint64(0)], np.cumsum((tokens + 1).astype(np.uint64) * np.cumprod(steps))])
+    steps[1:] = INVERSE
+    return (sums[ends] - sums[begins]) * np.cumprod(steps)[begins]
+
+
+def _read(z: Tensor, block: Block, peaks: Peaks, width: int) -> dict[str, np.ndarray]:
+    """What `Examples` keeps of peaks and their excerpts, (n,) or (n, width) each."""
+    places = peaks.begins[:, None] + np.arange(width)
+    inside = places < peaks.ends[:, None]
+    places = np.where(inside, places, peaks.begins[:, None])
+    codes = z[torch.from_numpy(places).to(z.device), torch.from_numpy(peaks.latents[:, None]).to(z.device)]
+    values = {"number": block.numbers[peaks.rows], "code": codes.float().cpu().numpy() * inside}
+    if block.columns is None:
+        return values
+    documents, positions, tokens = block.columns
+    gaps = np.diff(positions, prepend=positions[:1]) > 1
+    return values | {"document": documents[peaks.rows], "position": positions[peaks.rows],
+                     "peak": peaks.rows - peaks.begins, "gap": gaps[places] & inside & (np.arange(width) > 0),
+                     "token": np.where(inside, tokens[places], -1)}

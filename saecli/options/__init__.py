@@ -1,0 +1,8 @@
+"""The options of commands: each declared once, and from that a parameter on the command line, a key in the file of
+`--config`, and a line of help."""
+
+from .given import Given, configured
+from .shared import Device, Json, Plot, Run, Runs, Session, run_names, start, store_names, unfinished_names
+
+__all__ = ["Device", "Given", "Json", "Plot", "Run", "Runs", "Session", "configured", "run_names", "start",
+           "store_names", "unfinished_names"]

@@ -1,0 +1,112 @@
+"""`--config run.toml`: options from a TOML file, checked as those of the command line are.
+
+    solver = "pam-sgd"
+    d_sae = 512          # the long option's name; d-sae does too
+    revive = false
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..config import Option, toml_lines
+from ..errors import ConfigError, did_you_mean, one_line
+from ..files import regular
+
+HELP = 'TOML file of options, each by its long name (dtype = "float32"); those on the command line win.'
+
+
+def config_parameter(options: Mapping[str, Option]) -> Parameter:
+    """The parameter `config` of a command that takes these options, by their names.
+
+    It is handled before all others, and its file's values then stand in for their defaults.
+    """
+
+    def load(ctx: typer.Context, path: Path | None) -> Path | None:
+        if path is not None and not ctx.resilient_parsing:
+            found = read_config(path, options, f"sae {ctx.info_name}")
+            ctx.default_map = {name: [value] if options[name].several and not isinstance(value, list) else value
+                               for name, value in found.items()}
+        return path
+
+    option = typer.Option("--config", help=HELP, is_eager=True, callback=load)
+    return Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option])
+
+
+def read_config(path: Path, options: Mapping[str, Option], command: str) -> dict[str, Any]:
+    """The options of a TOML file by name, each as it would be typed.
+
+    Args:
+        path: the file.
+        options: those that the command takes, by name.
+        command: what it is called in messages.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something that the command does not take.
+    """
+    try:
+        document = tomllib.loads(regular(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(None, "cannot read {config} {path}: {reason}", "give a TOML file of options", path=path,
+                          reason=error.strerror or error) from error
+    except (ValueError, RecursionError) as error:  # no TOML, no text, a number of thousands of digits, lists in lists
+        raise ConfigError(None, "cannot read {config} {path}: expected TOML, lines such as d_sae = 512, got something "
+                                "else: {reason}", path=path, reason=one_line(error)) from error
+    found: dict[str, Any] = {}
+    for written, value in document.items():
+        name = written.replace("-", "_")
+        try:
+            _look_at(name, written, value, options, command)
+        except ConfigError as error:
+            raise error.within(f"cannot use {path}") from None
+        if name in found:
+            raise ConfigError(None, "cannot use {path}: expected {key} once, got it spelt {written} as well",
+                              "leave one out", path=path, key=name, written=written)
+        found[name] = _typed(value)
+    return found
+
+
+def _look_at(name: str, written: str, value: Any, options: Mapping[str, Option], command: str) -> None:
+    """Refuse an entry that is no option, or whose value the option does not take."""
+    if isinstance(value, dict):
+        raise ConfigError(None, "expected lines such as d_sae = 512 outside of any table, got the table [{written}]",
+                          "leave its heading out", written=written)
+    if name not in options:
+        raise ConfigError(None, "expected the long name of an option of `{command}`, got {written}", "{advice}",
+                          command=command, written=written,
+                          advice=did_you_mean(name, options) or f"`{command} --help` lists them")
+    if not options[name].admits(value):
+        question = did_you_mean(value, options[name].choices) if isinstance(value, str) else ""
+        raise ConfigError(None, "{written} must be {expected}, got {got}", question, written=written,
+                          expected=options[name].expected, got=json.dumps(value, default=str))
+
+
+def _typed(value: Any) -> Any:
+    """A value as the command line would have it: a flag's truth, words otherwise."""
+    if isinstance(value, list):
+        return [str(one) for one in value]
+    return value if isinstance(value, bool) else str(value)
+
+
+@contextmanager
+def naming(ctx: typer.Context, path: Path | None) -> Iterator[None]:
+    """Have a message about options that came from a file name the file, and what it says."""
+    try:
+        yield
+    except ConfigError as error:
+        said = [line for name, given in ctx.params.items() if name in error.options and name in (ctx.default_map or ())
+                and ctx.get_parameter_source(name).name == "DEFAULT_MAP" for line in toml_lines({name: _alone(given)})]
+        if not said:
+            raise
+        raise error.within(f"{path} says {' and '.join(said)}") from error
+
+
+def _alone(value: Any) -> Any:
+    """The only value of a list that has one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value

@@ -1,0 +1,193 @@
+"""What a command is given: the options of its configurations, from the command line and from a file; and how an option
+stands for Typer's parameter.
+"""
+
+import enum
+import functools
+import inspect
+import types
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from inspect import Parameter
+from itertools import product
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import typer
+
+from ..config import KINDS, PAPER, Config, Option, choose, flag_of, options_of, scalar_types
+from ..errors import ConfigError
+from .config_file import config_parameter, naming
+
+
+def parameter_of(option: Option) -> Parameter:
+    """The parameter that stands for an option on the command line."""
+    default = option.default
+    settings: dict[str, Any] = {"help": option.help, "rich_help_panel": option.panel, "metavar": option.metavar,
+                                "show_default": default is not None and default is not False}
+    if len(option.kinds) > 1:
+        numeric = next(kind for kind in option.kinds if kind is not str)
+        settings |= {"parser": _word_or_number(option, numeric), "autocompletion": lambda: list(option.choices),
+                     "metavar": option.metavar or f"{'|'.join(option.choices)}|{numeric.__name__.upper()}"}
+        kind: Any = str
+    else:
+        kind = Literal[option.choices] if option.choices else option.kinds[0]  # type: ignore[valid-type]
+    flag = flag_of(option.name)
+    if kind is bool:
+        flag += f"/{flag_of('no_' + option.name)}"  # what a file switches on, the command line can switch off
+    if option.several:
+        settings["metavar"] = (settings["metavar"] or f"<{kind.__name__}>") + " ..."
+        kind = list[kind]  # type: ignore[valid-type]
+        default = None if default is None else [default]
+    return Parameter(
+        option.name, Parameter.KEYWORD_ONLY, default=default,
+        annotation=Annotated[kind | None if option.default is None else kind, typer.Option(flag, **settings)])
+
+
+def own_options(parameters: Mapping[str, Parameter]) -> dict[str, Option]:
+    """The options among a command's own parameters, by name; a positional argument is none."""
+    found = {}
+    for name, parameter in parameters.items():
+        if get_origin(parameter.annotation) is not Annotated:
+            continue
+        annotation, info = get_args(parameter.annotation)
+        if isinstance(info, typer.models.OptionInfo):
+            (kind,) = (kind for kind in scalar_types(annotation) if kind is not types.NoneType)
+            several = get_origin(kind) is list
+            if several:
+                (kind,) = get_args(kind)
+            choices = get_args(kind) if get_origin(kind) is Literal else ()
+            if isinstance(kind, enum.EnumType):
+                choices = tuple(member.value for member in kind)
+            found[name] = Option(info.help or "", name, (kind,) if kind in KINDS else (str,), choices=choices,
+                                 several=several)
+    return found
+
+
+def _word_or_number(option: Option, numeric: type) -> Callable[[str], str | int | float]:
+    def parse(text: str) -> str | int | float:
+        if text in option.choices:
+            return text
+        try:
+            return numeric(text)
+        except ValueError:
+            if option.check is not None:
+                return text  # the configuration looks at it
+            raise typer.BadParameter(f"{text!r} is neither a number nor {' nor '.join(option.choices)}") from None
+
+    return parse
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+@dataclass(frozen=True)
+class Given:
+    """The configuration options of one invocation.
+
+    Args:
+        values: value by option name.
+        given: the options that the user set, as opposed to left at their defaults.
+        varied: of the options that the user set to several values, this one's.
+    """
+
+    values: Mapping[str, Any]
+    given: frozenset[str]
+    varied: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, kind: type[ConfigT]) -> ConfigT:
+        """Build one configuration from the options that were set; the others keep its own defaults."""
+        return kind(**{name: self.values[name] for name in options_of(kind).keys() & self.given})
+
+    def choose(self, table: Mapping[str, type[Config]], selector: str, name: str) -> Config:
+        """Build the configuration that a table holds under `name`; see `config.choose`."""
+        return choose(table, selector, name, self.values, self.given)
+
+
+def configured(*configs: type[Config], repeated: bool = False, advanced: Collection[str] = (),
+               **tables: Mapping[str, type[Config]]) -> Callable:
+    """Give a command function the options of configurations.
+
+    The function's parameter `options` receives a `Given`, or where options may be repeated one for each combination of
+    the values, the last option's changing fastest. Each option stands on the help page in its own panel, else in its
+    configuration's. All of the function's options may stand in the file of `--config` too. Where some are advanced,
+    `--help-all` shows these as well; the function returned names them in `advanced`, for the command's `--help`.
+
+    Args:
+        *configs: configurations whose fields all become options.
+        repeated: whether numbers may be given several values each, but for those declared `once`.
+        advanced: which of the function's own options are advanced.
+        **tables: tables of configurations of which the option of that name selects one; fields that
+            several entries share become one option, and each help text says which entries take it.
+    """
+    declared = [replace(one, panel=one.panel or config.panel) for config in configs
+                for one in options_of(config).values()]
+    for selector, table in tables.items():
+        declared += [replace(one, panel=one.panel or f"Options of --{selector}") for one in _merged(table)]
+    options = {one.name: replace(one, several=repeated and one.repeatable) for one in declared}
+
+    def decorate(function: Callable) -> Callable:
+        signature = inspect.signature(function, eval_str=True)
+        own = {name: parameter for name, parameter in signature.parameters.items() if name != "options"}
+        left_out = {*advanced, *(name for name, one in options.items() if one.advanced)}
+        shown = sorted(options.values(), key=lambda one: one.panel == PAPER["panel"])
+        added = [config_parameter(options | own_options(own)), *[_help_all()] * bool(left_out)]
+
+        @functools.wraps(function)
+        def command(**arguments: Any) -> Any:
+            values = {name: arguments.pop(name) for name in options}
+            ctx, file = arguments["ctx"], arguments.pop("config")
+            arguments.pop("help_all", None)
+            given = frozenset(name for name in values if ctx.get_parameter_source(name).name != "DEFAULT")
+            with naming(ctx, file):
+                combined = _combinations(values, given) if repeated else Given(values, given)
+                return function(options=combined, **arguments)
+
+        everything = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+                      for one in [*own.values(), *added, *map(parameter_of, shown)]]
+        command.__signature__ = signature.replace(parameters=everything)
+        command.__annotations__ = {one.name: one.annotation for one in everything}
+        command.advanced = frozenset(left_out)
+        return command
+
+    return decorate
+
+
+def _merged(table: Mapping[str, type[Config]]) -> list[Option]:
+    """The options of all of a table's configurations, each with the entries that take it where not all do."""
+    takers: dict[str, list[str]] = {}
+    found: dict[str, Option] = {}
+    for key, config in table.items():
+        for name, one in options_of(config).items():
+            found.setdefault(name, one)
+            takers.setdefault(name, []).append(key)
+    return [one if len(takers[name]) == len(table) else replace(one, help=f"{one.help} ({', '.join(takers[name])})")
+            for name, one in found.items()]
+
+
+def _help_all() -> inspect.Parameter:
+    """The parameter that shows the help page with all options, and ends the command."""
+
+    def show(ctx: typer.Context, wanted: bool) -> None:
+        if wanted and not ctx.resilient_parsing:
+            ctx.command.show_all(ctx)
+            raise typer.Exit
+
+    option = typer.Option("--help-all", help="Show all options, and exit.", is_eager=True, callback=show)
+    return inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False,
+                             annotation=Annotated[bool, option])
+
+
+def _combinations(values: Mapping[str, Any], given: frozenset[str]) -> tuple[Given, ...]:
+    """What was given, once for each combination of the values of options that were given several; ConfigError where an
+    option was given one value twice."""
+    several = {name: value for name, value in values.items() if isinstance(value, list)}
+    for name, words in several.items():
+        if twice := [word for place, word in enumerate(words) if word in words[:place]]:
+            raise ConfigError(name, "{value} is given twice", "give each value once, for one SAE a value",
+                              value=twice[0])
+    varying = [name for name, words in several.items() if len(words) > 1]
+    result = []
+    for combination in product(*several.values()):
+        chosen = dict(zip(several, combination, strict=True))
+        result.append(Given({**values, **chosen}, given, {name: chosen[name] for name in varying}))
+    return tuple(result)

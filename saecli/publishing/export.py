@@ -1,0 +1,153 @@
+"""SAEs made ready for another library's format, what that changes, and written in it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import formats
+from ..console import Listener, listening
+from ..dictionary import SAE
+from ..errors import ConfigError, FormatError, StoreError
+from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, measured, opened
+from ..formats import FORMATS, STAND_INS, SavedSAE
+from ..home import Home
+from ..metrics import Reconstruction
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """An SAE made ready for a format.
+
+    Args:
+        format: one of `FORMATS`.
+        original: the SAE.
+        written: what the format can say: the SAE itself, or the one that stands in for it.
+        deviation: where another stands in, how far the two lie apart on held-out rows: `data`, `rows`,
+            `rows_that_differ`, `max_difference`, `fvu`, `fvu_written`.
+    """
+
+    format: str
+    original: SAE
+    written: SavedSAE
+    deviation: dict[str, Any] | None = None
+
+    @property
+    def told(self) -> str | None:
+        """A sentence on the deviation."""
+        if (found := self.deviation) is None:
+            return None
+        change = (f"{self.format} has no {self.original.activation.name}: wrote {self.written.sae.activation.name}, "
+                  f"which clips at zero")
+        if not found["rows_that_differ"]:
+            return f"{change}; the two agree on all {found['rows']:,} held-out rows of {found['data']}"
+        return (f"{change}; of the {found['rows']:,} held-out rows of {found['data']} "
+                f"{found['rows_that_differ'] / found['rows']:.2%} differ, by up to {found['max_difference']:.3g}, and "
+                f"fvu goes from {found['fvu']:.4g} to {found['fvu_written']:.4g}")
+
+
+def converted(saved: SavedSAE, to: str, held_out: Callable[[], Measured], listener: Listener) -> Conversion:
+    """Make an SAE ready for a format; where another stands in for it, the difference is measured on held-out rows.
+
+    Args:
+        saved: the SAE.
+        to: one of `FORMATS`.
+        held_out: opens the SAE and its held-out rows, if they are needed.
+        listener: told how far the measurement is.
+
+    Raises:
+        FormatError: the format cannot express the SAE's activation, nor one that stands in for it.
+        ConfigError: there are no rows to measure the difference on.
+    """
+    sae = saved.sae
+    if type(sae.activation) in FORMATS[to].activations:
+        return Conversion(to, sae, saved)
+    if not can_be_written(sae, to):
+        raise _inexpressible(sae, to)
+    stand_in = STAND_INS[type(sae.activation)](sae)
+    return Conversion(to, sae, replace(saved, sae=stand_in), _deviation(sae, stand_in, to, held_out, listener))
+
+
+def can_be_written(sae: SAE, to: str) -> bool:
+    """Whether a format can express an SAE, or one that stands in for it."""
+    kind = type(sae.activation)
+    kinds = {kind, type(STAND_INS[kind](sae).activation)} if kind in STAND_INS else {kind}
+    return not kinds.isdisjoint(FORMATS[to].activations)
+
+
+def _inexpressible(sae: SAE, to: str) -> FormatError:
+    others = [name for name in FORMATS if name != "native" and can_be_written(sae, name)]
+    advice = (f"use {others[0]}" if others else "no library here can: hand on the run folder, whose sae.safetensors "
+                                                "this tool reads")
+    return FormatError(f"{to} cannot express the activation {sae.activation.name}; expected one of "
+                       f"{', '.join(kind.name for kind in FORMATS[to].activations)}; {advice}")
+
+
+@torch.no_grad()
+def _deviation(sae: SAE, stand_in: SAE, to: str, held_out: Callable[[], Measured],
+               listener: Listener) -> dict[str, Any]:
+    """How far an SAE and the one written in its place lie apart, on the held-out rows."""
+    try:
+        one = held_out()
+    except StoreError as error:
+        raise ConfigError(None, "{to} lacks the activation {lacking}", "writing {instead} in its place needs rows to "
+                                "measure the difference on, but {error}", to=to, lacking=sae.activation.name,
+                          instead=stand_in.activation.name, error=error) from error
+    sae, stand_in = one.sae, stand_in.copy_to(one.sae.W_enc.device)
+    exact, instead = (Reconstruction(sae.d_in, sae.d_sae) for _ in range(2))
+    differ, largest = 0, 0.0
+    for x in one.batches(listener):
+        z, other = sae.codes(x), stand_in.codes(x)
+        x_hat, other_hat = sae.decode_codes(z), stand_in.decode_codes(other)
+        exact.update(x, x_hat, z)
+        instead.update(x, other_hat, other)
+        differ += int((z.dense() != other.dense()).any(1).sum())
+        largest = max(largest, float((x_hat - other_hat).abs().max()))
+    return {"data": one.heading["data"], "rows": one.rows.rows, "rows_that_differ": differ,
+            "max_difference": largest, "fvu": exact.result()["fvu"], "fvu_written": instead.result()["fvu"]}
+
+
+def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, home: str | Path | None = None,
+           progress: bool = False) -> dict[str, Any]:
+    """Write an SAE in another library's format, as `sae export` does.
+
+    Where the format lacks the activation, and has one that can stand in for it, that is written, and the difference
+    measured on held-out rows; `save_sae` refuses instead.
+
+    Args:
+        sae: as of `evaluate`.
+        to: saelens, sparsify, dictionary-learning, gemma-scope or native.
+        out: folder to write, new or empty; it appears whole or not at all.
+        data: rows to measure the difference on, as of `evaluate`.
+        home: as of `evaluate`.
+        progress: as of `evaluate`.
+
+    Returns:
+        What `sae export --json` prints: among it `deviation`, the difference measured; None where nothing stands in.
+
+    Raises:
+        ConfigError: there is no such format, there are no rows to measure the difference on, or `data` is given and
+            there is no difference.
+        FormatError: the folder is in use, or the format cannot express the SAE's activation.
+        SaeError: as of `evaluate`.
+    """
+    if to not in FORMATS:
+        raise ConfigError("to", "must be one of {choices}, got {got!r}", choices=", ".join(FORMATS), got=to)
+    return exported(Home.at(home), sae, to, Path(out), data, listening(progress))
+
+
+def exported(home: Home, sae: SAELike, to: str, out: Path, data: RowsLike, listener: Listener) -> dict[str, Any]:
+    """As `export`; a listener is told what was chosen, and of the difference."""
+    subject, saved = opened(home, sae, listener)
+    found = converted(saved, to, lambda: measured(home, sae, data, "test", "auto", listener), listener)
+    if found.deviation is None and data is not None:
+        raise ConfigError("data", "does nothing here: {to} expresses {activation} exactly", "leave it out", to=to,
+                          activation=saved.sae.activation.name)
+    formats.save(found.written, to, out)
+    if found.told is not None:
+        listener.note(found.told)
+    return {"run": subject.name, "format": to, "path": str(out), "activation": saved.sae.activation.name,
+            "written_as": found.written.sae.activation.name, "deviation": found.deviation,
+            "files": sorted(path.name for path in out.iterdir())}

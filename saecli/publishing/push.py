@@ -1,0 +1,143 @@
+"""Putting an SAE on the Hugging Face hub, with a model card that holds its measures."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from .. import formats
+from ..console import Listener, listening
+from ..dictionary import SAE
+from ..errors import ConfigError
+from ..evaluation.evaluate import check_tokens_of_model, evaluated
+from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, measured
+from ..formats import FORMATS, SavedSAE
+from ..home import Home
+from ..hub import Address, Entry, Repository, card_with
+from .export import Conversion, can_be_written, converted
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """How to push; see `push`."""
+
+    private: bool = False
+    format: str = "auto"
+    model: str | None = None
+    tokens: int | None = None
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.format not in ("auto", *FORMATS):
+            raise ConfigError("format", "must be one of {choices}, got {got!r}", choices=", ".join(("auto", *FORMATS)),
+                              got=self.format)
+        check_tokens_of_model(self.tokens, self.model)
+
+
+def push(sae: SAELike, repo: str, data: RowsLike = None, *, private: bool = False, format: str = "auto",
+         model: str | None = None, tokens: int | None = None, device: str = "auto", home: str | Path | None = None,
+         progress: bool = False) -> dict[str, Any]:
+    """Put an SAE on the Hugging Face hub, as `sae push` does, by the token of `hf auth login` or of HF_TOKEN.
+
+    Args:
+        sae: as of `evaluate`.
+        repo: `user/repo`, which is made if need be, or `user/repo/folder`; without one, a folder of the run's name.
+        data: as of `evaluate`; a store, on whose held-out rows the SAE is measured.
+        private: make the repository private; one that is there and public is refused.
+        format: of the files; auto: saelens, where that reconstructs all held-out rows alike, else native.
+        model, tokens, device, home, progress: as of `evaluate`.
+
+    Returns:
+        What `sae push --json` prints.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+        HubError: the hub cannot be reached, or refuses.
+        SaeError: as of `evaluate`.
+    """
+    options = PushOptions(private, format, model, tokens, device)
+    return pushed(Home.at(home), sae, repo, data, options, listening(progress))
+
+
+def pushed(home: Home, sae: SAELike, repo: str, data: RowsLike, options: PushOptions,
+           listener: Listener) -> dict[str, Any]:
+    """As `push`; a listener is told what was chosen, and how far it has come."""
+    address = _address(repo, "sae" if sae is None or isinstance(sae, SAE) else str(sae))
+    one = measured(home, sae, data, "test", options.device, listener)
+    there = Repository.find(address, options.private)
+    found = _conversion(one, options.format, listener)
+    (measures,) = evaluated([replace(one, saved=found.written)], options.model, options.tokens, listener)
+    card = card_with(_entry(address, found, one, measures), there.card)
+    if card is None:
+        listener.note(f"README.md of {address.repo} was not written by `sae push` and is left as it is")
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "sae"
+        formats.save(found.written, found.format, folder)
+        files = sorted(path.name for path in folder.iterdir())
+        url = there.push(folder, card, options.private, f"Add {address.folder or 'an SAE'} with sae push")
+    if found.told is not None:
+        listener.note(found.told)
+    return {"run": one.subject.name, "repo": address.repo, "folder": address.folder, "format": found.format,
+            "written_as": found.written.sae.activation.name, "deviation": found.deviation, "files": files,
+            "card": card is not None, "url": url, "measures": measures}
+
+
+def _address(text: str, run: str) -> Address:
+    """Where to push to; the folder is the run's name where none is given. Raises ConfigError where the text names no
+    repository, or a revision of one."""
+    expected = "expected USER/REPO or USER/REPO/FOLDER"
+    address = Address.parse(text)
+    if address is None:
+        raise ConfigError(None, "cannot push to {text!r}: {expected}, such as someone/my-saes", text=text,
+                          expected=expected)
+    if address.revision is not None:
+        raise ConfigError(None, "cannot push to the revision {revision} of {name}: {expected}, whose newest state is "
+                                "added to", "leave the revision out", revision=address.revision, name=address.repo,
+                          expected=expected)
+    if address.folder:
+        return address
+    named = Address.parse(f"{address.repo}/{Path(run).resolve().name}")
+    if named is None:
+        raise ConfigError(None, "{name!r} gives no name to a folder on the hub: {expected}, with a folder", name=run,
+                          expected=expected)
+    return named
+
+
+def _conversion(one: Measured, form: str, listener: Listener) -> Conversion:
+    """The SAE in the format asked for."""
+    run, saved = one.subject.name, _public(one.saved)
+    if form != "auto":
+        return converted(saved, form, lambda: one, listener)
+    why = f"saelens has no {saved.sae.activation.name}"
+    if can_be_written(saved.sae, "saelens"):
+        found = converted(saved, "saelens", lambda: one, listener)
+        if found.deviation is None or not found.deviation["rows_that_differ"]:
+            return found
+        why += (f", and with {found.written.sae.activation.name} {found.deviation['rows_that_differ']:,} of "
+                f"{found.deviation['rows']:,} held-out rows differ; --format saelens writes that all the same")
+    listener.note(f"{run} is written as native: {why}")
+    return converted(saved, "native", lambda: one, listener)
+
+
+def _public(saved: SavedSAE) -> SavedSAE:
+    """The SAE without a path of this machine: a model in a folder goes by the folder's name."""
+    model = saved.origin.get("model")
+    if model is None or not Path(model).is_absolute():
+        return saved
+    return replace(saved, origin=saved.origin | {"model": Path(model).name})
+
+
+def _entry(address: Address, found: Conversion, one: Measured, measures: dict[str, Any]) -> Entry:
+    from ..language_model import BUNDLED  # imports transformers, which takes seconds
+
+    sae, origin, source = found.written.sae, one.saved.origin, one.store.meta.source
+    model = origin.get("model")
+    on_hub = model is not None and not Path(model).is_absolute() and model not in BUNDLED
+    place = [found.written.origin.get("model"), f"layer {origin['layer']}" if "layer" in origin else None,
+             origin.get("site")]
+    kept = f" {sae.activation.k}" if hasattr(sae.activation, "k") else ""
+    trained_here = one.subject.data is not None
+    return Entry(address, found.format, ", ".join(filter(None, place)) or one.store.name,
+                 sae.activation.name + kept, sae.d_in, sae.d_sae, measures, found.told,
+                 base_model=model if on_hub else None,
+                 dataset=source["dataset"] if trained_here and "dataset_revision" in source else None)

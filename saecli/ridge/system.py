@@ -1,0 +1,208 @@
+"""The normal equations of one decoder step, the quadratic terms beside them, and their factorisation.
+
+Shapes: B rows in a block, N rows in all, F = d_sae, E targets, C columns of a right side. Sums and solutions are
+float64. Symbols as in the package's docstring; `shrink` is s.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..codes import Codes
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Weights of the quadratic terms, each competing with a sum over all rows, and what the terms pull towards.
+
+    Args:
+        alpha: weight of `||W - T||_F^2`, at least 0.
+        beta: weight of `||b||^2`, at least 0.
+        mu: weight of `||W - W_t||_F^2`, at least 0.
+        nu: weight of `||b - b_t||^2`, at least 0.
+        direction: T0, (F, E), whose best multiple is T = c T0; None for T = 0.
+        W_t: the decoder before this step, (F, E).
+        b_t: its bias, (E,).
+        decay: weights of each latent's own `||W_i||^2`, (F,), at least 0.
+        joint: whether b is optimal jointly with W; if not, W is solved as if b were 0, and b is then the best for
+            that W.
+    """
+
+    alpha: float
+    beta: float
+    mu: float
+    nu: float
+    direction: Tensor | None
+    W_t: Tensor
+    b_t: Tensor
+    decay: Tensor
+    joint: bool = True
+
+    def rows_fraction(self, rows: float) -> float:
+        """`N / (N + beta + nu)`, the part of the bias that N rows decide."""
+        return rows / (rows + self.beta + self.nu)
+
+    def shrink(self, rows: float) -> float:
+        """s, with which W is solved: 0 without a joint bias, as with an infinite beta."""
+        return self.rows_fraction(rows) if self.joint else 0.0
+
+    def bare_bias(self, rows: float, y_bar: Tensor) -> Tensor:
+        """`s y_bar + t b_t`, (E,), the bias for codes that predict nothing."""
+        return self.rows_fraction(rows) * y_bar + self.nu / (rows + self.beta + self.nu) * self.b_t.double()
+
+    def centre(self, rows: float, y_bar: Tensor) -> Tensor:
+        """What is subtracted from targets before W is solved, (E,): that bias, or 0 without a joint one."""
+        return self.bare_bias(rows, y_bar) if self.joint else torch.zeros_like(y_bar)
+
+
+AllReduce = Callable[[Tensor], Tensor]  # gives the sum of every process's tensor, the same bits in each process
+
+NOT_FINITE = ("the decoder step cannot be solved: the codes, or their products, are not finite", "lower {lr}")
+INFINITE_ALPHA = 1e9  # of A's mean diagonal: W is T then to nine digits, and c would be lost in a difference
+PIECE = 256  # rows of a matrix that are all-reduced at a time
+
+
+class System(ABC):
+    """Normal equations, collected block by block: `Sums`, `HeldRows` or `StreamedCodes`.
+
+    A system has storage for one factorisation: the next one, and every change to the system, supersede it.
+    """
+
+    version = 0  # goes up whenever a factorisation is superseded
+
+    @abstractmethod
+    def add(self, codes: Codes, y: Tensor) -> None:
+        """Add a block of rows: codes (B, F), without gradients, which may be kept, and must not be written to again,
+        and targets (B, E), in the codes' precision."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> float:
+        """N, or the sum of the rows' weights."""
+
+    @property
+    @abstractmethod
+    def z_bar(self) -> Tensor:
+        """Mean code, (F,)."""
+
+    @property
+    @abstractmethod
+    def y_bar(self) -> Tensor:
+        """Mean target, (E,)."""
+
+    @abstractmethod
+    def cross(self, centre: Tensor) -> Tensor:
+        """`sum z (y - centre)'`, (F, E), for a centre of shape (E,)."""
+
+    @abstractmethod
+    def scale(self, shrink: float) -> float:
+        """Mean of A's diagonal, at least 0: the unit of ridges."""
+
+    def factorise(self, terms: Terms) -> "Factorisation[Any]":
+        """Prepare solving with `A + diag(decay) + (alpha + mu) I`.
+
+        An alpha above `INFINITE_ALPHA` of A's mean diagonal is taken as that.
+
+        Raises:
+            TrainingError: the matrix is not finite, or rounding has left it such that no ridge makes it positive
+                definite.
+        """
+        shrink = terms.shrink(self.rows)
+        alpha = min(terms.alpha, INFINITE_ALPHA * self.scale(shrink)) or terms.alpha
+        self.changed()
+        found = self._factorise(alpha + terms.mu, shrink, terms.decay)
+        found.alpha = alpha + (found.ridge - (alpha + terms.mu))  # ridge - mu would lose alpha to a large mu
+        return found
+
+    @abstractmethod
+    def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Factorisation[Any]":
+        """Factorise `A + diag(decay) + ridge I` for a decay, (F,)."""
+
+    def changed(self) -> None:
+        """Supersede the last factorisation."""
+        self.version += 1
+
+
+class OwnRows(Protocol):
+    """Rows of the system itself, to full precision: differences from 1 or from the target, which a small ridge makes
+    nearly equal, would leave none. With psi_i = z_i - s z_bar and M the inverse:
+
+    Args:
+        slack: `1 - 1/(N + beta + nu) - psi_i' M psi_i`, (m,), 1 less the leverage.
+    """
+
+    slack: Tensor
+
+    def u(self) -> Tensor:
+        """`M psi_i`, (F, m)."""
+
+    def residual(self, centre: Tensor) -> Tensor:
+        """`y_i - centre - psi_i' M sum z (y - centre)'`, (m, E), for a centre of shape (E,)."""
+
+
+S = TypeVar("S", bound=System)
+
+
+class Factorisation(ABC, Generic[S]):
+    """`A + diag(decay) + ridge I`, prepared for solving: `Direct`, `Dual` or `Iterative`.
+
+    Args:
+        system: the normal equations that A belongs to; they hold the storage.
+        ridge: the ridge that it holds for.
+        raised: whether a smaller ridge was asked for and did not factorise.
+
+    Attributes:
+        alpha: the part of the ridge that is not mu.
+    """
+
+    def __init__(self, system: S, ridge: float, raised: bool) -> None:
+        self.ridge = self.alpha = ridge
+        self.raised = raised
+        self._system = system
+        self._version = system.version
+
+    @property
+    def system(self) -> S:
+        """The normal equations, unchanged since they were factorised. All storage is reached through them. Raises
+        RuntimeError where they have been factorised again, or have changed, and this factorisation is gone."""
+        if self._system.version != self._version:
+            raise RuntimeError(f"this factorisation, with a ridge of {self.ridge:.3g}, has been superseded: its normal "
+                               "equations have been factorised again, or have changed; factorise them once more")
+        return self._system
+
+    @abstractmethod
+    def solve(self, right: Tensor) -> Tensor:
+        """`(A + diag(decay) + ridge I)^-1 G`, (F, C), for a right side G of that shape."""
+
+    def solve_cross(self, centre: Tensor) -> Tensor:
+        """The solution for `sum z (y - centre)'`, (F, E), given a centre, (E,)."""
+        return self.solve(self.system.cross(centre))
+
+    def quadratic(self, psi: Tensor) -> Tensor:
+        """`psi_i' (A + diag(decay) + ridge I)^-1 psi_i`, (n,), of rows psi, (n, F)."""
+        return (psi.T * self.solve(psi.T)).sum(0)
+
+    @abstractmethod
+    def condition(self) -> float:
+        """Estimate of the condition number: of the matrix, in the 1-norm; for an iteration, of the matrix that its
+        preconditioner leaves."""
+
+    def residual(self) -> float:
+        """The largest residual so far over its right side; nan where solutions are exact to float64's rounding."""
+        return math.nan
+
+    def own(self, index: Tensor) -> OwnRows | None:
+        """The system's own rows with the given numbers, (m,); None where it does not hold its rows."""
+        return None
+
+
+def reduced(tensors: Iterable[Tensor], all_reduce: AllReduce) -> None:
+    """Replace each tensor's content by the sum over all processes, a matrix `PIECE` rows at a time."""
+    for tensor in tensors:
+        for piece in tensor.split(PIECE) if tensor.dim() > 1 else [tensor]:
+            piece.copy_(all_reduce(piece.contiguous()))

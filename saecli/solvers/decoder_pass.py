@@ -1,0 +1,161 @@
+"""What a decoder step takes from the rows: their normal equations, and what revival and penalties look at.
+
+Shapes: B rows in a block, b of them in this process, n sampled, D = d_in, E targets, F = d_sae.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch
+from ..codes import Codes
+from ..dictionary import Dictionary
+from ..distributed import Communicator
+from ..ridge import TOLERANCE, DecoderState, HeldRows, StreamedCodes, System
+
+SAMPLED_ROWS = 4096  # evenly spaced over all, on which alpha is chosen and dead latents are re-aimed
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """A pass, put together from all processes.
+
+    Args:
+        system: the normal equations; only rank 0 may solve them, or all processes together, as `solve_together` says.
+        rows: N, or the sum of their weights where some count for less.
+        z: codes of the sampled rows, (n, F); all rows where there are fewer than `SAMPLED_ROWS` and none weigh less.
+            Where rank 0 solves, the others have only their own.
+        y: the targets of those rows, (n, E).
+        norm_weights: what the penalty weighs each decoder norm with, (F,).
+        fired: the latents that fired on any row, a mask, (F,).
+    """
+
+    system: System
+    rows: float
+    z: Tensor
+    y: Tensor
+    norm_weights: Tensor
+    fired: Tensor
+
+    @property
+    def solve_together(self) -> bool:
+        """Whether all processes solve, in step, since each multiplies by its own codes."""
+        return isinstance(self.system, StreamedCodes)
+
+
+class DecoderPass:
+    """Collects a pass block by block; `finish` puts all processes' together.
+
+    Args:
+        system: takes the normal equations of this process' rows.
+        dictionary: the encoder's; its decoder gives the norms that a penalty weighs.
+        sparsity: the penalty, or `none`.
+        rows: how many rows are expected, of which every `ceil(rows / SAMPLED_ROWS)`-th is sampled.
+    """
+
+    def __init__(self, system: System, dictionary: Dictionary, sparsity: str, rows: int) -> None:
+        self.system = system
+        self._activation, self._sparsity = dictionary.activation, sparsity
+        self._stride = max(1, math.ceil(rows / SAMPLED_ROWS))
+        self._holds = isinstance(system, HeldRows)  # the rows themselves, and so all of them
+        W_dec = dictionary.decoder().detach()
+        self._W_dec = W_dec
+        self._norm_weights = torch.zeros(len(W_dec), dtype=torch.float64, device=W_dec.device)
+        self._fired = torch.zeros(len(W_dec), dtype=torch.bool, device=W_dec.device)
+        self._z, self._y = [W_dec.new_empty(0, len(W_dec))], [W_dec.new_empty(0, W_dec.shape[1])]
+        self._numbers, self._seen = [torch.arange(0)], 0
+
+    def add(self, codes: Codes, batch: Batch) -> None:
+        """Count a block of rows, of which this process has these codes, (b, F)."""
+        numbers = batch.numbers + self._seen
+        self._seen += batch.size
+        if not len(batch.x):
+            return
+        sampled = (numbers % (1 if self._holds else self._stride) == 0).nonzero()[:, 0]
+        if len(sampled):
+            here = sampled.to(batch.y.device)
+            self._z.append(codes.dense()[here])
+            self._y.append(batch.y[here])
+            self._numbers.append(numbers[sampled])
+        if not self._holds:
+            self.system.add(codes, batch.y)
+        self._norm_weights += self._activation.norm_weights(self._sparsity, codes, self._W_dec)
+        self._fired |= codes.fired()
+
+    def finish(self, communicator: Communicator) -> Observed:
+        """The pass over all processes' rows."""
+        z, y = in_order(torch.cat(self._z), torch.cat(self._y), torch.cat(self._numbers), communicator)
+        if self._holds:
+            system, z, y = HeldRows(z, y), z[::self._stride], y[::self._stride]
+            return put_together(system, z, y, self._norm_weights, self._fired, communicator)
+        return put_together(self.system, z, y, self._norm_weights, self._fired, communicator)
+
+
+def put_together(system: System, z: Tensor, y: Tensor, norm_weights: Tensor, fired: Tensor,
+                 communicator: Communicator) -> Observed:
+    """All processes' parts of a pass; see `Observed` for the arguments, of which z and y are those of all already."""
+    if communicator.world_size > 1:
+        if not isinstance(system, HeldRows):
+            system.reduce(communicator.all_reduce)
+        norm_weights = communicator.all_reduce(norm_weights.clone())
+        fired = communicator.all_reduce(fired.to(torch.int32)) > 0
+        if isinstance(system, StreamedCodes):
+            sizes = communicator.broadcast_object(lambda: len(z))
+            z, y = (communicator.broadcast(rows if communicator.is_main else rows.new_empty(sizes, rows.shape[1]))
+                    for rows in (z.contiguous(), y.contiguous()))
+    return Observed(system, system.rows, z, y, norm_weights, fired)
+
+
+def in_order(z: Tensor, y: Tensor, numbers: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:
+    """All processes' codes and targets on rank 0, in the order of their numbers; the others keep their own."""
+    if communicator.world_size == 1:
+        return z, y
+    order = communicator.gather(numbers).argsort().to(z.device)
+    z, y = communicator.gather(z), communicator.gather(y)
+    return z[order], y[order]
+
+
+def broadcast(state: DecoderState | None, Delta: Tensor, b: Tensor, communicator: Communicator) -> DecoderState:
+    """Rank 0's decoder on every process, given where it was solved for; `Delta`, (F, E), and `b`, (E,), give shape and
+    device."""
+    if communicator.world_size == 1:
+        return state
+    numbers = communicator.broadcast_object(lambda: replace(state, Delta=None, b=None))
+    parts = (Delta, b) if state is None else (state.Delta, state.b)
+    Delta, b = (communicator.broadcast(part.detach().clone(memory_format=torch.contiguous_format)) for part in parts)
+    return replace(numbers, Delta=Delta, b=b)
+
+
+THRESHOLD_FRACTION = 0.8  # of the rows, above which degrees of freedom are said to be too many
+THRESHOLD_RATIO = 2  # of rows and latents, either way, within which
+
+
+def notes_on(decoder: DecoderState, chosen: bool, rows: int, latents: int, raised: float) -> list[str]:
+    """What the last decoder step came to, and what was wrong with it where something was.
+
+    Args:
+        decoder: as the last step left it.
+        chosen: whether its alpha was chosen, not given.
+        rows: N.
+        latents: F.
+        raised: the largest ridge that a decoder step took in place of a smaller one; 0 for none.
+    """
+    alpha, dof = decoder.alpha, decoder.dof
+    notes = [f"decoder: alpha {alpha:.3g} {'chosen by leave-one-out' if chosen else 'as given'} leaves {dof:,.0f} "
+             f"effective degrees of freedom of {rows:,} rows ({rows / latents:.2g} rows a latent); "
+             f"condition {decoder.condition:.0e}"]
+    if not chosen and dof > THRESHOLD_FRACTION * rows and 1 / THRESHOLD_RATIO <= rows / latents <= THRESHOLD_RATIO:
+        notes.append(f"--alpha {alpha:.3g} lets the decoder fit nearly every one of {rows:,} rows by itself with "
+                     f"{latents:,} latents, which is where the error on other rows peaks; use --alpha auto, or a "
+                     "larger --alpha")
+    if decoder.residual > 2 * TOLERANCE:
+        notes.append(f"the last decoder step was solved to a residual of {decoder.residual:.1g} only, where "
+                     f"{TOLERANCE:g} was wanted; give a larger --alpha, or --solve direct")
+    if raised:
+        advice = ("the codes are degenerate: see `sae sparsity`, and try a lower --lr" if chosen
+                  else "give a larger --alpha, or leave the choice to --alpha auto")
+        notes.append(f"a decoder step could not be solved with the ridge asked for, and took "
+                     f"{raised:.3g} instead; {advice}")
+    return notes

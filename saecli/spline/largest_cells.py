@@ -1,0 +1,238 @@
+"""Cells of activations that keep the largest K: power cells of the K-th order, and how near their walls are.
+
+See `cells.py` for the hyperplanes, `power_diagram.py` for the sites. Shapes: B rows, D = d_in, F = d_sae, K = k,
+n sites.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .cells import Cell, Cells, ThresholdedCells
+from .power_diagram import KthOrderDiagram
+from .screening import Swaps
+
+SEARCH_WIDTH = 4  # candidates of the first round of the search for the nearest swap, enough for most rows
+PRODUCT_GAIN = 20  # how many distances between sites one product finds in the time of one found alone
+BLOCK = 2**23  # float64 numbers that one step of a search may hold, 64 MiB
+
+
+@dataclass(frozen=True)
+class LargestCells(Cells):
+    """Cells of the K largest: each pair of a kept and an unkept site is a hyperplane, K (n - K) of them a row.
+
+    Few of them are ever measured. With r_i = ||mu_i - c|| and c the mean of the sites, no swap is nearer than
+    `(v_i - v_j) / (r_i + r_j)`, a bound that costs no distance between sites; only the swaps whose bound is
+    below the nearest found so far can be nearer.
+
+    Args:
+        order: the K-th order power diagram whose cells these are.
+    """
+
+    order: KthOrderDiagram
+
+    @property
+    def possible_log10(self) -> float:
+        """log10 of F over K."""
+        F, K = self.sae.d_sae, self.order.k
+        return (math.lgamma(F + 1) - math.lgamma(K + 1) - math.lgamma(F - K + 1)) / math.log(10)
+
+    @property
+    def boundary(self) -> str:
+        """A kept site and an unkept one that would change places."""
+        return "swaps"
+
+    @cached_property
+    def _reach(self) -> Tensor:
+        """r_i, (n,)."""
+        return (self.order.diagram.centroids - self.order.diagram.centroids.mean(0)).norm(dim=1)
+
+    @cached_property
+    def _encoder(self) -> tuple[Tensor, Tensor]:
+        """Affine functions of the sites, (D, n) and (n,)."""
+        return self.order.diagram.to_encoder()
+
+    @cached_property
+    def _swaps(self) -> Swaps:
+        diagram = self.order.diagram
+        return Swaps(diagram.centroids, self.sae.b_enc, self._reach, self.order.k)
+
+    def look(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Supports, (B, F), and margins, (B,), of rows, (B, D), screened in float32 where each latent is one site."""
+        if len(self.order.diagram.weights) > self.sae.d_sae:
+            return super().look(x)
+        kept, margins, proved = self._swaps.look(x)
+        supports = torch.zeros(len(x), self.sae.d_sae, dtype=torch.bool).scatter_(1, kept, True)
+        if not proved.all():
+            supports[~proved], margins[~proved] = super().look(x[~proved])
+        return supports, margins
+
+    def supports(self, pre: Tensor) -> Tensor:
+        """The K latents that rank highest, (B, F)."""
+        return torch.zeros_like(pre, dtype=torch.bool).scatter_(1, self.order.support(pre), True)
+
+    def cell(self, row: Tensor) -> Cell:
+        """The half-spaces `(mu_i - mu_j) . x > c_j - c_i`, i a kept site and j one of an unkept latent, c the biases;
+        for abs-topk those rows of S whose kept pre-activations have the signs of this row's."""
+        pre = self.pre_activations(row[None])
+        support = self.order.support(pre)
+        W, b = self._encoder
+        others = torch.ones(self.sae.d_sae, dtype=torch.bool).scatter_(0, support[0], False)
+        outside = others.repeat(len(b) // len(others)).nonzero()[:, 0]
+        # With nothing outside, signs part no cells either: the cell is the whole space.
+        return Cell.swapping(W, b, (self.order.sites(support, pre) if len(outside) else support)[0], outside)
+
+    def _sides(self, pre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Site values (B, n), the sites kept (B, K), and for each site the bound on its nearest swap (B, n)."""
+        support = self.order.support(pre)
+        values, inside = self.order.values(pre), self.order.sites(support, pre)
+        lowest = values.gather(1, inside).amin(1, keepdim=True)
+        reach = self._reach + self._reach[inside].amax(1, keepdim=True)
+        bound = torch.where(reach > 0, (lowest - values) / reach, torch.inf)
+        # Where a latent has two sites, both are barred: before they could swap, every other latent has entered.
+        for copy in range(values.shape[1] // pre.shape[1]):
+            bound.scatter_(1, support + copy * pre.shape[1], torch.inf)
+        return values, inside, bound
+
+    def margins(self, pre: Tensor) -> Tensor:
+        """`min over i in S, j not in S of (v_i - v_j) / ||mu_i - mu_j||`, (B,), exact.
+
+        Cost: O(n) a row, and for the few swaps whose bound does not rule them out O(D) each; the search is
+        widened for the rows for which the first candidates do not prove the minimum.
+        """
+        values, inside, bound = self._sides(pre)
+        outside = values.shape[1] // pre.shape[1] * (pre.shape[1] - self.order.k)
+        margins = values.new_full((len(pre),), torch.inf)
+        if not outside:
+            return margins
+        pending, width = torch.arange(len(pre)), SEARCH_WIDTH
+        while len(pending):
+            block = max(1, BLOCK // (max(self.order.k, self.sae.d_in) * width))
+            proven = []
+            for some in pending.split(block):
+                margins[some], done = self._nearest_swap(values[some], inside[some], bound[some], width, outside)
+                proven.append(done)
+            pending, width = pending[~torch.cat(proven)], width * 8
+        return margins
+
+    def _nearest_swap(self, values: Tensor, inside: Tensor, bound: Tensor, width: int,
+                      outside: int) -> tuple[Tensor, Tensor]:
+        """The nearest of the `width` swaps of smallest bound, and whether the bounds of the others prove it, (B,)."""
+        wide = min(width, outside)
+        entrants = bound.topk(min(wide + 1, outside), largest=False)
+        others = entrants.values[:, wide:].amin(1) if wide < outside else bound.new_full((len(bound),), torch.inf)
+        j = entrants.indices[:, :wide]  # (B, wide)
+        gaps = values.gather(1, inside)[:, :, None] - values.gather(1, j)[:, None, :]  # (B, K, wide)
+        reach = self._reach[inside][:, :, None] + self._reach[j][:, None, :]
+        pair_bound = torch.where(reach > 0, gaps / reach, torch.inf).flatten(1)
+
+        pairs = min(width, pair_bound.shape[1])
+        best = pair_bound.topk(min(pairs + 1, pair_bound.shape[1]), largest=False)
+        if pairs < pair_bound.shape[1]:
+            others = torch.minimum(others, best.values[:, pairs])
+        chosen = best.indices[:, :pairs]  # (B, pairs)
+        distances = self._site_distances(inside.gather(1, chosen // wide), j.gather(1, chosen % wide))
+        swaps = torch.where(distances > 0, gaps.flatten(1).gather(1, chosen) / distances, torch.inf)
+        nearest = swaps.amin(1)
+        return nearest, ~(nearest > others)  # a row that is no number has none for its margin, and is done
+
+    def _site_distances(self, i: Tensor, j: Tensor) -> Tensor:
+        """`||mu_i - mu_j||` from true differences, of index arrays of one shape, (B, P)."""
+        mu = self.order.diagram.centroids
+        step = max(1, BLOCK // mu.shape[1])
+        flat = [(mu[a] - mu[b]).norm(dim=-1) for a, b in zip(i.flatten().split(step), j.flatten().split(step),
+                                                             strict=True)]
+        return torch.cat(flat).view_as(i) if flat else torch.zeros(i.shape, dtype=mu.dtype)
+
+    def crossings(self, pre: Tensor, radius: float) -> Tensor:
+        """How many swaps have `v_i - v_j < radius ||mu_i - mu_j||`, (B,).
+
+        Cost: O(n) a row, O(K) for each entrant that the bound does not rule out, and O(D) for each such swap: one by
+        one where they are few of these entrants' swaps, else for all of them as one product.
+        """
+        values, inside, bound = self._sides(pre)
+        counts = torch.zeros(len(pre), dtype=torch.long)
+        few: list[Tensor] = []
+        for number, (v, i, low) in enumerate(zip(values, inside, bound, strict=True)):
+            j = (low < radius).nonzero()[:, 0]
+            gaps = v[i][:, None] - v[j]  # (K, |j|)
+            close = gaps < radius * (self._reach[i][:, None] + self._reach[j])
+            if close.sum() * PRODUCT_GAIN > close.numel():
+                distances = torch.cdist(self.order.diagram.centroids[i], self.order.diagram.centroids[j],
+                                        compute_mode="use_mm_for_euclid_dist")
+                counts[number] = (gaps < radius * distances).sum()
+            elif close.any():
+                kept, entrant = close.nonzero().T
+                few.append(torch.stack([torch.full_like(kept, number), i[kept], j[entrant]]))
+        if few:
+            row, i, j = torch.cat(few, 1)
+            distances = self._site_distances(i[:, None], j[:, None])[:, 0]
+            near = values[row, i] - values[row, j] < radius * distances
+            counts += torch.bincount(row[near], minlength=len(pre))
+        return counts
+
+
+@dataclass(frozen=True)
+class ReluTopKCells(Cells):
+    """Cells of the K largest clipped at zero.
+
+    A row with K positive latents or more lies in a topk cell cut at `v_i = 0` of the latents kept. With fewer, the
+    latents kept are the positive ones, and no swap among the others shows: its cell is that of relu. All are convex.
+
+    Args:
+        largest: the cells without the clipping.
+        relu: the cells without the limit.
+    """
+
+    largest: LargestCells
+    relu: ThresholdedCells
+
+    @property
+    def possible_log10(self) -> float:
+        """log10 of the sum of F over j, j from 0 to K."""
+        F = self.sae.d_sae
+        j = torch.arange(self.largest.order.k + 1, dtype=torch.float64)
+        logs = math.lgamma(F + 1) - torch.lgamma(j + 1) - torch.lgamma(F - j + 1)
+        return float(torch.logsumexp(logs, 0)) / math.log(10)
+
+    @property
+    def boundary(self) -> str:
+        """Swaps and latents' own hyperplanes."""
+        return "hyperplanes"
+
+    def _is_full(self, pre: Tensor) -> Tensor:
+        """Whether K latents are positive, (B,)."""
+        return (pre > 0).sum(1) >= self.largest.order.k
+
+    def supports(self, pre: Tensor) -> Tensor:
+        """The latents among the K largest that are positive, (B, F)."""
+        return self.largest.supports(pre) & (pre > 0)
+
+    def cell(self, row: Tensor) -> Cell:
+        """The half-spaces of topk and `v_i > 0` for i in S; with fewer than K positive latents those of relu."""
+        pre = self.pre_activations(row[None])
+        if not self._is_full(pre):
+            return self.relu.cell(row)
+        kept = self.largest.supports(pre)[0] & (self.sae.W_enc.norm(dim=0) > 0)
+        latents = kept.nonzero()[:, 0]
+        return self.largest.cell(row).switched(latents, torch.ones_like(latents, dtype=torch.bool))
+
+    def margins(self, pre: Tensor) -> Tensor:
+        """The nearest swap or `min over i in S of v_i / ||w_i||`, (B,); of a row with fewer than K positive latents
+        the margin of relu."""
+        margins, full = self.relu.margins(pre), self._is_full(pre)
+        some = pre[full]
+        own = self.relu.distances(some).masked_fill(~self.largest.supports(some), torch.inf).amin(1)
+        margins[full] = torch.minimum(self.largest.margins(some), own)
+        return margins
+
+    def crossings(self, pre: Tensor, radius: float) -> Tensor:
+        """How many of the hyperplanes that `margins` looks at are nearer than the radius, (B,)."""
+        counts, full = self.relu.crossings(pre, radius), self._is_full(pre)
+        some = pre[full]
+        own = (self.relu.distances(some) < radius) & self.largest.supports(some)
+        counts[full] = self.largest.crossings(some, radius) + own.sum(1)
+        return counts

@@ -1,0 +1,145 @@
+"""A store that several ranks write: each a store of its own in `ranks/NNNNN`, all joined when they are complete.
+
+Rank 0 claims the store and notes how many rows each rank is to store. Every rank then writes its own with a plain
+`StoreWriter`, which saves, resumes and checks it as any other. Joining renames the ranks' shards, rank by rank, and
+then says in `store.json` that the store is complete; one that is killed joins again what is left.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ..errors import StoreError
+from ..files import flush_to_disk, lock_folder, make_folder
+from ..home import STORE_MARKER
+from .checks import no_show
+from .claim import ClaimedStore, claim, no_rows, other_number, remove_empty
+from .schema import RANKS, SHARDS, RankShards, ShardRecord, StoreMeta, read_meta, shard_name, write_meta
+from .shard_statistics import norm_fields, stored_statistics
+from .statistics import Dropped
+
+WAIT_SECONDS = 10.0  # that rank 0, where it is stopped, waits for the others to save their rows
+POLL_SECONDS = 0.05
+
+
+def rank_folder(store: Path, rank: int) -> Path:
+    """Where a rank writes the store of its own."""
+    return store / RANKS / f"{rank:05d}"
+
+
+def rank_meta(meta: StoreMeta) -> StoreMeta:
+    """What the store of each rank is to hold, of the `store.json` of all of them."""
+    return replace(meta, ranks=())
+
+
+def joining_began(store: Path) -> bool:
+    """Whether all ranks were complete, and shards of theirs have been moved: then only `RankedStore.join` goes on."""
+    return (store / RANKS).exists() and any((store / SHARDS).glob("*.h5"))
+
+
+def saved_rows(store: Path) -> int:
+    """Rows that a store has, complete or not: those of all ranks, and of unfinished shards, among them; StoreError
+    where there is none, or its `store.json` is damaged."""
+    meta = read_meta(store)
+    if meta.complete or not meta.ranks:
+        return meta.saved_rows
+    folders = [rank_folder(store, rank) for rank in range(len(meta.ranks))]
+    return sum(read_meta(folder).saved_rows for folder in folders if (folder / STORE_MARKER).exists())
+
+
+def wait_for_ranks(store: Path) -> None:
+    """Wait until no rank writes its store any more, for `WAIT_SECONDS` at most."""
+    until = time.monotonic() + WAIT_SECONDS
+    for folder in sorted((store / RANKS).glob("*")):
+        while time.monotonic() < until:
+            try:
+                os.close(lock_folder(folder))
+                break
+            except BlockingIOError:
+                time.sleep(POLL_SECONDS)
+
+
+class RankedStore(ClaimedStore):
+    """Rank 0's hold on a store that several ranks write; leaving the `with` removes a store without a row."""
+
+    @classmethod
+    def open(cls, path: Path, meta: StoreMeta, *, world_size: int, show: Callable[[float], None] = no_show) -> Self:
+        """Begin a store, or go on with one.
+
+        Args:
+            path: the store's folder; made if need be.
+            meta: what it is to hold; see `StoreWriter.open`.
+            world_size: how many ranks there are.
+            show: told how many bytes are read to check shards that may have changed since they were written.
+
+        Raises:
+            StoreError: another command is writing it, it holds something else, or another number of processes began it.
+        """
+        lock, there, _ = claim(path, meta, show)
+        begun = len(there.ranks) or (1 if there.saved_rows else world_size)
+        if not there.complete and begun != world_size:
+            os.close(lock)
+            raise other_number(path, begun, world_size)
+        return cls(path, there, lock)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        try:
+            if not self._meta.complete:
+                wait_for_ranks(self.path)
+                if not saved_rows(self.path):
+                    remove_empty(self.path)
+        finally:
+            super().__exit__(kind, error, trace)
+
+    def begin(self, rows: Sequence[int], median_norm: float | None = None) -> None:
+        """Note how many rows each rank is to store.
+
+        Args:
+            rows: their numbers, by rank.
+            median_norm: the median norm to drop rows by; see `StoreMeta`.
+
+        Raises:
+            StoreError: there are none at all, or the disk refuses it.
+        """
+        if not any(rows):
+            raise no_rows(self.path, {})
+        with self._reporting():
+            self._write(replace(self._meta, ranks=tuple(map(RankShards, rows)), median_norm=median_norm))
+
+    def join(self) -> None:
+        """Make one complete store of those of the ranks, all of which are complete; StoreError where the disk refuses
+        it."""
+        parts = [read_meta(folder) if (folder / STORE_MARKER).exists() else None
+                 for folder in (rank_folder(self.path, rank) for rank in range(len(self._meta.ranks)))]
+        shards: list[ShardRecord] = []
+        dropped = Dropped()
+        with self._reporting():
+            make_folder(self.path / SHARDS)
+            for rank, part in enumerate(parts):
+                for record in part.shards if part else ():
+                    joined = replace(record, file=shard_name(len(shards)))
+                    source = rank_folder(self.path, rank) / SHARDS / record.file
+                    if source.exists():  # else it was moved before this process was started
+                        source.rename(self.path / SHARDS / joined.file)
+                    shards.append(joined)
+                dropped += Dropped(part.dropped, part.dropped_norms) if part else Dropped()
+            flush_to_disk(self.path / SHARDS)
+            ranks = tuple(RankShards(noted.rows, len(part.shards) if part else 0)
+                          for noted, part in zip(self._meta.ranks, parts, strict=True))
+            meta = replace(self._meta, complete=True, shards=tuple(shards), ranks=ranks, dropped=dict(dropped.counts),
+                           dropped_norms=dict(dropped.norms))
+            with suppress(StoreError):  # a damaged shard is written anew when the store is next opened
+                meta = replace(meta, **norm_fields(stored_statistics(self.path, meta)))
+            self._write(meta)
+            shutil.rmtree(self.path / RANKS)
+
+    def _write(self, meta: StoreMeta) -> None:
+        write_meta(self.path, meta)
+        self._meta = meta

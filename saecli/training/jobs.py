@@ -1,0 +1,123 @@
+"""Runs to train: new ones, their folders named and claimed, or one that is gone on with."""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from ..activations import activation_from_json
+from ..console import Listener
+from ..distributed import Communicator
+from ..errors import ConfigError, RunError
+from ..home import Home, checked_name, read_settings
+from ..inventory.filling import open_store
+from ..solvers import SOLVERS
+from .checkpoints import claimed
+from .config import Plan, TrainingConfig
+from .run import Run
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to train.
+
+    Args:
+        folder: the run's folder, which is claimed.
+        run: what to train, on which store.
+        given: the options that were given, of a new run; None for one that is gone on with.
+        varied: of several runs, the options of this one in which they differ.
+    """
+
+    folder: Path
+    run: Run
+    given: Mapping[str, Any] | None = None
+    varied: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    """The names of runs, None for one that is made up; of several, the name's tell their values too. Raises ConfigError
+    where they cannot be folders, or are not all different."""
+    names = [None if name is None else checked_name("-".join([name, *map(_words, values.items())]))
+             for values in varied]
+    if len(set(names)) < len(names) and name is not None:
+        raise ConfigError("name", "{given} makes one name of several runs: their values differ in characters that a "
+                                  "name cannot hold", "leave {name} out", given=name)
+    return names
+
+
+def _words(value: tuple[str, Any]) -> str:
+    """An option and its value as a part of a run's name: seed1, sparsity_weight0.3."""
+    return re.sub(r"[^A-Za-z0-9._+-]", "_", f"{value[0]}{value[1]:g}" if isinstance(value[1], float) else
+                  f"{value[0]}{value[1]}")
+
+
+def claimed_folders(home: Home, names: Sequence[str | None], stem: str, claims: ExitStack,
+                    communicator: Communicator) -> list[Path]:
+    """The folders of new runs, which rank 0 claims until `claims` are closed; names that are None are made up. Raises
+    RunError where there is a run of one of those names."""
+    return communicator.broadcast_object(lambda: [_new_folder(home, name, stem, claims) for name in names])
+
+
+def _new_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> Path:
+    """The folder of a new run, claimed until `claims` are closed; two runs of made-up names that begin at once get two.
+    Raises RunError where there is a run of that name."""
+    runs = home.runs.path
+    if name is None:
+        for folder in (runs / f"{stem}-{number}" for number in count(1)):
+            with suppress(FileExistsError, RunError):
+                claims.enter_context(claimed(folder))
+                return folder
+    try:
+        claims.enter_context(claimed(runs / name))
+    except FileExistsError:
+        raise RunError(f"there is a run named {name!r} already; give another --name, or where it is not finished go on "
+                       "with it by --resume") from None
+    return runs / name
+
+
+def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack,
+                communicator: Communicator) -> Job:
+    """A run that was begun before, the newest unfinished one by default; rank 0 claims its folder.
+
+    Raises:
+        RunError: there is none, it is finished, or it is being trained; or its settings or its store have changed.
+    """
+    job = communicator.main_first(lambda: _begun_before(home, name, listener))
+    if communicator.is_main:
+        claims.enter_context(claimed(job.folder, new=False))
+    return job
+
+
+def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
+    runs = home.runs
+    if name is None:
+        unfinished = runs.unfinished()
+        if not unfinished:
+            raise RunError(f"there is no unfinished run in {runs.path}; start one with `sae train`")
+        name = unfinished[0]
+        listener.note(f"going on with {name}")
+    folder = runs.find(name)
+    path = folder / runs.marker
+    document = read_settings(path)
+    if document["complete"]:
+        raise RunError(f"{name} is finished; there is nothing to resume, start a new run with `sae train`")
+    store = open_store(home, document["data"], listener)
+    try:
+        settings = dict(document["solver"])
+        training = TrainingConfig.from_json(document["training"])
+        plan = Plan.resolved(training.rows_of(store), training.test_rows_of(store), training,
+                             SOLVERS[settings.pop("name")].from_json(settings),
+                             activation_from_json(document["activation"]))
+        if plan.training != training:  # defaults are filled in when a run is begun, and may be others by now
+            raise ConfigError(None, "not all of its settings are filled in")
+        run, trained_on = Run(store, plan, document["created"]), document["data_hash"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"cannot go on with {name}: {path} is not what this version of `sae train` writes "
+                       f"({error}); train it anew") from error
+    if trained_on != store.meta.request_hash:
+        raise RunError(f"cannot go on with {name}: {store.name} is not the store that it was begun on, though it has "
+                       f"its name; make that store again, or train anew")
+    return Job(folder, run)

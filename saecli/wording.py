@@ -1,0 +1,26 @@
+"""How figures read in tables and sentences."""
+
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def number(value: float | int | None) -> str:
+    """A figure as tables show it: counts whole, measures to four significant digits, nothing as a dash."""
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}"
+
+
+def counted(count: int, word: str) -> str:
+    """So many of something, as in "1 row" and "2,000 rows"."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def size_words(count: float) -> str:
+    """A number of bytes as people read it: 1.3 GB."""
+    for unit in UNITS:
+        if count < 1000 or unit == UNITS[-1]:
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"

@@ -1,0 +1,168 @@
+"""The README's claims on what is to be written to add a part: each is added to a copy of the package, and run."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import saecli
+
+PACKAGE = Path(saecli.__file__).parent
+
+ACTIVATION = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..codes import Codes
+from ..encoding import where
+from .base import Activation, Parameters
+
+
+@dataclass(frozen=True)
+class Cubed(Activation):
+    """The third power of positive pre-activations."""
+
+    name: ClassVar[str] = "cubed"
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        return where(pre, pre > 0).map(lambda values: values**3)
+
+    def rescaled(self, parameters: Parameters, factor: float) -> None:
+        return
+'''
+
+SOLVER = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..dictionary import SAE, Dictionary
+from ..distributed import ALONE, Communicator
+from .base import Task
+from .sgd import Sgd, SgdSolver
+
+
+class UnitNorm(Dictionary):
+    """A kind of dictionary: its decoder's rows have norm 1."""
+
+    LATENT_DIMENSIONS: ClassVar[dict[str, int]] = {**Dictionary.LATENT_DIMENSIONS, "directions": 0}
+
+    def __init__(self, start: SAE) -> None:
+        super().__init__(start.W_enc, start.b_enc, start.b_dec, start.activation, start.activation_parameters)
+        self.directions = Parameter(start.W_dec.detach().clone())
+
+    def decoder(self) -> Tensor:
+        return torch.nn.functional.normalize(self.directions, dim=1)
+
+
+@dataclass(frozen=True)
+class UnitSgd(Sgd):
+    """SGD with a decoder of unit norm."""
+
+    name: ClassVar[str] = "unit-sgd"
+
+    def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> SgdSolver:
+        return SgdSolver(UnitNorm(initial.sae()), task, self, communicator)
+'''
+
+COMMAND = '''
+import typer
+
+from ..options import Json, start
+
+
+def command(ctx: typer.Context, json: Json = False) -> None:
+    """Count the runs."""
+    session = start(ctx, json)
+    session.console.result({"runs": len(session.home.runs.names())})
+'''
+
+FORMAT = '''
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..activations import activation_from_json, activation_to_json
+from ..dictionary import SAE
+from .common import SavedSAE
+
+
+def load(folder: Path) -> SavedSAE:
+    with np.load(folder / "sae.npz") as held:
+        tensors = {name: torch.from_numpy(held[name]) for name in held.files if name != "activation"}
+        return SavedSAE(SAE(**tensors, activation=activation_from_json(json.loads(str(held["activation"])))), {})
+
+
+def save(saved: SavedSAE, folder: Path) -> None:
+    activation = json.dumps(activation_to_json(saved.sae.activation))
+    np.savez(folder / "sae.npz", activation=activation,
+             **{name: tensor.numpy() for name, tensor in saved.sae.tensors().items()})
+'''
+
+
+def added(root: Path) -> dict[str, str]:
+    """A copy of the package with one of each part; returns the environment that runs it."""
+    package = root / "saecli"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def write(name: str, text: str) -> None:
+        (package / name).write_text(text)
+
+    def line(name: str, before: str, after: str) -> None:
+        """One line of a table changed, with the import that it needs."""
+        text = (package / name).read_text()
+        assert before in text
+        write(name, text.replace(before, after, 1))
+
+    write("activations/cubed.py", ACTIVATION)
+    line("activations/__init__.py", "Swish, SoftTopK)}", "Swish, SoftTopK, Cubed)}")
+    line("activations/__init__.py", "from .smooth", "from .cubed import Cubed\nfrom .smooth")
+    write("solvers/unit_sgd.py", SOLVER)
+    line("solvers/__init__.py", "(Sgd, PamSgd)}", "(Sgd, PamSgd, UnitSgd)}")
+    line("solvers/__init__.py", "from .smoothing", "from .unit_sgd import UnitSgd\nfrom .smoothing")
+    write("formats/npz.py", FORMAT)
+    line("formats/__init__.py", '    "native": ',
+         '    "npz": Format(("sae.npz",), npz.load, npz.save, ACTIVATIONS.values()),\n    "native": ')
+    line("formats/__init__.py", "native, saelens", "native, npz, saelens")
+    write("commands/count.py", COMMAND)
+    line("cli.py", "COMMANDS = {\n", 'COMMANDS = {\n    "count": "Count the runs.",\n')
+    return {**os.environ, "PYTHONPATH": str(root), "SAE_HOME": str(root / "home")}
+
+
+def run(environment: dict[str, str], *words: str) -> dict:
+    done = subprocess.run([sys.executable, "-m", "saecli", *words, "--json"], env=environment, capture_output=True,
+                          text=True, cwd=environment["PYTHONPATH"], check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_an_activation_a_solver_a_dictionary_a_format_and_a_command_are_a_file_and_a_line_each(tmp_path: Path):
+    environment = added(tmp_path)
+    run(environment, "import", "digits", "--name", "digits")
+    quick = ("--d-sae", "96", "--epochs", "6")
+    fvus = {}
+    for solver in "unit-sgd", "pam-sgd", "sgd":
+        final = run(environment, "train", "--solver", solver, "--act", "cubed", *quick)["final"]
+        fvus[solver] = final["test_fvu"]
+    assert max(fvus.values()) < 0.9
+    assert run(environment, "count") == {"runs": 3}
+    (measured,) = run(environment, "eval", "unit-sgd-cubed-1")["runs"]
+    assert measured["fvu"] == pytest.approx(fvus["unit-sgd"], rel=1e-4)
+    run(environment, "export", "unit-sgd-cubed-1", "--to", "npz", "--out", "exported")
+    assert run(environment, "eval", "exported", "--data", "digits")["runs"][0]["fvu"] == pytest.approx(measured["fvu"])
+    load = ("import saecli, torch\n"
+            "norms = saecli.load_sae('unit-sgd-cubed-1').W_dec.norm(dim=1)\n"
+            "assert (norms / norms[0]).sub(1).abs().max() < 1e-4, norms")
+    subprocess.run([sys.executable, "-c", load], env=environment, cwd=tmp_path, check=True)
