@@ -128,7 +128,8 @@ class Solver(ABC):
         for name, parameter in dictionary.named_parameters():
             parameter.requires_grad_(name not in held and name not in dictionary.activation.estimates)
         clip_norm = math.inf if config.clip_norm is None else config.clip_norm
-        self.optimizer = kind(dict(dictionary.named_parameters()), clip_norm, communicator)
+        self.optimizer = kind(dict(dictionary.named_parameters()), clip_norm,
+                              communicator.all_reduce if communicator.world_size > 1 else None)
         self.steps = 0
         self.outer = 0
         self._outers = outers

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
+from ..ridge import AllReduce
 
 CHOICE_GROWTH = 1.25  # ratio of the outer iterations at which alpha is chosen anew, once there are several
 SPELLING = "a number, FIRST:LAST with both above 0, or numbers of at least 0 with commas between them"
@@ -84,7 +84,8 @@ class Optimizer:
     Args:
         tensors: what to move, by name; those that need no gradient stay.
         clip_norm: the gradient of all of them together is scaled down to this norm where it is larger.
-        communicator: reaches the processes whose losses add up to the one that is lowered.
+        all_reduce: puts the sum over the processes whose losses add up to the one that is lowered into a tensor; None
+            for one process.
     """
 
     name: ClassVar[str]
@@ -92,10 +93,10 @@ class Optimizer:
     vectors: ClassVar[int] = 0
 
     def __init__(self, tensors: Mapping[str, Tensor], clip_norm: float = math.inf,
-                 communicator: Communicator = ALONE) -> None:
+                 all_reduce: AllReduce | None = None) -> None:
         self.tensors = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
         self.clip_norm = clip_norm
-        self.communicator = communicator
+        self.all_reduce = all_reduce
 
     @classmethod
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
@@ -122,14 +123,19 @@ class Optimizer:
     @torch.no_grad()
     def _all_reduced(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The sum of all processes' gradients, by way of one buffer; those of one process as they are."""
-        if self.communicator.world_size == 1:
+        if self.all_reduce is None:
             return list(gradients)
         tensors = list(self.tensors.values())
-        flat = self.communicator.all_reduce(torch.cat([
+        flat = self.all_reduce(torch.cat([
             tensor.new_zeros(tensor.numel()) if gradient is None else gradient.reshape(-1)
             for tensor, gradient in zip(tensors, gradients, strict=True)]))
         return [torch.empty_like(tensor).copy_(total.view_as(tensor))  # lies in memory as the tensor does
                 for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True)]
+
+    def _summed(self, value: Tensor) -> Tensor:
+        """A loss without its gradient, of several processes together."""
+        value = value.detach().clone()
+        return value if self.all_reduce is None else self.all_reduce(value)
 
     @torch.no_grad()
     def _clip(self, gradients: Sequence[Tensor | None]) -> None:
@@ -169,8 +175,8 @@ class Adam(Optimizer):
     vectors = 2
 
     def __init__(self, tensors: Mapping[str, Tensor], clip_norm: float = math.inf,
-                 communicator: Communicator = ALONE) -> None:
-        super().__init__(tensors, clip_norm, communicator)
+                 all_reduce: AllReduce | None = None) -> None:
+        super().__init__(tensors, clip_norm, all_reduce)
         # The fused step reads a tensor and its moments alike, which must lie alike in memory.
         self._average = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
         self._square = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
@@ -222,8 +228,8 @@ class GradientDescent(Optimizer):
     name = "sgd"
 
     def __init__(self, tensors: Mapping[str, Tensor], clip_norm: float = math.inf,
-                 communicator: Communicator = ALONE) -> None:
-        super().__init__(tensors, clip_norm, communicator)
+                 all_reduce: AllReduce | None = None) -> None:
+        super().__init__(tensors, clip_norm, all_reduce)
         self._scale = torch.ones((), dtype=torch.float64)
 
     @classmethod
@@ -285,12 +291,12 @@ class Lbfgs(Optimizer):
             value = loss()
             for tensor, gradient in zip(self.tensors.values(), self._gradients(value), strict=True):
                 tensor.grad = None if gradient is None else gradient.contiguous()  # torch's L-BFGS takes no other
-            return self.communicator.all_reduce(value.detach().clone())
+            return self._summed(value)
 
         before = solver.step(evaluate).detach()
         with torch.no_grad():
             # At a kink, or by rounding, a line search can end higher.
-            if not self.communicator.all_reduce(loss().detach().clone()) <= before:
+            if not self._summed(loss()) <= before:
                 for name, tensor in self.tensors.items():
                     tensor.copy_(begun[name])
                 loss()  # whoever gave it sees the codes of where the tensors are
