@@ -46,7 +46,7 @@ class Trained:
 
     Args:
         split_seed: seed of the split into training and held-out rows.
-        fraction: share of the training rows.
+        fraction: fraction of the training rows.
         d_sae: number of latents.
     """
 

@@ -17,7 +17,7 @@ from .dictionary import Dictionary
 from .distributed import ALONE, Communicator
 from .errors import ConfigError
 
-DENSE_FREQUENCY = 0.1  # a latent that fires on a larger share of the rows counts as dense
+DENSE_FREQUENCY = 0.1  # a latent that fires on a larger fraction of the rows counts as dense
 
 
 class Reconstruction:
@@ -83,7 +83,7 @@ class Reconstruction:
             cosine: cosine between row and reconstruction, mean over rows; 0 for a row where either is zero.
             l0: latents that fire, mean over rows.
             l1: sum of the codes' magnitudes, mean over rows.
-            silent_fraction: share of the latents that fire on none of these rows; of the training rows, those are dead.
+            silent_fraction: fraction of the latents that fire on none of these rows; on training rows, those are dead.
 
         Raises:
             ConfigError: no row was counted.
@@ -166,7 +166,7 @@ class Firing:
 
     @property
     def frequency(self) -> Tensor:
-        """Share of the rows on which each latent fires, (F,), float64, on the CPU."""
+        """Fraction of the rows on which each latent fires, (F,), float64, on the CPU."""
         return self._counts.cpu().double() / max(self.rows, 1)
 
     @property
@@ -184,7 +184,7 @@ class Firing:
             density: `l0 / d_sae`.
             silent: how many latents fired on none of these rows.
             dense: how many fired on more than a share `DENSE_FREQUENCY` of the rows.
-            frequency: share of the rows on which each latent fires, one number a latent.
+            frequency: fraction of the rows on which each latent fires, one number a latent.
 
         Raises:
             ConfigError: no row was counted.

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from .base import Activation, Parameters, TargetsRate
 from .largest import KeepsK
 
-# Share of the newest batch in batchtopk's threshold. A slower mean lags behind growing pre-activations; PAM-SGD's
+# Fraction of the newest batch in batchtopk's threshold. A slower mean lags behind growing pre-activations; PAM-SGD's
 # decoder is then fitted to denser codes than training keeps, which makes them grow the faster (digits, k = 16: FVU
 # 0.129 with 0.05, 0.092 with 0.3 and 0.5).
 THRESHOLD_RATE = 0.3

@@ -20,7 +20,7 @@ Slice = Annotated[str, typer.Option(
     "--slice", metavar="pca|I,J,K", help="The plane that --plot shows: of the rows' first two principal components, "
                                          "or through three rows, by their numbers in the split from 0.")]
 Radius = Annotated[float, typer.Option(
-    "--radius", help="Radius of the local complexity, as a share of the rows' median distance to their mean.")]
+    "--radius", help="Radius of the local complexity, as a fraction of the rows' median distance to their mean.")]
 Lambda = Annotated[str, typer.Option(
     "--lambda", metavar="auto|FLOAT", help="What a dimension of local PCA's variable rank costs a row, in squared "
                                            "units of the rows; auto: so much that the mean rank is the SAE's.")]

@@ -34,7 +34,7 @@ def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
 
     Returns:
         What `sae sparsity --json` prints of a run: `run`, `data` and `split`, the measures of `Firing.result`, among
-        them `frequency`, the share of the rows that each latent fires on, and `dead_fraction`.
+        them `frequency`, the fraction of the rows that each latent fires on, and `dead_fraction`.
 
     Raises:
         SaeError: as of `evaluate`.

@@ -35,11 +35,11 @@ class Subject:
         folder: where it lies; None for an SAE in memory.
         data: name of the store that it was trained on; None where no one knows.
         split_seed: seed of the split into training and held-out rows.
-        fraction: share of the training rows that it was trained on, in (0, 1].
+        fraction: fraction of the training rows that it was trained on, in (0, 1].
         complete: whether its training was finished.
         data_hash: request hash of the store that it was trained on; None where no one knows.
-        dead_fraction: share of its latents that fire on none of the rows that it was trained on, in [0, 1], as training
-            counted; None where no one knows.
+        dead_fraction: fraction of its latents that fire on none of the rows that it was trained on, in [0, 1], as
+            training counted; None where no one knows.
     """
 
     name: str
@@ -162,7 +162,7 @@ class Measured:
 
     @property
     def chosen_rows(self) -> tuple[str, int, float] | None:
-        """What decides the rows, the split's name apart: store, seed and share of the split; None in memory."""
+        """What decides the rows, the split's name apart: store, seed and fraction of the split; None in memory."""
         if isinstance(self.rows, ArrayRows):
             return None
         return self.rows.store.name, self.rows.split.seed, self.rows.split.fraction

@@ -16,7 +16,7 @@ CPU_TOKENS = 1 << 11  # tokens in a forward pass where memory decides nothing: m
 SHARE = 8  # windows of a batch are at most an eighth shorter than its longest: less padding costs more passes
 # Windows in the passes whose memory tells that of others; in the first, libraries claim some for themselves.
 PROBED = (1, 1, 3)
-USED = 0.7  # share of the free memory that a batch may take
+USED = 0.7  # fraction of the free memory that a batch may take
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def _l0_bins(histogram: np.ndarray) -> dict[str, list[float]]:
 
 
 def _frequency_bins(frequency: np.ndarray) -> dict[str, list[float]]:
-    """Latents by the share of rows that they fire on, (F,), those that never do left out, in bins of equal ratio."""
+    """Latents by the fraction of rows that they fire on, (F,), those that never do left out, in bins of equal ratio."""
     fires = frequency[frequency > 0]
     edges = np.logspace(math.floor(math.log10(fires.min())) if len(fires) else -3, 0, FREQUENCY_BINS + 1)
     counts, _ = np.histogram(fires, edges)

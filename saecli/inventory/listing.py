@@ -35,7 +35,7 @@ def rows_dropped(counts: Mapping[str, int]) -> int:
 
 
 def _dropped(store: ActivationStore, reason: str) -> str:
-    """How many rows were dropped for a reason, what share of all, and how large they were; or how many texts."""
+    """How many rows were dropped for a reason, what fraction of all, and how large they were; or how many texts."""
     count, norms = store.meta.dropped[reason], store.meta.dropped_norms.get(reason)
     if reason in TEXT_REASONS:
         return f"{count:,} {'text' if count == 1 else 'texts'}"
@@ -204,7 +204,7 @@ def _cell(entry: dict[str, Any], column: str) -> Any:
 
 
 def _shares_dropped(stored: int, counts: dict[str, int], norms: dict[str, dict[str, float]]) -> str | None:
-    """The share of rows that were dropped, and their mean norm: 2.1% at 44.5."""
+    """The fraction of rows that were dropped, and their mean norm: 2.1% at 44.5."""
     dropped, measured = rows_dropped(counts), sum(found["rows"] for found in norms.values())
     if not dropped:
         return None

@@ -22,9 +22,9 @@ from .optimizers import OPTIMIZERS, check_schedule, weight_at
 from .smoothing import Smoothing
 
 DEFAULT_STEPS = 4000  # optimiser steps that defaults aim at
-WARM_UP = 0.02  # share of all steps over which the learning rate rises
-DECAY = 0.5  # share of all steps, the last ones, over which it falls to zero
-PENALTY_WARM_UP = 0.2  # share of all steps over which the sparsity penalty rises
+WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
+DECAY = 0.5  # fraction of all steps, the last ones, over which it falls to zero
+PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options that weigh how far a tensor moves in an outer iteration
 
 
@@ -46,9 +46,9 @@ class Task:
         smoothing: width by which training rows are smoothed (see `smoothing.py`); 0 for none.
         seed: of what a solver draws.
         batches: how many an epoch has.
-        penalty_warm_up: share of all steps over which the sparsity penalty rises.
-        lr_warm_up: share of all steps over which the learning rate rises.
-        lr_decay: share of all steps, the last ones, over which it falls to zero.
+        penalty_warm_up: fraction of all steps over which the sparsity penalty rises.
+        lr_warm_up: fraction of all steps over which the learning rate rises.
+        lr_decay: fraction of all steps, the last ones, over which it falls to zero.
         memory: bytes that the solver may take.
     """
 

@@ -27,7 +27,7 @@ class Smoothing:
     """How rows are moved, whatever the block that they come in and their order.
 
     Args:
-        width: by what share of its norm a row is moved; at least 0, which leaves rows as they are.
+        width: by what fraction of its norm a row is moved; at least 0, which leaves rows as they are.
         sample: rows along whose differences others are moved, spread over all, (n, D); n at least 2, or nothing moves.
     """
 

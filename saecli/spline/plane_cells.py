@@ -143,11 +143,11 @@ POLYGONS = 4000  # cells drawn as polygons at most; each takes some milliseconds
 LATENT_PIXELS = 6 * 10**8  # F P^2 of one picture at most, some ten seconds on two cores
 BLOCK = 2**22  # pre-activations at a time, 32 MiB
 PIXELS = (240, 640)  # P at least and at most
-OUTSIDE = 1e-9  # share of the window's side by which a corner may lie outside of its cell
-BEHIND = 1e-6  # share of the window's side at which the cell behind a side is looked for
-THIN = 1e-14  # share of the window that a polygon has at least
+OUTSIDE = 1e-9  # fraction of the window's side by which a corner may lie outside of its cell
+BEHIND = 1e-6  # fraction of the window's side at which the cell behind a side is looked for
+THIN = 1e-14  # fraction of the window that a polygon has at least
 SEEDS = 12  # points a side of the window from which cells are looked for
-MISSING = 1e-3  # share of the window that polygons may leave uncovered
+MISSING = 1e-3  # fraction of the window that polygons may leave uncovered
 
 Polygon = NDArray[np.float64]  # corners in order, (any, 2)
 

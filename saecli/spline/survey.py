@@ -116,7 +116,7 @@ def margin_measures(margins: NDArray[np.float64]) -> dict[str, Any]:
 
 
 def radius_of(rows: NDArray, fraction: float) -> float:
-    """The radius of the local complexity: a share of the median distance of rows, (B, D), to their mean."""
+    """The radius of the local complexity: a fraction of the median distance of rows, (B, D), to their mean."""
     return fraction * float(np.median(np.linalg.norm(rows - rows.mean(0, dtype=np.float64), axis=1)))
 
 
@@ -189,7 +189,7 @@ class Survey:
     @torch.no_grad()
     def rank_measures(self) -> dict[str, Any]:
         """The rank of the SAE's affine map on the cells of at most 100 rows of the sample, each cell once: its
-        distribution, and the share of cells where it is as large as S and D allow."""
+        distribution, and the fraction of cells where it is as large as S and D allow."""
         some = torch.from_numpy(spread_out(self.sample.rows, RANK_ROWS))
         supports = torch.unique(self.cells.supports(self.cells.pre_activations(some)), dim=0)
         found = np.array(ranks(self.cells.sae, supports))  # (C, 2)

@@ -71,7 +71,7 @@ def geometry(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
         split: as of `evaluate`.
         rows: rows to measure at most; of more, a random sample.
         fit_rows: training rows that the references are fitted on at most.
-        radius: of the local complexity, as a share of the rows' median distance to their mean; above 0.
+        radius: of the local complexity, as a fraction of the rows' median distance to their mean; above 0.
         lambda_: what a dimension of local PCA's variable rank costs a row, in squared units of the rows; auto: so much
             that the mean rank is the SAE's.
         plot: a picture to draw, PNG, PDF or SVG by its ending; None for none.

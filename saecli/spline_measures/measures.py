@@ -130,7 +130,7 @@ class Wanted:
     Args:
         rows: rows to measure at most; of more, a random sample.
         fit_rows: training rows to fit the references on at most.
-        radius: of the local complexity, as a share of the rows' median distance to their mean; above 0.
+        radius: of the local complexity, as a fraction of the rows' median distance to their mean; above 0.
         penalty: lambda of local PCA's variable rank, in squared units of the rows; None for that of the SAE's own mean
             rank.
     """

@@ -263,10 +263,10 @@ class ActivationStore:
 
         Args:
             which: "train", "test" (held out) or "all".
-            fraction: share of the training rows to keep, in (0, 1]; a smaller fraction's rows are among a
+            fraction: fraction of the training rows to keep, in (0, 1]; a smaller fraction's rows are among a
                 larger one's, and the test rows do not depend on it.
             seed: another seed holds out other rows.
-            test_fraction: share of the documents held out, in [0, 1). Of two documents or more at least one is
+            test_fraction: fraction of the documents held out, in [0, 1). Of two documents or more at least one is
                 held out, unless it is 0, and likewise at least one of those left is trained on.
 
         Raises:

@@ -192,7 +192,7 @@ class StoreMeta:
         dropped: rows dropped, by reason.
         dropped_norms: norms of the rows dropped, by reason.
         norms: norms of the rows stored; None where an earlier version wrote some of them.
-        norm_quantiles: the norm that this share of them does not exceed, by the share, within 0.87% of itself.
+        norm_quantiles: the norm that this fraction of them does not exceed, by the fraction, within 0.87% of itself.
         shards: the finished shards, in the order of their rows.
         partial: what is stored of the shard after them, of a store that is not complete.
         ranks: what each rank stores, where several write the store; see `ranks.py`.

@@ -70,7 +70,7 @@ def is_test(ids: np.ndarray, *, seed: int = 0, test_fraction: float = TEST_FRACT
     Args:
         ids: (R,) integers: document numbers, or row numbers where a store has no documents.
         seed: another seed holds out other documents.
-        test_fraction: share of the documents held out, in [0, 1].
+        test_fraction: fraction of the documents held out, in [0, 1].
 
     Returns:
         (R,) bool.
@@ -84,7 +84,7 @@ class Split:
 
     Args:
         which: "train", "test" (the held-out rows) or "all".
-        fraction: share of the training rows to keep, in (0, 1]; "test" and "all" have no use for it.
+        fraction: fraction of the training rows to keep, in (0, 1]; "test" and "all" have no use for it.
         seed: as of `is_test`.
         test_fraction: as of `is_test`, in [0, 1); at 0 nothing is held out.
         least_test: hashes below this number are held out whatever the fraction; see `fitted`.

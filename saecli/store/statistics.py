@@ -166,7 +166,7 @@ class Statistics:
         return type(self)(self.spread + other.spread, self.norms + other.norms, self.norm_counts + other.norm_counts)
 
     def norm_quantile(self, share: float) -> float:
-        """The norm that this share of the rows, in (0, 1], does not exceed, to within `QUANTILE_ERROR` of itself."""
+        """The norm that this fraction of the rows, in (0, 1], does not exceed, to within `QUANTILE_ERROR` of itself."""
         wanted = max(1, int(np.ceil(share * self.norms.rows)))
         index = int(np.searchsorted(np.cumsum(self.norm_counts), wanted))
         middle = 2.0 ** ((index - 0.5) / BINS_PER_DOUBLING + LEAST_EXPONENT) if index else 0.0

@@ -16,7 +16,7 @@ from ..store import Rows as StoredRows
 from .rows import NORMALISATIONS, ArrayRows
 
 MOST_DEFAULT_EPOCHS = 100
-SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # shares of all steps
+SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # fractions of all steps
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
