@@ -150,6 +150,7 @@ def test_a_line_cut_short_is_run_again(tmp_path):
     assert len(Log(log.path).results) == 2
 
 
+@pytest.mark.slow
 def test_tables_and_picture_become_files(tmp_path):
     acts, fractions = ("relu", "relu-l1", "topk-4%"), (0.1, 1.0)
     cells = [Cell("digits", act, width, fraction, 64, round(1600 * fraction))

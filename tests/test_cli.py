@@ -154,7 +154,8 @@ def test_exit_status_and_one_message(sae: CommandLine, words: tuple, status: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "utf-8", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", *(pytest.param(one, marks=pytest.mark.long)
+                                                 for one in ("ascii:strict", "utf-8", "latin-1"))])
 def test_names_that_no_encoding_has_are_printed_escaped(tmp_path: Path, encoding: str):
     make_run(tmp_path, "ä日\udcff", random_sae())
     environment = {**os.environ, "PYTHONIOENCODING": encoding}

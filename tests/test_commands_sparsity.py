@@ -65,6 +65,7 @@ def test_two_runs_stand_in_one_table_in_the_order_given(sae: CommandLine) -> Non
     assert lines == ["random", "graded"]
 
 
+@pytest.mark.slow
 def test_plot_saves_histograms_and_one_picture_of_patterns_a_run(sae: CommandLine, tmp_path: Path) -> None:
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "graded", graded_sae())

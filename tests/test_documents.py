@@ -116,7 +116,7 @@ def test_a_run_json_with_any_entry_changed_is_read_or_refused(sae: CommandLine, 
     assert taken and (refused > 40) == (command != "list")
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.long)])
 def test_a_run_to_resume_with_any_setting_changed_goes_on_or_is_refused(sae: CommandLine, every: int):
     make_store(sae.home, "rows", some_rows(60))
     words = ("train", "--name", "run", "--d-sae", "12", "--act", "topk", "--k", "2", "--batch-size", "60")

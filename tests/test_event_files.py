@@ -43,6 +43,7 @@ def assert_the_same(folder: Path) -> None:
                    for (_, one), (_, other) in zip(read[name], written[name], strict=True)), name
 
 
+@pytest.mark.slow
 @installed
 def test_tensorboard_reads_the_curves_of_metrics(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))

@@ -47,7 +47,7 @@ def test_orders_finds_the_sites_again(tmp_path: Path, capsys: pytest.CaptureFixt
     assert int(held) == int(same) > 100
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kmeans_is_worse_than_the_sae_and_the_sae_worse_than_local_pca(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("bridge.py", tmp_path / "x.png")

@@ -37,9 +37,8 @@ def script(section: str, *words: str, home: Path) -> subprocess.CompletedProcess
     return subprocess.run([EXAMPLES / section / "run.sh", *words], cwd=home, env=HERE, capture_output=True, text=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("section", [
-    pytest.param(section, marks=() if section == "convergence" else pytest.mark.long) for section in SECTIONS])
+@pytest.mark.long
+@pytest.mark.parametrize("section", SECTIONS)
 def test_quick_form_writes_figures_tables_and_claims_that_the_report_takes(section: str, tmp_path: Path):
     done = script(section, "--quick", "--out", "results", home=tmp_path)
     assert done.returncode == 0, done.stderr

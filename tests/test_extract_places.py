@@ -48,6 +48,7 @@ def stored(home: Path, name: str) -> tuple[np.ndarray, dict[str, list[int]]]:
     return np.concatenate([batch.copy() for batch in rows.sequential(512)]), columns
 
 
+@pytest.mark.slow
 def test_several_places_are_the_stores_of_each_alone_and_cache_hits_of_each_other(sae: CommandLine, model, text):
     words = ("extract", "--model", model, "--dataset", text, "--context", "16", "--rows", "900", "--json")
     alone = sae(*words, "--layer", "2", "--site", "mlp_out").json

@@ -368,6 +368,7 @@ def test_saving_into_a_folder_in_use_is_refused_and_into_an_empty_one_is_not(tmp
     assert recognise(tmp_path / "empty") == "saelens"
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_leaves_no_folder_behind(tmp_path: Path) -> None:
     script = f"""
 import resource, sys, torch

@@ -109,6 +109,7 @@ def test_polygons_touch_along_their_sides(activation: Activation) -> None:
     assert all((colours[a] != colours[b]).any() for a, b in sides)
 
 
+@pytest.mark.slow
 def test_many_cells_are_drawn_as_pixels_and_few_as_polygons(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     section = cells_of(sae_of(*encoder(rng, 2, 30, "plain"), Relu(), rng))

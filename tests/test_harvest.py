@@ -272,6 +272,7 @@ def contents(home: Path, place: Place) -> tuple:
     return meta.complete, meta.rows, meta.dropped, [shard.sha256 for shard in meta.shards]
 
 
+@pytest.mark.slow
 def test_stores_filled_together_are_byte_for_byte_those_filled_alone(model, tmp_path: Path, small_blocks):
     for place in PLACES:
         fill_stores(tmp_path / "alone", model, [place])

@@ -88,6 +88,7 @@ def test_what_is_pushed_is_fetched_and_measured_alike(
     assert not any(WRITER.encode() in content for content in written)
 
 
+@pytest.mark.slow
 def test_the_card_has_metadata_a_line_for_every_sae_and_how_to_load_the_last(sae: CommandLine, hub: ModelHub) -> None:
     make_store(sae.home, "rows", some_rows())
     for name, seed in (("one", 0), ("two", 1)):

@@ -60,6 +60,7 @@ def test_projected_rows_are_told_from_those_that_lie_in_the_cell(sae: CommandLin
                             "all rows, in all 8 dimensions"]
 
 
+@pytest.mark.slow
 def test_where_the_plane_is_the_space_nothing_is_projected_and_each_cell_has_the_colour_of_its_rows(
         sae: CommandLine, drawn: list[Any]):
     rows, mine = held_out(sae.home, 2), random_sae(TopK(3), 2)

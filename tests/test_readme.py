@@ -45,6 +45,7 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, 
         assert np.asarray(found["x"]).dtype == "float32"
 
 
+@pytest.mark.slow
 def test_the_three_lines_as_written_chain_by_their_defaults(sae: CommandLine, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     section = README.split("## Three lines")[1]

@@ -60,6 +60,7 @@ def test_rows_in_the_saes_own_type_are_encoded_and_decoded_as_ever_to_the_bit_an
     assert x.grad is not None and x.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_other_libraries_saved_takes_the_same(tmp_path: Path, name: str) -> None:
     kind = next(kind for kind in FORMATS[name].activations if kind.name != "topk")

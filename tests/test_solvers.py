@@ -171,6 +171,7 @@ def test_balancing_leaves_the_sae_as_it_was(activation, decoder):
     assert torch.allclose(before.W_enc, after.W_enc) != movable
 
 
+@pytest.mark.slow
 def test_a_penalty_does_not_drive_codes_to_nothing_over_many_outer_iterations():
     data = sparse_mixture()
     solver = started(PamSgd(), data, Relu(), epochs=150, sparsity="l1", weight=0.3)

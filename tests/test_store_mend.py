@@ -35,6 +35,7 @@ def files(store):
             for path in (store / "shards").iterdir()}
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.integers(0, 11), st.sampled_from(sorted(DAMAGE))), st.integers(0, 60),
        st.one_of(st.none(), st.integers(200, 900)))
 def test_mended_equals_never_damaged_and_other_shards_are_untouched(damage, stop, limit):

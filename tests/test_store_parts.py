@@ -22,7 +22,7 @@ def numbered(count: int) -> np.ndarray:
 def test_parts_of_every_batch_are_the_batch(in_memory: bool, data):
     count, parts = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 5))
     size = data.draw(st.integers(parts, 120))
-    asked = {"seed": 1, "epoch": 2, "window_bytes": data.draw(st.integers(1, 3000)), "exact": data.draw(st.booleans())}
+    asked = {"seed": 1, "epoch": 2, "window_bytes": data.draw(st.integers(1, 3000))}
     with memory_folder() as folder, pytest.MonkeyPatch.context() as patch:
         rows = make_store(folder / "s", numbered(count), shard_rows=data.draw(st.integers(1, 150)),
                           chunk_rows=data.draw(st.integers(1, 40))).split("all")

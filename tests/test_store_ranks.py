@@ -100,6 +100,7 @@ def test_a_joined_store_says_and_holds_what_the_ranks_stored(whole: dict):
     assert whole["norms"]["max"] == max(expected)
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.integers(0, 11), min_size=len(ROWS), max_size=len(ROWS)), max_size=4))
 def test_ranks_interrupted_anywhere_and_run_again_equal_those_never_interrupted(whole: dict, stops: list[list[int]]):
     with memory_folder() as folder:
@@ -132,7 +133,7 @@ test_store_ranks.write(Path(sys.argv[1]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_joining_killed_at_any_step_is_gone_on_with(whole: dict, tmp_path: Path):
     with memory_folder() as folder:
         write(folder / "stored", stops=(99,) * len(ROWS))

@@ -156,6 +156,7 @@ def test_extract_killed_at_random_points_equals_one_never_stopped(produce, tmp_p
         assert_same(path, whole)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.one_of(st.none(), st.integers(1, 1200)),
        st.sampled_from([None, 1.1]), st.sampled_from([KeyboardInterrupt, None]), st.sampled_from([0.0, 60.0]),
        st.booleans())

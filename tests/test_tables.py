@@ -139,6 +139,7 @@ def test_every_figure_of_eval_and_sparsity_is_whole_on_narrow_terminals(sae: Com
     assert [row[0] for row in unbroken(lines)] == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 60])
 def test_import_train_geometry_and_list_print_within_narrow_terminals(sae: CommandLine, monkeypatch, columns: int):
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -67,7 +67,7 @@ def test_stdlib_docs_are_distinct_trimmed_and_numbered_without_gaps(stdlib):
     assert all(text == text.strip("\n") and len(text) >= 40 for text in texts)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stdlib_docs_come_in_the_same_order_from_another_process(stdlib):
     digest = hashlib.sha256(repr(stdlib).encode()).hexdigest()
     program = (

@@ -32,8 +32,8 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(FOLDER)
 
 
+@pytest.mark.long
 @torch.no_grad()
-@pytest.mark.slow
 def test_held_out_cross_entropy_is_far_below_the_unigrams_and_as_recorded(model, tokenizer):
     texts = [text for _, text, _ in TextSource(STDLIB_DOCS).documents()]
     held_out = [text for text in texts if hashlib.sha256(text.encode()).digest()[0] <= 25]

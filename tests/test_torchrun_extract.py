@@ -49,7 +49,8 @@ def assert_same_store(home: Path, name: str, expected: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [("--site", "mlp_out"), ("--max-norm-multiple", "1.2")])
+@pytest.mark.parametrize("extra", [
+    pytest.param(("--site", "mlp_out"), marks=pytest.mark.long), ("--max-norm-multiple", "1.2")])
 def test_two_processes_store_the_documents_of_one_and_one_of_them_speaks(sae: CommandLine, extra: tuple[str, ...]):
     words = (*WORDS, *extra, "--rows", "11000", "--shard-rows", "900")
     assert sae(*words, "--name", "one").status == 0
@@ -71,7 +72,7 @@ def test_two_processes_store_the_documents_of_one_and_one_of_them_speaks(sae: Co
     np.testing.assert_array_equal(columns[:, columns[2] < last - 20], wanted[:, wanted[2] < last - 20])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_pack_the_documents_of_one(sae: CommandLine):
     words = (*WORDS, "--packed", "--rows", "5000")
     assert sae(*words, "--name", "one").status == 0
@@ -89,8 +90,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("victim", "shards"), [pytest.param(0, 3, marks=pytest.mark.long), (1, 8)])
+@pytest.mark.long
+@pytest.mark.parametrize(("victim", "shards"), [(0, 3), (1, 8)])
 def test_a_process_killed_ends_the_others_and_the_same_command_completes_the_store(whole: Path, victim: int,
                                                                                    shards: int):
     name = f"killed-{victim}"
@@ -118,7 +119,7 @@ def test_a_process_killed_ends_the_others_and_the_same_command_completes_the_sto
     assert_same_store(whole, name, "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_control_c_keeps_the_rows_of_all_processes(whole: Path, monkeypatch, capsys):
     folder, words = whole / "activations" / "stopped", (*WORDS, "--rows", "36000", "--name", "stopped")
     with launched(torchrun(2), "--home", whole, *words) as started:

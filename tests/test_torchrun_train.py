@@ -90,7 +90,7 @@ def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant
     assert_same_run(sae.home, "several", "one", rel)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_batchtopk_keeps_k_latents_a_row_by_each_process_own_part_of_a_batch(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     words = ("train", *COMMON, "--epochs", "2", "--act", "batchtopk", "--k", "3")

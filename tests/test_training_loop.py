@@ -112,6 +112,7 @@ def test_several_read_the_rows_as_often_as_one(batches: Counter):
     assert batches["batches", 1, 0] == 1
 
 
+@pytest.mark.slow
 def test_one_that_wants_passes_of_its_own_shares_the_others(batches: Counter):
     rows = some_rows(900)
     often = {"decoder_every": 3, "inner_steps": 1, "d_sae": 200}  # too few rows for running sums: it passes over all
