@@ -241,6 +241,7 @@ def test_a_dimension_all_but_zero_is_only_centred(sae: CommandLine):
     assert found["test_fvu"] == pytest.approx(expected["test_fvu"], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.long), 23])
 def test_a_run_killed_at_any_moment_begins_again_under_its_name_or_is_resumed(produce: Producer, step: int):
     """Killed before every opening, renaming, removing and flushing of a file: the same command begins a run that has no
