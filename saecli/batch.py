@@ -5,6 +5,7 @@ Shapes: B rows in a batch, b of them in this process, D = d_in, E the width of t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -32,6 +33,16 @@ class Batch:
         """A whole batch of rows to reconstruct."""
         return cls(x, x, len(x))
 
+    @classmethod
+    def joined(cls, batches: Sequence[Self]) -> Self:
+        """Several batches, concatenated into one."""
+        x = torch.cat([batch.x for batch in batches])
+        y = x if all(batch.y is batch.x for batch in batches) else torch.cat([batch.y for batch in batches])
+        *before, size = accumulate((batch.size for batch in batches), initial=0)
+        if all(batch.index is None for batch in batches):
+            return cls(x, y, size)
+        return cls(x, y, size, torch.cat([batch.numbers + begin for batch, begin in zip(batches, before, strict=True)]))
+
     @property
     def numbers(self) -> Tensor:
         """The numbers within the batch of this process' rows, (b,), on the CPU."""
@@ -47,20 +58,6 @@ class Batch:
         x = self.x[:own]
         return Batch(x, x if self.y is self.x else self.y[:own], min(count, self.size),
                      None if self.index is None else self.index[:own])
-
-
-def joined(batches: Sequence[Batch]) -> Batch:
-    """Batches one after the other as one batch."""
-    x = torch.cat([batch.x for batch in batches])
-    y = x if all(batch.y is batch.x for batch in batches) else torch.cat([batch.y for batch in batches])
-    size = sum(batch.size for batch in batches)
-    if all(batch.index is None for batch in batches):
-        return Batch(x, y, size)
-    index, before = [], 0
-    for batch in batches:
-        index.append(batch.numbers + before)
-        before += batch.size
-    return Batch(x, y, size, torch.cat(index))
 
 
 def mixed(whole: Batch, order: Tensor, size: int) -> Iterator[Batch]:

@@ -128,12 +128,10 @@ class DenseCodes(Codes):
         return self.values
 
     def times(self, right: Tensor) -> Tensor:
-        few = self._few
-        return self.values @ right if few is None else few.times(right)
+        return self.values @ right if self._few is None else self._few.times(right)
 
     def transposed_times(self, right: Tensor) -> Tensor:
-        few = self._few
-        return self.values.T @ right if few is None else few.transposed_times(right)
+        return self.values.T @ right if self._few is None else self._few.transposed_times(right)
 
     def sums(self) -> Tensor:
         return self.values.sum(0)
@@ -316,8 +314,10 @@ def located(flat: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tenso
     return offsets_of(rows, shape[0]), rows, flat - rows * shape[1]
 
 
-def joined(blocks: Sequence[SparseCodes]) -> SparseCodes:
-    """The codes of several batches, one below the other."""
+def joined(blocks: Sequence[Codes]) -> Codes:
+    """The codes of several batches, one below the other; sparse if all of them are."""
+    if not all(isinstance(block, SparseCodes) for block in blocks):
+        return DenseCodes(torch.cat([block.dense() for block in blocks]))
     *before, _ = accumulate((len(block.values) for block in blocks), initial=0)
     offsets = [block.offsets + begin for block, begin in zip(blocks, before, strict=True)]
     return SparseCodes(torch.cat(offsets), torch.cat([block.indices for block in blocks]),

@@ -15,7 +15,10 @@ from ..dictionary import Dictionary
 from ..distributed import Communicator
 from ..ridge import TOLERANCE, DecoderState, HeldRows, StreamedCodes, System
 
-SAMPLED_ROWS = 4096  # evenly spaced over all, on which alpha is chosen and dead latents are re-aimed
+SAMPLED_ROWS = 4096  # evenly spaced over all rows: alpha is chosen and dead latents are re-aimed on them
+# A given alpha is warned about if rows and latents are within this ratio, and degrees of freedom above this fraction
+# of the rows.
+THRESHOLD_RATIO, THRESHOLD_FRACTION = 2, 0.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +90,10 @@ class DecoderPass:
     def finish(self, communicator: Communicator) -> Observed:
         """The pass over all processes' rows."""
         z, y = in_order(torch.cat(self._z), torch.cat(self._y), torch.cat(self._numbers), communicator)
+        system = self.system
         if self._holds:
             system, z, y = HeldRows(z, y), z[::self._stride], y[::self._stride]
-            return put_together(system, z, y, self._norm_weights, self._fired, communicator)
-        return put_together(self.system, z, y, self._norm_weights, self._fired, communicator)
+        return put_together(system, z, y, self._norm_weights, self._fired, communicator)
 
 
 def put_together(system: System, z: Tensor, y: Tensor, norm_weights: Tensor, fired: Tensor,
@@ -127,9 +130,6 @@ def broadcast(state: DecoderState | None, Delta: Tensor, b: Tensor, communicator
     Delta, b = (communicator.broadcast(part.detach().clone(memory_format=torch.contiguous_format)) for part in parts)
     return replace(numbers, Delta=Delta, b=b)
 
-
-THRESHOLD_FRACTION = 0.8  # of the rows, above which degrees of freedom are said to be too many
-THRESHOLD_RATIO = 2  # of rows and latents, either way, within which
 
 
 def notes_on(decoder: DecoderState, chosen: bool, rows: int, latents: int, raised: float) -> list[str]:

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..batch import Batch, joined, mixed
+from ..batch import Batch, mixed
 from ..codes import Codes
 from ..config import PAPER, option
 from ..dictionary import SAE, Coupled
@@ -182,16 +182,19 @@ class PamSgdSolver(Solver):
     def end_epoch(self) -> list[StepReport]:
         """Take the steps that wait, and ask for the epoch's decoder step."""
         reports = self._inner_steps()
-        if not self.config.decoder_first:
-            self._last, self._silenced = self.finished, False
+        if self.config.decoder_first:
+            if self.finished:
+                self.calibrate()
+            return reports
+        self._last, self._silenced = self.finished, False
+        if self._running is None:
             self._due = self.task.rows
-            once = self.task.steps <= self.task.batches * self.config.inner_steps
-            if self._running is not None:
-                self._due = min(self.task.rows, LAST_ROWS * self.dictionary.d_sae) if once else self.task.rows
-                if not self._last:
-                    self._due = 0
-        elif self.finished:
-            self.calibrate()
+        elif not self._last:
+            self._due = 0
+        elif self.task.steps <= self.task.batches * self.config.inner_steps:  # rows are read once
+            self._due = min(self.task.rows, LAST_ROWS * self.dictionary.d_sae)
+        else:
+            self._due = self.task.rows
         return reports
 
     def _plan(self, rows: int) -> Plan:
@@ -212,7 +215,7 @@ class PamSgdSolver(Solver):
         if not batches:
             return []
         inner, size, reports = self.config.inner_steps, batches[0].size, []
-        whole = joined(batches) if inner > 1 else None
+        whole = Batch.joined(batches) if inner > 1 else None
         near = self._running is not None and self._batches_left(len(batches)) * size < self._running.window
         rounds = min(inner, math.ceil((self.task.steps - self.steps) / len(batches)))
         for round_ in range(rounds):

@@ -6,9 +6,8 @@ Shapes: B rows in a batch, b of them in this process, F = d_sae.
 import torch
 from torch import Tensor
 
-from ..batch import Batch, joined
-from ..codes import Codes, DenseCodes, SparseCodes
-from ..codes import joined as joined_codes
+from ..batch import Batch
+from ..codes import Codes, joined
 from ..dictionary import Dictionary
 from ..distributed import Communicator
 from ..ridge import Sums
@@ -64,7 +63,7 @@ class Running:
         """What has been counted; what comes next counts towards the next decoder step."""
         self._flush()
         self._solved = True
-        latest = joined([batch for _, batch in self._latest])
+        latest = Batch.joined([batch for _, batch in self._latest])
         z, y = in_order(torch.cat([codes.dense() for codes, _ in self._latest]), latest.y, latest.numbers,
                         self._communicator)
         return put_together(self._sums, z, y, self._norm_weights, self._fired, self._communicator)
@@ -80,10 +79,5 @@ class Running:
 
     def _flush(self) -> None:
         if self._pending:
-            blocks = [codes for codes, _ in self._pending]
-            if all(isinstance(codes, SparseCodes) for codes in blocks):
-                together = joined_codes(blocks)
-            else:
-                together = DenseCodes(torch.cat([codes.dense() for codes in blocks]))
-            self._sums.add(together, torch.cat([y for _, y in self._pending]))
+            self._sums.add(joined([codes for codes, _ in self._pending]), torch.cat([y for _, y in self._pending]))
             self._pending = []

@@ -7,6 +7,7 @@ does what it does alone.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 from ..batch import Batch
 from ..dictionary import SAE
@@ -56,8 +57,10 @@ class Loop:
         """
         live = self._live()
         train = self._measured(saes, live[0].train_rows)
-        return [trainer.result(measures, trainer.test or self._measured([sae], trainer.test_rows)[0])
-                for trainer, sae, measures in zip(live, saes, train, strict=True)]
+        tests = [trainer.test for trainer in live]
+        if None in tests:  # no epoch was left to train
+            tests = self._measured(saes, live[0].test_rows)
+        return [trainer.result(*measures) for trainer, *measures in zip(live, train, tests, strict=True)]
 
     def _epoch(self, epoch: int, running: Sequence[Trainer]) -> None:
         rows = running[0].rows
@@ -65,7 +68,7 @@ class Loop:
         self._decoder_steps(running)
         with closing(rows.shuffled(epoch)) as batches:
             for batch in batches:
-                self._each(partial(_step, batch), running)
+                self._each(Trainer.step, running, batch)
                 self._decoder_steps(running)
                 if all(trainer.solver.finished for trainer in self._live(running)):
                     break
@@ -76,11 +79,10 @@ class Loop:
         live = self._live(running)
         if not live:
             return
-        measures: list[Measures | None] = [None] * len(live)
+        tests: dict[Trainer, Measures] = {}
         if live[0].test_rows is not None:
-            measures = [*self._measured([saes[trainer] for trainer in live], live[0].test_rows)]
-        tests = dict(zip(live, measures, strict=True))
-        self._each(lambda trainer: trainer.keep(saes[trainer], tests[trainer]), live)
+            tests = dict(zip(live, self._measured([saes[trainer] for trainer in live], live[0].test_rows), strict=True))
+        self._each(lambda trainer: trainer.keep(saes[trainer], tests.get(trainer)), live)
 
     def _decoder_steps(self, running: Sequence[Trainer]) -> None:
         """Make the passes that decoder steps are due for, one for all that want as many rows."""
@@ -88,16 +90,17 @@ class Loop:
             wanted = due.pop()
             members = [trainer for trainer in self._live(running) if trainer.solver.due == wanted]
             passes: Callable[[], Iterable[Batch]] = partial(members[0].rows.some, wanted)
-            self._each(lambda trainer, again=passes: trainer.solver.begin_pass(again), members)
+            self._each(lambda trainer, again: trainer.solver.begin_pass(again), members, passes)
             for batch in passes():
-                self._each(lambda trainer, batch=batch: trainer.solver.observe(batch), members)
+                self._each(lambda trainer, batch: trainer.solver.observe(batch), members, batch)
             self._each(Trainer.end_pass, members)
 
-    def _each(self, action: Callable[[Trainer], None], trainers: Sequence[Trainer] | None = None) -> None:
-        """Have each of those that have not failed do something; of several, one that fails leaves the others to it."""
+    def _each(self, action: Callable[..., None], trainers: Sequence[Trainer] | None = None, *given: Any) -> None:
+        """Call `action(trainer, *given)` for each that has not failed; of several, one that fails leaves the others to
+        it."""
         for trainer in self._live(trainers):
             try:
-                action(trainer)
+                action(trainer, *given)
             except Exception as error:  # raised to the user at the end, once the others have come to theirs
                 if len(self.trainers) == 1:
                     raise
@@ -109,7 +112,3 @@ class Loop:
     def _measured(self, saes: Sequence[SAE], stored: StoredRows | ArrayRows) -> list[Measures]:
         communicator = self.trainers[0].communicator
         return reconstructions(saes, raw_batches(stored, communicator), communicator)
-
-
-def _step(batch: Batch, trainer: Trainer) -> None:
-    trainer.step(batch)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
-from ..batch import Batch, joined
+from ..batch import Batch
 from ..devices import moved
 from ..dictionary import SAE
 from ..distributed import ALONE, Communicator
@@ -204,7 +204,7 @@ class TrainingRows:
             pending.append(batch.first(left))
             left -= pending[-1].size
             if not left or sum(some.size for some in pending) >= SUMMED_ROWS:
-                yield joined(pending)
+                yield Batch.joined(pending)
                 pending = []
 
     @cached_property

@@ -61,8 +61,8 @@ def _begun(job: Job, trainings: int, listener: Listener, communicator: Communica
     trainer = Trainer(plan, RunRecord(run, folder) if communicator.is_main else Record(), trainings=trainings,
                       communicator=communicator)
     listener.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
-                        f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
-                        f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
+                  f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
+                  f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
     for warning in doubts_at_start(plan):
         listener.note(f"{folder.name}: warning: {warning}")
     return trainer
