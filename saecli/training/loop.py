@@ -1,7 +1,7 @@
-"""The training loop: batches from the rows are pushed to solvers, epoch by epoch.
+"""The training loop: batches of rows are pushed to solvers, epoch by epoch.
 
-Several SAEs are trained from one reading of the rows: each batch goes to each of their solvers in turn, so that each
-does what it does alone.
+Several SAEs are trained from one reading of the rows: each batch goes to each of their solvers in turn, with the same
+results as alone.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,13 +18,13 @@ from .trainer import Measures, Trainer
 
 
 class Loop:
-    """Trains SAEs on the same rows, in the same order, with the same batches.
+    """Trains SAEs on the same batches.
 
     Args:
-        trainers: what trains each of them; their plans name the same rows, normalisation, batch size and order.
+        trainers: one per SAE; their plans have the same rows, normalisation, batch size and order.
 
     Attributes:
-        errors: of several, what ended those that failed; the others go on.
+        errors: with several trainers, the errors of those that failed; the others continue.
     """
 
     def __init__(self, trainers: Sequence[Trainer]) -> None:
@@ -39,7 +39,7 @@ class Loop:
 
         Raises:
             TrainingError: the only one diverged: the loss or a weight became NaN or infinite, or the reconstructions
-                are far worse than none; the last checkpoint, `Trainer.kept`, is from before.
+                are far worse than none; its last checkpoint, `Trainer.kept`, is from before that.
         """
         try:
             self._each(lambda trainer: trainer.begin(next((one.rows for one in self._live() if one.rows), None)))
@@ -51,7 +51,7 @@ class Loop:
         return [trainer.sae for trainer in self._live()]
 
     def results(self, saes: Sequence[SAE]) -> list[dict]:
-        """What `Trainer.result` says of each training that did not fail, given the SAEs that `train` returned.
+        """`Trainer.result` of each training that did not fail, given the SAEs that `train` returned.
 
         Cost: a pass over the training rows.
         """
@@ -85,7 +85,7 @@ class Loop:
         self._each(lambda trainer: trainer.keep(saes[trainer], tests.get(trainer)), live)
 
     def _decoder_steps(self, running: Sequence[Trainer]) -> None:
-        """Make the passes that decoder steps are due for, one for all that want as many rows."""
+        """Make the passes for due decoder steps, one for all that have the same number of rows due."""
         while due := {trainer.solver.due for trainer in self._live(running)} - {None}:
             wanted = due.pop()
             members = [trainer for trainer in self._live(running) if trainer.solver.due == wanted]
@@ -96,12 +96,11 @@ class Loop:
             self._each(Trainer.end_pass, members)
 
     def _each(self, action: Callable[..., None], trainers: Sequence[Trainer] | None = None, *given: Any) -> None:
-        """Call `action(trainer, *given)` for each that has not failed; of several, one that fails leaves the others to
-        it."""
+        """Call `action(trainer, *given)` for each that has not failed; with several, an error ends only its own."""
         for trainer in self._live(trainers):
             try:
                 action(trainer, *given)
-            except Exception as error:  # raised to the user at the end, once the others have come to theirs
+            except Exception as error:  # reported at the end, when the others have finished
                 if len(self.trainers) == 1:
                     raise
                 self.errors[trainer] = error
