@@ -5,6 +5,7 @@ Shapes: B rows in a batch, b of them in this process, D = d_in, E the width of t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows and what is to be predicted from them; several processes hold parts of one batch.
+    """Rows and their targets; with several processes each holds a part of the batch.
 
     Args:
         x: the rows of this process, (b, D).
-        y: their targets, (b, E); x itself where rows are to be reconstructed.
+        y: their targets, (b, E); x itself for reconstruction.
         size: B.
-        index: the numbers within the batch of this process' rows, ascending, (b,), on the CPU; None for all.
+        index: the positions of this process' rows in the batch, ascending, (b,), on the CPU; None for all.
     """
 
     x: Tensor
@@ -32,45 +33,41 @@ class Batch:
         """A whole batch of rows to reconstruct."""
         return cls(x, x, len(x))
 
+    @classmethod
+    def joined(cls, batches: Sequence[Self]) -> Self:
+        """Several batches, concatenated into one."""
+        x = torch.cat([batch.x for batch in batches])
+        y = x if all(batch.y is batch.x for batch in batches) else torch.cat([batch.y for batch in batches])
+        *before, size = accumulate((batch.size for batch in batches), initial=0)
+        if all(batch.index is None for batch in batches):
+            return cls(x, y, size)
+        return cls(x, y, size, torch.cat([batch.numbers + begin for batch, begin in zip(batches, before, strict=True)]))
+
     @property
     def numbers(self) -> Tensor:
-        """The numbers within the batch of this process' rows, (b,), on the CPU."""
+        """The positions of this process' rows in the batch, (b,), on the CPU."""
         return torch.arange(self.size) if self.index is None else self.index
 
     def with_rows(self, x: Tensor) -> "Batch":
-        """The same with other rows; targets that were the rows are the new ones."""
+        """The same with other rows, and if its targets were its rows, with those as targets."""
         return replace(self, x=x, y=x if self.y is self.x else self.y)
 
     def first(self, count: int) -> "Batch":
-        """What it holds of the first `count` rows of the batch."""
+        """The first `count` rows of the batch."""
         own = min(count, self.size) if self.index is None else int((self.index < count).sum())
         x = self.x[:own]
         return Batch(x, x if self.y is self.x else self.y[:own], min(count, self.size),
                      None if self.index is None else self.index[:own])
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
-    """Batches one after the other as one batch."""
-    x = torch.cat([batch.x for batch in batches])
-    y = x if all(batch.y is batch.x for batch in batches) else torch.cat([batch.y for batch in batches])
-    size = sum(batch.size for batch in batches)
-    if all(batch.index is None for batch in batches):
-        return Batch(x, y, size)
-    index, before = [], 0
-    for batch in batches:
-        index.append(batch.numbers + before)
-        before += batch.size
-    return Batch(x, y, size, torch.cat(index))
-
-
 def mixed(whole: Batch, order: Tensor, size: int) -> Iterator[Batch]:
-    """A batch's rows in another order, (B,), in batches of `size`; each process keeps the rows that it has."""
+    """A batch's rows in another order, (B,), in batches of `size`; each process keeps its own rows."""
     here = torch.full((whole.size,), -1)
     here[whole.numbers] = torch.arange(len(whole.x))
-    for some in order.split(size):
-        own = here[some]
+    for numbers in order.split(size):
+        own = here[numbers]
         index = (own >= 0).nonzero()[:, 0]
         rows = own[index].to(whole.x.device)
         x = whole.x[rows]
-        yield Batch(x, x if whole.y is whole.x else whole.y[rows], len(some),
+        yield Batch(x, x if whole.y is whole.x else whole.y[rows], len(numbers),
                     None if whole.index is None else index)

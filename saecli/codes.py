@@ -1,9 +1,9 @@
-"""Codes: what an activation returns, and every product that is taken with them.
+"""Codes: an activation's output, and every product with it.
 
-Dense codes are a matrix. Sparse codes are offsets, indices and values, as `torch.nn.functional.embedding_bag` takes
-them; topk and batchtopk know theirs without a search. With few of F codes non-zero, a training step costs 2 D F
-operations per row, the pre-activations, in place of 10 D F. Non-zeros are searched for on a CPU only, at most once a
-batch, and taken where they are few: on a GPU the host would have to wait for their number.
+Dense codes are a matrix. Sparse codes are offsets, indices and values, as for `torch.nn.functional.embedding_bag`; topk
+and batchtopk know theirs without a search. With sparse codes a training step costs 2 D F operations per row, for the
+pre-activations, instead of 10 D F. Non-zeros are searched for on a CPU only, and used if they are few: on a GPU the
+host would have to wait for their count.
 
 Shapes: B rows, n entries, D = d_in, F = d_sae, C columns of a right side.
 """
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-DENSITY = 0.1  # fraction of non-zeros above which dense products take less time
-PAIRS = 1 << 19  # of entries, multiplied at a time
-PAIRS_FRACTION = 0.2  # of the Gram matrix' entries, up to which products are added pair by pair
+DENSITY = 0.1  # fraction of non-zeros above which dense products are faster
+PAIRS = 1 << 19  # pairs of entries multiplied at a time
+PAIRS_FRACTION = 0.2  # number of pairs over the Gram matrix' size, up to which products are added pair by pair
 CACHED_CODES = 1 << 18  # 1 MiB in float32
-PANEL, SPARSE_PANEL = 256, 1024  # columns of a Gram matrix at a time; wider panels pay where codes are sparse
+PANEL, SPARSE_PANEL = 256, 1024  # columns of a Gram matrix at a time; wider panels pay off for sparse codes
 
 
 class Codes(ABC):
     """Codes z of a batch, (B, F).
 
     Args:
-        values: all codes, (B, F), or of sparse ones the entries, (n,); differentiable in the pre-activations.
+        values: all codes, (B, F), or the entries of sparse codes, (n,); differentiable in the pre-activations.
     """
 
     values: Tensor
@@ -60,13 +60,13 @@ class Codes(ABC):
     def add_gram(self, gram: Tensor) -> None:
         """Add `z' z` to the lower triangle of `gram`, (F, F), which may be the left part of a wider array.
 
-        Products are taken in the codes' precision and added in that of `gram`. What stands above the diagonal may be
-        written to within a panel.
+        Products are computed in the codes' precision and added in the precision of `gram`. Entries above the diagonal
+        may be overwritten.
         """
 
     @abstractmethod
     def by_latent(self, vector: Tensor) -> Tensor:
-        """What a vector, (F,), holds for the latent of each value; broadcasts against `values`."""
+        """The entry of a vector, (F,), for the latent of each value; broadcasts against `values`."""
 
     @property
     def requires_grad(self) -> bool:
@@ -74,7 +74,7 @@ class Codes(ABC):
         return self.values.requires_grad
 
     def with_values(self, values: Tensor) -> "Codes":
-        """The same entries with other values; a value of an entry that is not held stays zero."""
+        """The same entries with other values; all other codes stay zero."""
         return replace(self, values=values)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Codes":
@@ -91,11 +91,11 @@ class Codes(ABC):
 
     @abstractmethod
     def latent_counts(self) -> Tensor:
-        """On how many rows each latent fires, (F,), int64."""
+        """Number of rows on which each latent fires, (F,), int64."""
 
     @abstractmethod
     def row_counts(self) -> Tensor:
-        """How many latents fire on each row, (B,), int64."""
+        """Number of latents that fire on each row, (B,), int64."""
 
     @abstractmethod
     def l1(self) -> Tensor:
@@ -110,7 +110,7 @@ class Codes(ABC):
         return self.map(Tensor.square).sums()
 
     def bytes(self) -> int:
-        """What holding the codes takes."""
+        """Memory that the codes take, in bytes."""
         return self.values.numel() * self.values.element_size()
 
 
@@ -128,12 +128,10 @@ class DenseCodes(Codes):
         return self.values
 
     def times(self, right: Tensor) -> Tensor:
-        few = self._few
-        return self.values @ right if few is None else few.times(right)
+        return self.values @ right if self._few is None else self._few.times(right)
 
     def transposed_times(self, right: Tensor) -> Tensor:
-        few = self._few
-        return self.values.T @ right if few is None else few.transposed_times(right)
+        return self.values.T @ right if self._few is None else self._few.transposed_times(right)
 
     def sums(self) -> Tensor:
         return self.values.sum(0)
@@ -154,23 +152,23 @@ class DenseCodes(Codes):
 
     def latent_counts(self) -> Tensor:
         counts = torch.zeros(self.shape[1], dtype=torch.int64, device=self.values.device)
-        for some in in_cache(self.values):
-            counts += (some != 0).sum(0, dtype=torch.int32)
+        for rows in in_cache(self.values):
+            counts += (rows != 0).sum(0, dtype=torch.int32)
         return counts
 
     def row_counts(self) -> Tensor:
-        return torch.cat([(some != 0).sum(1, dtype=torch.int32) for some in in_cache(self.values)]).long()
+        return torch.cat([(rows != 0).sum(1, dtype=torch.int32) for rows in in_cache(self.values)]).long()
 
     def l1(self) -> Tensor:
-        """The sum of all codes' magnitudes; a row is summed in its own precision, since converting every code to
+        """The sum of all codes' magnitudes; each row is summed in its own precision, since converting every code to
         float64 takes as long as encoding."""
         precision = torch.promote_types(self.values.dtype, torch.float32)
-        return torch.stack([some.abs().sum(1, dtype=precision).sum(dtype=torch.float64)
-                            for some in in_cache(self.values)]).sum()
+        return torch.stack([rows.abs().sum(1, dtype=precision).sum(dtype=torch.float64)
+                            for rows in in_cache(self.values)]).sum()
 
     @cached_property
     def _few(self) -> "SparseCodes | None":
-        """The non-zeros, searched for once; None where gradients flow through zeros, or dense products are faster."""
+        """The non-zeros, searched for once; None if gradients flow through zeros or dense products are faster."""
         flat = None if self.requires_grad else few_entries(self.values != 0)
         if flat is None:
             return None
@@ -184,8 +182,8 @@ class SparseCodes(Codes):
 
     Args:
         offsets: where each row begins among the entries, (B,).
-        indices: the latent of each entry, (n,), in any order within a row, and different ones.
-        values: the entries, (n,); any of them may be zero too.
+        indices: the latent of each entry, (n,), distinct within a row, in any order.
+        values: the entries, (n,); some may be zero.
         width: F.
     """
 
@@ -199,7 +197,7 @@ class SparseCodes(Codes):
         return len(self.offsets), self.width
 
     def dense(self) -> Tensor:
-        """The matrix, with zeros where there is no entry."""
+        """The matrix, (B, F), zero where there is no entry."""
         flat = self.values.new_zeros(self.shape[0] * self.width)
         return flat.scatter(0, self.rows * self.width + self.indices, self.values).view(self.shape)
 
@@ -240,19 +238,19 @@ class SparseCodes(Codes):
 
     @property
     def _sizes(self) -> Tensor:
-        """How many entries each row has, (B,)."""
+        """Number of entries of each row, (B,)."""
         return torch.diff(self.offsets, append=self.offsets.new_full((1,), len(self.values)))
 
     @cached_property
     def _by_latent(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and values, each (n,), latent after latent, and where each latent begins, (F,)."""
+        """Rows and values, (n,) each, sorted by latent, and the offset of each latent, (F,)."""
         indices, order = self.indices.sort(stable=True)
         return self.rows[order], self.values[order], offsets_of(indices, self.width)
 
     def add_gram(self, gram: Tensor) -> None:
-        """Add `z' z`, pair by pair of entries of a row where these are few, else panel by panel.
+        """Add `z' z`: for each pair of entries in a row if pairs are few, else panel by panel.
 
-        Cost: some 25 ns a pair on a CPU, since each goes to another place in memory.
+        Cost: some 25 ns per pair on a CPU, since writes are scattered.
         """
         if gram.device.type != "cpu":
             DenseCodes(self.dense()).add_gram(gram)
@@ -265,7 +263,7 @@ class SparseCodes(Codes):
                 gram[begin:, begin:end] += self.transposed_times(z[:, begin:end].contiguous())[begin:]
 
     def _add_pairs(self, gram: Tensor) -> None:
-        """Add the products of all pairs, `PAIRS` of them at a time, or those of a row."""
+        """Add the products of all pairs, about `PAIRS` at a time, whole rows."""
         sizes = self._sizes
         ends, pairs = sizes.cumsum(0), _pairs(sizes).cumsum(0)
         flat = gram.as_strided((len(gram) * gram.stride(0),), (1,))
@@ -275,8 +273,8 @@ class SparseCodes(Codes):
             stop = max(int(torch.searchsorted(pairs, seen + PAIRS, right=True)), begun + 1)
             entries = slice(int(ends[begun] - sizes[begun]), int(ends[stop - 1]))
             indices, values, own = self.indices[entries], self.values[entries], sizes[begun:stop]
-            firsts = (own.cumsum(0) - own).repeat_interleave(own)  # of the row of each entry, (n,)
-            partners = torch.arange(1, len(indices) + 1) - firsts  # those of its row up to itself
+            firsts = (own.cumsum(0) - own).repeat_interleave(own)  # first entry of each entry's row, (n,)
+            partners = torch.arange(1, len(indices) + 1) - firsts  # number of entries of its row up to itself, (n,)
             left = torch.arange(len(indices)).repeat_interleave(partners)
             right = torch.arange(len(left)) - (partners.cumsum(0) - partners - firsts)[left]
             low, high = torch.aminmax(torch.stack([indices[left], indices[right]]), dim=0)
@@ -285,39 +283,41 @@ class SparseCodes(Codes):
 
 
 def _pairs(sizes: Tensor) -> Tensor:
-    """Pairs of entries of rows with so many of them, an entry with itself included."""
+    """Number of pairs of entries, an entry with itself included, for rows of these numbers of entries."""
     return sizes * (sizes + 1) // 2
 
 
 def offsets_of(bags: Tensor, count: int) -> Tensor:
-    """Where each of `count` bags begins in an ascending list, (n,), of the bag of each entry."""
+    """The offset of each of `count` bags, given the bag of each entry, (n,), ascending."""
     return torch.searchsorted(bags, torch.arange(count, device=bags.device))
 
 
 def in_cache(values: Tensor) -> tuple[Tensor, ...]:
-    """A matrix's rows, (B, F), few enough at a time that on a CPU what is made of them stays in a core's own cache."""
+    """Blocks of a matrix's rows, (B, F), small enough that intermediate results stay in a CPU core's own cache."""
     return values.split(max(1, CACHED_CODES // values.shape[1] if values.device.type == "cpu" else len(values)))
 
 
 def few_entries(mask: Tensor) -> Tensor | None:
-    """The numbers of the entries that a mask, (B, F), holds, as one ascending list, (n,); None on a GPU, or where they
-    are so many that dense products are faster."""
+    """The flat indices of a mask's entries, (n,), ascending, for a mask (B, F); None on a GPU, or if dense products are
+    faster."""
     if mask.device.type != "cpu":
         return None
-    # NumPy counts and finds what is true several times as fast as PyTorch does.
+    # NumPy counts and finds true entries several times faster than PyTorch.
     flat = mask.detach().flatten().numpy()
     return None if np.count_nonzero(flat) > DENSITY * len(flat) else torch.from_numpy(np.flatnonzero(flat))
 
 
 def located(flat: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """The offsets, (B,), rows, (n,), and latents, (n,), of entries at ascending rows of a matrix (B, F), given their
-    numbers in it, (n,)."""
+    """The offsets, (B,), rows, (n,), and latents, (n,), of entries of a matrix (B, F), given their flat indices, (n,),
+    row after row."""
     rows = flat.div(shape[1], rounding_mode="floor")
     return offsets_of(rows, shape[0]), rows, flat - rows * shape[1]
 
 
-def joined(blocks: Sequence[SparseCodes]) -> SparseCodes:
-    """The codes of several batches, one below the other."""
+def joined(blocks: Sequence[Codes]) -> Codes:
+    """The codes of several batches, one below the other; sparse if all of them are."""
+    if not all(isinstance(block, SparseCodes) for block in blocks):
+        return DenseCodes(torch.cat([block.dense() for block in blocks]))
     *before, _ = accumulate((len(block.values) for block in blocks), initial=0)
     offsets = [block.offsets + begin for block, begin in zip(blocks, before, strict=True)]
     return SparseCodes(torch.cat(offsets), torch.cat([block.indices for block in blocks]),

@@ -1,9 +1,9 @@
-"""The model: a dictionary of latents that reconstructs rows, or predicts targets from them.
+"""The model: a dictionary that reconstructs rows, or predicts targets from them.
 
     z = act(x @ W_enc + b_enc)        y_hat = z @ W_dec + b_dec
 
-The encoder does not subtract `b_dec`, so that the decoder step moves no code. `SAE` holds W_dec itself; `Coupled`,
-which training uses, makes it of the encoder's weights. To add a kind, subclass `Dictionary` and write its `decoder`.
+The encoder does not subtract `b_dec`, so that the decoder step changes no code. `SAE` holds W_dec itself; `Coupled`,
+used in training, derives it from W_enc. To add a kind, subclass `Dictionary` and write its `decoder`.
 
 Shapes: B rows, D = d_in, F = d_sae.
 """
@@ -26,10 +26,10 @@ from .errors import ConfigError
 
 @dataclass(frozen=True)
 class Loss:
-    """What a batch came to; of several processes each has its part, whose sum is the batch's.
+    """The loss of a batch; with several processes, this process' part, and the parts sum to the batch's.
 
     Args:
-        value: squared error and weighted penalty, a mean over the rows of the batch.
+        value: squared error plus weighted penalty, mean over the rows of the batch.
         squared_error: mean over rows of `||y_hat - y||^2`.
         codes: of this process' rows, (b, F).
     """
@@ -40,7 +40,7 @@ class Loss:
 
 
 class Dictionary(Module, ABC):
-    """Encoder, activation and decoder bias; subclasses say what the decoder's weights are.
+    """Encoder, activation and decoder bias; subclasses define the decoder weights.
 
     Its tensors are parameters, frozen until `requires_grad_` lets descent move them.
 
@@ -48,8 +48,8 @@ class Dictionary(Module, ABC):
         W_enc: encoder weights, (D, F).
         b_enc: encoder bias, (F,).
         b_dec: decoder bias, (D,).
-        activation: what turns pre-activations into codes.
-        activation_parameters: what the activation learns, by name; no name of another tensor.
+        activation: maps pre-activations to codes.
+        activation_parameters: the activation's parameters, by names that differ from the other tensors'.
     """
 
     LATENT_DIMENSIONS: ClassVar[dict[str, int]] = {"W_enc": 1, "b_enc": 0, "W_dec": 0, "Delta": 0}
@@ -64,7 +64,7 @@ class Dictionary(Module, ABC):
 
     @abstractmethod
     def decoder(self) -> Tensor:
-        """Decoder weights, one dictionary vector per row, (F, D); differentiable in what they are made of."""
+        """Decoder weights, one dictionary vector per row, (F, D); differentiable in the parameters."""
 
     @property
     def d_in(self) -> int:
@@ -78,11 +78,11 @@ class Dictionary(Module, ABC):
 
     @property
     def activation_parameters(self) -> Parameters:
-        """What the activation has learned, by name."""
+        """The activation's parameters, by name."""
         return {name: getattr(self, name) for name in self._learned}
 
     def latent_dimension(self, name: str) -> int | None:
-        """The dimension of a parameter that latents are along; None where it has none, as b_dec."""
+        """The latent dimension of a parameter; None if it has none, as b_dec."""
         if name in self._learned:
             return 0 if getattr(self, name).shape == (self.d_sae,) else None
         return self.LATENT_DIMENSIONS.get(name)
@@ -92,7 +92,7 @@ class Dictionary(Module, ABC):
         return pre_activations(x, self.W_enc, self.b_enc)
 
     def codes(self, x: Tensor) -> Codes:
-        """The codes of rows x, (B, D), of the dictionary's dtype and device."""
+        """The codes of rows x, (B, D), in the dictionary's dtype and on its device."""
         return self.activation(self.pre_activations(x), self.activation_parameters)
 
     def decode_codes(self, codes: Codes) -> Tensor:
@@ -100,8 +100,13 @@ class Dictionary(Module, ABC):
         return codes.times(self.decoder()) + self.b_dec
 
     def loss(self, batch: Batch, sparsity: str = "none", weight: float = 0.0) -> Loss:
-        """`mean over rows of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters, of a batch, of
-        which this process may have no rows; the penalty is one of the activation's, or `none`."""
+        """`mean over rows of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters.
+
+        Args:
+            batch: of which this process may hold no rows.
+            sparsity: the penalty, one of the activation's, or `none`.
+            weight: of the penalty.
+        """
         pre = self.pre_activations(batch.x)
         codes = self.activation.training_codes(pre, self.activation_parameters)
         if not len(batch.x):
@@ -110,7 +115,7 @@ class Dictionary(Module, ABC):
         W_dec = self.decoder()
         squared_error = (codes.times(W_dec) + self.b_dec - batch.y).square().sum(-1).sum() / batch.size
         value = squared_error
-        if sparsity != "none":  # a mean over the rows that there are here
+        if sparsity != "none":  # a mean over this process' rows
             penalty = self.activation.penalty(sparsity, pre, codes, W_dec, self.activation_parameters)
             value = value + weight * (len(batch.x) / batch.size) * penalty
         return Loss(value, squared_error, codes)
@@ -119,13 +124,13 @@ class Dictionary(Module, ABC):
         """The codes of raw activations, `act(x @ W_enc + b_enc)`.
 
         Args:
-            x: (..., D), of any floating-point type, on the dictionary's device.
+            x: (..., D), of any floating-point dtype, on the dictionary's device.
 
         Returns:
-            (..., F), computed in the dictionary's own dtype and of that dtype.
+            (..., F), in the dictionary's dtype.
 
         Raises:
-            ConfigError: x is something else.
+            ConfigError: x is anything else.
         """
         codes = self.codes(self._rows("encode", x, self.d_in)).dense()
         return codes.reshape(*x.shape[:-1], self.d_sae)
@@ -134,24 +139,24 @@ class Dictionary(Module, ABC):
         """The reconstructions of codes, `z @ W_dec + b_dec`.
 
         Args:
-            z: (..., F), of any floating-point type, on the dictionary's device.
+            z: (..., F), of any floating-point dtype, on the dictionary's device.
 
         Returns:
-            (..., D), computed in the dictionary's own dtype and of that dtype.
+            (..., D), in the dictionary's dtype.
 
         Raises:
-            ConfigError: z is something else.
+            ConfigError: z is anything else.
         """
         y_hat = torch.addmm(self.b_dec, self._rows("decode", z, self.d_sae), self.decoder())
         return y_hat.reshape(*z.shape[:-1], len(self.b_dec))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The reconstructions, (..., D), of raw activations x, (..., D); as `decode` of `encode`."""
+        """The reconstructions, (..., D), of raw activations x, (..., D): `decode(encode(x))`."""
         y_hat = self.decode_codes(self.codes(self._rows("encode", x, self.d_in)))
         return y_hat.reshape(*x.shape[:-1], len(self.b_dec))
 
     def sae(self) -> "SAE":
-        """A copy as an SAE of its own, frozen."""
+        """A frozen copy as an `SAE`."""
         return SAE(*(tensor.detach().clone() for tensor in (self.W_enc, self.b_enc, self.decoder(), self.b_dec)),
                    self.activation, {name: tensor.detach().clone() for name, tensor in
                                      self.activation_parameters.items()})
@@ -163,7 +168,7 @@ class Dictionary(Module, ABC):
                 f"{self.W_enc.device})")
 
     def _rows(self, verb: str, given: Tensor, width: int) -> Tensor:
-        """What was given, (..., width), as rows, (B, width), of the dictionary's dtype."""
+        """A given tensor, (..., width), as rows, (B, width), in the dictionary's dtype."""
         device = self.W_enc.device
         if not isinstance(given, Tensor):
             got = f"{type(given).__name__}; make it one by `torch.as_tensor`"
@@ -187,8 +192,8 @@ class SAE(Dictionary):
         b_enc: encoder bias, (F,).
         W_dec: decoder weights, one dictionary vector per row, (F, D).
         b_dec: decoder bias, (D,).
-        activation: what turns pre-activations into codes.
-        activation_parameters: what the activation has learned, by name.
+        activation: maps pre-activations to codes.
+        activation_parameters: the activation's parameters, by name.
     """
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, W_dec: Tensor, b_dec: Tensor, activation: Activation,
@@ -200,27 +205,27 @@ class SAE(Dictionary):
         return self.W_dec
 
     def tensors(self) -> dict[str, Tensor]:
-        """All parameters by name, without gradients: W_enc, b_enc, W_dec, b_dec and what the activation has learned."""
+        """All parameters by name, detached: W_enc, b_enc, W_dec, b_dec and the activation's."""
         return {name: getattr(self, name).detach() for name in ("W_enc", "b_enc", "W_dec", "b_dec", *self._learned)}
 
     def changed(self, activation: Activation | None = None, **tensors: Tensor) -> Self:
-        """The same with another activation, or with other tensors, by the names of `tensors`."""
+        """The same with another activation or other tensors, named as in `tensors`."""
         new = self.tensors() | tensors
         learned = {name: new.pop(name) for name in self._learned}
         return type(self)(**new, activation=activation or self.activation, activation_parameters=learned)
 
     def copy_to(self, *args: torch.device | torch.dtype | str) -> Self:
-        """A copy on another device or of another dtype; takes what `Tensor.to` takes."""
+        """A copy on another device or in another dtype; arguments as of `Tensor.to`."""
         return self.changed(**{name: tensor.to(*args) for name, tensor in self.tensors().items()})
 
     def on_raw_rows(self, mean: Tensor, scale: Tensor) -> Self:
-        """The SAE that does on raw rows what this one does on rows normalised to `(x - mean) / scale`.
+        """This SAE, which acts on rows normalised to `(x - mean) / scale`, with the normalisation folded in.
 
-        Its codes are the same, and its reconstructions are `scale * x_hat + mean`.
+        On raw rows the result has the same codes, and reconstructs `scale * x_hat + mean`.
 
         Args:
-            mean: what was subtracted, (D,).
-            scale: what was divided by, positive, (D,) or a scalar.
+            mean: (D,).
+            scale: positive, (D,) or a scalar.
         """
         W_enc = self.W_enc / scale.reshape(-1, 1)
         return self.changed(W_enc=W_enc, b_enc=self.b_enc - mean @ W_enc,
@@ -230,10 +235,10 @@ class SAE(Dictionary):
 class Coupled(Dictionary):
     """A dictionary whose decoder follows the encoder, `W_dec = c W_enc' + Delta`.
 
-    With c = 1 and no Delta the weights are tied. Delta is held while descent moves the encoder.
+    With c = 1 and no Delta the weights are tied. Delta stays fixed while descent moves the encoder.
 
     Args:
-        start: the dictionary whose encoder, biases and activation it takes over.
+        start: its encoder, biases and activation are taken over.
         c: the multiple of the encoder.
         Delta: the residual, (F, D); None for none.
     """

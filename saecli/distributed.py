@@ -1,8 +1,8 @@
-"""Several processes that run one command together, started by torchrun: torch.distributed, as far as it is needed.
+"""Several processes that run one command, started by torchrun: the part of torch.distributed that is needed.
 
-`Communicator` is passed to what has gradients, sums or measures of all processes to take; by default it is `ALONE`, a
-world of one, whose operations give back what they were given. All processes must come to the same calls in the same
-order. Objects travel by gloo. Where a process has ended, the calls of the others raise `PeerError`.
+A `Communicator` is passed to whatever reduces gradients, sums or measures; the default is `ALONE`, a world of size 1,
+whose operations return their arguments. All processes must make the same calls in the same order. Objects travel by
+gloo. When a process has ended, the calls of the others raise `PeerError`.
 """
 
 import signal
@@ -22,20 +22,20 @@ from .torchrun import local_rank, local_world, rank, world
 
 Value = TypeVar("Value")
 
-PATIENCE = timedelta(days=1)  # others wait in silence while one solves; one that has ended is noticed at once
+PATIENCE = timedelta(days=1)  # the others wait while rank 0 solves; a process that has ended is noticed at once
 STORE_PATIENCE = timedelta(seconds=10)
-BLAME_SECONDS = 3.0  # that a process which lost another waits for it to say why
+BLAME_SECONDS = 3.0  # that a process which lost a peer waits for the peer to say why
 SAID = "sae-said"
 _launcher: list[Any] = []  # the key-value store that torchrun keeps, once this process has joined
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """The processes of a command, as one of them reaches the others.
+    """The processes of a command, seen from one of them.
 
     Args:
-        rank: the number of this process, from 0.
-        world_size: how many there are.
+        rank: of this process, from 0.
+        world_size: number of processes.
     """
 
     rank: int = 0
@@ -47,7 +47,7 @@ class Communicator:
         return self.rank == 0
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Put the `sum`, `min` or `max` over all processes into a contiguous tensor; returns it."""
+        """Replace a contiguous tensor by its `sum`, `min` or `max` over all processes; returns it."""
         if self.world_size > 1:
             with _peers():
                 dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()))
@@ -58,7 +58,7 @@ class Communicator:
         return tensor if self.world_size == 1 else self.all_reduce(tensor.clone()) / self.world_size
 
     def reduce(self, tensor: Tensor) -> Tensor:
-        """Put the sum over all processes into a contiguous tensor of rank 0, and zero into the others'; returns it."""
+        """Replace a contiguous tensor by its sum over all processes on rank 0, by zero on the others; returns it."""
         if self.world_size > 1:
             with _peers():
                 dist.reduce(tensor, 0)
@@ -67,14 +67,14 @@ class Communicator:
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Put rank 0's values into a contiguous tensor of each process; returns it."""
+        """Replace a contiguous tensor by rank 0's; returns it."""
         if self.world_size > 1:
             with _peers():
                 dist.broadcast(tensor, 0)
         return tensor
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All processes' rows, (n, ...), by rank, on rank 0; the others get back their own."""
+        """All processes' rows, (n, ...), in order of rank, on rank 0; the others get back their own."""
         if self.world_size == 1:
             return rows
         counts = self.all_gather_object(len(rows))
@@ -92,7 +92,7 @@ class Communicator:
         return torch.cat(parts)
 
     def all_gather_object(self, value: Value) -> list[Value]:
-        """Every process' value, by rank; values can be pickled."""
+        """Every process' value, in order of rank; values are pickled."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -101,7 +101,7 @@ class Communicator:
         return values
 
     def broadcast_object(self, find: Callable[[], Value]) -> Value:
-        """What rank 0 finds, on every process; the others do not look."""
+        """Call `find` on rank 0 only, and return its value on every process."""
         if self.world_size == 1:
             return find()
         values = [find() if self.is_main else None]
@@ -114,7 +114,7 @@ class Communicator:
         self.all_gather_object(None)
 
     def main_first(self, find: Callable[[], Value]) -> Value:
-        """What each process finds, the others after rank 0: what it remembers of a check they need not make."""
+        """Call `find` on every process, on rank 0 first: it caches checks that the others then need not make."""
         value = find() if self.is_main else None
         self.barrier()
         return value if self.is_main else find()
@@ -124,12 +124,12 @@ ALONE = Communicator()
 
 
 def communicator() -> Communicator:
-    """That of all processes of this command; `ALONE` where it has not joined any."""
+    """The communicator of all processes of this command; `ALONE` unless `join` was called."""
     return Communicator(rank(), world()) if _launcher else ALONE
 
 
 def join() -> None:
-    """Join the processes of this command; from then on SIGTERM, which torchrun sends where one has failed, raises
+    """Join the processes of this command; from then on SIGTERM, which torchrun sends when one has failed, raises
     `PeerError`.
 
     Raises:
@@ -152,16 +152,16 @@ def join() -> None:
 
 
 def leave() -> None:
-    """Leave the others, all of which come to this: not where one failed, as it would wait for those that are gone."""
+    """Leave the process group, which all processes must do; not after a failure, since it waits for the others."""
     dist.destroy_process_group()
 
 
 def is_first_to_say(sentence: str, blames_another: bool) -> bool:
-    """Whether no other process has said this sentence; one that `blames_another` also yields to any other sentence.
+    """Whether no other process has printed this sentence; one that `blames_another` also yields to any other sentence.
 
-    Where all fail alike one says so, and where one fails the others, which lose it, leave the word to it.
+    If all fail alike, one process says so; if one fails, only it does, and not the others, which lose it.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is being said is why
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the sentence says why
     if not _launcher:
         return True
     try:
@@ -175,7 +175,7 @@ def is_first_to_say(sentence: str, blames_another: bool) -> bool:
         first = _launcher[0].add(f"{SAID}-{sentence}", 1) == 1
         _launcher[0].add(SAID, 1)
         return first
-    except RuntimeError:  # the launcher is gone, and with it who could know
+    except RuntimeError:  # the launcher is gone, and its store with it
         return True
 
 
@@ -186,9 +186,9 @@ def _terminated(number: int, frame: Any) -> None:
 
 @contextmanager
 def _peers() -> Iterator[None]:
-    """Around calls of torch.distributed: that another process has ended is a `PeerError`."""
+    """Around calls of torch.distributed: raises `PeerError` if another process has ended."""
     try:
         yield
-    except RuntimeError as error:  # which torch's own errors of distribution are
+    except RuntimeError as error:  # the base class of torch.distributed's errors
         raise PeerError(f"lost the others of {world()} processes, one of which has ended; run the same command "
                         f"again to go on from what was saved (`sae train` with --resume)") from error

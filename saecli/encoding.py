@@ -1,6 +1,7 @@
-"""From rows to pre-activations to codes, with gradients that are as sparse as the codes.
+"""From rows to pre-activations to codes, with gradients as sparse as the codes.
 
-A gradient that comes back for selected pre-activations is a sparse tensor, which `pre_activations` multiplies as it is.
+The gradient of selected pre-activations is a sparse tensor, which the backward pass of `pre_activations` multiplies as
+it is.
 
 Shapes: B rows, n entries, D = d_in, F = d_sae.
 """
@@ -15,7 +16,7 @@ from .codes import DENSITY, Codes, DenseCodes, SparseCodes, few_entries, located
 
 
 class _PreActivations(torch.autograd.Function):
-    """`x W_enc + b_enc`; where its gradient is sparse, so are the products."""
+    """`x W_enc + b_enc`; a sparse gradient is multiplied as sparse codes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ def pre_activations(x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:
 
 
 class _Taken(torch.autograd.Function):
-    """Entries of a matrix, (n,), whose gradient is handed back sparse."""
+    """Entries of a matrix, (n,), with a sparse gradient."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ class _Taken(torch.autograd.Function):
 
 
 def at(pre: Tensor, indices: Tensor) -> Codes:
-    """The pre-activations, (B, F), of given latents of each row, (B, K), all different; all others zero."""
+    """The pre-activations, (B, F), at given latents of each row, (B, K), distinct; all others zero."""
     count = indices.shape[1]
     if count > DENSITY * pre.shape[1]:
         return DenseCodes(torch.zeros_like(pre).scatter(1, indices, pre.gather(1, indices)))
@@ -70,8 +71,8 @@ def at(pre: Tensor, indices: Tensor) -> Codes:
 
 
 def at_entries(pre: Tensor, entries: Tensor) -> Codes:
-    """The pre-activations, (B, F), at some entries of the whole batch, (n,), all different and in any order, numbered
-    row after row; all others zero."""
+    """The pre-activations, (B, F), at some entries, given by their flat indices, (n,), distinct, in any order; all
+    others zero."""
     if len(entries) > DENSITY * pre.numel():
         flat = pre.flatten()
         return DenseCodes(torch.zeros_like(flat).scatter(0, entries, flat.gather(0, entries)).view_as(pre))
@@ -79,14 +80,14 @@ def at_entries(pre: Tensor, entries: Tensor) -> Codes:
 
 
 def where(pre: Tensor, active: Tensor) -> Codes:
-    """`pre` where a mask holds and else 0, (B, F) each; no gradient flows through the others."""
+    """`pre` where a mask is true and else 0, (B, F) each; no gradient flows through the zeros."""
     found = selected(pre, active)
     return found if isinstance(found, SparseCodes) else DenseCodes(pre * active)
 
 
 def selected(pre: Tensor, active: Tensor) -> Codes:
-    """`pre` where a mask holds, if that is at few entries; else all of `pre`, (B, F), for an activation that zeroes the
-    others by itself."""
+    """`pre` where a mask is true, if few of its entries are; else all of `pre`, (B, F), for an activation that zeroes
+    the others itself."""
     few = few_entries(active)
     return DenseCodes(pre) if few is None else _at_ascending(pre, few)
 

@@ -1,8 +1,8 @@
-"""How well an SAE reconstructs, and how often its latents fire, summed up over batches of rows.
+"""How well an SAE reconstructs, and how often its latents fire, accumulated over batches of rows.
 
-Each accumulator takes any number of batches, keeps a fixed amount of memory, and equals to rounding what one
-batch of all the rows would give. Sums are float64 and stay on the device of the first batch: nothing waits
-for it until `result`. Shapes: B rows, D = d_in, F = d_sae. A latent fires on a row when its code is not zero.
+Each accumulator takes any number of batches in constant memory; its result is that of one batch of all rows, to
+rounding. Sums are float64 and stay on the device of the first batch: nothing synchronises with it until `result`.
+Shapes: B rows, D = d_in, F = d_sae. A latent fires on a row when its code is not zero.
 """
 
 import math
@@ -25,9 +25,9 @@ class Reconstruction:
 
         fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
 
-    The denominator is summed as squared distances from the running mean and merged batch by batch (Chan,
-    Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), so
-    that it keeps its digits where the mean is large against the deviation.
+    The denominator is the sum of squared distances from the running mean, merged batch by batch (Chan, Golub and
+    LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), which stays precise
+    if the mean is large compared to the deviation.
 
     Args:
         d_in: width of the rows.
@@ -61,7 +61,7 @@ class Reconstruction:
         self.rows = total
 
     def all_reduce(self, communicator: Communicator, device: torch.device) -> None:
-        """Count what all processes have counted, on each of them; sums are on this device."""
+        """Merge the counts of all processes, on each of them; sums move to this device."""
         if communicator.world_size == 1:
             return
         self._mean, self._sums, self._fired = (t.to(device) for t in (self._mean, self._sums, self._fired))
@@ -76,14 +76,14 @@ class Reconstruction:
         """The measures over all rows so far.
 
         Returns:
-            rows: how many rows were counted.
+            rows: number of rows.
             mse: squared error, mean over rows and dimensions.
-            fvu: fraction of the variance unexplained; infinite or NaN where the rows do not vary.
+            fvu: fraction of the variance unexplained; infinite or NaN if the rows do not vary.
             explained_variance: `1 - fvu`.
-            cosine: cosine between row and reconstruction, mean over rows; 0 for a row where either is zero.
+            cosine: cosine between row and reconstruction, mean over rows; 0 for a row if either is zero.
             l0: latents that fire, mean over rows.
             l1: sum of the codes' magnitudes, mean over rows.
-            silent_fraction: fraction of the latents that fire on none of these rows; on training rows, those are dead.
+            silent_fraction: fraction of the latents that fire on none of these rows; on training rows, dead latents.
 
         Raises:
             ConfigError: no row was counted.
@@ -97,8 +97,8 @@ class Reconstruction:
 
 @torch.no_grad()
 def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Communicator = ALONE) -> dict[str, Any]:
-    """The measures of `Reconstruction.result` of an SAE over batches (B, D) of rows, of its dtype and device, in one
-    pass; over those of all processes that the communicator reaches."""
+    """`Reconstruction.result` of an SAE over batches of rows, (B, D), of its dtype and device, and over all processes
+    of the communicator; one pass."""
     (found,) = reconstructions([sae], batches, communicator)
     return found
 
@@ -106,8 +106,7 @@ def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Com
 @torch.no_grad()
 def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
                     communicator: Communicator = ALONE) -> list[dict[str, Any]]:
-    """What `reconstruction` gives for each of several SAEs, from one pass; the batches are converted to each one's
-    dtype and device."""
+    """`reconstruction` of each of several SAEs, in one pass; batches are converted to each SAE's dtype and device."""
     found = [Reconstruction(sae.d_in, sae.d_sae) for sae in saes]
     for batch in batches:
         for sae, own in zip(saes, found, strict=True):
@@ -120,8 +119,7 @@ def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
 
 
 def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]:
-    """What is doubtful about an SAE by its measures, `fvu` and `l0` as of `Reconstruction.result`, a clause for each
-    that is."""
+    """Warnings about an SAE's measures, `fvu` and `l0` of `Reconstruction.result`: one clause for each doubtful one."""
     found, fvu, l0 = {}, measures["fvu"], measures["l0"]
     if math.isfinite(fvu) and fvu > 1:
         found["fvu"] = f"FVU {fvu:.4g} is above 1, so the mean of the rows would reconstruct them better"
@@ -132,11 +130,11 @@ def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]
 
 
 class Firing:
-    """How often each latent fires, and how many fire on a row.
+    """How often each latent fires, and how many fire per row.
 
     Args:
         d_sae: number of latents.
-        keep: how many of the first rows' codes to keep, for a picture of the activation patterns.
+        keep: number of first rows whose codes are kept, for a picture of the activation patterns.
     """
 
     def __init__(self, d_sae: int, keep: int = 0) -> None:
@@ -161,7 +159,7 @@ class Firing:
 
     @property
     def l0_histogram(self) -> Tensor:
-        """How many rows had 0, 1, ..., F latents fire, (F + 1,), int64, on the CPU."""
+        """Numbers of rows on which 0, 1, ..., F latents fire, (F + 1,), int64, on the CPU."""
         return self._histogram.cpu()
 
     @property
@@ -178,31 +176,30 @@ class Firing:
         """The measures over all rows so far.
 
         Returns:
-            rows: how many rows were counted.
+            rows: number of rows.
             l0: latents that fire, mean over rows.
-            l0_std: its standard deviation over the rows counted, not an estimate for others.
+            l0_std: its standard deviation over these rows, not an estimate for others.
             density: `l0 / d_sae`.
-            silent: how many latents fired on none of these rows.
-            dense: how many fired on more than a share `DENSE_FREQUENCY` of the rows.
-            frequency: fraction of the rows on which each latent fires, one number a latent.
+            silent: number of latents that fired on none of these rows.
+            dense: number of latents that fired on more than a fraction `DENSE_FREQUENCY` of the rows.
+            frequency: fraction of the rows on which each latent fires.
 
         Raises:
             ConfigError: no row was counted.
         """
         _demand_rows(self.rows)
-        share = self.l0_histogram.double() / self.rows  # (F + 1,)
-        value = torch.arange(len(share), dtype=torch.float64)
-        l0 = share @ value
+        fractions = self.l0_histogram.double() / self.rows  # (F + 1,)
+        value = torch.arange(len(fractions), dtype=torch.float64)
+        l0 = fractions @ value
         frequency = self.frequency
-        return {"rows": self.rows, "l0": float(l0), "l0_std": float((share @ (value - l0).square()).sqrt()),
+        return {"rows": self.rows, "l0": float(l0), "l0_std": float((fractions @ (value - l0).square()).sqrt()),
                 "density": float(l0) / len(frequency), "silent": int((frequency == 0).sum()),
                 "dense": int((frequency > DENSE_FREQUENCY).sum()), "frequency": frequency.tolist()}
 
 
 @torch.no_grad()
 def firing(sae: Dictionary, batches: Iterable[Tensor], keep: int = 0) -> Firing:
-    """The latents of an SAE that fire on batches (B, D) of rows, of its dtype and device, counted in one pass; `keep`
-    as of `Firing`."""
+    """`Firing` of an SAE over batches of rows, (B, D), of its dtype and device; one pass."""
     found = Firing(sae.d_sae, keep)
     for x in batches:
         found.update(sae.codes(x))

@@ -25,7 +25,7 @@ def powers(diagram: PowerDiagram, rows: torch.Tensor) -> np.ndarray:
 def test_every_row_without_a_tie_lies_in_the_cell_of_its_nearest_sites(case: Case) -> None:
     found = agreement(case.sae, case.rows.split(3))
     assert (found.rows, found.matching) == (len(case.rows), len(case.rows) - found.ties)
-    assert found.share in (1.0, None)
+    assert found.fraction in (1.0, None)
 
 
 @given(cases(kinds=("topk", "abs-topk")))
@@ -41,7 +41,7 @@ def test_all_visited_cells_are_compared_and_equal_cells_are_ties() -> None:
     rows = torch.from_numpy(rng.normal(size=(300, 3)))
     sae = sae_of(W, b, TopK(3), rng)
     found, cells = cell_agreement(sae, rows)
-    assert (found.share, found.ties) == (1.0, 0)
+    assert (found.fraction, found.ties) == (1.0, 0)
     assert cells == len((sae.encode(rows) != 0).unique(dim=0)) > 20
     found, cells = cell_agreement(sae_of(np.zeros((3, 12)), np.zeros(12), TopK(3), rng), rows)
     assert (found.ties, cells) == (0, 1)
@@ -105,14 +105,14 @@ def test_abs_topk_is_no_diagram_of_its_encoder_but_one_of_twice_the_sites() -> N
     assert torch.equal((double % 12).sort(-1).values, kept)
     assert torch.equal(double >= 12, sae.pre_activations(rows).gather(1, double % 12) < 0)
     found = agreement(sae, [rows])
-    assert (found.share, found.ties) == (1.0, 0)
+    assert (found.fraction, found.ties) == (1.0, 0)
 
 
 def test_large_rows_do_not_pass_rounding_off_as_disagreement() -> None:
     rng = np.random.default_rng(1)
     sae = sae_of(*encoder(rng, 16, 200, "plain"), TopK(8), rng)
     found = agreement(sae, [torch.from_numpy(1e5 * rng.normal(size=(500, 16)) + 1e6)])
-    assert found.share == 1.0
+    assert found.fraction == 1.0
     assert found.ties < 5
 
 
@@ -121,8 +121,8 @@ def test_equal_latents_at_the_boundary_are_ties_and_counted_apart(kind: type) ->
     W = np.array([[1.0, 1.0, -0.5], [0.0, 0.0, 0.5]])
     sae = sae_of(W, np.zeros(3), kind(1), np.random.default_rng(0))
     found = agreement(sae, [torch.tensor([[1.0, 0.0], [2.0, 0.1], [-1.0, 8.0]])])
-    assert (found.rows, found.ties, found.matching, found.share) == (3, 2, 1, 1.0)
-    assert agreement(sae, [torch.tensor([[1.0, 0.0]])]).share is None
+    assert (found.rows, found.ties, found.matching, found.fraction) == (3, 2, 1, 1.0)
+    assert agreement(sae, [torch.tensor([[1.0, 0.0]])]).fraction is None
 
 
 @pytest.mark.parametrize("activation", [Relu(), JumpRelu()])

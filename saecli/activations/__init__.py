@@ -1,8 +1,8 @@
-"""Activations: what turns pre-activations into codes.
+"""Activations, which map pre-activations to codes.
 
-An activation is a configuration (its fields are its options), and owns everything that depends on it: its
-parameters, its gradient, its sparsity penalties and the shape of its cells. To add one, write its
-class here and a line in `ACTIVATIONS`.
+An activation is a configuration (its fields are its options), and owns everything that depends on it: its parameters,
+its gradient, its sparsity penalties and the shape of its cells. To add one, write its class here and a line in
+`ACTIVATIONS`.
 """
 
 from ..errors import unknown_choice
@@ -30,8 +30,7 @@ def activation_to_json(activation: Activation) -> dict:
 
 
 def activation_from_json(document: dict) -> Activation:
-    """The activation that `activation_to_json` wrote; ConfigError where no activation of that name is known, or its
-    settings do not fit."""
+    """The activation that `activation_to_json` wrote; ConfigError if its name is unknown or its settings do not fit."""
     settings = dict(document)
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in ACTIVATIONS:

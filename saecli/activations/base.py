@@ -1,4 +1,4 @@
-"""What every activation is: a configuration that owns its parameters, its gradient and its penalties.
+"""The base of all activations: a configuration that owns its parameters, its gradient and its penalties.
 
 Shapes: B rows, D = d_in, F = d_sae. Latent i is active on a row when its code is not zero.
 """
@@ -24,8 +24,8 @@ class Activation(Config):
     `sparsities` names the penalties that the activation offers, its default first; besides `none`, each is
     a method `penalty_NAME(pre, codes, W_dec, parameters)` that gives the mean over the rows of a batch, hyphens in its
     name as underscores.
-    `opposites` says whether `phi(v) - phi(-v) = v`: two latents of opposite directions are then linear together.
-    `exact_zeros` says whether codes are sparse by being zero, so that L0 tells how sparse.
+    `opposites`: whether `phi(v) - phi(-v) = v`; two latents of opposite directions are then linear together.
+    `exact_zeros`: whether inactive codes are exactly zero, so that L0 measures sparsity.
     """
 
     panel: ClassVar[str] = "Activation"
@@ -38,7 +38,7 @@ class Activation(Config):
         """Refuse settings that cannot work with `d_sae` latents, by a ConfigError."""
 
     def check_sparsity(self, sparsity: str) -> None:
-        """Refuse a penalty that the activation does not offer, or settings that do nothing with the penalty, by a
+        """Refuse a penalty that the activation does not offer, or settings without effect on the penalty, by a
         ConfigError."""
         if sparsity not in self.sparsities:
             raise ConfigError("sparsity", "{given} cannot be used with {act} {name}", "use one of {others}",
@@ -46,7 +46,7 @@ class Activation(Config):
 
     @property
     def estimates(self) -> tuple[str, ...]:
-        """The parameters that no gradient reaches: they stay as they are, or follow `estimated`."""
+        """Names of parameters without gradient: they stay fixed, or follow `estimated`."""
         return ()
 
     @property
@@ -63,30 +63,30 @@ class Activation(Config):
 
         Args:
             pre: pre-activations, (B, F).
-            parameters: what `parameters` returned, trained since.
+            parameters: as of `parameters`, trained since.
 
         Returns:
-            Codes, (B, F): sparse where their entries are known (`encoding.at`), or selected by a mask
-            (`encoding.where`);
-            else `DenseCodes`.
+            Codes, (B, F): sparse if their entries are known (`encoding.at`), or selected by a mask
+            (`encoding.where`); else `DenseCodes`.
         """
         raise TypeError(f"{type(self).__name__} does not say what its codes are")
 
     def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
-        """The codes of a training batch, (B, F), where they depend on the batch as a whole; else those of a call."""
+        """The codes of a training batch, (B, F), which may depend on the batch as a whole."""
         return self(pre, parameters)
 
     def estimated(self, codes: Codes, parameters: Parameters) -> Parameters:
-        """New values of those of `estimates` that a training step moves, given what `training_codes` gave for this
-        process' rows of the batch, (B, F); several processes take the mean of theirs."""
+        """New values of the `estimates` that a training step changes, given the `training_codes` of this process' rows,
+        (B, F); several processes average them. Empty by default."""
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """The values of those of `estimates` that suit some rows best, given their pre-activations, (n, F)."""
+        """The values of the `estimates` that suit some rows best, given their pre-activations, (n, F). Empty by
+        default."""
         return {}
 
     def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:
-        """How much of a penalty each decoder norm carries: its derivative in `||W_dec_i||`, summed over rows, (F,).
+        """A penalty's derivative in each decoder norm `||W_dec_i||`, summed over rows, (F,).
 
         Args:
             sparsity: one of `sparsities`.
@@ -96,8 +96,8 @@ class Activation(Config):
         return codes.map(torch.abs).sums() if sparsity == "l1" else W_dec.new_zeros(len(W_dec))
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
-        """The parameters with which pre-activations `factor` > 0 times as large give codes `factor` times as large;
-        None where none do."""
+        """The parameters with which pre-activations scaled by `factor` > 0 give codes scaled by it; None if there are
+        none."""
         return parameters
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
@@ -110,7 +110,7 @@ class Activation(Config):
         return (codes.map(torch.abs).sums() / len(pre)) @ W_dec.norm(dim=1)
 
     def penalty_l1_codes(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        """L1 of the codes alone, `mean over rows of sum_i |z_i|`, blind to the decoder's size."""
+        """L1 of the codes alone, `mean over rows of sum_i |z_i|`, independent of the decoder's norms."""
         return codes.values.abs().sum() / len(pre)
 
     def penalty(self, sparsity: str, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
@@ -127,12 +127,12 @@ class Activation(Config):
 
 
 TARGET_RATE = 0.05
-HALF_FIRING = 0.03  # of sqrt(D), the norm of a row: the size of a latent's share in x_hat that counts as half a firing
-LEAST_RATE = 1e-6  # below it a latent is dead, and the penalty a constant
+HALF_FIRING = 0.03  # norm of a latent's part of x_hat that counts as half a firing, over sqrt(D), the norm of a row
+LEAST_RATE = 1e-6  # below this rate a latent is dead, and the penalty constant
 
 
 def half_firing(W_dec: Tensor) -> float:
-    """s, the size of a latent's share in x_hat that counts as half a firing; W_dec is (F, D)."""
+    """s, the norm of a latent's part of x_hat that counts as half a firing; W_dec is (F, D)."""
     return HALF_FIRING * math.sqrt(W_dec.shape[1])
 
 
@@ -144,10 +144,10 @@ class TargetsRate(Activation):
 
         rho_i = mean over rows of u_i / (u_i + s),    u_i = |z_i| ||W_dec_i||,    s = 0.03 sqrt(D)
 
-    Codes of an SAE are not bounded as the sigmoid's were, so a firing counts by the size u of what it adds to x_hat:
+    Unlike the sigmoid's, codes of an SAE are not bounded, so a firing counts by the norm u of its part of x_hat:
     shrinking codes against a growing decoder gains nothing. At the same L0, `u / (u + s)` gave a little less error than
-    `1 - exp(-u / s)` on digits and on tiny-gemma2, and either less than L1 (digits, relu, SGD: FVU 0.050 against 0.078
-    at L0 51); with an s ten times as large the rates say little about which latents fire, and L0 stays above half.
+    `1 - exp(-u / s)` on digits and tiny-gemma2, and both less than L1 (digits, relu, SGD: FVU 0.050 against 0.078 at
+    L0 51); with an s ten times larger the rates hardly depend on which latents fire, and L0 stays above half of F.
     Source: Ng, "Sparse autoencoder", lecture notes of CS294A (2011).
     """
 
@@ -169,7 +169,7 @@ class TargetsRate(Activation):
                               "leave it out, or use {sparsity} kl", given=sparsity)
 
     def rates(self, codes: Codes, W_dec: Tensor) -> Tensor:
-        """rho_i of the rows, (F,), kept off 0 and 1, where the divergence is infinite."""
+        """rho_i of the rows, (F,), clamped away from 0 and 1, where the divergence is infinite."""
         u = codes.values.abs() * codes.by_latent(W_dec.norm(dim=1))
         rates = codes.with_values(u / (u + half_firing(W_dec))).sums() / codes.shape[0]
         return rates.clamp(LEAST_RATE, 1 - LEAST_RATE)
@@ -180,12 +180,12 @@ class TargetsRate(Activation):
         return (rho * (rho / rates).log() + (1 - rho) * ((1 - rho) / (1 - rates)).log()).sum()
 
     def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:
-        """As for every activation; for `kl` a latent that fires less than the target has 0 in place of its negative
+        """As for every activation; for `kl` a latent that fires less than the target has 0 instead of its negative
         derivative.
 
-        Not with `kl`: that the decoder step never raises the objective. The divergence has no quadratic in the norm
-        that touches it from above everywhere, only the tangent here; and a rate below its target is left to the
-        encoder step, since a decoder step drawn to larger norms has no minimum.
+        With `kl` the decoder step may raise the objective: no quadratic in the norm majorises the divergence, only its
+        tangent is used; and a rate below its target is left to the encoder step, since a decoder step drawn to larger
+        norms has no minimum.
         """
         if sparsity != "kl":
             return super().norm_weights(sparsity, codes, W_dec)

@@ -15,7 +15,7 @@ from .base import Activation, Parameters
 
 @dataclass(frozen=True)
 class KeepsK(Activation):
-    """An activation that keeps `k` of a row's pre-activations, in one sense or another."""
+    """An activation that keeps `k` pre-activations per row, exactly, on average or in expectation."""
 
     k: int = option(32, "Active latents per row; with batchtopk on average, with soft-topk in expectation.", minimum=1)
 
@@ -31,7 +31,7 @@ class Largest(KeepsK):
     """An activation that keeps `k` pre-activations of each row and sets the others to zero."""
 
     def ranking(self, pre: Tensor) -> Tensor:
-        """What the `k` largest are taken of, (B, F)."""
+        """The values whose `k` largest are kept, (B, F)."""
         return pre
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
@@ -48,8 +48,8 @@ class TopK(Largest):
 
 @dataclass(frozen=True)
 class ReluTopK(Largest):
-    """The `k` largest pre-activations of each row, those below zero clipped to zero: what SAELens, sparsify and
-    dictionary_learning call TopK. It is `topk` except on rows with fewer than `k` positive pre-activations."""
+    """The `k` largest pre-activations of each row, clipped at zero: the TopK of SAELens, sparsify and
+    dictionary_learning. It differs from `topk` only on rows with fewer than `k` positive pre-activations."""
 
     name: ClassVar[str] = "relu-topk"
 
@@ -60,7 +60,7 @@ class ReluTopK(Largest):
 
 @dataclass(frozen=True)
 class AbsTopK(Largest):
-    """The `k` pre-activations largest in magnitude, with their signs: what the paper's own code computes."""
+    """The `k` pre-activations largest in magnitude, with their signs, as in the paper's own code."""
 
     name: ClassVar[str] = "abs-topk"
 

@@ -4,13 +4,13 @@ The smooth TopK takes each pre-activation times the probability that a random K-
 
     rho_T(v)_i = v_i P(i in S),    P(S) = exp(sum_{j in S} v_j / T) / e_K(exp(v / T)),    |S| = K
 
-with e_K the elementary symmetric polynomial. The subset law is that of independent coins of probability
-`q_i = sigmoid(v_i / T - lam)` given that K of them fall heads, whatever lam is. With lam such that K heads are what
-one expects, no number that matters is large or small, so nothing needs logarithms. The distribution of the number of
-heads is the product of the polynomials `(1 - q_i) + q_i t`, multiplied in a tree and cut off at degree K; going back
-down it gives every coin the distribution of the number of heads among the others. Both cost O(F K) a row.
+with e_K the elementary symmetric polynomial. The subset is distributed as the heads of independent coins of probability
+`q_i = sigmoid(v_i / T - lam)`, given K heads, for any lam. With lam such that the expected number of heads is K, no
+significant number overflows or underflows, so logarithms are not needed. The distribution of the number of heads is the
+product of the polynomials `(1 - q_i) + q_i t`, multiplied in a tree and cut off at degree K; a pass back down the tree
+gives for every coin the distribution of the number of heads among the others. Both cost O(F K) per row.
 
-Shapes: B rows, F = d_sae, K = k; polynomials (L, n, B), n of them for each row, degree by degree.
+Shapes: B rows, F = d_sae, K = k; polynomials (L, n, B), n of them per row, degree by degree.
 """
 
 import math
@@ -26,8 +26,8 @@ from ..config import option
 from .base import Parameters, TargetsRate
 from .largest import KeepsK
 
-SATURATED = 50.0  # v / T from the middle of the gap beyond which a coin's outcome is certain in float64
-BISECTIONS = 16  # leave lam within 0.002 of its place; the result is exact with any
+SATURATED = 50.0  # distance of v / T from the middle of the gap beyond which a coin's outcome is certain in float64
+BISECTIONS = 16  # give lam to within 0.002; the result is exact for any lam
 
 
 class SoftTopKCodes(torch.autograd.Function):
@@ -40,7 +40,7 @@ class SoftTopKCodes(torch.autograd.Function):
 
     where a prime is the derivative as each q_j t grows at the rate u_j; a second pass over the tree gives it.
 
-    What a call keeps for the gradient is v alone: the tree, some twenty numbers for each of v's, is built again.
+    Only v is saved for the backward pass: the tree, some twenty numbers per entry of v, is built again.
     """
 
     @staticmethod
@@ -64,7 +64,7 @@ class SoftTopKCodes(torch.autograd.Function):
 
 
 def _tree(v: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """`1 - q` and `q` of v, (F, B) each, and their tree: its levels upwards, and what `_of_the_others` finds in it."""
+    """`1 - q` and `q` of v, (F, B) each, and their tree: its levels upwards, and `_of_the_others` of them."""
     tails, heads = _coins(v, k, temperature)
     levels = _products(torch.stack([tails, heads]), k)
     return tails, heads, levels, _of_the_others(levels, k)
@@ -80,7 +80,7 @@ def _coins(v: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
     largest = v.topk(k + 1, dim=0).values
     half_gap = (largest[k - 1] - largest[k]) / 2
     logits = (v - (largest[k] + half_gap)) / temperature
-    # One below the K-th largest by the gap, or above the next by it, more than K, or fewer, coins fall heads.
+    # At these bounds, more than K heads are expected, or fewer.
     high = (half_gap / temperature).clamp(max=SATURATED) + math.log(len(v))
     low = -high
     for _ in range(BISECTIONS):
@@ -92,8 +92,8 @@ def _coins(v: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 def _products(leaves: Tensor, degree: int) -> list[Tensor]:
-    """The tree's levels from the leaves, (2, F, B), to their product, (degree + 1, 1, B); a level of an odd number of
-    polynomials is given a constant 1 in addition."""
+    """The tree's levels from the leaves, (2, F, B), to their product, (degree + 1, 1, B); levels of an odd number of
+    polynomials are padded with a constant 1."""
     levels = [leaves]
     while levels[-1].shape[1] > 1:
         levels[-1] = _evened(levels[-1], 1.0)
@@ -102,8 +102,9 @@ def _products(leaves: Tensor, degree: int) -> list[Tensor]:
 
 
 def _of_the_others(levels: list[Tensor], degree: int) -> list[Tensor]:
-    """For each level from the root down, the derivative of the root's coefficient of that degree in each coefficient;
-    at the leaves the probability that `degree`, or one less, of the other coins fall heads, (2, F, B) or one more."""
+    """For each level from the root down, the derivative of the root's coefficient of degree `degree` in each
+    coefficient; at the leaves, (2, F, B) or one more, the probability of `degree`, or one less, heads among the other
+    coins."""
     root = torch.zeros_like(levels[-1])
     root[degree] = 1
     found = [root]
@@ -115,8 +116,8 @@ def _of_the_others(levels: list[Tensor], degree: int) -> list[Tensor]:
 
 
 def _change_of_the_others(levels: list[Tensor], others: list[Tensor], change: Tensor, degree: int) -> Tensor:
-    """The derivative of what `_of_the_others` gives at the leaves, (2, F, B), as each leaf's coefficient of t changes
-    at the rate `change`, (F, B)."""
+    """The derivative of `_of_the_others` at the leaves, (2, F, B), as each leaf's coefficient of t changes at the rate
+    `change`, (F, B)."""
     changes = [torch.stack([torch.zeros_like(change), change])]
     for level in levels[:-1]:
         changes[-1] = _evened(changes[-1], 0.0)
@@ -132,13 +133,13 @@ def _change_of_the_others(levels: list[Tensor], others: list[Tensor], change: Te
 
 
 def _halves(level: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors of the level above, side by side."""
+    """The left and the right factors of the level above."""
     half = level.shape[1] // 2
     return level[:, :half], level[:, half:]
 
 
 def _evened(level: Tensor, constant: float) -> Tensor:
-    """The level with a constant polynomial added where it holds an odd number of them."""
+    """The level, padded with a constant polynomial to an even number."""
     if level.shape[1] % 2 == 0:
         return level
     added = torch.zeros_like(level[:, :1])
@@ -165,16 +166,16 @@ def _pulled(above: Tensor, sibling: Tensor) -> Tensor:
     return found
 
 
-ROWS = 256  # that soft-topk takes at a time, since it holds some twenty numbers for each of their codes
-LEAST_TEMPERATURE = 1e-6  # soft-topk is topk long before, and what float32 rounds to zero divides nothing
+ROWS = 256  # of soft-topk at a time, since it holds some twenty numbers per code
+LEAST_TEMPERATURE = 1e-6  # soft-topk equals topk long before, and float32 must not round it to zero
 
 
 @dataclass(frozen=True)
 class Swish(TargetsRate):
-    """`z = pre * sigmoid(pre)`, also called SiLU. Hardly a code is exactly zero, so l0 counts all d_sae latents.
+    """`z = pre * sigmoid(pre)`, also called SiLU. Hardly any code is exactly zero, so l0 counts all d_sae latents.
 
     Source: Ramachandran, Zoph and Le, "Searching for Activation Functions" (2017), with beta = 1: another beta is
-    the same SAE with the encoder beta times as large and the decoder as much smaller.
+    the same SAE with the encoder multiplied and the decoder divided by beta.
     """
 
     name: ClassVar[str] = "swish"
@@ -187,7 +188,7 @@ class Swish(TargetsRate):
         return DenseCodes(pre * pre.sigmoid())
 
     def rescaled(self, parameters: Parameters, factor: float) -> None:
-        """None: it bends where pre-activations are near 1."""
+        """None: swish has a scale of its own."""
         return
 
 
@@ -196,7 +197,7 @@ class SoftTopK(KeepsK):
     """`z_i = pre_i * P(i in S)`, S a random set of `k` latents, likelier the larger its pre-activations.
 
     `P(S)` is in proportion to `exp(sum_{j in S} pre_j / temperature)`. As the temperature falls it tends to `topk`.
-    Computed exactly, in O(d_sae k) a row. The probabilities sum to `k`, but hardly one is exactly zero, so l0 counts
+    Computed exactly, in O(d_sae k) per row. The probabilities sum to `k`, but hardly any is exactly zero, so l0 counts
     up to all d_sae latents. Source: the paper's smooth TopK, rho_T.
     """
 
@@ -213,5 +214,5 @@ class SoftTopK(KeepsK):
         return DenseCodes(torch.cat([SoftTopKCodes.apply(rows, self.k, self.temperature) for rows in pre.split(ROWS)]))
 
     def rescaled(self, parameters: Parameters, factor: float) -> None:
-        """None: the temperature stays what the user asked for."""
+        """None: the temperature is fixed by the user."""
         return

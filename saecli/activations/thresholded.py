@@ -1,4 +1,4 @@
-"""Activations whose latents switch each on its own: relu, jumprelu, batchtopk. Shapes: B rows, F = d_sae."""
+"""Activations whose latents switch independently: relu, jumprelu, batchtopk. Shapes: B rows, F = d_sae."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,15 +13,15 @@ from ..errors import ConfigError
 from .base import Activation, Parameters, TargetsRate
 from .largest import KeepsK
 
-# Fraction of the newest batch in batchtopk's threshold. A slower mean lags behind growing pre-activations; PAM-SGD's
-# decoder is then fitted to denser codes than training keeps, which makes them grow the faster (digits, k = 16: FVU
+# Weight of the newest batch in batchtopk's threshold. A slower mean lags behind growing pre-activations; PAM-SGD's
+# decoder is then fitted to denser codes than in training, which makes pre-activations grow faster (digits, k = 16: FVU
 # 0.129 with 0.05, 0.092 with 0.3 and 0.5).
 THRESHOLD_RATE = 0.3
 
 
 @dataclass(frozen=True)
 class Thresholded(Activation):
-    """An activation whose latents switch each on its own: latent i is active where `pre_i > threshold_i`."""
+    """An activation whose latents switch independently: latent i is active where `pre_i > threshold_i`."""
 
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
         """The pre-activation above which each latent is active, (F,)."""
@@ -76,7 +76,7 @@ class _StepCount(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class JumpRelu(Thresholded, TargetsRate):
-    """`z = pre * H(pre - threshold)`, one threshold a latent, learned unless it is fixed.
+    """`z = pre * H(pre - threshold)`, one threshold per latent, learned unless fixed.
 
     The threshold's gradient is the straight-through estimate with a rectangular kernel of width `bandwidth`.
     Source: Rajamanoharan et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse
@@ -95,16 +95,16 @@ class JumpRelu(Thresholded, TargetsRate):
 
     @property
     def estimates(self) -> tuple[str, ...]:
-        """The thresholds, where they are fixed."""
+        """The thresholds, if they are fixed."""
         return ("threshold",) if self.fixed_threshold else ()
 
     @property
     def default_sparsity(self) -> str:
-        """`l0`, which pulls on thresholds alone; where they are fixed, `l1`."""
+        """`l0`, whose gradient reaches thresholds only; if they are fixed, `l1`."""
         return "l1" if self.fixed_threshold else "l0"
 
     def check_sparsity(self, sparsity: str) -> None:
-        """Refuse to count latents by a gradient that fixed thresholds do not have."""
+        """Refuse l0 with fixed thresholds, which have no gradient."""
         super().check_sparsity(sparsity)
         if self.fixed_threshold and sparsity == "l0":
             others = ", ".join(name for name in self.sparsities if name != "l0")
@@ -116,22 +116,21 @@ class JumpRelu(Thresholded, TargetsRate):
         return {"threshold": torch.full((d_sae,), self.threshold)}
 
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
-        """The thresholds, (F,); one that training pushed below zero acts as zero."""
+        """The thresholds, (F,), clamped at zero."""
         return parameters["threshold"].clamp(min=0)
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`pre` where it exceeds its latent's threshold, else 0, (B, F)."""
         thresholds = self.thresholds(parameters, pre.shape[-1])
-        # Pre-activations just below their threshold are zero, and yet their gradient moves it.
+        # Pre-activations just below their threshold give zero codes, but contribute to its gradient.
         reach = thresholds.detach() - (self.bandwidth / 2 if thresholds.requires_grad else 0)
         near = selected(pre, pre > reach)
         return near.with_values(_JumpReluGate.apply(near.values, near.by_latent(thresholds), self.bandwidth))
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
-        """The thresholds grow with the pre-activations; fixed ones do not.
+        """The thresholds scaled; None if they are fixed.
 
-        The gradient's kernel, which no code depends on, stays `bandwidth` wide: against the pre-activations it is
-        1 / `factor` as wide as before.
+        The gradient's kernel, on which no code depends, keeps its width `bandwidth`, while pre-activations scale.
         """
         return None if self.fixed_threshold else {"threshold": parameters["threshold"] * factor}
 
@@ -146,11 +145,11 @@ class JumpRelu(Thresholded, TargetsRate):
 
 @dataclass(frozen=True)
 class BatchTopK(Thresholded, KeepsK):
-    """The `k` largest pre-activations a row on average over a training batch, those below zero clipped to zero.
+    """The `k` largest pre-activations per row on average over a training batch, clipped at zero.
 
-    In use a row's codes cannot depend on its neighbours: they are `pre * H(pre - threshold)`, with one threshold for
-    all latents: while training lasts, the running mean of the smallest pre-activation that batches keep; at the end,
-    the one with which a sample of the rows has `k` active latents on average.
+    At inference a row's codes do not depend on its batch: they are `pre * H(pre - threshold)`, with one threshold for
+    all latents: during training the running mean of the smallest pre-activation kept per batch; at the end the one
+    with which a sample of the rows has `k` active latents on average.
     Source: Bussmann, Leask and Nanda, "BatchTopK Sparse Autoencoders" (2024); clipped as in its authors' code.
     """
 
@@ -162,11 +161,11 @@ class BatchTopK(Thresholded, KeepsK):
         return ("threshold",)
 
     def parameters(self, d_sae: int) -> Parameters:
-        """The threshold, a scalar; 0 until a batch was seen."""
+        """The threshold, a scalar; 0 before the first batch."""
         return {"threshold": torch.zeros(())}
 
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
-        """The one threshold for each latent, (F,); below zero it acts as zero."""
+        """The one threshold, clamped at zero, for each latent, (F,)."""
         return parameters["threshold"].clamp(min=0).expand(d_sae)
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
@@ -174,13 +173,13 @@ class BatchTopK(Thresholded, KeepsK):
         return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
 
     def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
-        """`max(pre, 0)` at the `B k` entries of the batch where it is largest, else 0, (B, F); of several processes
-        each takes its own rows for a batch."""
+        """`max(pre, 0)` at the batch's `B k` largest entries, else 0, (B, F); with several processes, each takes its
+        own rows as the batch."""
         return at_entries(pre, pre.detach().flatten().topk(self.k * len(pre), sorted=False).indices).map(torch.relu)
 
     def estimated(self, codes: Codes, parameters: Parameters) -> Parameters:
-        """The running mean moved towards the smallest positive code, which starts it; a batch without one moves
-        nothing."""
+        """The running mean of the smallest positive code, which the first one sets; unchanged by a batch without
+        positive codes."""
         values, threshold = codes.values, parameters["threshold"]
         if not values.numel():
             return {"threshold": threshold}
@@ -189,7 +188,7 @@ class BatchTopK(Thresholded, KeepsK):
         return {"threshold": torch.where(smallest.isfinite(), moved, threshold)}
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """The threshold that `k` pre-activations a row exceed, on average over the rows; 0 where fewer are positive."""
+        """The threshold that `k` pre-activations per row exceed, on average; 0 if fewer are positive."""
         kept = self.k * len(pre)
         if kept >= pre.numel():
             return {"threshold": torch.zeros_like(parameters["threshold"])}
@@ -197,5 +196,5 @@ class BatchTopK(Thresholded, KeepsK):
         return {"threshold": ((largest[-2] + largest[-1]) / 2).clamp(min=0)}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
-        """The threshold grows with the pre-activations."""
+        """The threshold, scaled."""
         return {"threshold": parameters["threshold"] * factor}

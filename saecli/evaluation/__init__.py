@@ -1,5 +1,5 @@
-"""SAEs measured on rows: reconstruction, sparsity, the effect on a language model, and which of several come out best.
+"""SAEs measured on rows: reconstruction, sparsity, the effect on a language model, and a comparison of several.
 
-`sae_and_rows.py` brings an SAE and its rows together, `evaluate.py` measures, `comparing.py` tells
-which no other beats, and shows the results to people.
+`sae_and_rows.py` opens an SAE and its rows, `evaluate.py` measures, `comparing.py` marks the SAEs that no other beats
+and formats the results.
 """

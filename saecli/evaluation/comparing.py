@@ -1,4 +1,4 @@
-"""Which of several SAEs come out best at like sparsity, and how measures are shown to people."""
+"""Comparison of SAEs at similar sparsity, and tables of measures."""
 
 import csv
 import math
@@ -14,19 +14,19 @@ from ..tables import table
 from ..wording import counted
 from .sae_and_rows import Measured, by_rows
 
-LIKE_L0 = 1.05  # an L0 of at most this many times another's counts as no larger
-ERRORS = {"fvu": 1, "ce_recovered": -1, "kl": 1}  # what runs of like L0 are compared by; times its sign, less is better
+LIKE_L0 = 1.05  # an L0 up to this factor times another's counts as no larger
+ERRORS = {"fvu": 1, "ce_recovered": -1, "kl": 1}  # compared at similar L0; times its sign, less is better
 
 
 def marked(found: Sequence[dict[str, Any]], everything: Sequence[Measured]) -> list[dict[str, Any]]:
-    """The measures of each SAE with one more, `unbeaten`: what `unbeaten` says of those that share its rows.
+    """The measures of each SAE with one more, `unbeaten`, among the SAEs on the same rows.
 
     Args:
         found: the measures of each.
         everything: the SAEs and their rows, in the same order.
 
     Returns:
-        The measures, in the same order; `unbeaten` is None for an SAE that shares its rows with no other.
+        The measures, in the same order; `unbeaten` is None for an SAE alone on its rows.
     """
     marks: list[bool | None] = [None] * len(found)
     for members in by_rows(everything):
@@ -37,17 +37,17 @@ def marked(found: Sequence[dict[str, Any]], everything: Sequence[Measured]) -> l
 
 
 def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Which runs no other beats, of several that are measured on the same rows.
+    """For each of several runs on the same rows, whether no other beats it.
 
-    A run is beaten by one whose L0 is at most `LIKE_L0` times its own, which is no worse in any of the `ERRORS` that
-    were measured and better in at least one. To be no worse in any and better in one is a strict partial order, so runs
-    never beat each other in a circle, although L0s are compared with a tolerance: at least one is unbeaten.
+    A run is beaten by one whose L0 is at most `LIKE_L0` times its own, and which is no worse in any of the `ERRORS`
+    measured and better in at least one. The condition on errors is a strict partial order, so runs never beat each
+    other in a circle, although L0s are compared with a tolerance: at least one is unbeaten.
 
     Args:
         runs: the measures of each, among them `l0`.
 
     Returns:
-        One a run. A run with an error that is no finite number beats none, and is not unbeaten either.
+        One bool per run. A run with an error that is not finite beats none, and is not unbeaten.
     """
     errors = [tuple(sign * run[name] for name, sign in ERRORS.items() if name in run) for run in runs]
     finite = [all(map(math.isfinite, error)) for error in errors]
@@ -60,13 +60,13 @@ def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
 
 
 def meaning(run: Mapping[str, Any]) -> str:
-    """What the mark of an unbeaten run says, in a sentence, where these measures of runs were taken."""
+    """The meaning of the mark of an unbeaten run, in a sentence, given the measures of a run."""
     *others, last = [name.replace("_", " ") for name in ERRORS if name in run]
     errors = f"{', '.join(others)} or {last}" if others else last
     return f"unbeaten (*): every other run on the same rows with at most {LIKE_L0:g} times its l0 is worse in {errors}"
 
 
-# In the order of what is asked most: what a narrow terminal has no room for stands below.
+# The most important first: a narrow terminal moves the last ones below.
 RECONSTRUCTION = ("l0", "fvu", "explained_variance", "mse", "cosine", "l1", "silent_fraction", "dead_fraction", "rows",
                   "split", "data")
 EFFECT = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "tokens")
@@ -80,8 +80,8 @@ def sparsest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> list[RenderableType]:
-    """The tables of `sae eval` on measures, sparsest first: one of reconstruction, and one of the effect on the
-    language model that the SAEs were spliced into; None for none."""
+    """The tables of `sae eval` from measures, sparsest first: one of reconstruction, and one of the effect on the
+    language model, unless that is None."""
     order = "sparsest first" if len(ranked) > 1 else None
     compared = any(run["unbeaten"] is not None for run in ranked)
     shown = [comparison(ranked, RECONSTRUCTION, f"{order}; {meaning(ranked[0])}" if compared else order)]
@@ -91,8 +91,7 @@ def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> li
 
 
 def comparison(runs: Sequence[dict[str, Any]], columns: Sequence[str], title: str | None) -> RenderableType:
-    """A table that people see: of measures by name, `run` and `unbeaten` among them, some columns; a run a line in the
-    order given, those that are unbeaten marked."""
+    """A table with some of the runs' measures as columns; one line per run in the order given, unbeaten ones marked."""
     rows = [[run["run"] + " *" * bool(run["unbeaten"]), *(run[column] for column in columns)] for run in runs]
     return table(title, ["run", *(column.replace("_", " ") for column in columns)], rows)
 
@@ -106,20 +105,20 @@ def draw_frontier(path: Path, ranked: Sequence[dict[str, Any]], everything: Sequ
 
 
 def read_measures(path: Path) -> list[dict[str, Any]]:
-    """What `sae eval --csv` wrote, a mapping a run: names as text, `unbeaten` as a bool, all else as floats."""
+    """The file that `sae eval --csv` wrote, a mapping per run: names as text, `unbeaten` as bool, all else as float."""
     kinds = {"run": str, "data": str, "split": str, "unbeaten": "True".__eq__}
     with path.open(encoding="utf-8", newline="") as file:
         return [{name: kinds.get(name, float)(word) for name, word in line.items()} for line in csv.DictReader(file)]
 
 
 def sparsity_table(runs: Sequence[dict[str, Any]]) -> RenderableType:
-    """The table of `sae sparsity`, a run a line."""
+    """The table of `sae sparsity`, one line per run."""
     rows = [[run["run"], *(run[column] for column in SPARSITY)] for run in runs]
     return table(None, ["run", *(column.replace("_", " ") for column in SPARSITY)], rows)
 
 
 def extremes(run: dict[str, Any]) -> str:
-    """Two lines that name a run's dense and silent latents, the most frequent and the first of them."""
+    """Two lines that list a run's dense latents, the most frequent first, and its silent ones."""
     frequency = run["frequency"]
     dense = sorted((i for i, f in enumerate(frequency) if f > DENSE_FREQUENCY), key=lambda i: -frequency[i])
     silent = [i for i, f in enumerate(frequency) if f == 0]

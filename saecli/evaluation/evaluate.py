@@ -1,5 +1,5 @@
-"""Reconstruction, sparsity and the effect on a language model: what `sae eval` and `sae sparsity` print, and `sae push`
-puts on a card.
+"""Reconstruction, sparsity and the effect on a language model, for `sae eval`, `sae sparsity` and the cards of hosted
+SAEs.
 """
 
 import re
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..language_model import LanguageModel
 
 PICTURED_ROWS = 200
-NAMED = 40  # letters of a run's name in that of its picture: a folder's whole path may be too long for a file's name
+NAMED = 40  # characters of a run's name in its picture's: a whole path may be too long for a file name
 
 
 def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: str = "test", device: str = "auto",
@@ -33,8 +33,9 @@ def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
         sae: as of `evaluate`, which explains the others too.
 
     Returns:
-        What `sae sparsity --json` prints of a run: `run`, `data` and `split`, the measures of `Firing.result`, among
-        them `frequency`, the fraction of the rows that each latent fires on, and `dead_fraction`.
+        The document that `sae sparsity --json` prints for a run: `run`, `data` and `split`, the measures of
+        `Firing.result`, among them `frequency`, the fraction of the rows on which each latent fires, and
+        `dead_fraction`.
 
     Raises:
         SaeError: as of `evaluate`.
@@ -45,21 +46,20 @@ def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
 
 
 def tallied(everything: Sequence[Measured], pictured: bool, listener: Listener) -> list[Firing]:
-    """How often the latents of each SAE fire on its rows; where they are to be pictured, by `draw_sparsity`, with the
-    first rows' codes."""
+    """`Firing` of each SAE on its rows; with the first rows' codes if `draw_sparsity` is to picture them."""
     return [firing(one.sae, one.batches(listener), PICTURED_ROWS if pictured else 0) for one in everything]
 
 
 def sparsity_document(one: Measured, counts: Firing) -> dict[str, Any]:
-    """What `sae sparsity --json` prints of a run."""
+    """The document that `sae sparsity --json` prints for a run."""
     return one.heading | counts.result() | {"dead_fraction": one.subject.dead_fraction}
 
 
 def draw_sparsity(path: Path, tallies: Mapping[str, Firing]) -> list[Path]:
-    """Draw histograms of L0 and of frequencies, and beside them, one a run, the first rows' codes.
+    """Draw histograms of L0 and of frequencies, and in one more picture per run the first rows' codes.
 
     Args:
-        path: where the histograms go; the others' names begin as its does.
+        path: of the histograms; the other pictures' names begin with its stem.
         tallies: by run, as of `tallied`.
 
     Returns:
@@ -78,7 +78,7 @@ def draw_sparsity(path: Path, tallies: Mapping[str, Firing]) -> list[Path]:
     return drawn
 
 
-TOKENS = 16_384  # that a model is run over where no one says
+TOKENS = 16_384  # that a model is run over by default
 
 
 def evaluate(sae: SAELike = None, data: RowsLike = None, *, split: str = "test", model: str | None = None,
@@ -94,14 +94,15 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
             (N, D), which are all taken; None for the store that the run was trained on, else the newest.
         split: test, the rows held out; train, those trained on; or all.
         model: hub id or folder of the language model that the store's rows came from, to splice the SAE into it.
-        tokens: how many of the split's tokens the model is run over; 16,384 by default.
+        tokens: number of the split's tokens that the model is run over; 16,384 by default.
         device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-        progress: show how far it has come, and what was chosen, on stderr.
+        progress: show progress, and the choices made, on stderr.
 
     Returns:
-        What `sae eval --json` prints of a run: `run`, `data` and `split`, the measures of `Reconstruction.result`,
-        `dead_fraction`, with a model those of `splice.effects`, and `unbeaten`, None for a single SAE.
+        The document that `sae eval --json` prints for a run: `run`, `data` and `split`, the measures of
+        `Reconstruction.result`, `dead_fraction`, with a model the measures of `splice.effects`, and `unbeaten`, None
+        for a single SAE.
 
     Raises:
         ConfigError: an argument that cannot work, or that does nothing with the others.
@@ -114,14 +115,13 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
 def compare(saes: Sequence[SAELike], data: RowsLike = None, *, split: str = "test", model: str | None = None,
             tokens: int | None = None, device: str = "auto", home: str | Path | None = None,
             progress: bool = False) -> list[dict[str, Any]]:
-    """Measure several SAEs, and say which of those that share their rows no other beats; see `comparing.unbeaten`.
+    """Measure several SAEs, and mark those that no other on the same rows beats; see `comparing.unbeaten`.
 
     Args:
         saes: each as of `evaluate`, which explains the other arguments too.
 
     Returns:
-        What `evaluate` returns, for each SAE in the order given, and `unbeaten` among it; None for one that shares its
-        rows with no other.
+        The result of `evaluate` for each SAE in the order given; `unbeaten` is None for an SAE alone on its rows.
 
     Raises:
         SaeError: as of `evaluate`.
@@ -133,8 +133,7 @@ def compare(saes: Sequence[SAELike], data: RowsLike = None, *, split: str = "tes
 
 
 def check_tokens_of_model(tokens: int | None, model: str | None) -> None:
-    """Refuse a number of tokens that no model is run over; ConfigError where there are tokens and no model, or none at
-    all."""
+    """Refuse a number of tokens without a model, or below 1, by a ConfigError."""
     if tokens is not None and model is None:
         raise ConfigError("tokens", "does nothing without {model}", "leave it out, or name the language model")
     if tokens is not None and tokens < 1:
@@ -143,16 +142,16 @@ def check_tokens_of_model(tokens: int | None, model: str | None) -> None:
 
 def evaluated(everything: Sequence[Measured], model: str | None, tokens: int | None,
               listener: Listener) -> list[dict[str, Any]]:
-    """What `sae eval` prints of each SAE, `unbeaten` left out.
+    """The document that `sae eval` prints for each SAE, without `unbeaten`.
 
     Args:
         everything: the SAEs and their rows.
-        model: hub id or folder of the language model to splice them into; None to do without.
-        tokens: how many of the rows' tokens the model is run over; None for `TOKENS`.
-        listener: told how far it has come.
+        model: hub id or folder of the language model to splice them into; None for none.
+        tokens: number of the rows' tokens that the model is run over; None for `TOKENS`.
+        listener: shows progress.
 
     Raises:
-        ConfigError, StoreError, ModelError: the model is missing, or is not that of the rows.
+        ConfigError, StoreError, ModelError: the model is missing, or did not produce the rows.
     """
     splices = [] if model is None else _splices(everything, model, listener)
     found = [one.heading | reconstruction(one.sae, one.batches(listener)) | {"dead_fraction": one.subject.dead_fraction}
@@ -164,7 +163,7 @@ def evaluated(everything: Sequence[Measured], model: str | None, tokens: int | N
 
 
 def warnings(found: Sequence[dict[str, Any]], everything: Sequence[Measured]) -> list[str]:
-    """Sentences on SAEs whose measures are doubtful; see `metrics.doubts`."""
+    """Warnings about SAEs with doubtful measures; see `metrics.doubts`."""
     return [f"{run['run']}: warning: on these {counted(run['rows'], 'row')} {', and '.join(words.values())}"
             for one, run in zip(everything, found, strict=True)
             if (words := doubts(run, one.sae.d_in, one.sae.d_sae))]
@@ -172,7 +171,7 @@ def warnings(found: Sequence[dict[str, Any]], everything: Sequence[Measured]) ->
 
 @dataclass(frozen=True)
 class _Splice:
-    """One pass through the model: the places of the SAEs that share their rows, and what they are spliced into."""
+    """One pass through the model: the indices of the SAEs on the same rows, and the model, rows and windows."""
 
     members: list[int]
     model: "LanguageModel"
@@ -181,23 +180,23 @@ class _Splice:
 
 
 def _splices(everything: Sequence[Measured], name: str, listener: Listener) -> list[_Splice]:
-    """The passes to make through the model; what cannot work is refused here, before the rows are measured."""
+    """The passes to make through the model; errors are raised here, before the rows are measured."""
     from ..harvest import Windows
     from ..language_model import LanguageModel, find_model
     from ..splice import check_rows, check_tokens
 
     groups = by_rows(everything)
     every_rows = [everything[members[0]].of_store for members in groups]
-    place = find_model(name)
+    found_model = find_model(name)
     for rows in every_rows:
-        check_rows(rows, place)
-    model = LanguageModel(place, everything[0].sae.W_enc.device, head=True)
+        check_rows(rows, found_model)
+    model = LanguageModel(found_model, everything[0].sae.W_enc.device, head=True)
     found = []
     for rows, members in zip(every_rows, groups, strict=True):
         source = rows.store.meta.source
         cutter = Windows(model.tokenizer, source["context"])
         check_tokens(rows, model, cutter.prefix)
-        if source["model"] != place.identity()["model"]:
+        if source["model"] != found_model.identity()["model"]:
             listener.note(f"{rows.store.name} came from {source['model']}, and is run through {name}")
         found.append(_Splice(members, model, rows, cutter))
     return found
@@ -205,7 +204,7 @@ def _splices(everything: Sequence[Measured], name: str, listener: Listener) -> l
 
 def _effects(everything: Sequence[Measured], splices: list[_Splice], tokens: int,
              listener: Listener) -> list[dict[str, Any]]:
-    """What each SAE does to the model."""
+    """The effects of each SAE on the model."""
     from ..splice import effects, stored_windows
 
     results: list[dict[str, Any]] = [{} for _ in everything]

@@ -1,4 +1,4 @@
-"""SAEs, finding the one that a user means, and the rows that they are measured on.
+"""Finding the SAE that a user names, and the rows to measure it on.
 
 A run folder holds `run.json` (`format_version`, `created`, `complete`, `data`: the store's name, `training`,
 `solver`, `activation`, `result`), `config.toml`, `metrics.jsonl`, and from the first checkpoint on `sae.safetensors`.
@@ -28,18 +28,18 @@ from ..training.rows import ArrayLike, ArrayRows
 
 @dataclass(frozen=True)
 class Subject:
-    """An SAE to look at.
+    """Where an SAE comes from.
 
     Args:
-        name: what it is called in tables: its run's name, its path below the runs, or the path that was given.
-        folder: where it lies; None for an SAE in memory.
-        data: name of the store that it was trained on; None where no one knows.
+        name: for tables: its run's name, its path below the runs, or the path that was given.
+        folder: that holds it; None for an SAE in memory.
+        data: name of the store that it was trained on; None if unknown.
         split_seed: seed of the split into training and held-out rows.
         fraction: fraction of the training rows that it was trained on, in (0, 1].
         complete: whether its training was finished.
-        data_hash: request hash of the store that it was trained on; None where no one knows.
-        dead_fraction: fraction of its latents that fire on none of the rows that it was trained on, in [0, 1], as
-            training counted; None where no one knows.
+        data_hash: request hash of the store that it was trained on; None if unknown.
+        dead_fraction: fraction of its latents that fire on none of its training rows, in [0, 1], counted by training;
+            None if unknown.
     """
 
     name: str
@@ -53,19 +53,19 @@ class Subject:
 
 
 def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lambda _: None) -> Subject:
-    """The SAE that a user means.
+    """The SAE that a user names.
 
     Args:
         home: the folder of stores and runs.
-        text: name of a run in the home, else a folder that holds an SAE in any known format, else where on the
-            Hugging Face hub one lies (see `hub.Address`; after `hf://` that alone); None for the newest run.
-        note: told what was chosen where another reading was possible.
+        text: name of a run in the home, else a folder that holds an SAE in any known format, else an address on the
+            Hugging Face hub (see `hub.Address`; with `hf://` only that); None for the newest run.
+        note: called with the choice made if the text is ambiguous.
 
     Raises:
         RunError: there is no such run or folder, and the message names the nearest runs; or the run has no SAE yet, or
             was written by a newer version.
         FormatError: it is a folder, but holds no SAE in a known format.
-        HubError: it is none here, and the hub has none there, or cannot be asked.
+        HubError: there is none here, and the hub has none at that address, or cannot be reached.
     """
     marker = home.runs.marker
     if text is None or text in home.runs.names():
@@ -87,7 +87,7 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
     if formats.recognise(folder) is not None:
         return Subject(text, folder)
     if folder.is_dir():
-        formats.load(folder)  # raises, and says what a folder would have to hold
+        formats.load(folder)  # raises, with the files expected
     if address is not None:
         try:
             return _hosted(address, note)
@@ -111,12 +111,12 @@ def _run(folder: Path, marker: str, name: str) -> Subject:
                    dead)
 
 
-SAELike = SAE | str | Path | None  # an SAE, a run's name or whatever else `load_sae` takes; None for the newest run
+SAELike = SAE | str | Path | None  # an SAE, a run's name or anything that `load_sae` takes; None for the newest run
 # A store or rows of one, rows in memory (N, D), or a store's name in the home; None for the store that the run was
 # trained on, else the newest.
 RowsLike = ActivationStore | Rows | ArrayLike | str | None
 
-BATCH_CODES, BATCH_ROWS = 1 << 24, 1024  # at a time: 64 MB of codes at most, and less memory to go through is faster
+BATCH_CODES, BATCH_ROWS = 1 << 24, 1024  # at a time: at most 64 MB of codes; smaller batches are faster
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Measured:
     Args:
         subject: where the SAE comes from.
         saved: the SAE, on the device it is measured on, in float32 or better.
-        split: which of the store's rows; None for rows in memory.
-        rows: those rows.
+        split: of the store; None for rows in memory.
+        rows: of the split, or in memory.
     """
 
     subject: Subject
@@ -142,8 +142,7 @@ class Measured:
 
     @property
     def of_store(self) -> Rows:
-        """The rows, for what asks their store for more than they are; ConfigError where they are in memory, and no
-        store's."""
+        """The rows, for measures that need their store; ConfigError if they are in memory."""
         if isinstance(self.rows, ArrayRows):
             raise ConfigError("data", "must be a store or rows of one here, got rows in memory",
                               "put them into a store with `sae import`")
@@ -156,25 +155,26 @@ class Measured:
 
     @property
     def heading(self) -> dict[str, str | None]:
-        """What every measurement starts with: the names of run, store and split, None for what has none."""
+        """The first entries of every document: the names of run, store and split; None for rows in memory."""
         data = None if isinstance(self.rows, ArrayRows) else self.rows.store.name
         return {"run": self.subject.name, "data": data, "split": self.split}
 
     @property
     def chosen_rows(self) -> tuple[str, int, float] | None:
-        """What decides the rows, the split's name apart: store, seed and fraction of the split; None in memory."""
+        """The store, and seed and fraction of the split, which determine the rows but for the split's name; None in
+        memory."""
         if isinstance(self.rows, ArrayRows):
             return None
         return self.rows.store.name, self.rows.split.seed, self.rows.split.fraction
 
     @property
     def batch_rows(self) -> int:
-        """Rows of every batch but the last."""
+        """Rows per batch; the last may have fewer."""
         return max(16, min(BATCH_ROWS, BATCH_CODES // self.sae.d_sae))
 
     def batches(self, listener: Listener) -> Iterator[Tensor]:
-        """The rows in stored order, in batches (B, D) of the SAE's device and dtype; a listener is told how far it is.
-        """
+        """The rows in stored order, in batches, (B, D), in the SAE's dtype and on its device; the listener shows
+        progress."""
         done = 0
         with listener.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
             for batch in self.rows.sequential(self.batch_rows):
@@ -184,19 +184,19 @@ class Measured:
 
 
 def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, listener: Listener) -> Measured:
-    """Open an SAE and the rows that it is to be measured on.
+    """Open an SAE and the rows to measure it on.
 
     Args:
         home: the folder of stores and runs.
         sae: see `SAELike`.
-        data: see `RowsLike`; of rows of a store and of rows in memory, all are taken.
-        split: "test", "train" or "all", split as the run was.
-        device: what `--device` says.
-        listener: told whatever was chosen that was not asked for.
+        data: see `RowsLike`; rows of a store and rows in memory are all taken.
+        split: "test", "train" or "all", with the run's split seed.
+        device: as of `--device`.
+        listener: notes the choices that the user did not make.
 
     Raises:
         RunError, FormatError, HubError, StoreError: one of them is missing or cannot be read.
-        ConfigError: the rows are not of the width that the SAE takes, or there is no such device or split.
+        ConfigError: the rows do not have the SAE's width, or there is no such device or split.
     """
     subject, saved = opened(home, sae, listener)
     rows = _rows(home, subject, data, split, listener)
@@ -210,7 +210,7 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, 
 
 
 def opened(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:
-    """An SAE, and where it comes from; see `measured`."""
+    """An SAE and its subject; see `measured`."""
     if isinstance(sae, SAE):
         return Subject("sae"), SavedSAE(sae)
     subject = find_subject(home, None if sae is None else str(sae), listener.note)
@@ -233,13 +233,13 @@ def _rows(home: Home, subject: Subject, data: RowsLike, split: str, listener: Li
 
 
 def held_out(one: Measured) -> Measured:
-    """The same SAE, to be measured on the rows of its store that are held out, of which there is one at least."""
+    """The same SAE with the held-out rows of its store, at least one."""
     return replace(one, split="test", rows=one.store.split("test", seed=one.subject.split_seed))
 
 
 def all_measured(home: Home, saes: Sequence[SAELike], data: RowsLike, split: str, device: str,
                  listener: Listener) -> list[Measured]:
-    """As `measured`, for each of several SAEs, the newest run for none; says so where their rows are not the same."""
+    """`measured` of each of several SAEs, or of the newest run if there are none; notes it if their rows differ."""
     found = [measured(home, sae, data, split, device, listener) for sae in saes or [None]]
     if len({one.chosen_rows for one in found}) > 1:
         listener.note("these runs are measured on different rows, each on its own store and split")
@@ -247,7 +247,7 @@ def all_measured(home: Home, saes: Sequence[SAELike], data: RowsLike, split: str
 
 
 def by_rows(everything: Sequence[Measured]) -> list[list[int]]:
-    """The places of SAEs that share their rows, a list for each choice of rows."""
+    """The indices of SAEs on the same rows, one list per choice of rows."""
     groups: dict[tuple[str, int, float] | None, list[int]] = {}
     for index, one in enumerate(everything):
         groups.setdefault(one.chosen_rows, []).append(index)

@@ -12,12 +12,12 @@ Over (W, b), for codes z (F of them) and targets y (E of them; an SAE's inputs) 
 
 Source: the paper's theorem on the optimal decoding, which states it with a stacked pseudo-inverse of N + 2
 columns, T = 0 and no decay. Here T may be a multiple of a given direction, T = c T0, with c optimal jointly with W.
-Where b is fitted after W (`Terms.joint`), W is solved with s = t = 0, and b follows by the last formula as it stands.
+If b is fitted after W (`Terms.joint` false), W is solved with s = t = 0, and b follows by the last formula.
 
     system = plan(rows, d_sae, d_out, free_memory).system(W_t, codes_again)
     for codes, y in blocks:
         system.add(codes, y)
-    factorisation = choose_alpha(system, terms, z, y, last_alpha)       # or none, for the alpha of `terms`
+    factorisation = choose_alpha(system, terms, z, y, last_alpha)       # or None, for the alpha of `terms`
     state = solve(system, terms, factorisation)
 
 | system | holds | factorisation |

@@ -1,23 +1,23 @@
-"""The search for the alpha of least PRESS, the exact leave-one-out error, with one factorisation per alpha looked at.
+"""The search for the alpha of least PRESS, the exact leave-one-out error, with one factorisation per alpha tried.
 
     PRESS(alpha) = mean_i ||r_i||^2 / (1 - h_i)^2
 
 with r_i the residual of row i and h_i its leverage (`solve.slack_of`): the squared error of row i under the decoder
-fitted to all other rows, c held. Generalised cross-validation, which puts the mean leverage in place of h_i, chooses a
-ridge far too small where rows differ much in norm, as activations do.
+fitted to all other rows, with c fixed. Generalised cross-validation, with the mean leverage instead of h_i, chooses a
+ridge far too small if rows differ much in norm, as activations do.
 
 At an alpha that has been factorised, with M = (A + diag(decay) + (alpha + mu) I)^-1 and u_i = M psi_i, a row's
 leverage and residual have, in alpha, the derivatives
 
     h_i' = -u_i' u_i      r_i' = (W - c T0)' u_i - c' alpha T0' u_i
 
-and at alpha + d both are taken as rational functions of d with one pole, the one that the leverage shows:
+and at alpha + d both are modelled as rational functions of d with one pole, given by the leverage:
 
     rho_i = u_i' u_i / psi_i' u_i      h_i(d) = h_i(0) - psi_i' u_i rho_i d / (1 + rho_i d)
                                        r_i(d) = r_i(0) + r_i' d / (1 + rho_i d)
 
-That is exact where psi_i lies in one eigenspace of A, and exact to first order everywhere: where the PRESS so
-modelled has its minimum at d = 0, so has PRESS.
+The model is exact if psi_i lies in one eigenspace of A, and exact to first order always: if the modelled PRESS has its
+minimum at d = 0, so has PRESS.
 
 Shapes: N rows in all, n sampled, F = d_sae, E targets.
 """
@@ -33,22 +33,22 @@ from torch import Tensor
 from .solve import best_multiple
 from .system import Factorisation, System, Terms
 
-LEAST_SLACK = 1e-12  # 1 - h_i from which on a row counts as fitted alone
-LEAST, MOST = -7, 3  # powers of ten of A's mean diagonal between which alpha is sought
-SPACING = 2  # decades between the alphas that a first search looks at
+LEAST_SLACK = 1e-12  # least 1 - h_i: with less, only the row itself determines its fit
+LEAST, MOST = -7, 3  # range of alpha, log10 over A's mean diagonal
+SPACING = 2  # decades between the alphas of a first search
 REACH = 1.0  # decades over which a model is used, doubled while it falls all the way
-STEPS = 41  # alphas at which a model is evaluated, to find its minimum
-GAIN = 1e-3  # fraction of PRESS for which another factorisation is not worth it
-WARM_GAIN = 1e-2  # the same at the last choice, where the next outer iteration goes on with the search
-LOOKS = 12  # factorisations after which a search ends with the best of them
+STEPS = 41  # alphas at which a model is evaluated to find its minimum
+GAIN = 1e-3  # relative gain in PRESS below which a search stops
+WARM_GAIN = 1e-2  # the same at the previous alpha, since the next outer iteration continues the search
+LOOKS = 12  # factorisations per search at most
 LEAST_ROWS, FRACTION, MOST_ROWS = 128, 8, 256  # sampled rows: one in 8, between these numbers
-MIXED = 64  # sums of columns that c is taken from
-UNIFORM = 0.5  # fraction of the sampled rows drawn evenly, the others by squared norm
+MIXED = 64  # random sums of columns that determine c
+UNIFORM = 0.5  # fraction of the sampling probability that is uniform; the rest is by squared norm
 
 
 @dataclass(frozen=True)
 class Model:
-    """PRESS around an alpha that was factorised; a vector has an entry for each row, (n,).
+    """PRESS around a factorised alpha; vectors have an entry per row, (n,).
 
     Args:
         decades: log10 of alpha over A's mean diagonal.
@@ -56,7 +56,8 @@ class Model:
         slack: 1 - h_i.
         leverage: psi_i' u_i.
         pole: rho_i.
-        squares: r_i' r_i, r_i' (derivative) r_i and the derivative's square, with each row's weight, (3, n).
+        squares: squared norm of r_i, its product with the derivative of r_i, and that derivative's squared norm, each
+            times the row's weight, (3, n).
     """
 
     decades: float
@@ -67,7 +68,7 @@ class Model:
     squares: Tensor
 
     def press(self, alphas: Tensor) -> Tensor:
-        """PRESS at each of (k,) alphas, up to a factor common to all models of a sample."""
+        """PRESS at alphas, (k,), up to a factor common to all models of a sample."""
         d = (alphas - self.alpha)[:, None]
         step = d / (1 + self.pole * d)
         slack = (self.slack + self.leverage * self.pole * step).clamp(min=LEAST_SLACK)
@@ -80,7 +81,7 @@ class Model:
         return self.press(self.slack.new_tensor([self.alpha])).item()
 
     def minimum(self, reach: float) -> tuple[float, float]:
-        """Where in `decades` the model is least, at most `reach` away, and its value there."""
+        """The `decades` of the model's minimum, at most `reach` away, and its value there."""
         low, high = max(self.decades - reach, LEAST), min(self.decades + reach, MOST)
         points = np.union1d(np.linspace(low, high, STEPS), self.decades)
         values = self.press(self.slack.new_tensor(self.alpha * 10 ** (points - self.decades))).cpu().numpy()
@@ -93,19 +94,18 @@ def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float
 
     Args:
         system: normal equations of all rows.
-        terms: the other terms' weights; their alpha is not looked at.
-        z: codes of the sampled rows, (n, F); if N, then all in the system's order.
+        terms: the other terms' weights; their alpha is ignored.
+        z: codes of the sampled rows, (n, F); if n = N, of all rows in the system's order.
         y: their targets, (n, E).
-        last: the choice of the outer iteration before, from which the search goes downhill; None for a search over
-            all decades.
+        last: the alpha of the previous outer iteration, where the search starts; None for a search over all decades.
 
     Returns:
-        The factorisation, with its `alpha` between 1e-7 and 1e3 of A's mean diagonal: below, the ridge is lost in
-        rounding; above, it leaves nothing of W - T. PRESS there is by its model at most a thousandth above the least
-        nearby; a hundredth where `last` itself is chosen again.
+        The factorisation, with its `alpha` between 1e-7 and 1e3 times A's mean diagonal: below, the ridge is lost in
+        rounding; above, W - T vanishes. By its model, PRESS there is at most a thousandth above the local minimum; a
+        hundredth if `last` itself is chosen again.
 
-    Cost: a factorisation, and 2 F^2 operations for each of some 650 columns, for every alpha looked at: one or two
-    alphas from a good start, about seven from none. One more factorisation where the last alpha looked at was worse.
+    Cost per alpha tried: a factorisation, and 2 F^2 operations for each of some 650 columns. One or two alphas from a
+    good start, about seven from none. One more factorisation if the last alpha tried was not the best.
     """
     scale = max(system.scale(terms.shrink(system.rows)), np.finfo(float).tiny)
     press, latest = Press.of(system, terms, z, y), None
@@ -128,12 +128,12 @@ def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float
 
 
 def _descend(look: Callable[[float], Model], here: Model, gain: float) -> Model:
-    """The best of the models that are come to from the first, going on while there is more than `gain` left to win."""
+    """The best model of a descent from `here`, which goes on while the expected relative gain exceeds `gain`."""
     reach = REACH
     for _ in range(LOOKS):
         target, expected = here.minimum(reach)
         away = abs(target - here.decades)
-        falling = away > 0.99 * reach  # to the last: PRESS may be flat here and have its minimum far off
+        falling = away > 0.99 * reach  # up to the end: PRESS may be flat here, with its minimum far away
         if expected > (1 - gain) * here.value and not falling:
             return here
         there, gain = look(target), GAIN
@@ -146,18 +146,18 @@ def _descend(look: Callable[[float], Model], here: Model, gain: float) -> Model:
 
 @dataclass(frozen=True)
 class Press:
-    """What PRESS is computed from whatever alpha is.
+    """The inputs of PRESS that do not depend on alpha.
 
     Args:
-        system: the normal equations' left side.
+        system: the normal equations.
         terms: the other terms.
-        z: codes of the rows that it is evaluated on, (n, F), float64.
+        z: codes of the sampled rows, (n, F), float64.
         y: their targets, (n, E), float64.
-        index: their numbers among the system's rows, (n,); None where they are not known.
-        weight: of each one's error, (n,).
-        centre: what is subtracted from targets, (E,).
+        index: their numbers among the system's rows, (n,); None if unknown.
+        weight: of each row's error, (n,).
+        centre: subtracted from targets, (E,).
         right: `C + mu W_t`, (F, E).
-        mixed: T0 and `right` with few columns that stand for all, each (F, p); none where there is no T0.
+        mixed: T0 and `right` with their columns mixed into p, each (F, p); empty without T0.
     """
 
     system: System
@@ -172,7 +172,7 @@ class Press:
 
     @classmethod
     def of(cls, system: System, terms: Terms, z: Tensor, y: Tensor) -> Self:
-        """On a sample of the given rows, (n, F) and (n, E); if N, then all in the system's order."""
+        """On a sample of the given rows, (n, F) and (n, E); if n = N, all rows in the system's order."""
         rows, y_bar = system.rows, system.y_bar
         index, weight = sample_rows(y, y_bar, int(min(max(LEAST_ROWS, rows // FRACTION), MOST_ROWS)))
         centre = terms.centre(rows, y_bar)
@@ -185,10 +185,10 @@ class Press:
                    centre, right, mixed)
 
     def model(self, factorisation: Factorisation[Any], decades: float) -> Model:
-        """The model around the alpha of a factorisation, which is `decades` powers of ten of A's mean diagonal.
+        """The model around the alpha of a factorisation, 10^`decades` times A's mean diagonal.
 
-        No decoder is solved for: with `W = M (right + c alpha T0)` all that is needed of W are its products with u and
-        psi, which `psi' M = u'` gives. c is that of the mixed columns, on whose choice it hardly depends.
+        No decoder is solved for: of `W = M (right + c alpha T0)` only the products with u and psi are needed, which
+        follow from `psi' M = u'`. c is computed from the mixed columns, and hardly depends on the mixing.
         """
         terms, alpha = self.terms, factorisation.alpha
         psi = self.z - terms.shrink(self.system.rows) * self.system.z_bar
@@ -216,17 +216,17 @@ class Press:
 
 
 def _mixing(columns: int) -> Tensor:
-    """What takes E columns to `MIXED` sums of all of them with random signs, (E, p), the same on every call."""
+    """The matrix, (E, p), that mixes E columns into `MIXED` sums with random signs; the same on every call."""
     if columns <= MIXED:
         return torch.eye(columns)
     return 2.0 * torch.randint(2, (columns, MIXED), generator=torch.Generator().manual_seed(0)) - 1
 
 
 def sample_rows(y: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Rows that stand for all, large ones more surely, and the weights that make their sums unbiased.
+    """A sample of rows that prefers those of large norm, and the weights that make its sums unbiased.
 
     A systematic sample, the same on every call: row i is in it with probability
-    `min(1, size (p / n + (1 - p) ||y_i - centre||^2 / sum))`. A few large rows decide PRESS where norms differ.
+    `min(1, size (p / n + (1 - p) ||y_i - centre||^2 / sum))`. If norms differ, a few large rows dominate PRESS.
 
     Args:
         y: targets, (n, E).
@@ -234,7 +234,7 @@ def sample_rows(y: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:
         size: rows wanted.
 
     Returns:
-        The indices and weights, each (m,): at most about `size` rows, and all where there are no more.
+        The indices and weights, each (m,): about `size` rows at most; all rows if there are no more than `size`.
     """
     if len(y) <= size:
         return torch.arange(len(y), device=y.device), torch.ones(len(y), dtype=torch.float64, device=y.device)

@@ -1,13 +1,14 @@
-"""Cholesky factorisation of a large symmetric matrix in the memory that holds the matrix.
+"""Cholesky factorisation of a large symmetric matrix within the matrix' own memory.
 
     A + diag(d) + sum_k w_k u_k u_k' = R' R
 
-A lies on and below the diagonal of an array (F, F + 1), R on and above it, one column further: neither is stored twice,
-and A is still whole when it is factorised again with another diagonal. Panels of rows are taken from A in turn; the
-contribution of the panels before is subtracted, and the rest is divided by the root of the panel's own diagonal block
-(Golub and Van Loan, "Matrix Computations", section 4.2). Nearly all of that is matrix products, as fast as LAPACK's.
+A is stored on and below the diagonal of an array (F, F + 1), R on and above it, one column to the right: neither is
+stored twice, and A stays intact for another factorisation with another diagonal. Panels of rows are taken from A in
+turn: the contribution of earlier panels is subtracted, and the rest solved with the Cholesky factor of the panel's
+diagonal block (Golub and Van Loan, "Matrix Computations", section 4.2). Nearly all of the work is matrix products, as
+fast as LAPACK's.
 
-Shapes: F the matrix's side, p a panel's rows, C columns. All is float64.
+Shapes: F the matrix' side, p a panel's rows, C columns. All is float64.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from ..errors import TrainingError
 from .system import NOT_FINITE
 
 PANEL = 256  # rows
-RAISES = 15  # how often a ridge that fails is raised tenfold before giving up
+RAISES = 15  # attempts, each with a ridge ten times larger
 
 Update = tuple[float, Tensor]  # w and u, (F,), of a term w u u'
 
@@ -47,20 +48,20 @@ class Cholesky:
 
     @classmethod
     def of(cls, left: Tensor, right: Tensor) -> "Cholesky":
-        """One that holds the product of (F, n) and (n, F), which is symmetric."""
+        """Holds the product of (F, n) and (n, F), which must be symmetric."""
         held = cls(len(left), left.device)
         held.matrix.addmm_(left, right)
         return held
 
     def factorise(self, ridge: float, diagonal: Tensor, updates: Sequence[Update] = (),
                   resolution: float = 0.0) -> tuple[float, bool]:
-        """Factorise `A + diag(diagonal) + ridge I + sum w u u'`, with a larger ridge where that one fails.
+        """Factorise `A + diag(diagonal) + ridge I + sum w u u'`, with a larger ridge if that fails.
 
         Args:
             ridge: at least 0.
             diagonal: (F,).
             updates: further terms.
-            resolution: the least ridge, as a fraction of the mean diagonal of what is factorised without it.
+            resolution: the least ridge, as a fraction of the mean diagonal without it.
 
         Returns:
             The ridge that succeeded, and whether a smaller one failed.
@@ -85,8 +86,8 @@ class Cholesky:
                             "sums lose it", "normalise the rows, e.g. with {normalize} scale", ridge=ridge / 10)
 
     def _factorised(self, diagonal: Tensor, updates: Sequence[Update]) -> bool:
-        """Fill in the factor of `A + sum w u u'`, whose updates' diagonal is part of `diagonal`, and its 1-norm; false
-        where it is not positive definite."""
+        """Compute the factor of `A + diag(diagonal) + sum w u u'`, with the updates' diagonal already in `diagonal`,
+        and the matrix' 1-norm; False if it is not positive definite."""
         R, sums, whole = self._factor, torch.zeros_like(diagonal), True
         for begin, end in self._panels():
             panel = self.matrix[begin:, begin:end].T.clone()  # (p, F - begin)
@@ -99,7 +100,7 @@ class Cholesky:
             sums[begin:end] += sizes.sum(1)
             sums[end:] += sizes[:, end - begin :].sum(0)
             if not whole:
-                continue  # to the end of the norm, which tells a matrix that is not finite
+                continue  # to complete the norm, which shows a matrix that is not finite
             panel.addmm_(R[:begin, begin:end].T, R[:begin, begin:], alpha=-1)
             corner, info = torch.linalg.cholesky_ex(own)
             whole = info.item() == 0 and bool(corner.diagonal().isfinite().all())  # a NaN need not fail on every device
@@ -124,21 +125,21 @@ class Cholesky:
         return self._forward(right.clone()).square().sum(0)
 
     def condition(self) -> float:
-        """Estimate of the 1-norm condition number of what was factorised (Higham and Tisseur, "A Block Algorithm for
-        Matrix 1-Norm Estimation", 2000), at the cost of solving for a few columns."""
+        """Estimate of the factorised matrix' 1-norm condition number (Higham and Tisseur, "A Block Algorithm for Matrix
+        1-Norm Estimation", 2000), at the cost of solving for a few columns."""
         side, device = len(self.matrix), self.matrix.device
-        # The norm is the same with signs changed; from ones, an eigenvector of held rows' matrix, ties would be broken
-        # by rounding.
+        # The norm is invariant under signs; starting from ones, an eigenvector of `HeldRows`' matrix, rounding would
+        # break ties.
         signs = (1.0 - 2.0 * (np.arange(side) % 2))[:, None]
 
         def times(columns: np.ndarray) -> np.ndarray:
             return signs * self.solve(torch.from_numpy(signs * columns.reshape(side, -1)).to(device)).cpu().numpy()
 
         inverse = LinearOperator((side, side), matvec=times, rmatvec=times, matmat=times, rmatmat=times, dtype=float)
-        return self._norm * float(onenormest(inverse, t=1))  # more columns at a time would be drawn at random
+        return self._norm * float(onenormest(inverse, t=1))  # with t > 1, columns would be drawn at random
 
     def _forward(self, right: Tensor) -> Tensor:
-        """`R'^-1` times a right side, in its place."""
+        """`R'^-1` times a right side, in place."""
         for begin, end in self._panels():
             right[begin:end].addmm_(self._factor[:begin, begin:end].T, right[:begin], alpha=-1)
             right[begin:end] = torch.linalg.solve_triangular(self._corner(begin, end).T, right[begin:end], upper=False)

@@ -1,6 +1,6 @@
-"""Normal equations where rows are fewer than latents: the rows themselves, solved for in N dimensions.
+"""Normal equations for fewer rows than latents: the rows themselves, solved in N dimensions.
 
-Shapes: N rows in all, m of them, F = d_sae, E targets, C columns of a right side. Symbols as in the package's
+Shapes: N rows in all, m selected, F = d_sae, E targets, C columns of a right side. Symbols as in the package's
 docstring; `shrink` is s.
 """
 
@@ -13,7 +13,7 @@ from ..codes import Codes
 from .cholesky import Cholesky
 from .system import Factorisation, System
 
-RESOLUTION = 1e-9  # least ridge, of a matrix's mean diagonal, where the solution is a difference divided by it
+RESOLUTION = 1e-9  # least ridge over the mean diagonal, since the solution is a difference divided by the ridge
 
 
 class HeldRows(System):
@@ -21,11 +21,11 @@ class HeldRows(System):
 
     With P = I - (1 - sqrt(1 - s)) 11'/N and Z_h = P Z, the codes less a multiple of their mean, `A = Z_h' Z_h`, and
     with E = diag(decay) + r I Woodbury's identity gives `(A + E)^-1 = E^-1 - E^-1 Z_h' r S^-1 Z_h E^-1`, where
-    `S = r I + r Z_h E^-1 Z_h'`. Then `I - H = r P S^-1 P` takes targets to residuals: nothing is subtracted from 1, so
-    that leave-one-out errors keep their digits however small the ridge is.
+    `S = r I + r Z_h E^-1 Z_h'`. Then `I - H = r P S^-1 P` maps targets to residuals: nothing is subtracted from 1, so
+    leave-one-out errors stay precise for any ridge.
 
     Args:
-        z: the first rows' codes, (N, F); None for no rows yet.
+        z: the first rows' codes, (N, F); None to start empty.
         y: their targets, (N, E).
     """
 
@@ -34,8 +34,8 @@ class HeldRows(System):
         self._y = [] if y is None else [y]
         self.centred: Tensor | None = None  # Z_h, (N, F)
         self._gram: Cholesky | None = None  # of Z_h Z_h', (N, N)
-        self._shrink = 0.0  # that both are for
-        self.inner: Cholesky | None = None  # of the last factorisation
+        self._shrink = 0.0  # of both
+        self.inner: Cholesky | None = None  # S, last factorised
 
     def add(self, codes: Codes, y: Tensor) -> None:
         self.changed()
@@ -73,18 +73,19 @@ class HeldRows(System):
         return self._centre(shrink).square().sum().item() / self.z.shape[1]
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor, raised: bool = False) -> "Dual":
-        """`r (I + Z_h E^-1 Z_h')` by Cholesky; 2 N^2 F + N^3 / 3 operations, without decay the first term only once."""
+        """Factorise S by Cholesky; 2 N^2 F + N^3 / 3 operations, the first term only once if there is no decay."""
         centred = self._centre(shrink)
         held = max(ridge, RESOLUTION * (centred.square().sum().item() / self.rows or 1.0))
         weight = (held / (decay + held))[:, None]  # r E^-1, (F, 1)
-        self.inner = None  # before there is another
+        self.inner = None  # free it before making another
         if decay.any():
             self.inner = Cholesky.of(centred * weight.T, centred.T)
         else:
             self._gram = self._gram or Cholesky.of(centred, centred.T)
             self.inner = self._gram
         ones = decay.new_ones(len(centred))
-        # With s = 1 rows sum to 0 and S 1 = r 1, where nothing is solved for: lifted, it costs no digits.
+        # With s = 1 the rows sum to 0, so S 1 = r 1. Nothing is solved for along 1: a larger eigenvalue there costs no
+        # precision.
         lifted = [(self.inner.matrix.diagonal().mean().item() / self.rows, ones)] if shrink == 1 else []
         succeeded, failed = self.inner.factorise(held, torch.zeros_like(ones), lifted)
         if failed:  # S itself depends on the ridge
@@ -92,7 +93,7 @@ class HeldRows(System):
         return Dual(self, held, raised, shrink, weight)
 
     def _centre(self, shrink: float) -> Tensor:
-        """Z_h, (N, F), kept with its products for the other ridges of this decoder step."""
+        """Z_h, (N, F), cached with its products for the other ridges of this decoder step."""
         if self.centred is None or self._shrink != shrink:
             self.centred = self.z - (1 - (1 - shrink) ** 0.5) * self.z_bar
             self._gram, self._shrink = None, shrink
@@ -105,7 +106,7 @@ class Dual(Factorisation[HeldRows]):
     Args:
         system: the rows.
         ridge: r.
-        raised: whether a smaller one failed.
+        raised: whether a smaller ridge failed.
         shrink: s.
         weight: `r E^-1`, (F, 1).
     """
@@ -120,7 +121,7 @@ class Dual(Factorisation[HeldRows]):
         return (scaled - self.lifted(self.inner.solve(self.centred @ scaled))) / self.ridge
 
     def solve_cross(self, centre: Tensor) -> Tensor:
-        """With `sum z (y - centre)' = Z_h' Y` nothing cancels."""
+        """By `sum z (y - centre)' = Z_h' Y`, without cancellation."""
         return self.lifted(self.inner.solve(self.apart(centre)))
 
     def quadratic(self, psi: Tensor) -> Tensor:
@@ -157,7 +158,7 @@ class Dual(Factorisation[HeldRows]):
         return self._weight * (self.centred.T @ columns)
 
     def apart(self, centre: Tensor) -> Tensor:
-        """`Y = P^-1 (y - centre)`, (N, E); s = 1 has the mean target for its centre, and P then changes nothing."""
+        """`Y = P^-1 (y - centre)`, (N, E); with s = 1 the targets are centred, and P leaves them as they are."""
         rows = self.system.y - centre
         return rows if self._shrink == 1 else rows.add_(rows.mean(0), alpha=(1 - self._shrink) ** -0.5 - 1)
 
@@ -169,7 +170,7 @@ class DualRows:
     Args:
         dual: their factorisation.
         slack: `1 - 1/(N + beta + nu) - psi_i' M psi_i`, (m,), 1 less the leverage.
-        solved: `S^-1 P`, (N, m), of their columns.
+        solved: their columns of `S^-1 P`, (N, m).
     """
 
     dual: Dual
@@ -186,7 +187,7 @@ class DualRows:
 
 
 def _joined(blocks: list[Tensor]) -> Tensor:
-    """All blocks as one in float64, which takes their place."""
+    """All blocks as one in float64, which replaces them in the list."""
     if len(blocks) > 1 or blocks[0].dtype != torch.float64:
         blocks[:] = [torch.cat([block.double() for block in blocks])]
     return blocks[0]

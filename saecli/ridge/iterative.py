@@ -1,4 +1,4 @@
-"""Normal equations without a Gram matrix: conjugate gradients take its products from the codes.
+"""Normal equations without a Gram matrix: conjugate gradients with products computed from the codes.
 
 Shapes: B rows in a block, N rows in all, F = d_sae, E targets, C columns of a right side. Symbols as in the package's
 docstring; `shrink` is s.
@@ -16,19 +16,23 @@ from ..codes import Codes, SparseCodes, joined
 from ..errors import TrainingError
 from .system import NOT_FINITE, AllReduce, Factorisation, System, reduced
 
-MOST = 500  # iterations before it gives up
-RESTARTS = 3  # from the true residual, where the recurrence's has drifted from it
+MOST = 500  # iterations at most
+RESTARTS = 3  # from the true residual, from which the recurrence drifts
+COLUMNS = 256  # of the right side at a time: the sums for a row of codes then stay in a core's cache
+TOLERANCE = 1e-4  # of residuals; the objective is then some 1e-7 of its decrease above the minimum
+RESOLUTION = 1e-8  # least ridge over the mean diagonal: a smaller one is lost in float32 products
+JOINED_ROWS = 16_384  # of kept blocks: each adds to F sums
 
 
 @dataclass(frozen=True)
 class Descent:
-    """How an iteration ended.
+    """The outcome of an iteration.
 
     Args:
-        residual: of the worst column, in the diagonal's norm, over that of its right side; computed from the solution,
+        residual: of the worst column, in the diagonal's norm, over the right side's norm; computed from the solution,
             not by the recurrence.
         iterations: their number.
-        condition: estimate of the preconditioned matrix's condition number.
+        condition: estimate of the preconditioned matrix' condition number.
     """
 
     residual: float
@@ -38,24 +42,24 @@ class Descent:
 
 def conjugate_gradient(times: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, diagonal: Tensor,
                        tolerance: float) -> tuple[Tensor, Descent]:
-    """Solve `A X = G` for a symmetric positive definite A that is known by its products.
+    """Solve `A X = G` for a symmetric positive definite A that is given by its products.
 
-    A column's residual r counts as `sqrt(r' diag^-1 r)`. Iterations go on until the worst column is below the
+    A column's residual r is measured as `sqrt(r' diag^-1 r)`. Iterations go on until the worst column is below the
     tolerance; their number grows as the root of the condition number of `diag^-1/2 A diag^-1/2`, which is 1 for latents
     that never fire together, however different their rates (Saad, "Iterative Methods for Sparse Linear Systems",
     sections 6.7 and 9.2).
 
     Args:
-        times: gives A times (F, C).
+        times: computes A times (F, C).
         right: G, (F, C), float64.
         start: first guess of X, (F, C).
         diagonal: A's, (F,), positive.
-        tolerance: of residuals, over those of X = 0.
+        tolerance: of residuals, over the residual of X = 0.
 
     Returns:
-        X, (F, C), and how the iteration ended.
+        X, (F, C), and the outcome.
 
-    Cost: a product per iteration, and one per restart.
+    Cost: a product per iteration and per restart.
     """
     inverse = 1 / diagonal[:, None]
     size = (right.square() * inverse).sum(0).sqrt()  # (C,)
@@ -84,13 +88,12 @@ def conjugate_gradient(times: Callable[[Tensor], Tensor], right: Tensor, start: 
 
 
 def _positive(values: Tensor) -> Tensor:
-    """The values, with 1 for columns that are solved already, whose steps are then 0."""
+    """The values, with 1 for columns already solved, whose steps are then 0."""
     return torch.where(values > 0, values, 1.0)
 
 
 def _condition(steps: list[tuple[Tensor, Tensor]], column: int) -> float:
-    """Ratio of the extreme eigenvalues of the tridiagonal matrix that a column's iterations have built (Saad, section
-    6.7.3)."""
+    """Ratio of the extreme eigenvalues of the tridiagonal matrix that a column's iterations build (Saad, 6.7.3)."""
     if not steps:
         return 1.0
     alphas, betas = (torch.stack(values)[:, column].cpu().numpy() for values in zip(*steps, strict=True))
@@ -103,22 +106,17 @@ def _condition(steps: list[tuple[Tensor, Tensor]], column: int) -> float:
     return float(values[-1] / values[0]) if values[0] > 0 else float("inf")
 
 
-COLUMNS = 256  # of the right side at a time: their sums for a row of codes then stay in a core's cache
-TOLERANCE = 1e-4  # of residuals; the objective is then some 1e-7 of its fall above the minimum
-RESOLUTION = 1e-8  # of the mean diagonal: a smaller ridge is lost in products of float32
-JOINED_ROWS = 16_384  # of kept blocks: each adds to F sums
-
 
 class StreamedCodes(System):
-    """Normal equations whose matrix is known by its products with vectors, made from the codes block by block.
+    """Normal equations whose matrix is given by its products with vectors, computed from the codes block by block.
 
-    With v = z V - z_bar' V, `A V = sum (z - z_bar) v' + (1 - s) N z_bar (z_bar' V)`: for K entries in each row, 4 K C
-    operations per row and iteration, where encoding takes 2 D F. Codes are kept where they fit; where they do not,
-    every iteration encodes all rows again.
+    With v = z V - z_bar' V, `A V = sum (z - z_bar) v' + (1 - s) N z_bar (z_bar' V)`: for K entries per row, 4 K C
+    operations per row and iteration, where encoding takes 2 D F. Codes are kept if they fit in memory; if not, every
+    iteration encodes all rows again.
 
     Args:
-        start: a decoder near the one sought, (F, E), such as the last, in the codes' precision.
-        again: gives the codes of all blocks again, as they were given to `add`.
+        start: a first guess of the decoder, (F, E), such as the last one, in the codes' precision.
+        again: gives the codes of all blocks once more, as they were given to `add`.
         budget: bytes that the kept codes may take.
     """
 
@@ -130,14 +128,14 @@ class StreamedCodes(System):
         self.count = zeros(1)
         self.sum_z, self.sum_y, self.squares, self.zy = zeros(d_sae), zeros(d_out), zeros(d_sae), zeros(d_sae, d_out)
         self.start = start
-        self.streams = False  # whether codes did not fit, in any process, and every iteration makes them again
+        self.streams = False  # whether codes did not fit, in any process, and every iteration encodes again
         self._again, self._room = again, budget
         self._kept: list[Codes] | None = []
         self._pending: list[SparseCodes] = []
         self._all_reduce: AllReduce = lambda tensor: tensor
 
     def add(self, codes: Codes, y: Tensor) -> None:
-        """Add a block of rows: codes (B, F), kept where they fit, and targets (B, E)."""
+        """Add a block of rows: codes (B, F), kept if they fit, and targets (B, E)."""
         self.changed()
         self.count += len(y)
         self.sum_z += codes.sums()
@@ -162,10 +160,10 @@ class StreamedCodes(System):
         self._pending = []
 
     def reduce(self, all_reduce: AllReduce) -> None:
-        """Turn the sums over this process's rows into those over every process's, and from now on every product.
+        """All-reduce the sums, and from now on every product.
 
-        Every process must then ask for the same solutions in the same order, since each product is all-reduced: alpha
-        is chosen on the same sample of rows in all of them.
+        Every process must then solve for the same right sides in the same order, so alpha is chosen on the same sample
+        of rows in each.
         """
         self.changed()
         self._all_reduce = all_reduce
@@ -192,7 +190,7 @@ class StreamedCodes(System):
         return max(self.diagonal(shrink).mean().item(), 0.0)
 
     def diagonal(self, shrink: float) -> Tensor:
-        """A's, (F,), which rounding may leave below 0."""
+        """A's diagonal, (F,), which rounding may leave below 0."""
         return self.squares - shrink * self.count * self.z_bar.square()
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Iterative":
@@ -200,7 +198,7 @@ class StreamedCodes(System):
         return Iterative(self, max(ridge, RESOLUTION * (self.scale(shrink) or 1.0)), shrink, decay)
 
     def times(self, V: Tensor, shrink: float) -> Tensor:
-        """`A V`, (F, C), in products of the codes' precision and sums of float64."""
+        """`A V`, (F, C), with products in the codes' precision and sums in float64."""
         z_bar = self.z_bar
         apart = z_bar @ V  # (C,)
         narrow, offset = V.to(self.start.dtype), apart.to(self.start.dtype)
@@ -215,10 +213,10 @@ class StreamedCodes(System):
 
 
 class Iterative(Factorisation[StreamedCodes]):
-    """Nothing is factorised: each solution is an iteration, the decoder's from the last decoder.
+    """Nothing is factorised: each solution is an iteration; the decoder's starts from the last decoder.
 
     Args:
-        system: gives the matrix's products.
+        system: computes the matrix' products.
         ridge: r.
         shrink: s.
         decay: (F,).
@@ -232,11 +230,11 @@ class Iterative(Factorisation[StreamedCodes]):
         self._descents: list[Descent] = []
 
     def solve(self, right: Tensor) -> Tensor:
-        """Some 30 to 100 products, each of 4 N K C operations for K entries in each row."""
+        """Some 30 to 100 products, each of 4 N K C operations for K entries per row."""
         return self._solve(right, None)
 
     def solve_cross(self, centre: Tensor) -> Tensor:
-        """The same, from the decoder that the system holds."""
+        """The same, starting from the system's `start`."""
         return self._solve(self.system.cross(centre), self.system.start)
 
     def condition(self) -> float:
@@ -244,11 +242,11 @@ class Iterative(Factorisation[StreamedCodes]):
         return max((descent.condition for descent in self._descents), default=math.nan)
 
     def residual(self) -> float:
-        """The largest of the iterations so far; nan before the first."""
+        """The largest residual so far; nan before the first iteration."""
         return max((descent.residual for descent in self._descents), default=math.nan)
 
     def _solve(self, right: Tensor, start: Tensor | None) -> Tensor:
-        """From a start, (F, C), or from that for a diagonal matrix."""
+        """Iterate from a start, (F, C); None for the solution with the matrix' diagonal."""
         solution, width = torch.empty_like(right), right.shape[1] if self.system.streams else COLUMNS
         for begin in range(0, right.shape[1], width):
             some = slice(begin, begin + width)
@@ -261,5 +259,5 @@ class Iterative(Factorisation[StreamedCodes]):
         return solution
 
     def _times(self, V: Tensor) -> Tensor:
-        """What is solved with, times (F, C)."""
+        """`(A + diag(decay) + ridge I) V`, (F, C)."""
         return self.system.times(V, self._shrink).addcmul_(self._added[:, None], V)

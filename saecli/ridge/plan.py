@@ -1,4 +1,4 @@
-"""The memory that a decoder step takes, and the way of solving it that fits.
+"""The memory that a decoder step takes, and the way to solve it within a budget.
 
 Shapes: N rows in all, F = d_sae, E targets.
 """
@@ -14,7 +14,7 @@ from .dual import HeldRows
 from .iterative import COLUMNS, StreamedCodes
 from .sums import Sums
 
-KEPT_FRACTION = 0.8  # of the memory that is left, for codes that an iteration keeps
+KEPT_FRACTION = 0.8  # of the remaining memory, for the codes that an iteration keeps
 MATRICES = 6  # F x E matrices of float64 that a solution takes
 
 
@@ -24,8 +24,8 @@ class Plan:
 
     Args:
         kind: "direct" by the sums over the rows, "dual" by the rows themselves, "iterative" by products with codes.
-        bytes: of memory at the peak; for an iteration without any code that it keeps, the least that it works with.
-        budget: bytes that an iteration's kept codes may take.
+        bytes: peak memory; for an iteration without kept codes, the least that it needs.
+        budget: bytes for the codes that an iteration keeps.
     """
 
     kind: str
@@ -33,21 +33,21 @@ class Plan:
     budget: float = 0.0
 
     def system(self, start: Tensor, again: Callable[[], Iterator[Codes]]) -> Sums | HeldRows | StreamedCodes:
-        """Empty normal equations, of the sizes and device of the decoder before the step, (F, E); `again` gives the
-        codes of all blocks again, for an iteration that could not keep them."""
+        """Empty normal equations, with the shape and device of the decoder before the step, (F, E); `again` gives the
+        codes of all blocks once more, for an iteration that could not keep them."""
         if self.kind == "direct":
             return Sums(*start.shape, start.device)
         return HeldRows() if self.kind == "dual" else StreamedCodes(start, again, self.budget)
 
 
 def plan(rows: int, d_sae: int, d_out: int, memory: float = math.inf, solve: str = "auto") -> Plan:
-    """The way to solve a decoder step: by a factorisation where that fits, else by iteration.
+    """The way to solve a decoder step: by a factorisation if it fits, else by iteration.
 
     Args:
         rows: N.
         d_sae: F.
         d_out: E.
-        memory: bytes that are free for it. What a plan takes may be more, where no way fits.
+        memory: free bytes; a plan may need more if none fits.
         solve: "direct" for a factorisation in any case, "iterative" for none, or "auto".
     """
     if rows < d_sae:

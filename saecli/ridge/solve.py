@@ -1,4 +1,4 @@
-"""The closed-form decoder, given its normal equations; symbols as in the package's docstring."""
+"""The closed-form decoder from its normal equations; symbols as in the package's docstring."""
 
 import math
 from dataclasses import dataclass
@@ -9,23 +9,23 @@ from torch import Tensor
 
 from .system import PIECE, Factorisation, System, Terms
 
-FLAT = 1e-14  # fraction of ||T0||^2 from which down the objective's curvature in c is rounding
+FLAT = 1e-14  # fraction of ||T0||^2 up to which the objective's curvature in c is rounding
 
 
 @dataclass(frozen=True)
 class DecoderState:
-    """A solved decoder, `W = c T0 + Delta`, and what its solution reported.
+    """A solved decoder, `W = c T0 + Delta`, and figures on its solution.
 
     Args:
         c: the multiple of the direction; 0 without a direction.
         Delta: `W - c T0`, (F, E), float64; W itself without a direction.
         b: bias, (E,), float64.
-        alpha: the alpha that it is optimal for.
+        alpha: for which it is optimal.
         ridge: alpha + mu of the factorisation.
-        raised: whether that is more than was asked for, which did not factorise.
+        raised: whether the ridge is larger than asked for, because that did not factorise.
         condition: estimate of the condition number; see `Factorisation.condition`.
-        residual: of the worst column, over its right side; nan where it was not solved by iteration.
-        dof: effective degrees of freedom of each target coordinate; nan where no codes were given for them.
+        residual: of the worst column, over its right side; nan if it was not solved by iteration.
+        dof: effective degrees of freedom of each target coordinate; nan if no codes were given for them.
     """
 
     c: float
@@ -45,18 +45,17 @@ class DecoderState:
 
 def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None = None,
           z: Tensor | None = None) -> DecoderState:
-    """The decoder that minimises the package's objective, jointly with c where there is a direction.
+    """The decoder that minimises the package's objective, jointly with c if there is a direction.
 
     Args:
         system: the normal equations.
         terms: the other terms.
-        factorisation: the system's, for these terms but for alpha, where there is one: the decoder is then for its
-            alpha.
-        z: codes of a sample of rows, or of all in the system's order, (n, F), on which the degrees of freedom are
-            computed; None for none.
+        factorisation: of the system with these terms; its alpha replaces theirs. None to factorise here.
+        z: codes of a sample of rows, or of all in the system's order, (n, F), to compute the degrees of freedom; None
+            to leave them out.
 
-    Cost: one factorisation, where none is given; 2 F^2 E operations for each of W and T0, and n F^2 for the degrees
-    of freedom.
+    Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, and n F^2 for the degrees of
+    freedom.
 
     Raises:
         TrainingError: the codes are not finite, or so far from 0 that their spread is lost in rounding.
@@ -88,11 +87,11 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
 
     At W(c) = M (C + mu W_t) + c alpha M T0, with M the inverse, the objective's derivative in c is
     `-2 alpha <T0, W(c) - c T0>`. It vanishes at `<T0, M (C + mu W_t)> / <T0, T0 - alpha M T0>`, which for mu = 0
-    and no decay is `<T0, M C> / <T0, M A T0>`. Where no code varies every c is as good; 1 keeps the encoder's
+    and no decay is `<T0, M C> / <T0, M A T0>`. If no code varies every c is equally good; 1 keeps the encoder's
     gradient.
 
     Args:
-        T0: the direction, (F, E); of all three some columns may be left out, or all mixed alike: c is then the best
+        T0: the direction, (F, E). Columns may be left out of all three arguments, or mixed alike: c is then the best
             for those.
         untargeted: `M (C + mu W_t)`, (F, E).
         along: `M T0`, (F, E).
@@ -107,14 +106,14 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
 
 
 def effective_dof(factorisation: Factorisation[Any], terms: Terms, z: Tensor) -> float:
-    """The decoder's effective degrees of freedom: the trace of the matrix that takes targets to reconstructions.
+    """The decoder's effective degrees of freedom: the trace of the matrix that maps targets to reconstructions.
 
-    `sum_i h_i` over all rows, c held: from 1, the bias alone, to min(N, F + 1), a fit without a ridge.
+    `sum_i h_i` over all rows, with c fixed: from 1, the bias alone, to min(N, F + 1), a fit without a ridge.
 
     Args:
         factorisation: of the normal equations of all N rows.
         terms: the other terms.
-        z: codes of all rows or of a sample, whose mean leverage then stands for that of all, (n, F).
+        z: codes of all rows, or of a sample to estimate the mean leverage, (n, F).
 
     Cost: n F^2 operations.
     """
@@ -128,8 +127,8 @@ def effective_dof(factorisation: Factorisation[Any], terms: Terms, z: Tensor) ->
 
 
 def slack_of(factorisation: Factorisation[Any], terms: Terms, z: Tensor) -> Tensor:
-    """`1 - h_i`, (n,), of rows with codes z, (n, F); with N of them, of all rows in the system's order. h_i is the
-    leverage, `1 / (N + beta + nu) + psi_i' (A + diag(decay) + r I)^-1 psi_i` with psi_i = z_i - s z_bar."""
+    """`1 - h_i`, (n,), of rows with codes z, (n, F); if n = N, of all rows in the system's order. h_i is the leverage,
+    `1 / (N + beta + nu) + psi_i' (A + diag(decay) + r I)^-1 psi_i` with psi_i = z_i - s z_bar."""
     system = factorisation.system
     if len(z) == system.rows:
         own = [factorisation.own(some) for some in torch.arange(len(z), device=z.device).split(PIECE)]

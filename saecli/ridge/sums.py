@@ -10,16 +10,16 @@ from ..codes import Codes, DenseCodes
 from .cholesky import Cholesky
 from .system import PIECE, AllReduce, Factorisation, System, reduced
 
-RESOLUTION = 1e-13  # of a matrix's mean diagonal: a smaller ridge is lost in float64's rounding
-OFFSET = 100  # times the variance that a squared mean must exceed for sums to be taken about it
+RESOLUTION = 1e-13  # least ridge over the mean diagonal: a smaller one is lost in float64's rounding
+OFFSET = 100  # squared mean over variance above which sums are taken about the mean
 
 
 class Sums(System):
     """N, means, `S = sum z z'` and `C = sum z y'`.
 
-    Blocks are multiplied in their own precision and summed in float64. The sums are of z - z_0 and y - y_0, so that
-    offsets do not cancel: the first block's means where they are large against its spread, else 0, as for any latent
-    that rarely fires. With d = z_bar - z_0, `A = S - N d d' + (1 - s) N z_bar z_bar'`.
+    Blocks are multiplied in their own precision and summed in float64. The sums are of z - z_0 and y - y_0, to avoid
+    cancellation: z_0 and y_0 are the first block's means where they are large compared to its spread, else 0, as for
+    latents that rarely fire. With d = z_bar - z_0, `A = S - N d d' + (1 - s) N z_bar z_bar'`.
 
     Args:
         d_sae: F.
@@ -58,7 +58,7 @@ class Sums(System):
         self.zy += codes.transposed_times(y)
 
     def fade(self, keep: float, factor: float) -> None:
-        """Weigh all rows so far by `keep`, and take their codes to have been multiplied by `factor`."""
+        """Scale the weights of all rows so far by `keep`, and their codes by `factor`."""
         self.changed()
         self.count *= keep
         self.z_0 *= factor
@@ -68,7 +68,7 @@ class Sums(System):
         self._is_empty = self._is_empty or keep == 0
 
     def recentre(self, z_0: Tensor, y_0: Tensor) -> None:
-        """Turn the sums into those of z - z_0 and y - y_0 for other offsets, (F,) and (E,)."""
+        """Change the sums to offsets z_0, (F,), and y_0, (E,)."""
         z, y = self.z_0 - z_0, self.y_0 - y_0
         if z.any() or y.any():
             self.changed()
@@ -80,11 +80,11 @@ class Sums(System):
             self.z_0, self.y_0, self._codes_are_offset = z_0, y_0, bool(z_0.any())
 
     def reduce(self, all_reduce: AllReduce) -> None:
-        """Turn the sums over this process's rows into those over every process's, about common offsets.
+        """All-reduce the sums, about common offsets.
 
-        `fade(0, 1)` forgets them again, in all processes but one, where further rows are to be added.
+        Before more rows are added, `fade(0, 1)` must clear them in all processes but one.
 
-        Cost: `F^2 / 2 + F E` float64 numbers are sent, a panel of them at a time.
+        Cost: `F^2 / 2 + F E` float64 numbers are all-reduced, a panel at a time.
         """
         self.changed()
         count = all_reduce(self.count.clone()).clamp(min=1)
@@ -125,7 +125,7 @@ class Sums(System):
 
 
 class Direct(Factorisation[Sums]):
-    """A Cholesky factor of the F x F matrix, in the array of its Gram matrix."""
+    """A Cholesky factor of the F x F matrix, in the same array as the Gram matrix."""
 
     def solve(self, right: Tensor) -> Tensor:
         """2 F^2 operations per column."""

@@ -1,4 +1,4 @@
-"""The normal equations of one decoder step, the quadratic terms beside them, and their factorisation.
+"""The normal equations of one decoder step, the other quadratic terms, and their factorisation.
 
 Shapes: B rows in a block, N rows in all, F = d_sae, E targets, C columns of a right side. Sums and solutions are
 float64. Symbols as in the package's docstring; `shrink` is s.
@@ -18,7 +18,7 @@ from ..codes import Codes
 
 @dataclass(frozen=True)
 class Terms:
-    """Weights of the quadratic terms, each competing with a sum over all rows, and what the terms pull towards.
+    """Weights of the quadratic terms, each relative to a sum over all rows, and their targets.
 
     Args:
         alpha: weight of `||W - T||_F^2`, at least 0.
@@ -29,8 +29,7 @@ class Terms:
         W_t: the decoder before this step, (F, E).
         b_t: its bias, (E,).
         decay: weights of each latent's own `||W_i||^2`, (F,), at least 0.
-        joint: whether b is optimal jointly with W; if not, W is solved as if b were 0, and b is then the best for
-            that W.
+        joint: whether b is optimal jointly with W; if not, W is solved with b = 0, and b is then optimal for that W.
     """
 
     alpha: float
@@ -44,27 +43,27 @@ class Terms:
     joint: bool = True
 
     def rows_fraction(self, rows: float) -> float:
-        """`N / (N + beta + nu)`, the part of the bias that N rows decide."""
+        """`N / (N + beta + nu)`, the weight of N rows in the bias."""
         return rows / (rows + self.beta + self.nu)
 
     def shrink(self, rows: float) -> float:
-        """s, with which W is solved: 0 without a joint bias, as with an infinite beta."""
+        """The s of W's equations: 0 without a joint bias, as with an infinite beta."""
         return self.rows_fraction(rows) if self.joint else 0.0
 
     def bare_bias(self, rows: float, y_bar: Tensor) -> Tensor:
-        """`s y_bar + t b_t`, (E,), the bias for codes that predict nothing."""
+        """`s y_bar + t b_t`, (E,), the bias if codes predict nothing."""
         return self.rows_fraction(rows) * y_bar + self.nu / (rows + self.beta + self.nu) * self.b_t.double()
 
     def centre(self, rows: float, y_bar: Tensor) -> Tensor:
-        """What is subtracted from targets before W is solved, (E,): that bias, or 0 without a joint one."""
+        """The bias subtracted from targets before solving for W, (E,): `bare_bias`, or 0 without a joint bias."""
         return self.bare_bias(rows, y_bar) if self.joint else torch.zeros_like(y_bar)
 
 
-AllReduce = Callable[[Tensor], Tensor]  # gives the sum of every process's tensor, the same bits in each process
+AllReduce = Callable[[Tensor], Tensor]  # the sum of all processes' tensors, the same bits in each process
 
 NOT_FINITE = ("the decoder step cannot be solved: the codes, or their products, are not finite", "lower {lr}")
-INFINITE_ALPHA = 1e9  # of A's mean diagonal: W is T then to nine digits, and c would be lost in a difference
-PIECE = 256  # rows of a matrix that are all-reduced at a time
+INFINITE_ALPHA = 1e9  # over A's mean diagonal: W equals T to nine digits, and c would be lost in a difference
+PIECE = 256  # rows of a matrix all-reduced at a time
 
 
 class System(ABC):
@@ -73,12 +72,12 @@ class System(ABC):
     A system has storage for one factorisation: the next one, and every change to the system, supersede it.
     """
 
-    version = 0  # goes up whenever a factorisation is superseded
+    version = 0  # incremented whenever a factorisation is superseded
 
     @abstractmethod
     def add(self, codes: Codes, y: Tensor) -> None:
-        """Add a block of rows: codes (B, F), without gradients, which may be kept, and must not be written to again,
-        and targets (B, E), in the codes' precision."""
+        """Add a block of rows: codes, (B, F), detached, which may be kept and must not be modified, and targets,
+        (B, E), in the codes' precision."""
 
     @property
     @abstractmethod
@@ -101,16 +100,15 @@ class System(ABC):
 
     @abstractmethod
     def scale(self, shrink: float) -> float:
-        """Mean of A's diagonal, at least 0: the unit of ridges."""
+        """Mean of A's diagonal, at least 0: the scale of ridges."""
 
     def factorise(self, terms: Terms) -> "Factorisation[Any]":
         """Prepare solving with `A + diag(decay) + (alpha + mu) I`.
 
-        An alpha above `INFINITE_ALPHA` of A's mean diagonal is taken as that.
+        Alpha is at most `INFINITE_ALPHA` times A's mean diagonal.
 
         Raises:
-            TrainingError: the matrix is not finite, or rounding has left it such that no ridge makes it positive
-                definite.
+            TrainingError: the matrix is not finite, or after rounding no ridge makes it positive definite.
         """
         shrink = terms.shrink(self.rows)
         alpha = min(terms.alpha, INFINITE_ALPHA * self.scale(shrink)) or terms.alpha
@@ -129,8 +127,8 @@ class System(ABC):
 
 
 class OwnRows(Protocol):
-    """Rows of the system itself, to full precision: differences from 1 or from the target, which a small ridge makes
-    nearly equal, would leave none. With psi_i = z_i - s z_bar and M the inverse:
+    """Leverages and residuals of the system's own rows, to full precision: with a small ridge the differences from 1
+    and from the target would cancel. With psi_i = z_i - s z_bar and M the inverse:
 
     Args:
         slack: `1 - 1/(N + beta + nu) - psi_i' M psi_i`, (m,), 1 less the leverage.
@@ -152,8 +150,8 @@ class Factorisation(ABC, Generic[S]):
     """`A + diag(decay) + ridge I`, prepared for solving: `Direct`, `Dual` or `Iterative`.
 
     Args:
-        system: the normal equations that A belongs to; they hold the storage.
-        ridge: the ridge that it holds for.
+        system: the normal equations of A, which hold the storage.
+        ridge: of this factorisation.
         raised: whether a smaller ridge was asked for and did not factorise.
 
     Attributes:
@@ -168,8 +166,8 @@ class Factorisation(ABC, Generic[S]):
 
     @property
     def system(self) -> S:
-        """The normal equations, unchanged since they were factorised. All storage is reached through them. Raises
-        RuntimeError where they have been factorised again, or have changed, and this factorisation is gone."""
+        """The normal equations, unchanged since they were factorised; all storage is accessed through them. Raises
+        RuntimeError if they have been factorised again, or have changed, so that this factorisation is gone."""
         if self._system.version != self._version:
             raise RuntimeError(f"this factorisation, with a ridge of {self.ridge:.3g}, has been superseded: its normal "
                                "equations have been factorised again, or have changed; factorise them once more")
@@ -189,20 +187,20 @@ class Factorisation(ABC, Generic[S]):
 
     @abstractmethod
     def condition(self) -> float:
-        """Estimate of the condition number: of the matrix, in the 1-norm; for an iteration, of the matrix that its
-        preconditioner leaves."""
+        """Estimate of the condition number: of the matrix, in the 1-norm; for an iteration, of the preconditioned
+        matrix."""
 
     def residual(self) -> float:
-        """The largest residual so far over its right side; nan where solutions are exact to float64's rounding."""
+        """The largest residual so far over its right side; nan if solutions are exact to float64's rounding."""
         return math.nan
 
     def own(self, index: Tensor) -> OwnRows | None:
-        """The system's own rows with the given numbers, (m,); None where it does not hold its rows."""
+        """The system's own rows with the given numbers, (m,); None if it does not hold its rows."""
         return None
 
 
 def reduced(tensors: Iterable[Tensor], all_reduce: AllReduce) -> None:
-    """Replace each tensor's content by the sum over all processes, a matrix `PIECE` rows at a time."""
+    """All-reduce each tensor in place, a matrix `PIECE` rows at a time."""
     for tensor in tensors:
         for piece in tensor.split(PIECE) if tensor.dim() > 1 else [tensor]:
             piece.copy_(all_reduce(piece.contiguous()))

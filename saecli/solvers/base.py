@@ -1,6 +1,6 @@
-"""What all solvers share: the descent step with its schedule, and the state that resuming needs.
+"""The base of all solvers: the descent step with its schedules, and the state needed to resume.
 
-Shapes: B rows, D = d_in, F = d_sae. Rows are normalised rows throughout (see `training/rows.py`).
+Shapes: B rows, D = d_in, F = d_sae. All rows are normalised (see `training/rows.py`).
 """
 
 import math
@@ -21,35 +21,35 @@ from ..errors import ConfigError
 from .optimizers import OPTIMIZERS, check_schedule, weight_at
 from .smoothing import Smoothing
 
-DEFAULT_STEPS = 4000  # optimiser steps that defaults aim at
+DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
-DECAY = 0.5  # fraction of all steps, the last ones, over which it falls to zero
+DECAY = 0.5  # last fraction of all steps, over which it falls to zero
 PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
-PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options that weigh how far a tensor moves in an outer iteration
+PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be minimised, and for how long.
+    """The training problem: its objective and its length.
 
     The loss of a batch is the mean over its rows of `||x_hat - x||^2 + sparsity_weight * penalty`; terms
-    that the paper adds to the sum over all N rows are divided by N alike.
+    that the paper adds to the sum over all N rows are divided by N.
 
     Args:
         rows: N, the number of training rows.
-        steps: optimiser steps in the whole of training.
-        lr: the learning rate at its highest.
+        steps: optimiser steps in all of training.
+        lr: the peak learning rate.
         sparsity: the activation's penalty, or `none`.
         sparsity_weight: its weight.
-        sample: some of the training rows, spread over all, (n, D): smoothing takes differences from it, and an
-            activation's estimates are set on it at the end; empty where there is neither.
-        smoothing: width by which training rows are smoothed (see `smoothing.py`); 0 for none.
-        seed: of what a solver draws.
-        batches: how many an epoch has.
+        sample: some training rows, spread over all, (n, D): smoothing takes differences of them, and an activation's
+            estimates are set on them at the end; empty if neither is needed.
+        smoothing: width of smoothing (see `smoothing.py`); 0 for none.
+        seed: of the solver's random numbers.
+        batches: per epoch.
         penalty_warm_up: fraction of all steps over which the sparsity penalty rises.
         lr_warm_up: fraction of all steps over which the learning rate rises.
-        lr_decay: fraction of all steps, the last ones, over which it falls to zero.
-        memory: bytes that the solver may take.
+        lr_decay: last fraction of all steps, over which it falls to zero.
+        memory: bytes that the solver may use.
     """
 
     rows: int
@@ -79,9 +79,9 @@ class Task:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one batch, smoothed, showed before the step that it caused; tensors, so that nothing waits for a device.
+    """Measures of one smoothed batch before its step; tensors, so that the host does not wait for the device.
 
-    Of several processes each reports its part of the measures, of its rows, which are the parts' sums.
+    With several processes each reports its part of the measures, from its rows, and the parts sum to the batch's.
 
     Args:
         step: the step's number, from 1.
@@ -105,16 +105,16 @@ class Solver(ABC):
         for batch in rows: reports = solver.step(batch)
         solver.end_epoch()
 
-    After each of these calls a decoder step may be `due`; then, before anything else, `begin_pass`, `observe` with each
-    batch of a pass over as many rows as it asks for, and `end_pass`, until none is due.
+    After each of these calls a decoder step may be `due`; then, before any other call, `begin_pass`, `observe` with
+    each batch of a pass over `due` rows, and `end_pass`, until none is due.
 
     Args:
-        dictionary: what is trained, in place.
-        held: parameters of it, by name, that descent does not move.
-        task: what is to be minimised.
+        dictionary: trained in place.
+        held: names of its parameters that descent does not move.
+        task: the training problem.
         config: the solver's options.
-        outers: how many outer iterations training comes to: those that schedules of proximal weights run over.
-        communicator: reaches the processes that train on other parts of each batch.
+        outers: number of outer iterations in all of training, for the schedules of proximal weights.
+        communicator: of the processes that train on other parts of each batch.
     """
 
     def __init__(self, dictionary: Dictionary, held: Collection[str], task: Task, config: "SolverConfig", outers: int,
@@ -123,7 +123,7 @@ class Solver(ABC):
         self.dictionary, self.config, self.communicator = dictionary, config, communicator
         self.task = replace(task, lr=1.0, penalty_warm_up=0.0) if kind.to_tolerance else task
         self.smoothing = Smoothing(task.smoothing, task.sample)
-        # Products over few latents read the weights of each side by side in memory, encoder and decoder alike.
+        # Sparse products read the weights latent by latent, so each latent's are contiguous, as in the decoder.
         dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
         for name, parameter in dictionary.named_parameters():
             parameter.requires_grad_(name not in held and name not in dictionary.activation.estimates)
@@ -137,7 +137,7 @@ class Solver(ABC):
 
     @property
     def due(self) -> int | None:
-        """How many rows the decoder step that is due wants to observe; None where none is due."""
+        """Number of rows that the due decoder step has to observe; None if none is due."""
         return None
 
     @property
@@ -146,21 +146,20 @@ class Solver(ABC):
         return self.steps >= self.task.steps
 
     def begin_epoch(self) -> None:
-        """A pass over the rows begins."""
+        """Begin a pass over the rows."""
         self._batches = 0  # of the epoch, taken so far
 
     @abstractmethod
     def step(self, batch: Batch) -> list[StepReport]:
-        """Take a batch of the epoch: the reports of the optimiser steps that it led to, none where the task's steps are
-        used up or it waits for others."""
+        """Train on a batch of the epoch. Returns the reports of the optimiser steps taken: none if the task's steps are
+        used up, or if the solver collects several batches first."""
 
     @abstractmethod
     def end_epoch(self) -> list[StepReport]:
-        """The pass is over: the reports of the steps that were waiting."""
+        """End the pass. Returns the reports of the steps on batches collected so far."""
 
     def begin_pass(self, again: Callable[[], Iterable[Batch]]) -> None:
-        """Begin the decoder step that is due; `again` gives the batches that are to be observed once more, for a solve
-        that goes through them many times."""
+        """Begin the decoder step that is due; `again` gives the pass' batches once more, for an iterative solve."""
         raise TypeError(f"{type(self).__name__} has no decoder step")
 
     def observe(self, batch: Batch) -> None:
@@ -172,7 +171,7 @@ class Solver(ABC):
         raise TypeError(f"{type(self).__name__} has no decoder step")
 
     def extra_loss(self) -> Tensor | float:
-        """The encoder's proximal terms and the decay of what descent trains, divided by N."""
+        """The encoder's proximal terms and the weight decay of the tensors that descent trains, divided by N."""
         total: Tensor | float = 0.0
         for name, held in self._held.items():
             if weight := self.weight(PROXIMAL[name]):
@@ -183,24 +182,24 @@ class Solver(ABC):
         return total / self.task.rows
 
     def weight(self, name: str) -> float:
-        """A proximal weight at the outer iteration under way, by its option's field."""
+        """The proximal weight of an option at the current outer iteration."""
         return weight_at(getattr(self.config, name), self.outer, self._outers)
 
     def _hold_encoder(self) -> None:
-        """Let the proximal terms, where there are any, refer to the encoder as it is."""
+        """Take the current encoder as the reference of its proximal terms, if there are any."""
         self._held = {name: getattr(self.dictionary, name).detach().clone() for name, weight in PROXIMAL.items()
                       if getattr(self.config, weight)}
 
     def record(self) -> dict[str, float]:
-        """Figures of the solver's own for `metrics.jsonl` and the final summary."""
+        """The solver's own measures for `metrics.jsonl` and the final summary."""
         return {}
 
     def notes(self) -> list[str]:
-        """Sentences that the user should read at the end."""
+        """Sentences for the user at the end of training."""
         return []
 
     def sae(self) -> SAE:
-        """The SAE as it stands, acting on normalised rows."""
+        """The current SAE, acting on normalised rows."""
         return self.dictionary.sae()
 
     def descend(self, batch: Batch) -> tuple[StepReport, Batch, Codes]:
@@ -227,7 +226,7 @@ class Solver(ABC):
 
     @torch.no_grad()
     def calibrate(self) -> None:
-        """Set what the activation estimates for rows as they are; the last batches, smoothed, gave it for others."""
+        """Set the activation's estimates on unsmoothed rows; training estimated them on smoothed ones."""
         activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
         if not activation.estimates or not len(self.task.sample):
             return
@@ -236,16 +235,16 @@ class Solver(ABC):
             parameters[name].copy_(value)
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:
-        """Random numbers that are a pure function of the seed, of the number of a step and of the kind of step."""
+        """A generator that is a pure function of the seed, the step's number and the kind of step."""
         return torch.Generator().manual_seed(((self.task.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that training goes on from, by name."""
+        """All tensors needed to resume, by name."""
         own = {f"dictionary.{name}": tensor.detach() for name, tensor in self.dictionary.named_parameters()}
         return own | self.optimizer.state() | {"steps": torch.tensor(self.steps), "outer": torch.tensor(self.outer)}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` returned."""
+        """Resume from the tensors of `state`."""
         self.steps, self.outer = int(state["steps"]), int(state["outer"])
         with torch.no_grad():
             for name, tensor in self.dictionary.named_parameters():
@@ -287,26 +286,26 @@ class SolverConfig(Config, ABC):
         return 1
 
     def resolved(self, batches: int | None) -> Self:
-        """The same with every default filled in that depends on how many batches there will be in all; None where
-        optimiser steps are counted instead."""
+        """The same, with the defaults filled in that depend on the number of batches in all of training; None if
+        training is given in optimiser steps."""
         return self
 
     def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse settings of training that cannot work with the solver's options; see `Optimizer.check`. Raises
-        ConfigError."""
+        """Refuse training settings that cannot work with the solver's options, by a ConfigError; see
+        `Optimizer.check`."""
         OPTIMIZERS[self.optimizer].check(rows, batch_size, lr, smoothing)
         if OPTIMIZERS[self.optimizer].to_tolerance and self.clip_norm is not None:
             raise ConfigError("clip_norm", "does nothing with {optimizer} {given}, whose line search finds its steps",
                               "leave it out, or use {optimizer} adam or sgd", given=self.optimizer)
 
     def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
-        """The width by which training rows are smoothed when the user gives none."""
+        """The width of smoothing when the user gives none."""
         return 0.0
 
     @abstractmethod
     def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> Solver:
-        """A solver that starts from a copy of `initial`, alone or with the other processes of a communicator."""
+        """A solver that starts from a copy of `initial`, alone or with the communicator's other processes."""
 
     @abstractmethod
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
-        """Bytes that the solver takes at its peak in each process, the codes of a batch left out."""
+        """The solver's peak memory per process in bytes, without the codes of a batch."""

@@ -1,4 +1,4 @@
-"""What a decoder step takes from the rows: their normal equations, and what revival and penalties look at.
+"""A decoder step's pass over the rows: their normal equations, and the statistics for revival and penalties.
 
 Shapes: B rows in a block, b of them in this process, n sampled, D = d_in, E targets, F = d_sae.
 """
@@ -15,20 +15,23 @@ from ..dictionary import Dictionary
 from ..distributed import Communicator
 from ..ridge import TOLERANCE, DecoderState, HeldRows, StreamedCodes, System
 
-SAMPLED_ROWS = 4096  # evenly spaced over all, on which alpha is chosen and dead latents are re-aimed
+SAMPLED_ROWS = 4096  # evenly spaced over all rows: alpha is chosen and dead latents are re-aimed on them
+# A given alpha is warned about if rows and latents are within this ratio, and degrees of freedom above this fraction
+# of the rows.
+THRESHOLD_RATIO, THRESHOLD_FRACTION = 2, 0.8
 
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """A pass, put together from all processes.
+    """A pass over the rows of all processes.
 
     Args:
-        system: the normal equations; only rank 0 may solve them, or all processes together, as `solve_together` says.
-        rows: N, or the sum of their weights where some count for less.
-        z: codes of the sampled rows, (n, F); all rows where there are fewer than `SAMPLED_ROWS` and none weigh less.
-            Where rank 0 solves, the others have only their own.
+        system: the normal equations; solved by rank 0 alone, or by all processes if `solve_together`.
+        rows: N, or the sum of the rows' weights if older rows count less.
+        z: codes of the sampled rows, (n, F); of all rows if there are fewer than `SAMPLED_ROWS` of equal weight. If
+            rank 0 solves, the others have only their own.
         y: the targets of those rows, (n, E).
-        norm_weights: what the penalty weighs each decoder norm with, (F,).
+        norm_weights: the penalty's weight of each decoder norm, (F,).
         fired: the latents that fired on any row, a mask, (F,).
     """
 
@@ -41,25 +44,25 @@ class Observed:
 
     @property
     def solve_together(self) -> bool:
-        """Whether all processes solve, in step, since each multiplies by its own codes."""
+        """Whether all processes solve, in lockstep, since each multiplies by its own codes."""
         return isinstance(self.system, StreamedCodes)
 
 
 class DecoderPass:
-    """Collects a pass block by block; `finish` puts all processes' together.
+    """Collects a pass block by block; `finish` combines the processes.
 
     Args:
-        system: takes the normal equations of this process' rows.
-        dictionary: the encoder's; its decoder gives the norms that a penalty weighs.
+        system: collects the normal equations of this process' rows.
+        dictionary: its decoder has the norms that a penalty weighs.
         sparsity: the penalty, or `none`.
-        rows: how many rows are expected, of which every `ceil(rows / SAMPLED_ROWS)`-th is sampled.
+        rows: number of rows expected; every `ceil(rows / SAMPLED_ROWS)`-th is sampled.
     """
 
     def __init__(self, system: System, dictionary: Dictionary, sparsity: str, rows: int) -> None:
         self.system = system
         self._activation, self._sparsity = dictionary.activation, sparsity
         self._stride = max(1, math.ceil(rows / SAMPLED_ROWS))
-        self._holds = isinstance(system, HeldRows)  # the rows themselves, and so all of them
+        self._holds = isinstance(system, HeldRows)  # all rows are collected, not only the sampled ones
         W_dec = dictionary.decoder().detach()
         self._W_dec = W_dec
         self._norm_weights = torch.zeros(len(W_dec), dtype=torch.float64, device=W_dec.device)
@@ -68,7 +71,7 @@ class DecoderPass:
         self._numbers, self._seen = [torch.arange(0)], 0
 
     def add(self, codes: Codes, batch: Batch) -> None:
-        """Count a block of rows, of which this process has these codes, (b, F)."""
+        """Add a block of rows, with the codes of this process' rows, (b, F)."""
         numbers = batch.numbers + self._seen
         self._seen += batch.size
         if not len(batch.x):
@@ -87,15 +90,15 @@ class DecoderPass:
     def finish(self, communicator: Communicator) -> Observed:
         """The pass over all processes' rows."""
         z, y = in_order(torch.cat(self._z), torch.cat(self._y), torch.cat(self._numbers), communicator)
+        system = self.system
         if self._holds:
             system, z, y = HeldRows(z, y), z[::self._stride], y[::self._stride]
-            return put_together(system, z, y, self._norm_weights, self._fired, communicator)
-        return put_together(self.system, z, y, self._norm_weights, self._fired, communicator)
+        return put_together(system, z, y, self._norm_weights, self._fired, communicator)
 
 
 def put_together(system: System, z: Tensor, y: Tensor, norm_weights: Tensor, fired: Tensor,
                  communicator: Communicator) -> Observed:
-    """All processes' parts of a pass; see `Observed` for the arguments, of which z and y are those of all already."""
+    """Combine all processes' parts of a pass; arguments as of `Observed`, z and y gathered already."""
     if communicator.world_size > 1:
         if not isinstance(system, HeldRows):
             system.reduce(communicator.all_reduce)
@@ -109,7 +112,7 @@ def put_together(system: System, z: Tensor, y: Tensor, norm_weights: Tensor, fir
 
 
 def in_order(z: Tensor, y: Tensor, numbers: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:
-    """All processes' codes and targets on rank 0, in the order of their numbers; the others keep their own."""
+    """All processes' codes and targets on rank 0, sorted by their rows' numbers; the others keep their own."""
     if communicator.world_size == 1:
         return z, y
     order = communicator.gather(numbers).argsort().to(z.device)
@@ -118,8 +121,8 @@ def in_order(z: Tensor, y: Tensor, numbers: Tensor, communicator: Communicator) 
 
 
 def broadcast(state: DecoderState | None, Delta: Tensor, b: Tensor, communicator: Communicator) -> DecoderState:
-    """Rank 0's decoder on every process, given where it was solved for; `Delta`, (F, E), and `b`, (E,), give shape and
-    device."""
+    """Rank 0's decoder on every process; `state` is None on processes that did not solve, where `Delta`, (F, E), and
+    `b`, (E,), give shapes and device."""
     if communicator.world_size == 1:
         return state
     numbers = communicator.broadcast_object(lambda: replace(state, Delta=None, b=None))
@@ -128,19 +131,16 @@ def broadcast(state: DecoderState | None, Delta: Tensor, b: Tensor, communicator
     return replace(numbers, Delta=Delta, b=b)
 
 
-THRESHOLD_FRACTION = 0.8  # of the rows, above which degrees of freedom are said to be too many
-THRESHOLD_RATIO = 2  # of rows and latents, either way, within which
-
 
 def notes_on(decoder: DecoderState, chosen: bool, rows: int, latents: int, raised: float) -> list[str]:
-    """What the last decoder step came to, and what was wrong with it where something was.
+    """Sentences on the last decoder step, and on its problems if there were any.
 
     Args:
-        decoder: as the last step left it.
-        chosen: whether its alpha was chosen, not given.
+        decoder: after the last step.
+        chosen: whether alpha was chosen, not given.
         rows: N.
         latents: F.
-        raised: the largest ridge that a decoder step took in place of a smaller one; 0 for none.
+        raised: the largest ridge that a decoder step used instead of a smaller one; 0 for none.
     """
     alpha, dof = decoder.alpha, decoder.dof
     notes = [f"decoder: alpha {alpha:.3g} {'chosen by leave-one-out' if chosen else 'as given'} leaves {dof:,.0f} "

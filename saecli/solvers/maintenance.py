@@ -1,4 +1,4 @@
-"""What is done to a dictionary between its steps: silencing, revival and balancing.
+"""Maintenance of a dictionary between steps: silencing, revival and balancing.
 
 Shapes: n rows, D = d_in, F = d_sae.
 """
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..dictionary import Coupled, Dictionary
 
-LEAST_SIZE = 1e-2  # of the encoder's norm at the start, below which neither it nor the decoder counts as of a size
-LEAST_NORM = 1e-3  # of the mean decoder norm, or of the least it counts for: below, a penalty is taken as quadratic
-SILENT = 1e-7  # mean size of a latent's contribution, of that of a row, below which a penalty has ended it
+LEAST_SIZE = 1e-2  # least size of encoder and decoder, over the encoder's norm at the start
+LEAST_NORM = 1e-3  # decoder norm over the mean one, below which a penalty is replaced by a quadratic
+SILENT = 1e-7  # a latent's mean contribution over a row's norm, below which a penalty has silenced it
 
 
 def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -20,11 +20,11 @@ def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generato
 
     Args:
         residuals: `x - x_hat` of some rows, (n, D).
-        count: how many directions; one may come twice only where there are fewer rows with an error than that.
+        count: number of directions; drawn with replacement only if fewer rows have an error.
         generator: on the CPU.
 
     Returns:
-        (count, D); zero where nothing is left to explain.
+        (count, D); zero if no row has an error.
     """
     scaled = residuals.double() / residuals.abs().max().clamp(min=torch.finfo(residuals.dtype).tiny)
     weights = scaled.square().sum(1).cpu()
@@ -37,14 +37,14 @@ def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generato
 
 @torch.no_grad()
 def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor) -> None:
-    """Aim the encoder of dead latents anew, with the mean norm and the mean parameters of the others.
+    """Re-aim the encoder of dead latents, with the mean norm and the mean parameters of the others.
 
-    Their decoder is right at the next decoder step; until then it is that of a tied latent, or of a free decoder zero.
+    Their decoder is solved for at the next decoder step; until then it is tied, or zero if the decoder is free.
 
     Args:
         dictionary: changed in place.
-        dead: a mask, (F,), neither empty nor full.
-        directions: unit vectors, one for each of them, (m, D).
+        dead: a mask, (F,), neither all false nor all true.
+        directions: a unit vector per dead latent, (m, D).
     """
     def mean_of_others(values: Tensor) -> Tensor:
         return values.masked_fill(dead, 0).sum() / (~dead).sum()
@@ -59,16 +59,16 @@ def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor) -> None:
 
 @torch.no_grad()
 def silence(dictionary: Dictionary, norm_weights: Tensor, rows: float) -> bool:
-    """Turn off latents whose contribution a penalty has driven to nothing: left to themselves they shrink until nothing
-    can be computed with them, and a decoder step without the penalty would bring them back.
+    """Turn off latents whose contribution a penalty has driven to nothing: otherwise they shrink until they underflow,
+    and a decoder step without the penalty would bring them back.
 
     Args:
         dictionary: its encoder is changed in place.
-        norm_weights: what the penalty weighs each decoder norm with, a sum over rows, (F,).
-        rows: how many.
+        norm_weights: the penalty's weight of each decoder norm, a sum over rows, (F,).
+        rows: number of rows.
 
     Returns:
-        Whether there are any.
+        Whether there were any.
     """
     W_dec = dictionary.decoder()
     contribution = norm_weights * W_dec.double().norm(dim=1) / rows  # (F,)
@@ -79,11 +79,11 @@ def silence(dictionary: Dictionary, norm_weights: Tensor, rows: float) -> bool:
 
 
 def penalty_decay(W_dec: Tensor, weights: Tensor, size: float) -> Tensor:
-    """The weight of the quadratic in each `||W_i||` that touches a penalty from above at the decoder as it is, (F,).
+    """Weights, (F,), of the quadratics in `||W_i||` that majorise a penalty and equal it at the current decoder.
 
-    `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so that a step which lowers the right side lowers the left:
-    encoder and decoder step then descend on one objective. A decoder step blind to the penalty would undo what
-    the encoder step gained, and the two together drive the codes to nothing.
+    `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so a step that lowers the right side lowers the left: encoder and
+    decoder step then descend on one objective. A decoder step without the penalty would undo the encoder step's gain,
+    and the two together would drive the codes to zero.
 
     Args:
         W_dec: the decoder before the step, (F, D).
@@ -97,18 +97,18 @@ def penalty_decay(W_dec: Tensor, weights: Tensor, size: float) -> Tensor:
 
 @torch.no_grad()
 def balance(dictionary: Coupled, size: float) -> float | None:
-    """Scale the codes so that encoder and decoder are of one size; the decoder is left to be divided by the factor.
+    """Scale the codes so that encoder and decoder have one norm; the caller divides the decoder by the factor.
 
-    Without it a penalty shrinks the codes a little in each encoder step, the decoder step makes up for it, and after
-    some hundred iterations Adam's steps are large against the encoder. Under a penalty that is too strong for any code
-    this stops at `LEAST_SIZE`, so that biases can end the codes.
+    Otherwise a penalty shrinks the codes a little in each encoder step, the decoder step compensates, and after some
+    hundred iterations Adam's steps are large compared to the encoder. Under a penalty too strong for any code this
+    stops at `LEAST_SIZE`, so that biases can silence the codes.
 
     Args:
         dictionary: its encoder and the activation's parameters are changed in place.
         size: the encoder's norm at the start of training.
 
     Returns:
-        The factor; None where there is none, as with an activation whose codes are of one scale.
+        The factor; None if there is none, as for an activation that cannot be rescaled.
     """
     norm = dictionary.W_enc.norm().item()
     tiny = torch.finfo(dictionary.W_enc.dtype).tiny

@@ -1,10 +1,10 @@
-"""What takes a solver's descent steps: Adam, plain gradient descent, or L-BFGS on all rows at once; and schedules.
+"""Optimisers of the descent steps: Adam, plain gradient descent, or L-BFGS on all rows at once; and weight schedules.
 
 To add an optimiser, write its class here and a line in `OPTIMIZERS`; nothing else branches on an optimiser's name.
 
 A schedule of weights is a number; `A:B`, geometric from A at the first outer iteration to B at the last; or `A,B,C`,
-one value per outer iteration, of which the last holds on. Outer iterations are counted from 0. Source: the paper's
-Algorithm 3.1, whose proximal weights carry the index of the outer iteration.
+one value per outer iteration, and the last from then on. Outer iterations are counted from 0. Source: the paper's
+Algorithm 3.1, whose proximal weights are indexed by the outer iteration.
 """
 
 import math
@@ -23,8 +23,7 @@ SPELLING = "a number, FIRST:LAST with both above 0, or numbers of at least 0 wit
 
 
 def check_schedule(text: str) -> None:
-    """Refuse the spelling of what is no plain number; ValueError where it is no schedule, whose message completes "the
-    option must be"."""
+    """Refuse a text that is no schedule, by a ValueError whose message completes "the option must be"."""
     try:
         values = _values(text)
     except ValueError:
@@ -34,15 +33,15 @@ def check_schedule(text: str) -> None:
 
 
 def weight_at(schedule: float | str, outer: int, outers: int) -> float:
-    """The weight of one of so many outer iterations, by a number or a text that `check_schedule` lets pass."""
+    """The weight at outer iteration `outer` of `outers`, by a number or a schedule that passes `check_schedule`."""
     if not isinstance(schedule, str):
         return schedule
     values = _values(schedule)
     if ":" not in schedule:
         return values[min(outer, len(values) - 1)]
     first, last = values
-    share = min(1.0, outer / (outers - 1)) if outers > 1 else 0.0
-    return math.exp((1 - share) * math.log(first) + share * math.log(last))
+    progress = min(1.0, outer / (outers - 1)) if outers > 1 else 0.0
+    return math.exp((1 - progress) * math.log(first) + progress * math.log(last))
 
 
 def _values(text: str) -> list[float]:
@@ -53,8 +52,8 @@ def _values(text: str) -> list[float]:
 
 
 def is_choosing_step(outer: int) -> bool:
-    """Whether alpha is chosen anew at an outer iteration, counted from 0: at the first few, then ever more rarely,
-    since it moves ever more slowly and choosing costs about a solve."""
+    """Whether alpha is chosen anew at an outer iteration: at the first few, then less and less often, since it changes
+    less and less and choosing costs about a solve."""
     choice = 0
     while choice < outer:
         choice = max(choice + 1, math.floor(CHOICE_GROWTH * choice))
@@ -62,30 +61,29 @@ def is_choosing_step(outer: int) -> bool:
 
 
 def outer_iterations(batches: int, per_epoch: int, every: float) -> int:
-    """How many decoder steps so many batches of training come to, the last one of each epoch included; `every` batches
-    within an epoch, infinite for none."""
+    """The number of decoder steps in training on `batches` batches: every `every` batches within an epoch, infinite for
+    none, and one at the end of each epoch."""
     every = min(every, per_epoch)
     epochs, rest = divmod(batches, per_epoch)
     return epochs * math.ceil(per_epoch / every) + math.ceil(rest / every)
 
 
-LBFGS_STEPS = 100  # quasi-Newton iterations after which a subproblem is left as it is
-LBFGS_PAIRS = 20  # of a step and the gradient's change over it, that stand for the Hessian
-TOLERANCE = 1e-9  # of the gradient's largest entry, and of the change of loss and weights, at which it is solved
+LBFGS_STEPS = 100  # quasi-Newton iterations at most
+LBFGS_PAIRS = 20  # pairs of a step and the gradient's change that approximate the Hessian
+TOLERANCE = 1e-9  # of the gradient's largest entry, and of the change of loss and weights
 
 
 class Optimizer:
     """Lowers a loss by moving tensors.
 
-    `to_tolerance` says whether one step solves the problem that a batch poses, which must then stay the same one: no
-    learning rate or penalty rises and no row moves from step to step. `vectors` says how many numbers are kept for
-    each trained weight, besides itself and its gradient.
+    `to_tolerance`: whether one step solves the problem of its batch, which must then stay the same: no schedule of
+    learning rate or penalty, no smoothing. `vectors`: numbers kept per trained weight, besides the weight and its
+    gradient.
 
     Args:
-        tensors: what to move, by name; those that need no gradient stay.
-        clip_norm: the gradient of all of them together is scaled down to this norm where it is larger.
-        all_reduce: puts the sum over the processes whose losses add up to the one that is lowered into a tensor; None
-            for one process.
+        tensors: to move, by name; those that need no gradient stay.
+        clip_norm: the gradient of all of them together is scaled down to at most this norm.
+        all_reduce: sums a tensor over the processes, whose losses sum to the loss; None for one process.
     """
 
     name: ClassVar[str]
@@ -100,7 +98,7 @@ class Optimizer:
 
     @classmethod
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse settings that cannot work with it.
+        """Refuse settings that cannot work with the optimiser.
 
         Args:
             rows: number of training rows.
@@ -113,33 +111,33 @@ class Optimizer:
         """
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
-        """Lower a loss, differentiable, which is evaluated where the tensors are first of all, at a learning rate."""
+        """Lower a differentiable loss, which is first evaluated at the current tensors."""
         raise TypeError(f"{type(self).__name__} does not say how it descends")
 
     def _gradients(self, value: Tensor) -> list[Tensor | None]:
-        """The gradient of a loss in each tensor, None where it has none; of several processes' losses together."""
+        """The gradient of a loss, summed over processes, in each tensor; None if it has none."""
         return self._all_reduced(torch.autograd.grad(value, list(self.tensors.values()), allow_unused=True))
 
     @torch.no_grad()
     def _all_reduced(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The sum of all processes' gradients, by way of one buffer; those of one process as they are."""
+        """Gradients, all-reduced in one buffer if there are several processes."""
         if self.all_reduce is None:
             return list(gradients)
         tensors = list(self.tensors.values())
         flat = self.all_reduce(torch.cat([
             tensor.new_zeros(tensor.numel()) if gradient is None else gradient.reshape(-1)
             for tensor, gradient in zip(tensors, gradients, strict=True)]))
-        return [torch.empty_like(tensor).copy_(total.view_as(tensor))  # lies in memory as the tensor does
+        return [torch.empty_like(tensor).copy_(total.view_as(tensor))  # with the tensor's strides
                 for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True)]
 
     def _summed(self, value: Tensor) -> Tensor:
-        """A loss without its gradient, of several processes together."""
+        """A loss, detached, summed over processes."""
         value = value.detach().clone()
         return value if self.all_reduce is None else self.all_reduce(value)
 
     @torch.no_grad()
     def _clip(self, gradients: Sequence[Tensor | None]) -> None:
-        """Scale gradients down, in place, to `clip_norm` together."""
+        """Clip the norm of all gradients together to `clip_norm`, in place."""
         if self.clip_norm == math.inf:
             return
         present = [gradient for gradient in gradients if gradient is not None]
@@ -148,25 +146,25 @@ class Optimizer:
             gradient *= (self.clip_norm / norm).clamp(max=1.0)
 
     def state(self) -> dict[str, Tensor]:
-        """All that it keeps from one step to the next, by name."""
+        """The tensors kept from one step to the next, by name."""
         return {}
 
     @torch.no_grad()
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state` returned, among other entries: each where its own one lies, on the same device."""
+        """Resume from the tensors of `state`, among others; each is copied into the optimiser's own."""
         for name, own in self.state().items():
             own.copy_(state[name])
 
     def forget(self, latents: Tensor, dimension: Callable[[str], int | None]) -> None:
-        """Drop momentum of latents, a mask (F,), that were moved by other means; `dimension` gives that of a tensor
-        that latents are along, by its name."""
+        """Reset the moments of latents, a mask (F,), that were moved otherwise; `dimension` gives the latent dimension
+        of a tensor, by name."""
 
     def rescale(self, factor: float) -> None:
-        """Keep in step with tensors that were multiplied by a factor, the loss staying the same."""
+        """Follow tensors that were multiplied by a factor without changing the loss."""
 
 
 class Adam(Optimizer):
-    """`torch.optim.Adam` with its defaults, in one pass over each tensor.
+    """`torch.optim.Adam` with its defaults, fused.
 
     Called as a function: the class imports torch's compiler, which takes a second and is not used.
     """
@@ -177,7 +175,7 @@ class Adam(Optimizer):
     def __init__(self, tensors: Mapping[str, Tensor], clip_norm: float = math.inf,
                  all_reduce: AllReduce | None = None) -> None:
         super().__init__(tensors, clip_norm, all_reduce)
-        # The fused step reads a tensor and its moments alike, which must lie alike in memory.
+        # The fused step needs a tensor and its moments to have the same strides.
         self._average = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
         self._square = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
         self._steps = {name: torch.zeros((), device=tensor.device) for name, tensor in self.tensors.items()}
@@ -195,34 +193,34 @@ class Adam(Optimizer):
                  amsgrad=False, beta1=0.9, beta2=0.999, lr=lr, weight_decay=0.0, eps=1e-8, maximize=False)
 
     def state(self) -> dict[str, Tensor]:
-        """Its step count and two moments of each tensor."""
+        """The step count and two moments of each tensor."""
         kept = {"step": self._steps, "exp_avg": self._average, "exp_avg_sq": self._square}
         return {f"adam.{key}.{name}": value for key, values in kept.items() for name, value in values.items()}
 
     @torch.no_grad()
     def forget(self, latents: Tensor, dimension: Callable[[str], int | None]) -> None:
-        """Zero the first moment, which points to where the latents were going, and give the second the mean of the
-        other latents': that of a latent which had no gradient for long would make its first steps several times lr."""
+        """Zero the first moment, and set the second to the mean of the other latents': the second moment of a latent
+        without gradient for long is so small that its first steps would be several times lr."""
         for name in self.tensors:
             if (along := dimension(name)) is None:
                 continue
             average, square = (moments[name].movedim(along, -1) for moments in (self._average, self._square))
-            average.masked_fill_(latents, 0)  # masks that are filled, not looked up, keep the host from waiting
+            average.masked_fill_(latents, 0)  # unlike indexing by a mask, masked_fill does not synchronise
             mean = square.masked_fill(latents, 0).sum(-1, keepdim=True) / (~latents).sum()
             square.copy_(torch.where(latents, mean, square))
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
-        """Gradients shrink as what they belong to grows."""
+        """Gradients shrink by the factor by which tensors grow."""
         for name in self.tensors:
             self._average[name] /= factor
             self._square[name] /= factor**2
 
 
 class GradientDescent(Optimizer):
-    """`theta - lr * gradient`, without momentum: the line of the paper's algorithm.
+    """`theta - lr * gradient`, without momentum, as in the paper's algorithm.
 
-    It keeps how far the tensors were rescaled, and steps as if they never had been.
+    It keeps the product of all rescaling factors, and steps as if tensors had never been rescaled.
     """
 
     name = "sgd"
@@ -252,15 +250,15 @@ class GradientDescent(Optimizer):
         return {"sgd.scale": self._scale}
 
     def rescale(self, factor: float) -> None:
-        """A gradient is 1 / factor as large where its tensor is factor times as large, and its step should be too."""
+        """A tensor grows by the factor and its gradient shrinks by it, while its step should grow."""
         self._scale *= factor
 
 
 class Lbfgs(Optimizer):
     """The subproblem solved to tolerance on all rows: L-BFGS with a strong Wolfe line search.
 
-    It starts afresh at every call, since the decoder step in between makes the loss another one, and what was learnt
-    of the curvature of the one before does not hold for it. So it keeps nothing, and rescaling leaves it as it is.
+    It starts afresh at every call and keeps nothing, since the decoder step in between changes the loss and its
+    curvature.
     """
 
     name = "lbfgs"
@@ -282,7 +280,7 @@ class Lbfgs(Optimizer):
                                            "rows as they are", "leave it out, or use {optimizer} adam")
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
-        """Iterate until nothing changes any more, whatever the learning rate; the loss never ends above its start."""
+        """Iterate to tolerance, whatever the learning rate; the loss never ends above its start."""
         begun = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         solver = torch.optim.LBFGS(self.tensors.values(), lr=1.0, max_iter=LBFGS_STEPS, history_size=LBFGS_PAIRS,
                                    tolerance_grad=TOLERANCE, tolerance_change=TOLERANCE, line_search_fn="strong_wolfe")
@@ -290,7 +288,7 @@ class Lbfgs(Optimizer):
         def evaluate() -> Tensor:
             value = loss()
             for tensor, gradient in zip(self.tensors.values(), self._gradients(value), strict=True):
-                tensor.grad = None if gradient is None else gradient.contiguous()  # torch's L-BFGS takes no other
+                tensor.grad = None if gradient is None else gradient.contiguous()  # torch's L-BFGS needs it
             return self._summed(value)
 
         before = solver.step(evaluate).detach()
@@ -299,7 +297,7 @@ class Lbfgs(Optimizer):
             if not self._summed(loss()) <= before:
                 for name, tensor in self.tensors.items():
                     tensor.copy_(begun[name])
-                loss()  # whoever gave it sees the codes of where the tensors are
+                loss()  # so that the caller has the codes at the restored tensors
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {kind.name: kind for kind in (Adam, GradientDescent, Lbfgs)}

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..batch import Batch, joined, mixed
+from ..batch import Batch, mixed
 from ..codes import Codes
 from ..config import PAPER, option
 from ..dictionary import SAE, Coupled
@@ -36,12 +36,12 @@ from .running import Running
 from .smoothing import default_width
 
 LAST_ROWS = 32  # rows per latent that the last decoder step takes where rows are read once
-RUNNING_ROWS = 8  # rows per latent, of the latest steps, that a decoder step takes which makes no pass over all rows
+RUNNING_ROWS = 8  # rows per latent, of the latest steps, that a decoder step without a pass takes
 WINDOW = 16  # batches among which inner steps mix rows
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
-REVIVAL_ROWS = 2  # rows per latent, from which on they are: with fewer, latents stay idle because rows are few
-DECODER_STEP, REVIVING, MIXING = 1, 2, 3  # kinds of draws besides those of encoder steps
-DOF_ROWS = 512  # whose leverages stand for those of all rows
+REVIVAL_ROWS = 2  # rows per latent, at least, for revival: with fewer, latents are dead because rows are few
+DECODER_STEP, REVIVING, MIXING = 1, 2, 3  # kinds of draws besides encoder steps'
+DOF_ROWS = 512  # sample of rows for the effective degrees of freedom
 MOST_INNER_STEPS = 10
 
 
@@ -84,7 +84,7 @@ class PamSgd(SolverConfig):
         return self.inner_steps
 
     def resolved(self, batches: int | None) -> "PamSgd":
-        """The same with `inner_steps` a number: little data is no reason for few steps."""
+        """The same with `inner_steps` a number: with few batches, more steps on each."""
         if self.inner_steps != "auto":
             return self
         if OPTIMIZERS[self.optimizer].to_tolerance:
@@ -93,7 +93,7 @@ class PamSgd(SolverConfig):
         return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
 
     def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse settings of training that cannot work with the optimiser, and steps that do nothing with it, by a
+        """Refuse training settings that cannot work with the optimiser, and options that contradict each other, by a
         ConfigError."""
         super().check(rows, batch_size, lr, smoothing)
         if OPTIMIZERS[self.optimizer].to_tolerance and self.inner_steps not in ("auto", 1):
@@ -108,21 +108,21 @@ class PamSgd(SolverConfig):
                                                "encoder steps", "use one of them")
 
     def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
-        """The more latents there are for each row, the more (see `smoothing.py`)."""
+        """Wider with more latents per row (see `smoothing.py`)."""
         return 0.0 if OPTIMIZERS[self.optimizer].to_tolerance else default_width(rows, d_in, d_sae)
 
     def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "PamSgdSolver":
         return PamSgdSolver(initial, task, self, communicator)
 
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
-        """The decoder step's, where the way that takes least is taken, and `beside` it."""
+        """The decoder step's memory, solved in the way that takes least, and `beside`."""
         ways = (self.solve,) if self.solve != "auto" else ("direct", "iterative")
         return min(plan(rows, d_sae, d_in, solve=way).bytes for way in ways) + self.beside(rows, batch_size, d_in,
                                                                                           d_sae)
 
     def beside(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
-        """Bytes that are taken beside the decoder step's: by the sample on which alpha is chosen, by the encoder's
-        weights and optimiser, and by the window in which inner steps mix rows."""
+        """Bytes besides the decoder step's: the sample on which alpha is chosen, the encoder's weights and optimiser,
+        and the window in which inner steps mix rows."""
         choosing = 4 * 4 * min(rows, SAMPLED_ROWS) * (d_sae + d_in)
         weights = 4 * (4 + OPTIMIZERS[self.optimizer].vectors) * d_in * d_sae
         window = 0 if self.inner_steps == 1 else 3 * 4 * min(rows, WINDOW * batch_size) * d_in  # apart, joined, mixed
@@ -154,13 +154,13 @@ class PamSgdSolver(Solver):
 
     @property
     def due(self) -> int | None:
-        """How many rows the decoder step that is due wants to observe: 0 where the codes of encoder steps serve it."""
+        """Number of rows that the due decoder step has to observe: 0 if it uses the codes of encoder steps."""
         return self._due
 
     def begin_epoch(self) -> None:
-        """Begin a pass: with a decoder step, where that comes first."""
+        """Begin a pass: with a decoder step, if `decoder_first`."""
         super().begin_epoch()
-        self._running = None  # before there is another one: two Gram matrices need not fit in memory
+        self._running = None  # free the old one first: two Gram matrices need not fit in memory
         self._running = self._running_sums()
         if self.config.decoder_first:
             self._due = self.task.rows
@@ -180,39 +180,42 @@ class PamSgdSolver(Solver):
         return reports
 
     def end_epoch(self) -> list[StepReport]:
-        """Take the steps that wait, and ask for the epoch's decoder step."""
+        """Take steps on the batches collected, and ask for the epoch's decoder step."""
         reports = self._inner_steps()
-        if not self.config.decoder_first:
-            self._last, self._silenced = self.finished, False
+        if self.config.decoder_first:
+            if self.finished:
+                self.calibrate()
+            return reports
+        self._last, self._silenced = self.finished, False
+        if self._running is None:
             self._due = self.task.rows
-            once = self.task.steps <= self.task.batches * self.config.inner_steps
-            if self._running is not None:
-                self._due = min(self.task.rows, LAST_ROWS * self.dictionary.d_sae) if once else self.task.rows
-                if not self._last:
-                    self._due = 0
-        elif self.finished:
-            self.calibrate()
+        elif not self._last:
+            self._due = 0
+        elif self.task.steps <= self.task.batches * self.config.inner_steps:  # rows are read once
+            self._due = min(self.task.rows, LAST_ROWS * self.dictionary.d_sae)
+        else:
+            self._due = self.task.rows
         return reports
 
     def _plan(self, rows: int) -> Plan:
         return plan(rows, self.dictionary.d_sae, self.dictionary.d_in, self._memory, self.config.solve)
 
     def _running_sums(self) -> Running | None:
-        """What sums up the codes of encoder steps, where decoder steps are made from those: between the ends of epochs,
-        with rows enough, and the memory for their Gram matrix."""
+        """The sums over encoder steps' codes, if there are decoder steps within epochs, enough rows, and memory for a
+        Gram matrix; else None."""
         window = RUNNING_ROWS * self.dictionary.d_sae
         if self._every == math.inf or self.task.rows <= window or self._plan(self.task.rows).kind == "iterative":
             return None
         return Running(self.dictionary, self.task.sparsity, window, self.communicator)
 
     def _inner_steps(self) -> list[StepReport]:
-        """`inner_steps` rounds over the batches that wait, their rows mixed anew in each: that many steps in a row on
-        one batch would fit the encoder to that batch, and with a decoder that is held fixed they drift."""
+        """`inner_steps` rounds over the batches collected, their rows shuffled in each: consecutive steps on one batch
+        would overfit the encoder to it, and drift while the decoder is fixed."""
         batches, self._window = self._window, []
         if not batches:
             return []
         inner, size, reports = self.config.inner_steps, batches[0].size, []
-        whole = joined(batches) if inner > 1 else None
+        whole = Batch.joined(batches) if inner > 1 else None
         near = self._running is not None and self._batches_left(len(batches)) * size < self._running.window
         rounds = min(inner, math.ceil((self.task.steps - self.steps) / len(batches)))
         for round_ in range(rounds):
@@ -229,7 +232,7 @@ class PamSgdSolver(Solver):
         return reports
 
     def _batches_left(self, waiting: int) -> float:
-        """How many batches come before the next decoder step, those that wait for their steps left out."""
+        """The number of batches before the next decoder step, those collected left out."""
         steps_left = (self.task.steps - self.steps) / self.config.inner_steps - waiting
         return min(-self._batches % self._every, self.task.batches - self._batches, steps_left)
 
@@ -237,9 +240,9 @@ class PamSgdSolver(Solver):
     def begin_pass(self, again: Callable[[], Iterable[Batch]]) -> None:
         """Begin a decoder step.
 
-        Before the last, it minimises what the encoder steps minimise: over smoothed rows, with the sparsity penalty,
-        which grows with the decoder's norms, pulling on them. The last one does without either: codes that a penalty
-        has shrunk then reconstruct the rows as they are as well as they can.
+        Before the last, it minimises the objective of the encoder steps: over smoothed rows, with the sparsity penalty
+        on the decoder's norms. The last one does without either, so that codes shrunk by a penalty reconstruct the
+        unsmoothed rows as well as they can.
         """
         if self._last and not self._silenced:
             self.calibrate()
@@ -256,7 +259,7 @@ class PamSgdSolver(Solver):
 
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:
-        """Encode a batch and sum what the decoder step needs."""
+        """Encode a batch and add it to the decoder step's sums."""
         self._pass.add(*self._encoded(batch, self._drawn))
 
     def _encoded(self, batch: Batch, drawn: torch.Generator) -> tuple[Codes, Batch]:
@@ -265,9 +268,9 @@ class PamSgdSolver(Solver):
 
     @torch.no_grad()
     def end_pass(self) -> None:
-        """Solve for the decoder, revive dead latents, and let proximal terms refer to what that leaves.
+        """Solve for the decoder, revive dead latents, and take the result as the reference of proximal terms.
 
-        Where a penalty has silenced latents before the last decoder step, another pass is due.
+        If a penalty has silenced latents before the last decoder step, another pass is due.
         """
         observed = self._running.observed() if self._pass is None else self._pass.finish(self.communicator)
         self._pass = None
@@ -284,15 +287,15 @@ class PamSgdSolver(Solver):
         self._hold_encoder()
 
     def _solved(self, observed: Observed) -> DecoderState:
-        """The decoder for what was observed, on all processes; alpha is chosen first where it is time to.
+        """The decoder for the rows observed, on all processes; alpha is chosen first if it is time to.
 
-        The last step without a penalty keeps the alpha that smoothed rows chose, since rows that an encoder has fitted
-        exactly would choose too small a one; a penalty keeps them from being that, and without it the problem is
-        another one, so that alpha is then sought anew.
+        The last step keeps the alpha chosen on smoothed rows, since rows that the encoder has fitted exactly would
+        choose one too small. After training with a penalty, rows are not fitted exactly, and the last step, without
+        the penalty, is another problem: alpha is then chosen anew.
         """
         state = None
         if self.communicator.is_main or observed.solve_together:
-            fraction, dtype = observed.rows / self.task.rows, self.dictionary.W_enc.dtype  # of the rows of all terms
+            fraction, dtype = observed.rows / self.task.rows, self.dictionary.W_enc.dtype
             terms, alpha, factorisation = self._terms(observed, fraction), self.decoder.alpha, None
             if self.config.alpha == "auto":
                 pulled = bool(observed.norm_weights.any()) and self.task.sparsity_weight > 0
@@ -310,7 +313,7 @@ class PamSgdSolver(Solver):
         return broadcast(state, self.dictionary.Delta, self.dictionary.b_dec, self.communicator)
 
     def _terms(self, observed: Observed, fraction: float) -> Terms:
-        """The decoder step's terms, weighed for a fraction of all rows; alpha is still to be filled in."""
+        """The decoder step's terms, scaled to a fraction of all rows, with alpha left at 0."""
         direction = self.dictionary.W_enc.detach().T if self.config.decoder == "residual" else None
         W_dec = self.dictionary.decoder().detach()
         weights = self.task.penalty_weight(self.steps - 1) * (not self._last) * observed.norm_weights
@@ -320,7 +323,7 @@ class PamSgdSolver(Solver):
                      self.config.bias == "joint")
 
     def _apply(self, state: DecoderState) -> None:
-        """Let the dictionary decode with a solved decoder."""
+        """Put a solved decoder into the dictionary."""
         if math.isnan(state.dof):
             state = replace(state, dof=self.decoder.dof)
         if state.raised:
@@ -330,7 +333,7 @@ class PamSgdSolver(Solver):
         self.dictionary.Delta.data, self.dictionary.b_dec.data = state.Delta, state.b
 
     def _revive(self, observed: Observed) -> None:
-        """Aim latents that never fired at the rows that are reconstructed worst."""
+        """Re-aim latents that never fired at the rows reconstructed worst."""
         dead = ~observed.fired
         count = int(dead.sum())
         if not 0 < count < len(dead):
@@ -346,7 +349,7 @@ class PamSgdSolver(Solver):
         self.revived += count
 
     def _balance(self) -> None:
-        """Give encoder and decoder one size, unless a fixed alpha decides between their sizes itself."""
+        """Give encoder and decoder one norm, unless alpha is fixed, which determines their ratio."""
         if self.config.alpha == "auto" and (factor := balance(self.dictionary, self._size)):
             state = self.decoder
             self._apply(replace(state, c=state.c / factor**2, Delta=state.Delta / factor,
@@ -356,15 +359,15 @@ class PamSgdSolver(Solver):
                 self._running.rescale(factor)
 
     def record(self) -> dict[str, float]:
-        """The decoder step's alpha, beside a sum over the normalised rows, its condition estimate, how often a latent
-        was revived, where it was solved by iteration its residual, and at the end the effective degrees of freedom."""
+        """The decoder step's alpha, relative to a sum over normalised rows; its condition estimate; the number of
+        revivals; its residual, if solved by iteration; and at the end the effective degrees of freedom."""
         state = self.decoder
         known = {name: value for name, value in (("residual", state.residual), ("dof", state.dof))
                  if not math.isnan(value)}
         return {"alpha": state.alpha, "condition": state.condition, "revived": self.revived} | known
 
     def notes(self) -> list[str]:
-        """What the last decoder step came to, and what was wrong with it where something was."""
+        """Sentences on the last decoder step; see `notes_on`."""
         return notes_on(self.decoder, self.config.alpha == "auto", self.task.rows, self.dictionary.d_sae, self.raised)
 
     def state(self) -> dict[str, Tensor]:
@@ -372,7 +375,7 @@ class PamSgdSolver(Solver):
                                   for name, value in self._numbers().items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` returned; it was taken after a decoder step."""
+        """Resume from the tensors of `state`, taken after a decoder step."""
         super().restore(state)
         numbers = {name: state[f"decoder.{name}"].item() for name in self._numbers()}
         self.raised, self.revived = numbers.pop("most_raised"), int(numbers.pop("revived"))
@@ -381,6 +384,6 @@ class PamSgdSolver(Solver):
         self.dictionary.c = self.decoder.c
 
     def _numbers(self) -> dict[str, float]:
-        """What a checkpoint keeps of the decoder beside its tensors."""
+        """The decoder's numbers in a checkpoint, beside its tensors."""
         own = {name: getattr(self.decoder, name) for name in ("c", "alpha", "ridge", "condition", "residual", "dof")}
         return own | {"most_raised": self.raised, "revived": self.revived}

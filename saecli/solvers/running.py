@@ -1,4 +1,4 @@
-"""What a decoder step takes from the rows without a pass over them: the codes that encoder steps have computed.
+"""Normal equations for a decoder step without a pass over the rows: from the codes of the latest encoder steps.
 
 Shapes: B rows in a batch, b of them in this process, F = d_sae.
 """
@@ -6,29 +6,28 @@ Shapes: B rows in a batch, b of them in this process, F = d_sae.
 import torch
 from torch import Tensor
 
-from ..batch import Batch, joined
-from ..codes import Codes, DenseCodes, SparseCodes
-from ..codes import joined as joined_codes
+from ..batch import Batch
+from ..codes import Codes, joined
 from ..dictionary import Dictionary
 from ..distributed import Communicator
 from ..ridge import Sums
 from .decoder_pass import Observed, in_order, put_together
 
-LATEST_ROWS = 1024  # that stand for all that have been counted
-BLOCK_ROWS = 4096  # at a time, at least: each sum goes through all of the Gram matrix
+LATEST_ROWS = 1024  # sample of the rows counted
+BLOCK_ROWS = 4096  # summed at a time, at least: each sum goes through the whole Gram matrix
 
 
 class Running:
     """Sums over the rows of the latest encoder steps, for a decoder step that needs no pass of its own.
 
-    Codes are those of the encoder as it was at their step. Older rows count for less, so that at any time about
-    `window` rows count: enough for a decoder that holds for others, few enough that the encoder has hardly moved since.
+    Codes are computed by the encoder at their step. Older rows have smaller weights, which sum to about `window`:
+    enough rows for a decoder that generalises, few enough that the encoder has hardly moved since.
 
     Args:
-        dictionary: what is trained.
+        dictionary: in training.
         sparsity: the penalty, or `none`.
         window: rows.
-        communicator: reaches the processes that have other rows.
+        communicator: of the processes that have other rows.
     """
 
     def __init__(self, dictionary: Dictionary, sparsity: str, window: int, communicator: Communicator) -> None:
@@ -42,7 +41,7 @@ class Running:
 
     @torch.no_grad()
     def add(self, codes: Codes, batch: Batch) -> None:
-        """Count a batch with the codes, (b, F), that this process' rows had."""
+        """Add a batch, with the codes of this process' rows, (b, F)."""
         if self._solved:
             keep = max(0.0, 1 - self._rows / self.window)
             self._sums.fade(keep if self._communicator.is_main else 0.0, self._factor)
@@ -61,16 +60,16 @@ class Running:
             self._flush()
 
     def observed(self) -> Observed:
-        """What has been counted; what comes next counts towards the next decoder step."""
+        """The rows added so far; rows added next are for the next decoder step."""
         self._flush()
         self._solved = True
-        latest = joined([batch for _, batch in self._latest])
+        latest = Batch.joined([batch for _, batch in self._latest])
         z, y = in_order(torch.cat([codes.dense() for codes, _ in self._latest]), latest.y, latest.numbers,
                         self._communicator)
         return put_together(self._sums, z, y, self._norm_weights, self._fired, self._communicator)
 
     def rescale(self, factor: float) -> None:
-        """Take the encoder's codes to have been multiplied by a factor since."""
+        """Note that the encoder's codes are scaled by a factor from now on."""
         self._factor *= factor
 
     def _begin(self) -> None:
@@ -80,10 +79,5 @@ class Running:
 
     def _flush(self) -> None:
         if self._pending:
-            blocks = [codes for codes, _ in self._pending]
-            if all(isinstance(codes, SparseCodes) for codes in blocks):
-                together = joined_codes(blocks)
-            else:
-                together = DenseCodes(torch.cat([codes.dense() for codes in blocks]))
-            self._sums.add(together, torch.cat([y for _, y in self._pending]))
+            self._sums.add(joined([codes for codes, _ in self._pending]), torch.cat([y for _, y in self._pending]))
             self._pending = []

@@ -25,7 +25,7 @@ class Sgd(SolverConfig):
         return SgdSolver(Coupled(start, 1.0, None) if self.tied else start, task, self, communicator)
 
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
-        """Weights, their gradients, what the optimiser keeps, and for `mu_enc` the encoder as it was, in float32."""
+        """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
         matrices = (2 + OPTIMIZERS[self.optimizer].vectors) * (1 if self.tied else 2) + bool(self.mu_enc)
         return 4 * matrices * d_in * d_sae
 

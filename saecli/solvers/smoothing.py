@@ -1,10 +1,10 @@
-"""Smoothing: training on rows moved a little along differences of other rows.
+"""Smoothing: training on rows moved along differences of other rows.
 
     x_i + width ||x_i|| (x_j - x_k) / sqrt(||x_j||^2 + ||x_k||^2),    j and k drawn from a sample of all rows
 
-(norms about the sample's mean). Rows are then drawn from a kernel estimate of their density whose kernel has the data's
-own shape, instead of being met again and again, and the encoder, which no closed form guards, overfits less. The step
-is relative to each row's norm, since rows of activations and of images differ in norm a hundredfold.
+(norms about the sample's mean). Rows are then drawn from a kernel estimate of their density, with a kernel of the
+data's own shape, instead of being repeated, so the encoder overfits less. The step is relative to each row's norm,
+since rows of activations and of images differ in norm a hundredfold.
 
 Source: the smoothed bootstrap (Silverman and Young, 1987), with the kernel taken from pairs of rows.
 """
@@ -19,16 +19,16 @@ from torch import Tensor
 from ..batch import Batch
 from ..devices import moved
 
-WIDEST = 0.55  # width where rows are few
+WIDEST = 0.55  # width if rows are few
 
 
 @dataclass(frozen=True, eq=False)
 class Smoothing:
-    """How rows are moved, whatever the block that they come in and their order.
+    """Moves rows, independently of their batch.
 
     Args:
-        width: by what fraction of its norm a row is moved; at least 0, which leaves rows as they are.
-        sample: rows along whose differences others are moved, spread over all, (n, D); n at least 2, or nothing moves.
+        width: fraction of its norm by which a row is moved; at least 0, for no smoothing.
+        sample: rows whose differences are used, spread over all, (n, D); with n < 2 nothing moves.
     """
 
     width: float
@@ -36,7 +36,7 @@ class Smoothing:
 
     @property
     def inflation(self) -> float:
-        """Mean square of smoothed rows about their mean over that of the rows as they are."""
+        """Variance of smoothed rows over the variance of the rows themselves."""
         return 1 + self.width**2 if self.moves else 1.0
 
     @property
@@ -53,9 +53,11 @@ class Smoothing:
         return (self.sample - self._mean).square().sum(1)
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """The rows of a batch, (b, D), each moved by about `width` of its own norm; the batch is not written to. Draws
-        are made on the CPU, so that they are the same on every device, and for all of the batch, of which this process
-        may have a part."""
+        """The rows of a batch, (b, D), each moved by about `width` of its norm, as a new tensor.
+
+        Draws are made on the CPU, the same for every device, and for the whole batch, of which this process may hold a
+        part.
+        """
         x = batch.x
         if not self.moves:
             return x
@@ -71,6 +73,5 @@ class Smoothing:
 
 
 def default_width(rows: int, d_in: int, d_sae: int) -> float:
-    """`WIDEST` where there are no more rows than latents, or than 4 d_in; then falling with the square root of their
-    number, as overfitting does."""
+    """`WIDEST` for up to max(d_sae, 4 d_in) rows, then falling as 1 / sqrt(rows), as overfitting does."""
     return WIDEST * min(1.0, math.sqrt(max(d_sae, 4 * d_in) / rows))

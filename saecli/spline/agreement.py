@@ -1,4 +1,4 @@
-"""Do rows lie in the power cells that the theory gives them? Supports against true distances, both in float64.
+"""Test of the theorem that rows lie in the power cells of their supports: supports against distances, in float64.
 
     R_S = {x : TopK keeps S} = C_S = {x : pi_i(x) < pi_j(x) for i in S, j not in S} = {x : S' = S minimises
           ||x - nu_S'||^2 - beta_S'}
@@ -26,7 +26,7 @@ class Agreement:
 
     Args:
         rows: rows compared, ties among them.
-        ties: rows whose order at the cell's boundary float64 cannot decide.
+        ties: rows too near a boundary for float64 to decide.
         matching: rows, ties left out, whose K nearest sites are their support.
     """
 
@@ -35,8 +35,8 @@ class Agreement:
     matching: int
 
     @property
-    def share(self) -> float | None:
-        """Matching rows over rows that are no ties, in [0, 1]; None where all are ties."""
+    def fraction(self) -> float | None:
+        """Matching rows over rows without ties, in [0, 1]; None if all are ties."""
         return self.matching / (self.rows - self.ties) if self.rows > self.ties else None
 
     def __add__(self, other: "Agreement") -> "Agreement":
@@ -54,9 +54,9 @@ def agreement(sae: SAE, batches: Iterable[Tensor]) -> Agreement | None:
         batches: rows, each batch (B, D).
 
     Returns:
-        The comparison, whose share the theorem says is 1; None for an activation without a power diagram.
+        The comparison, whose fraction is 1 by the theorem; None for an activation without a power diagram.
 
-    Cost: that of `PowerDiagram.power` over all rows.
+    Cost: `PowerDiagram.power` of all rows.
     """
     order = kth_order_diagram(sae)
     if order is None:
@@ -74,7 +74,7 @@ def cell_agreement(sae: SAE, x: Tensor) -> tuple[Agreement, int] | None:
 
     Args:
         sae: the autoencoder.
-        x: rows, (B, D), which visit the cells that are compared; those of the first 2000 cells are used.
+        x: rows, (B, D), whose cells are compared; rows beyond the first 2000 cells are left out.
 
     Returns:
         The comparison, ties as in `agreement`, and the cells compared, C; None for an activation without a power

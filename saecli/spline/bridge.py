@@ -1,4 +1,4 @@
-"""The bridge: what an SAE lies between, on the same rows: on the same cells a constant is worse, local PCA better.
+"""The bridge: an SAE between k-means and local PCA: on the same cells a constant is worse, local PCA better.
 
     FVU = sum ||x - x_hat||^2 / sum ||x - mean||^2 over the rows measured
 
@@ -6,8 +6,8 @@
     SAE                     affine on each of its cells, all of them made of the same dictionary vectors
     local PCA               the best affine map on each cell: on cells of k-means, and on the SAE's own
 
-On the SAE's own cells local PCA has the SAE's own rank, so that the difference is the price of shared dictionary
-vectors alone. Source: the paper on SAEs as a bridge between k-means and local PCA, and its theorem on the optimal
+On the SAE's own cells local PCA has the SAE's own rank, so that the difference is only the price of shared dictionary
+vectors. Source: the paper on SAEs as a bridge between k-means and local PCA, and its theorem on the optimal
 piecewise affine autoencoder. Shapes: N training rows, M rows measured, D = d_in, r = rank, C cells.
 """
 
@@ -38,9 +38,9 @@ from .survey import rank as map_rank
 
 KMEANS_ROWS = 4  # training rows that a cell of the k-means autoencoder holds on average, at least
 LOCAL_PCA_ROWS = 4  # the same for a cell of local PCA, in units of its rank, or its directions are the rows' noise
-# What the price has to rest on. Rows of one cell are alike, so that the cells count: of SAEs with k from 1 to 8 on
-# activations and image patches, the price over 5 random cells scattered by 35% to 89% of itself, over 20 by 14% to 32%;
-# over 100 random rows by 11% to 44%. Cells that hold nearly all rows are no sample, and fewer of them do.
+# The least sample for the price. Rows of one cell are alike, so cells count: for SAEs with k from 1 to 8 on activations
+# and image patches, the price over 5 random cells scattered by 35% to 89% of itself, over 20 by 14% to 32%; over 100
+# random rows by 11% to 44%. Cells that hold nearly all rows are no sample, and fewer of them suffice.
 PRICE_ROWS, PRICE_CELLS, PRICE_COVER = 100, 20, 0.9
 SCATTER = 2**27  # numbers that the scatter matrices of streamed local PCA may hold, 1 GiB
 CODES = 2**22  # codes at a time, 16 MiB in float32
@@ -64,10 +64,10 @@ class OwnCells:
         rows_measured: rows measured in these cells.
         sae_fvu: the SAE's FVU on them, its spread theirs about the mean of all rows measured; None where there are
             none.
-        local_pca_fvu: that of local PCA.
-        price: the first less the second: what shared dictionary vectors cost.
-        enough: whether that rests on enough to be read: 100 rows measured, in 20 cells, or in fewer that hold nine
-            tenths of all rows measured.
+        local_pca_fvu: FVU of local PCA on them.
+        price: the first less the second: the cost of shared dictionary vectors.
+        enough: whether the sample suffices: 100 rows measured, in 20 cells, or in fewer that hold nine tenths of all
+            rows measured.
     """
 
     cells: int
@@ -82,7 +82,7 @@ class OwnCells:
 
 @dataclass(frozen=True)
 class References:
-    """FVU of an SAE and of what it lies between, on the same rows.
+    """FVU of an SAE and of its references, on the same rows.
 
     Args:
         kmeans_fvu: of the k-means autoencoder.
@@ -92,7 +92,7 @@ class References:
         kmeans_cells: cells of the k-means autoencoder.
         local_pca_cells: k-means cells that local PCA works on.
         local_pca_rank: principal directions in each, as far as its training rows go.
-        variable_rank_lambda: what a dimension of a row's cell costs, in squared units of the rows.
+        variable_rank_lambda: cost per row of a dimension of its cell, in squared units of the rows.
         variable_rank_mean: principal directions, mean over the training rows.
         own_cells: on the SAE's own cells.
         rows_fitted: N.
@@ -119,7 +119,7 @@ def spread(rows: Rows) -> float:
 
 
 def fvu(residual: float, total: float) -> float:
-    """`residual / total`; where the rows are all equal infinite, as `sae eval` has it, or NaN where they are met."""
+    """`residual / total`; if all rows are equal infinite, as in `sae eval`, or NaN without a residual."""
     return residual / total if total > 0 else math.inf if residual > 0 else math.nan
 
 
@@ -158,8 +158,8 @@ class Bridge:
             train: rows to fit on, (N, D), N > 0.
             rank: the SAE's rank on its own cells, K or the mean L0; more than D is D.
             seed: of k-means.
-            stream: N rows to fit on in their place, of which `train` are then a sample: in constant memory, with no
-                more cells than k-means of the sample could have, for local PCA `SCATTER / D^2`.
+            stream: N rows to fit on instead, in constant memory; `train` is then a sample of them. There are no more
+                cells than k-means of the sample could have, for local PCA `SCATTER / D^2`.
 
         Cost: two k-means fits of at most `MINIBATCH_WORK` multiplications; or of a stream two passes over it, of
             N C D multiplications each, and N D^2.
@@ -211,7 +211,7 @@ def _pieces(train: Rows, count: int, seed: int) -> tuple[Partition, PiecewisePCA
 
 def _pieces_of_stream(sample: Rows, stream: Stream, counts: list[int],
                       seed: int) -> list[tuple[Partition, PiecewisePCA]]:
-    """k-means' cells without directions, and those of local PCA."""
+    """k-means' cells without directions, and local PCA's."""
     means, pieces = (affordable(sample, min(count, len(sample))) for count in counts)
     pieces = max(1, min(pieces, SCATTER // sample.shape[1] ** 2))
     partitions = streamed_kmeans(sample, stream, [means, pieces], seed)

@@ -14,7 +14,7 @@ The distance from a row to the boundary of its cell is the smallest distance to 
 
 with v = x @ W_enc + b_enc and mu the sites of the activation's power diagram (for abs-topk the 2F sites
 +-w_i). Source: the paper on SAEs as piecewise affine splines and on their half-space inequalities. All float64.
-Here is what all partitions share, and the thresholded ones; the largest K are in `largest_cells.py`.
+This file has the base of all partitions, and the thresholded ones; the largest K are in `largest_cells.py`.
 Shapes: B rows, P points, D = d_in, F = d_sae, K = k, n sites or affine functions, a of them inside and m outside, s
 that switch, q = s + a m inequalities.
 """
@@ -80,13 +80,13 @@ class Cell:
 
     @property
     def key(self) -> bytes:
-        """What tells this cell from the others of its partition."""
+        """A key that is unique within the partition."""
         switches = self.switches[self.above].numpy().tobytes()
         # A cell without pairs and one without switches above zero must not look alike.
         return bytes([len(self.inside) > 0]) + self.inside.sort().values.numpy().tobytes() + b"/" + switches
 
     def inequalities(self) -> tuple[Tensor, Tensor]:
-        """H and c of `H x > c`, one inequality a row.
+        """H and c of `H x > c`, one inequality per row.
 
         Returns:
             H (q, D) and c (q,); inequalities between equal linear parts, whose row of H is zero, hold everywhere or
@@ -116,7 +116,7 @@ class Cell:
             `h . x - c` (P,), below zero outside of the cell and infinite where nothing bounds it; h (P, D), zero where
             two functions of equal linear parts come nearest; c (P,).
 
-        Cost: O(n D) a point; H is not built.
+        Cost: O(n D) per point; H is not built.
         """
         v = torch.addmm(self.b, x, self.W)
         slack, h, c = v.new_full((len(x),), torch.inf), torch.zeros_like(x), torch.zeros(len(x), dtype=v.dtype)
@@ -159,7 +159,7 @@ class Cells(ABC):
     @property
     @abstractmethod
     def boundary(self) -> str:
-        """What a piece of boundary is, in one word for tables."""
+        """The kind of its boundaries, in one word for tables."""
 
     def pre_activations(self, x: Tensor) -> Tensor:
         """Pre-activations, (B, F), float64, of rows x, (B, D)."""
@@ -191,7 +191,7 @@ class Cells(ABC):
 
 @dataclass(frozen=True)
 class ThresholdedCells(Cells):
-    """Cells of latents that switch each on its own: every latent is one hyperplane.
+    """Cells of latents that switch independently: every latent is one hyperplane.
 
     Args:
         thresholds: t, (F,), float64.

@@ -1,4 +1,4 @@
-"""What a stream of rows leaves behind in constant memory: the cells it visited, and uniform samples of it.
+"""Statistics of a stream of rows in constant memory: the cells visited, and uniform samples.
 
 Shapes: B rows, F = d_sae.
 """
@@ -84,8 +84,7 @@ class Census:
             cells of that entropy, and `growth`.
         """
         sizes = self.sizes()
-        shares = sizes / self.rows
-        entropy = float(np.log(self.rows) - shares @ np.log(sizes))
+        entropy = float(np.log(self.rows) - sizes / self.rows @ np.log(sizes))
         return {"mean": self.rows / self.visited, "max": int(sizes[0]), "singletons": int((sizes == 1).sum()),
                 "entropy": entropy, "effective": float(np.exp(entropy)),
                 "growth": [{"rows": rows, "cells": cells} for rows, cells in self.growth]}
@@ -132,5 +131,5 @@ def describe(values: NDArray) -> dict[str, float]:
 
 
 def spread_out(rows: NDArray, count: int) -> NDArray:
-    """At most so many of the rows, evenly spaced."""
+    """At most `count` of the rows, evenly spaced."""
     return rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)] if len(rows) else rows

@@ -16,13 +16,13 @@ from .power_diagram import KthOrderDiagram
 from .screening import Swaps
 
 SEARCH_WIDTH = 4  # candidates of the first round of the search for the nearest swap, enough for most rows
-PRODUCT_GAIN = 20  # how many distances between sites one product finds in the time of one found alone
+PRODUCT_GAIN = 20  # distances between sites that one product computes in the time of a single one
 BLOCK = 2**23  # float64 numbers that one step of a search may hold, 64 MiB
 
 
 @dataclass(frozen=True)
 class LargestCells(Cells):
-    """Cells of the K largest: each pair of a kept and an unkept site is a hyperplane, K (n - K) of them a row.
+    """Cells of the K largest: each pair of a kept and an unkept site is a hyperplane, K (n - K) of them per row.
 
     Few of them are ever measured. With r_i = ||mu_i - c|| and c the mean of the sites, no swap is nearer than
     `(v_i - v_j) / (r_i + r_j)`, a bound that costs no distance between sites; only the swaps whose bound is
@@ -42,7 +42,7 @@ class LargestCells(Cells):
 
     @property
     def boundary(self) -> str:
-        """A kept site and an unkept one that would change places."""
+        """A kept site and an unkept one that swap."""
         return "swaps"
 
     @cached_property
@@ -100,8 +100,8 @@ class LargestCells(Cells):
     def margins(self, pre: Tensor) -> Tensor:
         """`min over i in S, j not in S of (v_i - v_j) / ||mu_i - mu_j||`, (B,), exact.
 
-        Cost: O(n) a row, and for the few swaps whose bound does not rule them out O(D) each; the search is
-        widened for the rows for which the first candidates do not prove the minimum.
+        Cost: O(n) per row, and O(D) for each of the few swaps that the bound does not rule out; the search is widened
+        for rows whose first candidates do not prove the minimum.
         """
         values, inside, bound = self._sides(pre)
         outside = values.shape[1] // pre.shape[1] * (pre.shape[1] - self.order.k)
@@ -137,7 +137,7 @@ class LargestCells(Cells):
         distances = self._site_distances(inside.gather(1, chosen // wide), j.gather(1, chosen % wide))
         swaps = torch.where(distances > 0, gaps.flatten(1).gather(1, chosen) / distances, torch.inf)
         nearest = swaps.amin(1)
-        return nearest, ~(nearest > others)  # a row that is no number has none for its margin, and is done
+        return nearest, ~(nearest > others)  # a row of NaN has margin NaN, and is done
 
     def _site_distances(self, i: Tensor, j: Tensor) -> Tensor:
         """`||mu_i - mu_j||` from true differences, of index arrays of one shape, (B, P)."""
@@ -150,8 +150,8 @@ class LargestCells(Cells):
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
         """How many swaps have `v_i - v_j < radius ||mu_i - mu_j||`, (B,).
 
-        Cost: O(n) a row, O(K) for each entrant that the bound does not rule out, and O(D) for each such swap: one by
-        one where they are few of these entrants' swaps, else for all of them as one product.
+        Cost: O(n) per row, O(K) for each entrant that the bound does not rule out, and O(D) for each such swap: one by
+        one if they are few of these entrants' swaps, else all as one product.
         """
         values, inside, bound = self._sides(pre)
         counts = torch.zeros(len(pre), dtype=torch.long)

@@ -1,5 +1,4 @@
-"""Which cells an SAE has, by its activation."""
-
+"""The cells of an SAE, by its activation."""
 
 import torch
 
@@ -14,8 +13,7 @@ KNOWN = (Thresholded, TopK, ReluTopK, AbsTopK)
 
 
 def check_cells(activation: Activation) -> None:
-    """Refuse an activation without cells; ConfigError where it is not piecewise affine, or no one has said what its
-    cells are."""
+    """Refuse an activation that is not piecewise affine, or whose cells are not implemented, by a ConfigError."""
     if not isinstance(activation, KNOWN):
         known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, KNOWN)]
         raise ConfigError(None, "the activation {name} has no cells that this tool knows; expected one of {known}",

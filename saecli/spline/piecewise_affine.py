@@ -3,7 +3,7 @@
     x_hat = m_c + (x - m_c) V_c V_c'        m_c the mean of the cell's rows, V_c their first K_c principal directions
 
 minimises `sum ||x - x_hat||^2` over all maps that are affine of rank K_c on cell c; with K_c = 0 for every c it is the
-k-means autoencoder. Where rank costs lambda a row, `sum (||x - x_hat||^2 + lambda K_c)` is least with
+k-means autoencoder. Where rank costs lambda per row, `sum (||x - x_hat||^2 + lambda K_c)` is least with
 
     lambda_{K_c} > lambda >= lambda_{K_c + 1}       lambda_1 >= lambda_2 >= ... eigenvalues of the cell's covariance
 
@@ -83,7 +83,7 @@ def kmeans(train: Rows, count: int, seed: int) -> Partition:
 
 
 def affordable(train: Rows, count: int) -> int:
-    """So many cells, or fewer where three passes over rows, (N, D), would exceed `MINIBATCH_WORK`."""
+    """`count` cells, or fewer if three passes over rows, (N, D), would exceed `MINIBATCH_WORK`."""
     return max(1, min(count, MINIBATCH_WORK // (PASSES * train.size)))
 
 
@@ -176,12 +176,12 @@ class Spectrum:
         weights = np.repeat(self.rows, [len(own) for own in self.variances]) / self.rows.sum()
         order = np.argsort(-every, kind="stable")
         taken = np.cumsum(weights[order])
-        # A hair above, since the sum of many shares may be less than a rounding above the whole number asked for.
+        # Slightly above, since the sum of many weights may exceed the rank asked for by a rounding error.
         affordable = int(np.searchsorted(taken, rank * (1 + 1e-12), side="right"))
         return float(every[order[affordable]]) if affordable < len(every) else 0.0
 
     def mean_rank(self, ranks: NDArray[np.int64]) -> float:
-        """Mean over the training rows of the directions that their cells have, at most so many each, (C,)."""
+        """Mean over the training rows of their cells' number of directions, at most `ranks`, (C,)."""
         had = np.minimum(ranks, [len(own) for own in self.variances])
         return float(had @ self.rows / self.rows.sum())
 
@@ -211,7 +211,7 @@ class PiecewisePCA(ABC):
     def spectrum(self, rows: Rows, cells: Labels) -> Spectrum:
         """Measure rows, (M, D), of those cells, (M,).
 
-        Cost: one SVD a cell, O(N D min(N / C, D)) in all.
+        Cost: one SVD per cell, O(N D min(N / C, D)) in all.
         """
         variances, explained, total = [], [], np.zeros(len(self.counts))
         for cell, measured in enumerate(members(cells, len(self.counts))):
@@ -276,7 +276,7 @@ class StreamedPCA(PiecewisePCA):
 
     Args:
         rows: training rows in each cell, (C,).
-        centres: a point near each cell's mean, (C, D), float64, or rounding would take its share.
+        centres: a point near each cell's mean, (C, D), float64, against rounding.
         sums: `sum (x - centre)`, (C, D), float64.
         products: `sum (x - centre)' (x - centre)`, (C, D, D), float64; (C, 0, 0) where no direction is asked for.
     """
@@ -317,6 +317,6 @@ class StreamedPCA(PiecewisePCA):
 
 
 def members(cells: Labels, count: int) -> list[NDArray[np.int64]]:
-    """The numbers of the rows in each of so many cells, given the cell of each row."""
+    """The numbers of the rows in each of `count` cells, given the cell of each row."""
     order = np.argsort(cells, kind="stable")
     return np.split(order, np.searchsorted(cells[order], np.arange(1, count)))

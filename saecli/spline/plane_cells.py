@@ -9,8 +9,8 @@ so that the cells that the plane meets are exactly the cells of that small SAE. 
 diagrams as sections of diagrams in more dimensions.
 
 A convex cell is found by cutting the window with the inequality that some corner of what is left violates most, until
-none does; its neighbours lie just behind the middles of its sides. Shapes: D = d_in, F = d_sae, P pixels a side, C
-cells.
+none does; its neighbours lie just behind the middles of its sides. Shapes: D = d_in, F = d_sae, P pixels per side,
+C cells.
 """
 
 from collections import Counter
@@ -133,20 +133,20 @@ def colouring(neighbours: Sequence[Sequence[int]], colours: int) -> NDArray[np.i
     for cell in sorted(range(len(neighbours)), key=lambda cell: -len(neighbours[cell])):
         around = chosen[neighbours[cell]]
         used = np.bincount(around[around >= 0], minlength=colours)
-        # Ties go round the colours, or most cells would get the first.
+        # Ties cycle through the colours, or most cells would get the first.
         chosen[cell] = min(range(colours), key=lambda c: (used[c], (c - cell) % colours))
     return chosen
 
 
-COARSE = 96  # pixels a side of the map that tells whether there are too many cells for polygons
+COARSE = 96  # pixels per side of the map that shows whether there are too many cells for polygons
 POLYGONS = 4000  # cells drawn as polygons at most; each takes some milliseconds
 LATENT_PIXELS = 6 * 10**8  # F P^2 of one picture at most, some ten seconds on two cores
 BLOCK = 2**22  # pre-activations at a time, 32 MiB
 PIXELS = (240, 640)  # P at least and at most
 OUTSIDE = 1e-9  # fraction of the window's side by which a corner may lie outside of its cell
 BEHIND = 1e-6  # fraction of the window's side at which the cell behind a side is looked for
-THIN = 1e-14  # fraction of the window that a polygon has at least
-SEEDS = 12  # points a side of the window from which cells are looked for
+THIN = 1e-14  # least area of a polygon, as a fraction of the window
+SEEDS = 12  # points per side of the window from which cells are searched
 MISSING = 1e-3  # fraction of the window that polygons may leave uncovered
 
 Polygon = NDArray[np.float64]  # corners in order, (any, 2)
@@ -158,11 +158,11 @@ class PlaneCells:
 
     Args:
         window: left, right, bottom and top of the window, in the plane's coordinates.
-        keys: the support of each cell, as `support_keys` has it, C of them; pieces of abs-topk that differ in signs
-            share one.
-        kept: latents that each keeps, (C,).
+        keys: the key of each cell's support, as of `support_keys`, C of them; cells of abs-topk that differ only in
+            signs have the same.
+        kept: number of latents that each cell keeps, (C,).
         neighbours: the cells that each touches.
-        polygons: corners of each cell within the window; None where they are too many.
+        polygons: corners of each cell within the window; None if there are too many.
         labels: the cell of each pixel's centre, (P, P), the lowest row of pixels first; None where there are polygons.
     """
 
@@ -203,7 +203,7 @@ def plane_cells(cells: Cells, window: Window) -> PlaneCells:
     Returns:
         Polygons where they are few enough, and rounding leaves no hole of a thousandth; else a map of pixels.
 
-    Cost: O(F) a cell and corner, or O(F P^2).
+    Cost: O(F) per cell and corner, or O(F P^2).
     """
     if pixel_cells(cells, window, COARSE).count <= POLYGONS:
         exact = polygon_cells(cells, window)
@@ -213,7 +213,7 @@ def plane_cells(cells: Cells, window: Window) -> PlaneCells:
 
 
 def pixels_for(d_sae: int) -> int:
-    """Pixels a side that a map of so many latents can afford."""
+    """Pixels per side of a map, within `LATENT_PIXELS`."""
     return int(np.clip((LATENT_PIXELS / d_sae) ** 0.5, *PIXELS))
 
 
@@ -282,7 +282,7 @@ def polygon_cells(cells: Cells, window: Window, most: int = POLYGONS) -> PlaneCe
 
 
 def _polygon(cell: Cell, frame: Polygon, side: float) -> Polygon:
-    """What of the window lies in the cell."""
+    """The part of the window in the cell."""
     polygon = frame
     while len(polygon) >= 3:
         slack, h, c = (some.numpy() for some in cell.tightest(torch.from_numpy(polygon)))
@@ -302,13 +302,13 @@ def _cut(polygon: Polygon, h: NDArray, c: float) -> Polygon:
     if (heights >= 0).all():
         return polygon
     corners = []
-    for place, height in enumerate(heights):
-        before = heights[place - 1]
+    for index, height in enumerate(heights):
+        before = heights[index - 1]
         if (height >= 0) != (before >= 0):
-            share = before / (before - height)
-            corners.append(polygon[place - 1] + share * (polygon[place] - polygon[place - 1]))
+            along = before / (before - height)
+            corners.append(polygon[index - 1] + along * (polygon[index] - polygon[index - 1]))
         if height >= 0:
-            corners.append(polygon[place])
+            corners.append(polygon[index])
     return np.array(corners).reshape(-1, 2)
 
 

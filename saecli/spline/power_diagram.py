@@ -33,7 +33,7 @@ class PowerDiagram:
     """Sites of a power diagram.
 
     Args:
-        centroids: mu, one site a row, (n, D), float64.
+        centroids: mu, one site per row, (n, D), float64.
         weights: alpha, in squared units of the rows, (n,), float64; a constant added to all moves no cell.
 
     Raises:
@@ -189,7 +189,7 @@ def lift(diagram: PowerDiagram) -> PowerDiagram:
 
 
 def section(diagram: PowerDiagram, origin: Tensor, basis: Tensor) -> PowerDiagram:
-    """What a plane cuts out of a diagram, in the plane's coordinates: a power diagram again, and of every order.
+    """The section of a diagram by a plane, in the plane's coordinates: a power diagram again, of every order.
 
     Args:
         diagram: n sites in D dimensions; a Voronoi diagram where its weights are 0.

@@ -1,4 +1,4 @@
-"""Is a power diagram a K-th order one? The sites that would make it so, by least squares.
+"""Test whether a power diagram is a K-th order one, by a least-squares fit of the sites.
 
     nu_S = (1/K) sum_{i in S} mu_i        ||nu_S||^2 - beta_S = (1/K) sum_{i in S} (||mu_i||^2 - alpha_i)
 
@@ -30,9 +30,9 @@ class Recovery:
     Args:
         diagram: its d sites, mu and alpha.
         supports: which S each cell of the given diagram was called, (C, K).
-        residual: what the equations leave over: root mean square of both sides' difference over that of the centroids
-            about their mean, or for the weights over the mean square of the centroids about their mean and the root
-            mean square of the weights' side about its mean; the larger of the two.
+        residual: of the equations, relative: for centroids, the root mean square of both sides' difference over the
+            root mean square of the centroids about their mean; for weights, over the mean square of the centroids about
+            their mean plus the root mean square of the weights' side about its mean; the larger of the two.
     """
 
     diagram: PowerDiagram
@@ -93,8 +93,8 @@ def recover(diagram: PowerDiagram, k: int, supports: Sequence[Sequence[int]] | N
     member = torch.zeros(C, d, dtype=torch.float64)
     member[torch.arange(C)[:, None], torch.tensor(every)] = 1 / k
     if supports is not None:
-        place = {support: at for at, support in enumerate(every)}
-        labellings = torch.tensor([[place[tuple(sorted(support))] for support in supports]])
+        number = {support: at for at, support in enumerate(every)}
+        labellings = torch.tensor([[number[tuple(sorted(support))] for support in supports]])
     elif 1 < k < d - 1:
         labellings = torch.tensor(list(itertools.permutations(range(C))))
     else:  # any permutation of the cells is one of the sites

@@ -1,4 +1,4 @@
-"""Supports and margins in float32, proved in float64: what float32 leaves in doubt is computed again, and no more.
+"""Supports and margins in float32, proved in float64: only what float32 leaves in doubt is computed again.
 
 A dot product of D float32 numbers is off by at most `g ||x|| ||w||`, g = D u / (1 - D u), u = 2^-24, in whatever order
 it is summed; where m pieces of p numbers are summed each from zero, and then added up, p + m takes the place of D. So
@@ -16,11 +16,11 @@ from torch import Tensor
 ENTRANTS = 16  # latents outside the support that are candidates for the nearest swap
 PAIRS = (4, 32)  # swaps whose distance is computed exactly, and for rows for which these do not prove the minimum
 PIECE = 512  # numbers of a dot product that are summed from zero: fewer bound its rounding better, and cost more time
-CACHED = 2**18  # numbers at a time, so that what is made of them stays in a core's own cache
+CACHED = 2**18  # numbers at a time, so that intermediate results stay in a core's own cache
 
 
 def rounding(D: int) -> float:
-    """g, with a few roundings more: of the inputs, of the bias and of what is done to the product."""
+    """g, with a few roundings more: of the inputs, of the bias and of operations on the product."""
     n = (min(D, PIECE) + math.ceil(D / PIECE) + 8) * 2.0**-24
     return n / (1 - n)
 
@@ -43,7 +43,7 @@ def dots(x: Tensor, sites: Tensor, row: Tensor, latent: Tensor) -> Tensor:
 
 
 class Switches:
-    """The hyperplanes `w_i . x + b_i = 0` of latents that switch each on its own.
+    """The hyperplanes `w_i . x + b_i = 0` of latents that switch independently.
 
     Args:
         W: encoder weights, (D, F), float64, each column in one piece.
@@ -80,7 +80,7 @@ class Switches:
 
 
 class Swaps:
-    """The hyperplanes on which one of the K largest of `w_i . x + b_i` and another change places.
+    """The hyperplanes on which one of the K largest of `w_i . x + b_i` and another one swap.
 
     Args:
         sites: w_i, (F, D), float64.
@@ -97,7 +97,7 @@ class Swaps:
     def look(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The K latents kept, (B, K), the margin, (B,), and whether both are proved, (B,), of rows, (B, D).
 
-        What is not proved must be computed otherwise.
+        Unproved rows must be computed otherwise.
         """
         K = self._k
         top = product(x.float(), *self._quick).topk(min(K + ENTRANTS + 1, len(self._b)), dim=1)
@@ -121,7 +121,7 @@ class Swaps:
             others = unlisted[pending]
             if best.values.shape[1] > pairs:
                 others = torch.minimum(others, best.values[:, pairs])
-            i, j = (some[pending].gather(1, place) for some, place in (
+            i, j = (some[pending].gather(1, index) for some, index in (
                 (inside, best.indices[:, :pairs] // width), (outside, best.indices[:, :pairs] % width)))
             margins[pending] = self._nearest(x[pending], i, j)
             pending = pending[~(margins[pending] <= others)]  # not proved where either is no number
@@ -142,16 +142,16 @@ class Swaps:
     def _settled(self, x: Tensor, values: Tensor, latents: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values and latents, (B, L) each, the K largest of all first, and whether that is beyond doubt, (B,).
 
-        In doubt are latents that the last inside or the first outside could change places with; their values are made
-        exact. No value is moved by more than the error, so that those beyond doubt keep their side.
+        In doubt are latents that could swap with the last inside or the first outside; their values are made exact. No
+        value moves by more than the error, so that those beyond doubt keep their side.
         """
         if values.shape[1] == self._k:
             return values, latents, torch.ones(len(x), dtype=torch.bool)
         last, following = values[:, self._k - 1, None], values[:, self._k, None]
         doubtful = (values <= following + 2 * error) & (values >= last - 2 * error)
         settled = ~doubtful[:, -1] | (values.shape[1] == len(self._b))
-        row, place = doubtful.nonzero().T
-        latent = latents[row, place]
-        values[row, place] = dots(x, self._sites, row, latent) + self._b[latent]
+        row, rank = doubtful.nonzero().T
+        latent = latents[row, rank]
+        values[row, rank] = dots(x, self._sites, row, latent) + self._b[latent]
         order = values.sort(dim=1, descending=True, stable=True).indices
         return values.gather(1, order), latents.gather(1, order), settled

@@ -1,4 +1,4 @@
-"""One pass over rows that gathers what `sae geometry` reports: margins, local complexity, ranks, degenerate latents.
+"""One pass over rows for `sae geometry`: margins, local complexity, ranks, degenerate latents.
 
     margin:             distance of x to the boundary of its cell, see `cells.py`
     local complexity:   boundary hyperplanes within a radius of x
@@ -85,14 +85,14 @@ class Degenerate:
 
 
 def _in_groups(rows: Tensor) -> int:
-    """Rows, (F, any), that equal another."""
-    # Adding zero makes one zero of the two that floats have.
+    """Number of rows, (F, any), that equal another."""
+    # Adding 0.0 turns -0.0 into 0.0.
     counts = Counter(blake2b(row, digest_size=16).digest() for row in (rows + 0.0).contiguous().numpy())
     return sum(count for count in counts.values() if count > 1)
 
 
 COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
-HELD_OUT_ROWS = 10_000  # held-out rows whose margins are set against those of training rows
+HELD_OUT_ROWS = 10_000  # held-out rows whose margins are compared with training rows'
 BATCH_CODES = 2**23  # codes at a time, 64 MiB in float64
 
 
@@ -154,13 +154,13 @@ RANK_ROWS = 100  # rows whose cells' maps have their rank found
 
 
 def sample_capacity(d_in: int, rows: int = SAMPLE_ROWS) -> int:
-    """Rows that a sample holds: so many, fewer where they would fill more than 256 MiB."""
+    """Rows of a sample: `rows`, or fewer to stay within 256 MiB."""
     return max(1, min(rows, SAMPLE_BYTES // (4 * d_in)))
 
 
 @dataclass
 class Survey:
-    """What a pass over rows has gathered so far, in constant memory.
+    """The results of a pass over rows so far, in constant memory.
 
     Args:
         cells: the partition.
@@ -198,8 +198,8 @@ class Survey:
 
     @torch.no_grad()
     def agreement_measures(self, sae: SAE) -> dict[str, Any] | None:
-        """How far nearest power cells and supports agree on the sample, on as many rows as `AGREEMENT_WORK` allows;
-        None for an activation without a power diagram."""
+        """The agreement of nearest power cells and supports on the sample, within `AGREEMENT_WORK`; None for an
+        activation without a power diagram."""
         affordable = max(16, AGREEMENT_WORK // (2 * sae.d_sae * sae.d_in))
         some = torch.from_numpy(spread_out(self.sample.rows, affordable))
         of_sites, of_cells = agreement(sae, some.split(64)), cell_agreement(sae, some[:CELL_ROWS])
@@ -207,9 +207,9 @@ class Survey:
         if of_sites is None or of_cells is None or order is None:
             return None
         own, cells = of_cells
-        return {"agreement": of_sites.share, "ties": of_sites.ties, "rows": of_sites.rows,
+        return {"agreement": of_sites.fraction, "ties": of_sites.ties, "rows": of_sites.rows,
                 "sites": len(order.diagram.weights), "order": order.k,
-                "own_sites": {"agreement": own.share, "ties": own.ties, "rows": own.rows, "cells": cells}}
+                "own_sites": {"agreement": own.fraction, "ties": own.ties, "rows": own.rows, "cells": cells}}
 
 
 def gather(cells: Cells, batches: Iterable[Tensor]) -> Survey:

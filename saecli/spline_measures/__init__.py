@@ -1,4 +1,4 @@
-"""The spline of SAEs measured on rows: what `sae geometry` finds out, draws and shows.
+"""The spline of SAEs measured on rows, for `sae geometry`.
 
-`measures.py` chooses rows and measures, `geometry.py` draws, `tables.py` shows documents to people.
+`measures.py` chooses rows and measures, `geometry.py` draws, `tables.py` formats documents as tables.
 """

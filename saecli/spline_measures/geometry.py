@@ -29,19 +29,19 @@ ARROWS = 200  # rows whose reconstructions are drawn
 
 @torch.no_grad()
 def draw_one(path: Path, found: Found, through: Plane | None, marked: Mapping[int, Tensor]) -> None:
-    """Draw what was found out, on the plane that goes through the `marked` rows, (D,) each, by number; None for the
-    principal one."""
+    """Draw the measures of an SAE on a plane: `through` the `marked` rows, (D,) each, by number; None for the principal
+    plane."""
     from ..plots import GeometryPicture, geometry  # matplotlib takes a second to import
 
     one, document, sample = found.one, found.document, found.survey.sample.rows
     plane = through or Plane.principal(sample)
     x = torch.from_numpy(sample)
     points = plane.coordinates(x)
-    places = plane.coordinates(torch.stack(list(marked.values()))) if marked else points[:0]
+    marks = plane.coordinates(torch.stack(list(marked.values()))) if marked else points[:0]
     caption = (f"on the plane through rows {', '.join(map(str, marked))}" if marked
                else "on the plane of principal components 1 and 2" if one.sae.d_in > 2 else "in the space of the rows")
     section = cells_of(plane.section(one.sae))
-    cells, fallen_on = plane_cells(section, window_of(points, places)), keys_at(section, points)
+    cells, fallen_on = plane_cells(section, window_of(points, marks)), keys_at(section, points)
     own = found.survey.sample_keys.rows.tolist()
     rows, near = spread_out(sample, ARROWS), document["complexity"]
     compared = document["references"]
@@ -51,7 +51,7 @@ def draw_one(path: Path, found: Found, through: Plane | None, marked: Mapping[in
         title=f"{document['run']} on {document['data']}", caption=caption, d_in=one.sae.d_in, cells=cells,
         occupancy=cells.occupancy(fallen_on), points=points.numpy(), distance=float(plane.distances(x).median()),
         at_home=sum(map(operator.eq, fallen_on, own)),
-        marks=dict(zip(marked, places.numpy(), strict=True)),
+        marks=dict(zip(marked, marks.numpy(), strict=True)),
         margins={split: some[:, 0] for split, some in found.margins.items()}, complexity=found.complexity,
         near=f"{near['boundary']} within {number(near['radius'])}", growth=found.survey.census.growth,
         sizes=found.survey.census.sizes(), rows=plane.coordinates(torch.from_numpy(rows)).numpy(),
@@ -72,15 +72,15 @@ def geometry(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
         rows: rows to measure at most; of more, a random sample.
         fit_rows: training rows that the references are fitted on at most.
         radius: of the local complexity, as a fraction of the rows' median distance to their mean; above 0.
-        lambda_: what a dimension of local PCA's variable rank costs a row, in squared units of the rows; auto: so much
-            that the mean rank is the SAE's.
+        lambda_: the cost per row of a dimension of local PCA's variable rank, in squared units of the rows; auto: the
+            one at which the mean rank is the SAE's.
         plot: a picture to draw, PNG, PDF or SVG by its ending; None for none.
         slice_: the plane that it shows: `pca`, or the numbers of three rows of the split, from 0.
         home: as of `evaluate`.
         progress: as of `evaluate`.
 
     Returns:
-        What `sae geometry --json` prints of a run.
+        The document that `sae geometry --json` prints for a run.
 
     Raises:
         ConfigError: an argument that cannot work, or the SAE's activation has no cells.
@@ -99,7 +99,7 @@ def geometry(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
 
 
 def corners_on(slice_: str | Sequence[int] | None, plot: Path | None, runs: int) -> tuple[int, ...]:
-    """The rows that a picture's plane goes through; none where it is that of the principal components.
+    """The rows that a picture's plane goes through; none for the plane of the principal components.
 
     Args:
         slice_: what the user gave, see `corners_of`; None for nothing.
@@ -128,13 +128,13 @@ def documents_of(everything: Sequence[Measured], wanted: Wanted, plot: Path | No
         wanted: how much to measure.
         plot: the picture; None for none.
         corners: rows that its plane goes through, as of `corners_on`.
-        listener: told how far it has come, what was drawn, and where the power diagram disagrees with the theorem.
+        listener: shows progress, and notes the picture drawn and rows on which the power diagram disagrees.
 
     Returns:
-        What `sae geometry --json` prints of each.
+        The document that `sae geometry --json` prints for each.
 
     Raises:
-        ConfigError: an activation has no cells, or there are not so many rows.
+        ConfigError: an activation has no cells, or a row of `corners` does not exist.
     """
     for one in everything:
         check_cells(one.sae.activation)

@@ -1,4 +1,4 @@
-"""Which rows `sae geometry` looks at, what it finds out about the spline that an SAE is, and the references beside it.
+"""The rows that `sae geometry` measures, its measures of an SAE's spline, and their references.
 
 Shapes: N training rows, D = d_in.
 """
@@ -52,7 +52,7 @@ def corners_of(text: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def rows_at(rows: Rows, numbers: tuple[int, ...]) -> Tensor:
-    """The rows of those numbers in stored order, (len(numbers), D); ConfigError where there are not so many rows."""
+    """The rows of those numbers in stored order, (len(numbers), D); ConfigError if one does not exist."""
     if numbers and max(numbers) >= rows.rows:
         raise ConfigError("slice", "names row {number}, but the split has {rows:,} rows, counted from 0",
                           "choose lower numbers", number=max(numbers), rows=rows.rows)
@@ -68,12 +68,12 @@ def rows_at(rows: Rows, numbers: tuple[int, ...]) -> Tensor:
 
 
 def first(rows: Rows, most: int, size: int) -> Iterator[NDArray[np.float32]]:
-    """All rows in batches of `size`, or where there are more than `most`, so many in random order."""
+    """All rows in batches of `size`, or if there are more than `most`, `most` of them in random order."""
     yield from rows.sequential(size) if rows.rows <= most else _at_random(rows, most, size)
 
 
 def _at_random(rows: Rows, count: int, size: int) -> Iterator[NDArray[np.float32]]:
-    """So many rows in batches of `size`, in a random order that is the same each time."""
+    """`count` rows in batches of `size`, in a random order that is the same each time."""
     for batch in islice(rows.batches(size, seed=SAMPLE_SEED, epoch=0), -(-count // size)):
         yield batch[:count]
         count -= len(batch)
@@ -96,10 +96,10 @@ def training_sample(one: Measured, most: int) -> NDArray[np.float32]:
 
 
 def training_stream(one: Measured, most: int) -> Stream | None:
-    """So many of the rows that the run was trained on; None where a sample in memory does.
+    """At most `most` of the rows that the run was trained on, streamed; None if a sample in memory suffices.
 
-    A sample does for up to 50,000, however few of them it holds: of wide rows scatter matrices take so much memory that
-    a stream leaves local PCA fewer cells.
+    A sample suffices for up to 50,000 rows, even if it holds few of them: scatter matrices of wide rows take so much
+    memory that a stream leaves local PCA fewer cells.
     """
     rows = _trained_on(one)
     count = min(most, rows.rows)
@@ -113,13 +113,13 @@ def _trained_on(one: Measured) -> Rows:
 
 
 def held_out_sample(one: Measured) -> NDArray[np.float32] | None:
-    """Rows that the run was not trained on, at most as many as margins are measured of; None where there are none."""
+    """At most `HELD_OUT_ROWS` rows that the run was not trained on; None if there are none."""
     rows = one.store.split("test", seed=one.subject.split_seed)
     return _in_memory(rows, HELD_OUT_ROWS) if rows.rows else None
 
 
 def _in_memory(rows: Rows, most: int) -> NDArray[np.float32]:
-    """What `first` gives of rows, (N, D)."""
+    """The rows of `first`, (N, D)."""
     return np.concatenate([batch.copy() for batch in first(rows, most, 1024)])
 
 
@@ -131,8 +131,8 @@ class Wanted:
         rows: rows to measure at most; of more, a random sample.
         fit_rows: training rows to fit the references on at most.
         radius: of the local complexity, as a fraction of the rows' median distance to their mean; above 0.
-        penalty: lambda of local PCA's variable rank, in squared units of the rows; None for that of the SAE's own mean
-            rank.
+        penalty: lambda of local PCA's variable rank, in squared units of the rows; None for the one at which the mean
+            rank is the SAE's.
     """
 
     rows: int = 100_000
@@ -164,7 +164,7 @@ def penalty_of(value: str | float) -> float | None:
 
 @dataclass(frozen=True)
 class Found:
-    """What was found out about one SAE.
+    """The measures of one SAE.
 
     Args:
         one: the SAE and its rows.
@@ -184,8 +184,8 @@ class Found:
 
 
 class Bridges:
-    """Fits references once for runs that follow each other and share them: same training rows, as many latents, one
-    rank. Holds no more than the last ones, which may take a GiB."""
+    """Fits references once for consecutive runs with the same training rows, number of latents and rank. Holds only the
+    last ones, which may take a GiB."""
 
     def __init__(self) -> None:
         self._fitted: dict[tuple, Bridge] = {}

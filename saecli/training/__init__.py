@@ -1,7 +1,7 @@
-"""Training one SAE or several: rows in, and out SAEs, or checkpoints and finished run folders.
+"""Training one SAE or several: from rows to SAEs, or to checkpoints and finished run folders.
 
-A batch of activations enters in `rows.py`, which normalises it; `loop.py` pushes it to each solver's `step`, and to
-`observe` for a decoder step, where codes and targets go to `saecli/ridge`.
+`rows.py` normalises a batch of activations; `loop.py` pushes it to each solver's `step`, or to `observe` in a decoder
+step, which passes codes and targets to `saecli/ridge`.
 """
 
 from .checkpoints import CHECKPOINT, claimed, read_metrics

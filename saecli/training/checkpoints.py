@@ -1,16 +1,16 @@
-"""Run folders as training writes them, and claiming one: one process trains there.
+"""Run folders as training writes them, and claiming one for a single process.
 
     run.json                  configuration, data, state, result; written first, and again at the end
-    config.toml               the options of `sae train` that train the same again
-    metrics.jsonl             one JSON object a line: `loss, batch_fvu, batch_l0`, means over some batches as they were
-                              trained on, and at the end of each epoch `test_fvu, test_l0` of all held-out rows
-    checkpoint.safetensors    all that training goes on from, as of the end of the last whole epoch
-    sae.safetensors           the SAE as of then, acting on raw activations
-    tensorboard/              where it is asked for, what metrics.jsonl holds as event files
-    kept/epoch-N              where it is asked for, the SAE of an earlier epoch, with a run.json
+    config.toml               the options of `sae train` that repeat the training
+    metrics.jsonl             one JSON object per line: `loss, batch_fvu, batch_l0`, means over some training batches,
+                              and at the end of each epoch `test_fvu, test_l0` of all held-out rows
+    checkpoint.safetensors    all state needed to resume, from the end of the last complete epoch
+    sae.safetensors           the SAE at that time, acting on raw activations
+    tensorboard/              if asked for, metrics.jsonl as event files
+    kept/epoch-N              if asked for, the SAE of an earlier epoch, with a run.json
 
-Each file but `metrics.jsonl` appears whole or not at all; lines of `metrics.jsonl` that are newer than the
-checkpoint are dropped on resuming.
+Each file but `metrics.jsonl` appears whole or not at all; lines of `metrics.jsonl` newer than the checkpoint are
+dropped on resuming.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ METRICS = "metrics.jsonl"
 
 @dataclass
 class Progress:
-    """How far training has come: epochs and steps done, rows seen, seconds spent."""
+    """Progress of training: epochs and steps done, rows seen, seconds spent."""
 
     epoch: int = 0
     step: int = 0
@@ -46,13 +46,13 @@ class Progress:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
-    """Write a run's checkpoint in place of the one before: the state of training, by name, and how far it has come."""
+    """Write a run's checkpoint over the previous one: the tensors needed to resume, by name, and the progress."""
     write_safetensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
-    """The tensors and the progress that `save_checkpoint` wrote last, or None where it never did; RunError where the
-    file is damaged."""
+    """The tensors and progress that `save_checkpoint` wrote last, None if it never did; RunError if the file is
+    damaged."""
     path = folder / CHECKPOINT
     if not path.exists():
         return None
@@ -68,7 +68,7 @@ class MetricsLog:
 
     Args:
         folder: the run folder.
-        up_to_step: lines of later steps, left by a run that was stopped, are dropped first.
+        up_to_step: lines of later steps, left by a stopped run, are dropped first.
     """
 
     def __init__(self, folder: Path, up_to_step: int) -> None:
@@ -79,7 +79,7 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line; it has `step` among its keys."""
+        """Append a line, which has a `step`."""
         self._file.write(to_json(line) + "\n")
         self._file.flush()
 
@@ -89,8 +89,8 @@ class MetricsLog:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out. Raises RunError where another
-    line is no JSON object with a step."""
+    """The lines of a run's `metrics.jsonl`, without a last line cut off by a kill. Raises RunError if another line is
+    no JSON object with a step."""
     path = folder / METRICS
     if not path.exists():
         return []
@@ -118,7 +118,7 @@ EVENTS = "tensorboard"  # folder of a run
 
 
 def check_tensorboard() -> None:
-    """Refuse to write event files where what writes them is not installed, by a ConfigError."""
+    """Refuse to write event files if TensorBoard is not installed, by a ConfigError."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("tensorboard", "needs the package tensorboard, which is not installed",
                           "install it with `pip install 'saecli[tensorboard]'`, or leave {tensorboard} out: "
@@ -130,7 +130,7 @@ class EventFiles:
 
     Args:
         folder: the run folder.
-        up_to_step: events of later steps, left by a run that was stopped, are void: TensorBoard leaves them out.
+        up_to_step: events of later steps, left by a stopped run, are purged: TensorBoard ignores them.
     """
 
     def __init__(self, folder: Path, up_to_step: int) -> None:
@@ -139,32 +139,32 @@ class EventFiles:
         self._writer = SummaryWriter(str(folder / EVENTS), purge_step=up_to_step + 1)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append the figures of a line of `metrics.jsonl`, each under its own name, at the line's step."""
+        """Append each number in a line of `metrics.jsonl` under its name, at the line's step."""
         for name, value in line.items():
             if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, line["step"])
-        self._writer.flush()  # at once: what a checkpoint goes on from must not be lost with the process
+        self._writer.flush()  # now: events before a checkpoint must not be lost with the process
 
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
 
 
-BEFORE_MARKER = {"config.toml"}  # what a run writes before its run.json, and then before its first checkpoint
+BEFORE_MARKER = {"config.toml"}  # files that a run writes before its run.json, and before its first checkpoint
 BEFORE_CHECKPOINT = {*BEFORE_MARKER, RUN_MARKER, METRICS, EVENTS, "sae.safetensors"}
 
 
 @contextmanager
 def claimed(folder: Path, new: bool = True) -> Iterator[None]:
-    """Hold a run's folder, and leave none behind that has no checkpoint to go on from.
+    """Lock a run's folder, and remove it at the end unless it has a checkpoint to resume from.
 
     Args:
         folder: the folder; made if need be.
-        new: whether a run begins there, and does not go on; what is left of one killed before its first checkpoint is
-            then removed.
+        new: whether the run is new, not resumed; leftovers of a run killed before its first checkpoint are then
+            removed.
 
     Raises:
-        FileExistsError: a new run has its name from something else.
+        FileExistsError: the name of a new run is taken.
         RunError: another process is training it.
     """
     if new and not _is_free(folder):
@@ -188,7 +188,7 @@ def claimed(folder: Path, new: bool = True) -> Iterator[None]:
 
 
 def _is_free(folder: Path) -> bool:
-    """Whether a folder holds nothing, or what a run left that cannot be gone on with."""
+    """Whether a folder is empty, or holds only leftovers of a run that cannot be resumed."""
     if not folder.is_dir():
         return not folder.exists()
     names = {path.name for path in folder.glob("[!.]*")}
@@ -200,7 +200,7 @@ def _is_free(folder: Path) -> bool:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what is in a folder, but for its lock and other hidden files."""
+    """Remove a folder's content, except its lock and other hidden files."""
     for path in folder.glob("[!.]*"):
         if path.is_dir():
             shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""A training's settings: what every solver's has in common, as options, and the whole plan decided."""
+"""The settings of training: the options common to all solvers, and the resolved plan."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 @dataclass(frozen=True)
 class TrainingConfig(Config):
-    """What every solver's training has in common."""
+    """The options common to all solvers."""
 
     panel: ClassVar[str] = "Training"
 
@@ -76,7 +76,7 @@ class TrainingConfig(Config):
         """The resolved configuration that `to_json` wrote; see `Config.from_json`.
 
         Raises:
-            ConfigError: as there, or a field is missing that `resolved` fills: its default is no number to go on with.
+            ConfigError: as there, or a field is missing that `resolved` fills in.
         """
         missing = sorted({"d_sae", "epochs", "steps", "sparsity", "sparsity_weight"} - document.keys())
         if missing:
@@ -84,16 +84,16 @@ class TrainingConfig(Config):
         return super().from_json(document)
 
     def rows_of(self, store: ActivationStore) -> Rows:
-        """The rows of a store to train on; StoreError where the split leaves none."""
+        """The rows of a store to train on; StoreError if the split leaves none."""
         return store.split("train", fraction=self.fraction, seed=self.split_seed)
 
     def test_rows_of(self, store: ActivationStore) -> Rows:
-        """The rows of a store that are held out; StoreError where the split leaves none."""
+        """The held-out rows of a store; StoreError if the split leaves none."""
         return store.split("test", seed=self.split_seed)
 
     def resolved(self, activation: Activation, solver: SolverConfig, rows: int, d_in: int) -> "TrainingConfig":
-        """The same with every default that depends on the data or the activation filled in; itself, where they are.
-        Raises ConfigError where options contradict each other, or do nothing together."""
+        """The same with every default filled in that depends on the data or the activation; idempotent. Raises
+        ConfigError if options contradict each other, or do nothing together."""
         if self.epochs is not None and self.steps is not None:
             raise ConfigError(None, "cannot use both {epochs} and {steps} at the same time", "use one of them")
         sparsity = self.sparsity or activation.default_sparsity
@@ -121,17 +121,17 @@ class TrainingConfig(Config):
             sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
 
     def batches(self, rows: int) -> int | None:
-        """Batches in the whole of a resolved training; None where optimiser steps are counted instead."""
+        """Batches in all of a resolved training; None if it is given in optimiser steps."""
         return None if self.steps else self.epochs * self.epoch_batches(rows)
 
     def epoch_batches(self, rows: int) -> int:
-        """Batches in one pass over so many rows."""
+        """Batches in one pass over the rows."""
         return math.ceil(rows / self.batch_size)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be trained, fully decided.
+    """What to train, every setting resolved.
 
     Args:
         train_rows: the rows to train on.
@@ -150,7 +150,7 @@ class Plan:
     @classmethod
     def resolved(cls, train_rows: StoredRows | ArrayRows, test_rows: StoredRows | None, training: TrainingConfig,
                  solver: SolverConfig, activation: Activation) -> Self:
-        """The plan with every default filled in; ConfigError where settings contradict each other, or do nothing
+        """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
         together."""
         training = training.resolved(activation, solver, train_rows.rows, train_rows.d_in)
         return cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)), activation)

@@ -1,6 +1,6 @@
-"""What a user is warned of: settings and measures of a training that came to an end, and hardly to what was wanted.
+"""Warnings about settings and measures of a training that finished with doubtful results.
 
-Each warning is one sentence: what is doubtful, and the option to change.
+Each warning is one sentence: the doubtful measure, and the option to change.
 """
 
 import math
@@ -14,7 +14,7 @@ from .config import Plan
 
 
 def doubts_at_start(plan: Plan) -> list[str]:
-    """The warnings that settings alone give rise to."""
+    """The warnings about settings."""
     d_in, d_sae, activation = plan.train_rows.d_in, plan.training.d_sae, plan.activation
     if not isinstance(activation, KeepsK) or activation.k < min(d_in, d_sae):
         return []
@@ -23,12 +23,12 @@ def doubts_at_start(plan: Plan) -> list[str]:
 
 
 def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any]) -> list[str]:
-    """The warnings that measures give rise to, but for those that `doubts_at_start` gave.
+    """The warnings about measures, without repeating those of `doubts_at_start`.
 
     Args:
         plan: what was trained.
-        train: the measures on training rows, as of `metrics.reconstruction`.
-        test: those on held-out rows; where these do not vary, so that their FVU is no number, `train` is looked at.
+        train: `metrics.reconstruction` on training rows.
+        test: the same on held-out rows; if these do not vary, so that their FVU is not finite, `train` is used.
     """
     which, measures = ("held-out", test) if math.isfinite(test["fvu"]) else ("train", train)
     advice = {"fvu": _for_less_error(plan, overfitted=train["fvu"] <= 1), "l0": _for_fewer_active(plan)}

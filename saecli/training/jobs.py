@@ -1,4 +1,4 @@
-"""Runs to train: new ones, their folders named and claimed, or one that is gone on with."""
+"""Runs to train: new ones, in folders named and claimed here, or one to resume."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ class Job:
     """A run to train.
 
     Args:
-        folder: the run's folder, which is claimed.
+        folder: the run's folder, claimed.
         run: what to train, on which store.
-        given: the options that were given, of a new run; None for one that is gone on with.
-        varied: of several runs, the options of this one in which they differ.
+        given: the options that a new run was given; None for a resumed run.
+        varied: with several runs, this run's options in which they differ.
     """
 
     folder: Path
@@ -38,8 +38,8 @@ class Job:
 
 
 def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """The names of runs, None for one that is made up; of several, the name's tell their values too. Raises ConfigError
-    where they cannot be folders, or are not all different."""
+    """The names of runs, with the varied values appended; None for a generated name. Raises ConfigError if they cannot
+    be folders, or are not all different."""
     names = [None if name is None else checked_name("-".join([name, *map(_words, values.items())]))
              for values in varied]
     if len(set(names)) < len(names) and name is not None:
@@ -49,21 +49,21 @@ def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str
 
 
 def _words(value: tuple[str, Any]) -> str:
-    """An option and its value as a part of a run's name: seed1, sparsity_weight0.3."""
+    """An option and its value in a run's name: seed1, sparsity_weight0.3."""
     return re.sub(r"[^A-Za-z0-9._+-]", "_", f"{value[0]}{value[1]:g}" if isinstance(value[1], float) else
                   f"{value[0]}{value[1]}")
 
 
 def claimed_folders(home: Home, names: Sequence[str | None], stem: str, claims: ExitStack,
                     communicator: Communicator) -> list[Path]:
-    """The folders of new runs, which rank 0 claims until `claims` are closed; names that are None are made up. Raises
-    RunError where there is a run of one of those names."""
+    """The folders of new runs, which rank 0 claims until `claims` is closed; a name of None is generated. Raises
+    RunError if there is a run of one of those names."""
     return communicator.broadcast_object(lambda: [_new_folder(home, name, stem, claims) for name in names])
 
 
 def _new_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> Path:
-    """The folder of a new run, claimed until `claims` are closed; two runs of made-up names that begin at once get two.
-    Raises RunError where there is a run of that name."""
+    """The folder of a new run, claimed until `claims` is closed; runs that start at once get different generated names.
+    Raises RunError if there is a run of that name."""
     runs = home.runs.path
     if name is None:
         for folder in (runs / f"{stem}-{number}" for number in count(1)):
@@ -80,7 +80,7 @@ def _new_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> P
 
 def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack,
                 communicator: Communicator) -> Job:
-    """A run that was begun before, the newest unfinished one by default; rank 0 claims its folder.
+    """A run to resume, by default the newest unfinished one; rank 0 claims its folder.
 
     Raises:
         RunError: there is none, it is finished, or it is being trained; or its settings or its store have changed.
@@ -111,7 +111,7 @@ def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
         plan = Plan.resolved(training.rows_of(store), training.test_rows_of(store), training,
                              SOLVERS[settings.pop("name")].from_json(settings),
                              activation_from_json(document["activation"]))
-        if plan.training != training:  # defaults are filled in when a run is begun, and may be others by now
+        if plan.training != training:  # a setting was missing, and today's default would be filled in
             raise ConfigError(None, "not all of its settings are filled in")
         run, trained_on = Run(store, plan, document["created"]), document["data_hash"]
     except (KeyError, TypeError, ValueError) as error:

@@ -1,12 +1,13 @@
-"""The training loop: batches from the rows are pushed to solvers, epoch by epoch.
+"""The training loop: batches of rows are pushed to solvers, epoch by epoch.
 
-Several SAEs are trained from one reading of the rows: each batch goes to each of their solvers in turn, so that each
-does what it does alone.
+Several SAEs are trained from one reading of the rows: each batch goes to each of their solvers in turn, with the same
+results as alone.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 from ..batch import Batch
 from ..dictionary import SAE
@@ -17,13 +18,13 @@ from .trainer import Measures, Trainer
 
 
 class Loop:
-    """Trains SAEs on the same rows, in the same order, with the same batches.
+    """Trains SAEs on the same batches.
 
     Args:
-        trainers: what trains each of them; their plans name the same rows, normalisation, batch size and order.
+        trainers: one per SAE; their plans have the same rows, normalisation, batch size and order.
 
     Attributes:
-        errors: of several, what ended those that failed; the others go on.
+        errors: with several trainers, the errors of those that failed; the others continue.
     """
 
     def __init__(self, trainers: Sequence[Trainer]) -> None:
@@ -38,7 +39,7 @@ class Loop:
 
         Raises:
             TrainingError: the only one diverged: the loss or a weight became NaN or infinite, or the reconstructions
-                are far worse than none; the last checkpoint, `Trainer.kept`, is from before.
+                are far worse than none; its last checkpoint, `Trainer.kept`, is from before that.
         """
         try:
             self._each(lambda trainer: trainer.begin(next((one.rows for one in self._live() if one.rows), None)))
@@ -50,14 +51,16 @@ class Loop:
         return [trainer.sae for trainer in self._live()]
 
     def results(self, saes: Sequence[SAE]) -> list[dict]:
-        """What `Trainer.result` says of each training that did not fail, given the SAEs that `train` returned.
+        """`Trainer.result` of each training that did not fail, given the SAEs that `train` returned.
 
         Cost: a pass over the training rows.
         """
         live = self._live()
         train = self._measured(saes, live[0].train_rows)
-        return [trainer.result(measures, trainer.test or self._measured([sae], trainer.test_rows)[0])
-                for trainer, sae, measures in zip(live, saes, train, strict=True)]
+        tests = [trainer.test for trainer in live]
+        if None in tests:  # no epoch was left to train
+            tests = self._measured(saes, live[0].test_rows)
+        return [trainer.result(*measures) for trainer, *measures in zip(live, train, tests, strict=True)]
 
     def _epoch(self, epoch: int, running: Sequence[Trainer]) -> None:
         rows = running[0].rows
@@ -65,7 +68,7 @@ class Loop:
         self._decoder_steps(running)
         with closing(rows.shuffled(epoch)) as batches:
             for batch in batches:
-                self._each(partial(_step, batch), running)
+                self._each(Trainer.step, running, batch)
                 self._decoder_steps(running)
                 if all(trainer.solver.finished for trainer in self._live(running)):
                     break
@@ -76,29 +79,28 @@ class Loop:
         live = self._live(running)
         if not live:
             return
-        measures: list[Measures | None] = [None] * len(live)
+        tests: dict[Trainer, Measures] = {}
         if live[0].test_rows is not None:
-            measures = [*self._measured([saes[trainer] for trainer in live], live[0].test_rows)]
-        tests = dict(zip(live, measures, strict=True))
-        self._each(lambda trainer: trainer.keep(saes[trainer], tests[trainer]), live)
+            tests = dict(zip(live, self._measured([saes[trainer] for trainer in live], live[0].test_rows), strict=True))
+        self._each(lambda trainer: trainer.keep(saes[trainer], tests.get(trainer)), live)
 
     def _decoder_steps(self, running: Sequence[Trainer]) -> None:
-        """Make the passes that decoder steps are due for, one for all that want as many rows."""
+        """Make the passes for due decoder steps, one for all that have the same number of rows due."""
         while due := {trainer.solver.due for trainer in self._live(running)} - {None}:
             wanted = due.pop()
             members = [trainer for trainer in self._live(running) if trainer.solver.due == wanted]
             passes: Callable[[], Iterable[Batch]] = partial(members[0].rows.some, wanted)
-            self._each(lambda trainer, again=passes: trainer.solver.begin_pass(again), members)
+            self._each(lambda trainer, again: trainer.solver.begin_pass(again), members, passes)
             for batch in passes():
-                self._each(lambda trainer, batch=batch: trainer.solver.observe(batch), members)
+                self._each(lambda trainer, batch: trainer.solver.observe(batch), members, batch)
             self._each(Trainer.end_pass, members)
 
-    def _each(self, action: Callable[[Trainer], None], trainers: Sequence[Trainer] | None = None) -> None:
-        """Have each of those that have not failed do something; of several, one that fails leaves the others to it."""
+    def _each(self, action: Callable[..., None], trainers: Sequence[Trainer] | None = None, *given: Any) -> None:
+        """Call `action(trainer, *given)` for each that has not failed; with several, an error ends only its own."""
         for trainer in self._live(trainers):
             try:
-                action(trainer)
-            except Exception as error:  # raised to the user at the end, once the others have come to theirs
+                action(trainer, *given)
+            except Exception as error:  # reported at the end, when the others have finished
                 if len(self.trainers) == 1:
                     raise
                 self.errors[trainer] = error
@@ -109,7 +111,3 @@ class Loop:
     def _measured(self, saes: Sequence[SAE], stored: StoredRows | ArrayRows) -> list[Measures]:
         communicator = self.trainers[0].communicator
         return reconstructions(saes, raw_batches(stored, communicator), communicator)
-
-
-def _step(batch: Batch, trainer: Trainer) -> None:
-    trainer.step(batch)

@@ -1,5 +1,5 @@
-"""The rows that an SAE is trained on: those of a store, or in memory, normalised; the normalisation is folded into the
-saved weights.
+"""The rows that an SAE is trained on, from a store or in memory, normalised; the normalisation is folded into the saved
+weights.
 
 Shapes: N rows, B rows of a batch, D = d_in.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
-from ..batch import Batch, joined
+from ..batch import Batch
 from ..devices import moved
 from ..dictionary import SAE
 from ..distributed import ALONE, Communicator
@@ -24,7 +24,7 @@ from ..store import Part, Spread
 from ..store import Rows as StoredRows
 
 NORMALISATIONS = ("scale", "standardize", "none")
-LEAST_SCALE = 1e-35  # weights for raw rows are divided by the scale, and float32 ends at 3.4e38
+LEAST_SCALE = 1e-35  # weights for raw rows are divided by the scale, and float32's maximum is 3.4e38
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Normalisation:
     """`(x - mean) / scale`.
 
     Args:
-        mean: what is subtracted, (D,).
-        scale: what is divided by, (D,), positive.
+        mean: (D,).
+        scale: (D,), positive.
         variance: mean squared distance of the normalised training rows from their mean, a scalar.
     """
 
@@ -55,16 +55,16 @@ class Normalisation:
 
 
 def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype) -> Normalisation:
-    """The normalisation of rows of which mean and scatter are known.
+    """The normalisation of rows, given their mean and scatter.
 
     Args:
         kind: `none`; `scale`, centre and divide by one number, so that the mean squared norm is D; or
             `standardize`, centre and give each dimension unit variance, as the paper does.
-        spread: that of the training rows alone: the held-out rows have no part in what is trained.
-        dtype: what the result is rounded to.
+        spread: of the training rows alone, not of held-out rows.
+        dtype: of the result.
 
     Returns:
-        The normalisation; a dimension that does not vary, or by less than `LEAST_SCALE`, is only centred.
+        The normalisation; a dimension that varies by less than `LEAST_SCALE` is only centred.
 
     Raises:
         ConfigError: the rows do not vary at all, so that there is nothing to learn, or by less than that.
@@ -92,13 +92,13 @@ CHECKED_ROWS = 65_536  # at a time, so that no second copy of all rows is made
 
 
 class ArrayRows:
-    """The rows of an array; what training asks of `store.Rows`, it answers.
+    """The rows of an array, with the interface of `store.Rows` that training uses.
 
     Args:
         rows: (N, D) numbers, floating or whole; a tensor of float32 or an array is not copied.
 
     Raises:
-        ConfigError: it is not, is empty, or holds a NaN or infinity.
+        ConfigError: it is anything else, is empty, or holds a NaN or infinity.
     """
 
     def __init__(self, rows: ArrayLike) -> None:
@@ -110,7 +110,7 @@ class ArrayRows:
             raise ConfigError("rows", "must be numbers in an array (rows, d_in), got one of {dtype} and shape {shape}",
                               dtype=rows.dtype, shape=tuple(rows.shape))
         self._rows = rows
-        # Narrower numbers are widened, wider ones kept: what trains in float64 shall have them.
+        # Narrower dtypes are widened; float64 is kept for training in float64.
         self._dtype = np.float64 if rows.dtype == np.float64 else np.float32
         bad = sum(int((~np.isfinite(batch).all(1)).sum()) for batch in self.sequential(CHECKED_ROWS))
         if bad:
@@ -119,12 +119,12 @@ class ArrayRows:
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self._rows.shape[0]
 
     @property
     def d_in(self) -> int:
-        """Dimensions of a row."""
+        """Width of the rows."""
         return self._rows.shape[1]
 
     def batches(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
@@ -143,11 +143,11 @@ class ArrayRows:
         return Spread.measured(self.sequential(CHECKED_ROWS), self.d_in)
 
 
-STREAMED_ROWS = 2048  # rows at a time where their order does not matter
-SUMMED_ROWS = 4096  # the same for sums over all rows, of which each block's go through all of a d_sae x d_sae matrix
-SAMPLED_ROWS = 2048  # by which the learning rate and the initial scale are fitted, and rows smoothed
+STREAMED_ROWS = 2048  # rows at a time if their order does not matter
+SUMMED_ROWS = 4096  # the same for sums over all rows: each block goes through a whole d_sae x d_sae matrix
+SAMPLED_ROWS = 2048  # sample to which learning rate and initial scale are fitted, and from which rows are smoothed
 RATE_FACTOR, RATE_POWER, HIGHEST_RATE = 0.105, 1 / 3, 0.015
-POWER_ITERATIONS = 30  # for an eigenvalue of which two digits are wanted
+POWER_ITERATIONS = 30  # for two digits of an eigenvalue
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,10 @@ class TrainingRows:
 
     Args:
         stored: the rows.
-        normalisation: theirs, on the device that batches are moved to.
+        normalisation: of the rows, on the device that batches are moved to.
         batch_size: B.
         seed: of their order.
-        communicator: the processes that take parts of each batch.
+        communicator: of the processes that each take a part of each batch.
     """
 
     stored: StoredRows | ArrayRows
@@ -170,16 +170,16 @@ class TrainingRows:
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return self.stored.rows
 
     @property
     def d_in(self) -> int:
-        """Their width."""
+        """Width of the rows."""
         return self.stored.d_in
 
     def shuffled(self, epoch: int) -> Iterator[Batch]:
-        """Every row once, in an order that is a pure function of seed and epoch; each process has its part of every
+        """Every row once, in an order that is a pure function of seed and epoch; each process gets its part of every
         batch."""
         if self.communicator.world_size == 1:
             yield from map(Batch.of, self._batches(epoch))
@@ -193,7 +193,7 @@ class TrainingRows:
             yield Batch(x, x, size, torch.arange(first, stop))
 
     def some(self, count: int) -> Iterator[Batch]:
-        """So many of the rows once, larger batches at a time: all in stored order, or fewer spread over all."""
+        """`count` of the rows once, in larger batches: all in stored order, or fewer in shuffled order."""
         if count == self.rows:
             yield from self._sequential()
             return
@@ -203,13 +203,13 @@ class TrainingRows:
                 return
             pending.append(batch.first(left))
             left -= pending[-1].size
-            if not left or sum(some.size for some in pending) >= SUMMED_ROWS:
-                yield joined(pending)
+            if not left or sum(batch.size for batch in pending) >= SUMMED_ROWS:
+                yield Batch.joined(pending)
                 pending = []
 
     @cached_property
     def sample(self) -> Tensor:
-        """The first rows of the shuffled order, `SAMPLED_ROWS` or all there are, (n, D); the same in all processes."""
+        """The first `SAMPLED_ROWS` rows in shuffled order, or all, (n, D); the same in all processes."""
         batches, seen = [], 0
         for batch in self._batches(0):
             batches.append(batch)
@@ -219,7 +219,7 @@ class TrainingRows:
         return torch.cat(batches)[:SAMPLED_ROWS]
 
     def _sequential(self) -> Iterator[Batch]:
-        """Every row once, in stored order; one process has each batch, and the others nothing of it."""
+        """Every row once, in stored order; each batch is in one process, and empty in the others."""
         if self.communicator.world_size == 1:
             yield from map(Batch.of, self._normalised(self.stored.sequential(SUMMED_ROWS)))
             return
@@ -249,8 +249,7 @@ def part_of(communicator: Communicator) -> Part:
 
 
 def raw_batches(stored: StoredRows | ArrayRows, communicator: Communicator = ALONE) -> Iterator[Tensor]:
-    """The rows as stored, of several processes each one's own, in batches (B, D), float32; each is valid until the
-    next."""
+    """The rows as stored, this process' part of them, in batches, (B, D), float32; each is valid until the next."""
     part = {"part": part_of(communicator)} if communicator.world_size > 1 else {}
     return map(torch.from_numpy, stored.sequential(STREAMED_ROWS, **part))
 
@@ -258,9 +257,10 @@ def raw_batches(stored: StoredRows | ArrayRows, communicator: Communicator = ALO
 def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) -> SAE:
     """An SAE with random unit directions, decoder and encoder aligned, its scale fitted to a batch.
 
-    Where the activation is linear on pairs of opposites and there are two latents a dimension, half of the directions
-    are the opposites of the others: what decoder there is can then be linear in the rows from the start, which random
-    half-spaces come to late (without a penalty, test FVU after 50 passes over 700 rows of tiny-gemma2: 1e-7 for 1e-3).
+    If the activation is linear on pairs of opposites and there are at least two latents per dimension, half of the
+    directions are the opposites of the others: the SAE can then be linear in the rows from the start, which random
+    directions learn late (without a penalty, test FVU after 50 passes over 700 rows of tiny-gemma2: 1e-7 instead of
+    1e-3).
 
     Args:
         activation: the activation.

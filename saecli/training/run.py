@@ -1,4 +1,4 @@
-"""A training that leaves a run folder: what it says of itself, and what it keeps of every epoch."""
+"""A training in a run folder: its `run.json`, and the files written at every epoch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,13 @@ from .checkpoints import EventFiles, MetricsLog, Progress, check_tensorboard, lo
 from .config import Plan
 from .trainer import Measures, Record
 
-ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # what an SAE's file keeps of its rows' source
-CONFIG = "config.toml"  # of a run: what trains it again
-KEPT = "kept"  # folder of a run, of the run folders of its earlier epochs
+ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # of the rows' source, kept in an SAE's file
+CONFIG = "config.toml"  # of a run: the options that repeat it
+KEPT = "kept"  # folder of a run that holds the run folders of its earlier epochs
 
 
 def origin_of(store: ActivationStore) -> dict[str, Any]:
-    """What an SAE's file says of where its rows come from."""
+    """The source of a store's rows, for an SAE's file."""
     return {key: store.meta.source[key] for key in ORIGIN if key in store.meta.source}
 
 
@@ -34,7 +34,7 @@ class Run:
     Args:
         store: the activations.
         plan: what is trained.
-        created: when it was begun.
+        created: time of its start.
     """
 
     store: ActivationStore
@@ -42,7 +42,7 @@ class Run:
     created: str
 
     def write(self, folder: Path, result: dict[str, Any] | None) -> None:
-        """Write the run's `run.json`: finished where there is a result, as of `Trainer.result`."""
+        """Write the run's `run.json`: complete if there is a result, as of `Trainer.result`."""
         plan = self.plan
         write_json(folder / RUN_MARKER, {
             "format_version": RUN_VERSION, "created": self.created, "complete": result is not None,
@@ -73,19 +73,19 @@ class RunRecord(Record):
         return load_checkpoint(self.folder)
 
     def begin(self, step: int, epochs: int) -> None:
-        """Open `metrics.jsonl`, its lines of later steps dropped, and where they are asked for, event files."""
+        """Open `metrics.jsonl`, with lines of later steps dropped, and event files if asked for."""
         self.epochs = epochs
         self.logs = [MetricsLog(self.folder, step)]
         if self.run.plan.training.tensorboard:
             self.logs.append(EventFiles(self.folder, step))
 
     def line(self, line: dict[str, Any]) -> None:
-        """Append to `metrics.jsonl`, and to event files."""
+        """Append to `metrics.jsonl` and event files."""
         for log in self.logs:
             log.write(line)
 
     def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
-        """Write the SAE, the checkpoint, and where `--keep-every` asks for this epoch's a run folder of its own."""
+        """Write the SAE and the checkpoint, and if `--keep-every` asks for it, a run folder of this epoch."""
         self._save(sae, self.folder)
         save_checkpoint(self.folder, state, progress)
         every = self.run.plan.training.keep_every
@@ -98,7 +98,7 @@ class RunRecord(Record):
                                 "final": {"test_fvu": test["fvu"], "test_l0": test["l0"]}})
 
     def end(self) -> None:
-        """Close `metrics.jsonl`, and event files."""
+        """Close `metrics.jsonl` and event files."""
         for log in self.logs:
             log.close()
 

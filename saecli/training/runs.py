@@ -1,4 +1,4 @@
-"""Training runs to their ends, each in a folder of its own; several together from one reading of the store."""
+"""Training runs, each in its own folder; several together from one reading of the store."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,20 +20,20 @@ from .trainer import Record, Trainer
 
 def train_runs(jobs: Sequence[Job], listener: Listener,
                communicator: Communicator) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
-    """Train runs to their ends.
+    """Train runs to the end.
 
     Args:
-        jobs: the runs; several differ in numbers of the SAE and its solver alone.
-        listener: told how far they have come, and at the end what their users should know.
-        communicator: reaches the processes that take part.
+        jobs: the runs; several differ only in numeric options of the SAE and its solver.
+        listener: shows progress, and at the end warnings and notes.
+        communicator: of the processes that take part.
 
     Returns:
-        For each run that did not fail what `sae train --json` prints of it; and of several, what ended the others, by
-        their names.
+        The document that `sae train --json` prints for each run that did not fail; and with several runs, the errors of
+        the others, by name.
 
     Raises:
-        KeyboardInterrupt: they were interrupted; those that have a checkpoint can be gone on with.
-        SaeError: what ended the only run.
+        KeyboardInterrupt: they were interrupted; those with a checkpoint can be resumed.
+        SaeError: the error of the only run.
     """
     try:
         loop = Loop([_begun(job, len(jobs), listener, communicator) for job in jobs])
@@ -53,23 +53,23 @@ def train_runs(jobs: Sequence[Job], listener: Listener,
 
 
 def _begun(job: Job, trainings: int, listener: Listener, communicator: Communicator) -> Trainer:
-    """Write what a run folder begins with, and say what is trained there."""
+    """Write a run folder's first files, and print what is trained there."""
     folder, run, plan = job.folder, job.run, job.run.plan
     if job.given is not None and communicator.is_main:
-        _write_config(folder, run, job.given)  # before run.json, by which a run is known that can be gone on with
+        _write_config(folder, run, job.given)  # before run.json, which marks a run that can be resumed
         run.write(folder, None)
     trainer = Trainer(plan, RunRecord(run, folder) if communicator.is_main else Record(), trainings=trainings,
                       communicator=communicator)
     listener.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
-                        f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
-                        f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
+                  f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
+                  f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
     for warning in doubts_at_start(plan):
         listener.note(f"{folder.name}: warning: {warning}")
     return trainer
 
 
 def _trained(jobs: Sequence[Job], loop: Loop, listener: Listener) -> list[dict[str, Any]]:
-    """Train to the end, and finish the run folders; returns what is to be told of those that did not fail."""
+    """Train to the end, and finish the run folders; returns the documents of those that did not fail."""
     one = len(jobs) == 1
     title, total = ("training", loop.trainers[0].steps) if one else (f"training {len(jobs)} SAEs", None)
     with listener.progress(title, total, "steps") as show:
@@ -87,7 +87,7 @@ def _trained(jobs: Sequence[Job], loop: Loop, listener: Listener) -> list[dict[s
 
         for job, result in zip(finished, results, strict=True):
             loss_curves(job.folder / "loss.png", {job.folder.name: read_metrics(job.folder)})
-            job.run.write(job.folder, result)  # last, so that whatever cuts this short, --resume completes it
+            job.run.write(job.folder, result)  # last, so that --resume completes it if this is interrupted
     return [{"run": job.folder.name, "path": str(job.folder), "solver": plan.solver.name, "act": plan.activation.name,
              "data": job.run.store.name, "d_in": job.run.store.d_in, "d_sae": plan.training.d_sae, **result,
              **({} if one else {"varied": dict(job.varied)})}
@@ -95,14 +95,14 @@ def _trained(jobs: Sequence[Job], loop: Loop, listener: Listener) -> list[dict[s
 
 
 class _Progress:
-    """How far several trainings have come, on one display."""
+    """Progress of several trainings on one display."""
 
     def __init__(self, show: Step) -> None:
         self._show = show
         self._done: dict[str, float] = {}
 
     def of(self, name: str) -> Step:
-        """What one of them tells its steps to."""
+        """The `show` of one of them."""
 
         def step(done: float, words: str = "") -> None:
             self._done[name] = done
@@ -112,14 +112,14 @@ class _Progress:
 
 
 def _with_what_is_kept(name: str, trainer: Trainer, error: Exception) -> Exception:
-    """What ended one of several runs, with its name and what is left of it."""
+    """The error of one of several runs, with its name and a clause on what is left of it."""
     if not isinstance(error, SaeError):
         return error
     return error.within(name, _what_is_kept(trainer) if isinstance(error, TrainingError) else "")
 
 
 def _what_is_kept(trainer: Trainer) -> str:
-    """What is left of a run that has failed."""
+    """A clause on what is left of a failed run."""
     if not (kept := trainer.kept).epoch:
         return f"the run stops in epoch 1 of {trainer.epochs}, and nothing of it is kept"
     return (f"the run stops in epoch {kept.epoch + 1} of {trainer.epochs}; its checkpoint of epoch {kept.epoch}, step "
@@ -127,7 +127,7 @@ def _what_is_kept(trainer: Trainer) -> str:
 
 
 def _tell_notes(job: Job, document: Mapping[str, Any], listener: Listener, before: str) -> None:
-    """Say what there is to say at the end of a run; of its warnings those that were not said when it began."""
+    """Print a run's notes, and its warnings that were not printed when it began."""
     said = doubts_at_start(job.run.plan)
     for warning in document["warnings"]:
         if warning not in said:
@@ -137,7 +137,7 @@ def _tell_notes(job: Job, document: Mapping[str, Any], listener: Listener, befor
 
 
 def _write_config(folder: Path, run: Run, given: Mapping[str, Any]) -> None:
-    """Write what `--config` takes to train the same again: what was given, and as comments what was filled in."""
+    """Write a file for `--config` that repeats the run: the options given, and as comments those filled in."""
     plan = run.plan
     chosen = {"solver": plan.solver.name, "act": plan.activation.name, "data": run.store.name,
               "data_hash": run.store.meta.request_hash}

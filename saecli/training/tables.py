@@ -7,7 +7,7 @@ from rich.console import RenderableType
 
 from ..tables import table
 
-SHOWN = ("test_fvu", "test_l0", "train_fvu", "dead_fraction", "lr", "alpha")  # of several runs, where they have it
+SHOWN = ("test_fvu", "test_l0", "train_fvu", "dead_fraction", "lr", "alpha")  # of several runs
 
 
 def run_table(document: Mapping[str, Any]) -> RenderableType:
@@ -19,7 +19,7 @@ def run_table(document: Mapping[str, Any]) -> RenderableType:
 
 
 def runs_table(documents: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> RenderableType:
-    """Several runs' final measures beside the options that were varied."""
+    """Several runs' varied options and final measures."""
     names = [name for name in SHOWN if name not in varied]
     rows = [[document["run"], *document["varied"].values(), *(document["final"].get(name) for name in names)]
             for document in documents]
@@ -29,7 +29,7 @@ def runs_table(documents: Sequence[Mapping[str, Any]], varied: Sequence[str]) ->
 
 
 def _rows_of(measure: str, document: Mapping[str, Any]) -> str:
-    """The rows that one of a run's final measures is of, in words; nothing for a setting."""
+    """The rows on which a final measure is taken, in words; empty for a setting."""
     if measure.startswith("test"):
         return f"{document['rows_test']:,} held-out"
     return f"{document['rows_train']:,} training" if measure.startswith(("train", "dead")) else ""

@@ -1,4 +1,4 @@
-"""One SAE in training: its solver, what it measures as it goes, and what is kept of each epoch."""
+"""One SAE in training: its solver, its measures, and the state kept of each epoch."""
 
 import math
 import time
@@ -24,37 +24,37 @@ from .config import DTYPES, Plan
 from .doubts import doubts_at_end, doubts_at_start
 from .rows import SUMMED_ROWS, Normalisation, TrainingRows, fit_normalisation, fitted_learning_rate, initial_sae
 
-Measures = dict[str, Any]  # as of `metrics.reconstruction`
+Measures = dict[str, Any]  # of `metrics.reconstruction`
 
-LOG_EVERY = 20  # steps between lines of measures, and between looks at whether training diverges
-# Mean squared error over that of 0 for every row, above which training diverges. Steps against a decoder solved without
-# a ridge reached 2e4 on the paper's settings, from which the next decoder step comes back.
+LOG_EVERY = 20  # steps between lines of measures, and between checks for divergence
+# Mean squared error, over the error of reconstructing every row as 0, above which training has diverged. Steps against
+# a decoder solved without a ridge reached 2e4 on the paper's settings, from which the next decoder step recovers.
 DIVERGED = 1e6
 ADVICE = "lower {lr}, or look at the data"
 
 
 class Record:
-    """What is kept of a training while it goes on: nothing. Subclasses keep it."""
+    """Keeps nothing of a training; subclasses write files."""
 
     def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
-        """The state and the progress to go on from; None to begin."""
+        """The state and the progress to resume from; None to start."""
         return None
 
     def begin(self, step: int, epochs: int) -> None:
-        """Training begins, or goes on after a step: what was kept of later ones is void. It will have so many
-        epochs."""
+        """Training starts, or resumes after a step, and what was kept of later steps is void; it has `epochs` in
+        all."""
 
     def line(self, line: dict[str, Any]) -> None:
-        """Measures at a step, which is among them."""
+        """A line of measures, with its `step`."""
 
     def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
         """An epoch is over.
 
         Args:
-            sae: the SAE as it stands, acting on raw activations.
-            state: all that training goes on from.
-            progress: how far it has come.
-            test: what the SAE measures on the test rows.
+            sae: the current SAE, acting on raw activations.
+            state: all tensors needed to resume.
+            progress: of training.
+            test: the SAE's measures on the test rows; None without test rows.
         """
 
     def end(self) -> None:
@@ -62,18 +62,18 @@ class Record:
 
 
 class Trainer:
-    """Trains one SAE, from its start or from its last checkpoint; `loop.train` pushes the rows.
+    """Trains one SAE, from the start or from its last checkpoint; `Loop.train` pushes the rows.
 
     Args:
         plan: what to train.
-        record: what is kept of it meanwhile.
-        show: told the steps done, and a few words on how it goes.
-        trainings: how many share the memory.
-        communicator: reaches the processes that train on other parts of each batch.
+        record: keeps checkpoints and measures.
+        show: called with the steps done and a few words on the measures.
+        trainings: number of trainings that divide the memory.
+        communicator: of the processes that train on other parts of each batch.
 
     Raises:
         ConfigError: the solver needs more memory than is free, the device is unknown, or several processes cannot
-            do together what is planned.
+            carry out the plan.
     """
 
     def __init__(self, plan: Plan, record: Record, show: Step = lambda done, words="": None, trainings: int = 1,
@@ -92,8 +92,12 @@ class Trainer:
         self.rows: TrainingRows | None = None  # once it has begun
 
     def begin(self, shared: TrainingRows | None = None) -> None:
-        """Make the solver, or bring it back from its checkpoint, on rows as another training that shares them has begun
-        on them, so that they are not measured and sampled anew; a checkpoint has its own normalisation."""
+        """Make the solver, or restore it from its checkpoint.
+
+        Args:
+            shared: the rows of another training on the same rows, so that they are not measured and sampled again;
+                not used with a checkpoint, which has its own normalisation.
+        """
         training = self.plan.training
         checkpoint = self.communicator.broadcast_object(self.record.checkpoint)
         self.rows = shared if checkpoint is None and shared else self._normalised_rows(checkpoint and checkpoint[0])
@@ -117,7 +121,7 @@ class Trainer:
         self.record.begin(self.progress.step, self.epochs)
 
     def _normalised_rows(self, checkpoint: Mapping[str, Tensor] | None) -> TrainingRows:
-        """The training rows, normalised as in a checkpoint, or as they are measured now."""
+        """The training rows, normalised as in a checkpoint, or by their spread."""
         training, d_in = self.plan.training, self.train_rows.d_in
         if checkpoint is None:
             spread = self.communicator.broadcast_object(self.train_rows.spread)
@@ -131,16 +135,16 @@ class Trainer:
 
     @property
     def sae(self) -> SAE:
-        """The SAE as it stands, acting on raw activations."""
+        """The current SAE, acting on raw activations."""
         return on_raw_rows(self.solver.sae(), self.normalisation)
 
     def begin_epoch(self) -> None:
-        """A pass over the rows begins."""
+        """Begin a pass over the rows."""
         self._began = time.monotonic()
         self.solver.begin_epoch()
 
     def step(self, batch: Batch) -> None:
-        """Take a batch of the epoch."""
+        """Train on a batch of the epoch."""
         self._look(self.solver.step(batch))
 
     def end_pass(self) -> None:
@@ -148,17 +152,16 @@ class Trainer:
         try:
             self.solver.end_pass()
         except TrainingError:
-            if self.communicator.world_size == 1:  # of several the others, which have not failed, do not look
-                self._look([], now=True)  # a loss that is no number explains the failure better
+            if self.communicator.world_size == 1:  # else the others, which have not failed, would not all-reduce
+                self._look([], now=True)  # a NaN loss explains the failure better
             raise
 
     def end_epoch(self) -> None:
-        """The pass over the rows is over; every loss has been looked at when this returns."""
+        """End the pass over the rows; every loss has been checked when this returns."""
         self._look(self.solver.end_epoch(), now=True)
 
     def keep(self, sae: SAE, test: Measures | None) -> None:
-        """Keep the epoch, its decoder step included: the SAE that it has come to, and what that measures on the test
-        rows, where there are any."""
+        """Keep the epoch, after its decoder step: the SAE, and its measures on the test rows, if there are any."""
         progress, solver = self.progress, self.solver
         progress.rows, self._seen = progress.rows + self._seen, 0
         progress.epoch, progress.step = progress.epoch + 1, solver.steps
@@ -171,13 +174,14 @@ class Trainer:
         self.kept = replace(progress)
 
     def demand_convergence(self, sae: SAE) -> None:
-        """Refuse what an epoch has come to, before it is kept, where training has diverged.
+        """Refuse to keep the epoch if training has diverged.
 
-        Its last steps can do that, which no loss has shown yet. The decoder step can mend it, so that the SAE as it
-        stands is measured, on the sample of training rows: test rows may be far off for want of training rows alone.
+        The last steps may have diverged without a loss that shows it, and the decoder step may have recovered, so the
+        current SAE is measured: on the sample of training rows, since the error on test rows may also be large for lack
+        of training rows.
 
         Args:
-            sae: what the epoch has come to, acting on raw rows.
+            sae: the current SAE, acting on raw rows.
 
         Raises:
             TrainingError: a weight is NaN or infinite, or the error too large.
@@ -189,10 +193,10 @@ class Trainer:
         demand_no_worse(error / self.normalisation.variance.item(), self.worst, f"at step {solver.steps}")
 
     def result(self, train: Measures, test: Measures) -> dict[str, Any]:
-        """What came of the training.
+        """The results of the training.
 
         Args:
-            train: what its SAE measures on the training rows.
+            train: the SAE's measures on the training rows.
             test: the same on the test rows.
 
         Returns:
@@ -227,7 +231,7 @@ class Trainer:
                               "penalty", world_size=world_size)
 
     def _demand_memory(self, trainings: int) -> int:
-        """The bytes that are free for the solver, which is one of several trainings'."""
+        """The bytes that are free for the solver, one of `trainings`; ConfigError if it needs more."""
         solver, d_sae = self.plan.solver, self.plan.training.d_sae
         batch = 3 * 4 * max(self.plan.training.batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
         needed = solver.memory(self.train_rows.rows, self.plan.training.batch_size, self.train_rows.d_in, d_sae) + batch
@@ -242,7 +246,7 @@ class Trainer:
         return free - batch
 
     def _look(self, reports: Sequence[StepReport], now: bool = False) -> None:
-        """Log reports, `LOG_EVERY` at a time, or what there is of them now."""
+        """Log reports, `LOG_EVERY` at a time, or all of them now."""
         for report in reports:
             self._seen += report.rows
             self._pending.append(report)
@@ -255,7 +259,7 @@ class Trainer:
         pending, self._pending = self._pending, []
         line = averages(pending, self.normalisation.variance * self.solver.smoothing.inflation, self.communicator)
         self.record.line(line)
-        if len(pending) == LOG_EVERY:  # fewer may hold one batch of outliers, and the epoch's end looks again
+        if len(pending) == LOG_EVERY:  # fewer may hold one batch of outliers, and the epoch's end checks again
             demand_no_worse(line["batch_fvu"], self.worst, f"over steps {pending[0].step} to {line['step']}")
         seconds = self.progress.seconds + time.monotonic() - self._began
         rate = (self.progress.rows + self._seen) / max(seconds, 1e-9)
@@ -267,9 +271,9 @@ def averages(reports: list[StepReport], variance: Tensor, communicator: Communic
     """The means over the rows of some consecutive batches, as a line of `metrics.jsonl`.
 
     Args:
-        reports: the reports, of this process' parts of the batches.
-        variance: of the normalised rows, smoothed as the batches were, which squared errors are divided by.
-        communicator: reaches the processes with the other parts.
+        reports: for this process' parts of the batches.
+        variance: of the normalised rows, smoothed like the batches; squared errors are divided by it.
+        communicator: of the processes with the other parts.
 
     Raises:
         TrainingError: one of the losses is NaN or infinite; names the step.
@@ -289,15 +293,15 @@ def averages(reports: list[StepReport], variance: Tensor, communicator: Communic
 
 
 def demand_no_worse(fvu: float, worst: float, when: str) -> None:
-    """Refuse reconstructions far worse than none: descent that comes back from there ends worse than it could have.
+    """Refuse reconstructions far worse than none: descent that recovers from there ends worse than it could.
 
     Args:
         fvu: squared error over the variance of the training rows.
-        worst: the highest that is let pass.
-        when: the steps that it is of.
+        worst: the highest allowed.
+        when: its steps, in words.
 
     Raises:
-        TrainingError: it is above that, or no number.
+        TrainingError: it is above `worst`, or NaN.
     """
     if not fvu <= worst:
         raise TrainingError(None, "training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most",
@@ -305,8 +309,8 @@ def demand_no_worse(fvu: float, worst: float, when: str) -> None:
 
 
 def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a checkpoint that is not of this training, as after an edit of either; RunError where one of these tensors
-    is not in it, or of another shape."""
+    """Refuse a checkpoint of another training, as after an edit of either; RunError if one of these tensors is missing
+    or has another shape."""
     for name, shape in shapes.items():
         got = tuple(kept[name].shape) if name in kept else None
         if got != shape:
