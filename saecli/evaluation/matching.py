@@ -55,13 +55,13 @@ def matching(one: Dictionary, other: Dictionary) -> Matching:
     Raises:
         MachineError: the matrix of cosines takes more memory than is free.
 
-    Cost: the product takes F G D multiplications, the assignment (Jonker and Volgenant's, which the field calls
-    Hungarian) at worst M^2 max(F, G) steps, on one core whatever the device; memory 8 F G bytes. On one busy core at
-    D = 768:
+    Cost: F G D multiplications for the cosines, and at worst M^2 max(F, G) steps for the assignment (of Jonker and
+    Volgenant's kind, which the field calls Hungarian), which runs on one core whatever the device; the matrix takes
+    8 F G bytes. On one busy core, both together, with the most memory beside the SAEs':
 
-        latents    cosines    assignment, half of the vectors random    all of them random    memory
-        4,096      0.2 s      1.2 s                                     1.9 s                 0.13 GB
-        16,384     5 to 8 s   37 s                                      45 s                  2.1 GB
+        latents    d_in    half of the vectors random    all of them random    memory
+        4,096      768     2.2 s                         2.1 s                 0.4 GB
+        16,384     768     39 s                          44 to 62 s            2.5 GB
 
     Source: Crouse, "On implementing 2D rectangular assignment algorithms" (2016), as in scipy.
     """
