@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .dictionary import SAE
     from .errors import SaeError
     from .evaluation.evaluate import compare, evaluate, sparsity
+    from .evaluation.stability import stability
     from .harvest import extract
     from .html_report.report import report
     from .inventory.importing import import_array
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["SAE", "ActivationStore", "SaeError", "compare", "evaluate", "export", "extract", "fit", "geometry",
-           "import_array", "list_home", "load_sae", "open_store", "push", "report", "save_sae", "sparsity"]
+           "import_array", "list_home", "load_sae", "open_store", "push", "report", "save_sae", "sparsity",
+           "stability"]
 
 _MODULES = {
     "SAE": "dictionary",
@@ -53,6 +55,7 @@ _MODULES = {
     "push": "publishing.push",
     "report": "html_report.report",
     "sparsity": "evaluation.evaluate",
+    "stability": "evaluation.stability",
 }
 
 if not TYPE_CHECKING:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from saecli.errors import ConfigError
-from saecli.plots import firing, frontier, loss_curves, patterns, runs
+from saecli.plots import firing, frontier, loss_curves, patterns, runs, stability
 
 LINES = [{"step": 20, "loss": 3.0, "batch_fvu": 0.5, "batch_l0": 30.0},
          {"step": 40, "loss": 2.0, "batch_fvu": 0.25, "batch_l0": 20.0},
@@ -41,6 +41,10 @@ DRAW: dict[str, Callable[[Path], None]] = {
     "frontier of none": lambda path: frontier(path, {}),
     "frontier of no number": lambda path: frontier(path, {"one": (32.0, float("nan"), "relu", False),
                                                            "two": (0.0, 0.0, "relu", True)}),
+    "stability": lambda path: stability(path, {"one": ([0.5, None], [1, 0], [0.1, 0]), "two": ([1], [1], [1])}, 0.7),
+    "stability of none": lambda path: stability(path, {}, 0.7),
+    "stability of silent latents": lambda path: stability(path, {"one": ([0.5, 0.1], [0, 0], [0, 0])}, 0),
+    "stability of no counterparts": lambda path: stability(path, {"one": ([None], [0], [0.5])}, 0.7),
 }
 
 
@@ -127,6 +131,18 @@ def test_frontier_draws_beaten_runs_hollow_and_joins_families(drawn: list[Figure
     assert sorted(list(line.get_xdata()) for line in lines if len(line.get_xdata()) == 2) == [[5, 20], [10, 20]]
     labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert labels == ["1 a (topk)", "2 b (topk)", "3 c (relu)", "4 d (relu)", "hollow: beaten by another run"]
+
+
+def test_stability_draws_every_latent_with_a_counterpart_and_mean_match_fractions_of_like_frequencies(
+        drawn: list[Figure], tmp_path: Path) -> None:
+    frequency = np.repeat([0, 0.01, 0.02, 0.5], [5, 30, 30, 40])
+    matched = np.where(frequency == 0.02, 0.25, np.where(frequency == 0.5, np.arange(105) % 2, 0))
+    stability(tmp_path / "x.png", {"one": ([*np.linspace(0, 1, 100), *[None] * 5], matched, frequency)}, 0.7)
+    left, right = drawn[0].axes
+    assert left.patches[0].get_data().values.sum() == pytest.approx(100 / 105)
+    (line,) = right.lines
+    np.testing.assert_allclose(line.get_xydata(), [[0.01, 0], [0.02, 0.25], [0.5, 0.5]])
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["one (105 latents, 5 silent)"]
 
 
 @pytest.mark.slow

@@ -8,6 +8,14 @@ import typer
 from ..evaluation.comparing import draw_frontier, evaluation_tables, marked, meaning, sparsest_first
 from ..evaluation.evaluate import TOKENS, check_tokens_of_model, evaluated, warnings
 from ..evaluation.sae_and_rows import all_measured
+from ..evaluation.stability import (
+    MATCH_THRESHOLD,
+    check_comparable,
+    check_stability,
+    draw_stability,
+    measured_stability,
+    stability_tables,
+)
 from ..files import write_csv
 from ..options import Device, Json, Plot, Runs, start, store_names
 
@@ -23,6 +31,12 @@ Tokens = Annotated[int, typer.Option("--tokens", min=1, help="How many of the sp
 Csv = Annotated[Path | None, typer.Option("--csv", dir_okay=False, help="Write the measures here too: a run a line, "
                                                                         "with every digit, sparsest first.")]
 
+Stability = Annotated[bool, typer.Option(
+    "--stability", help="Match latents between runs that differ in seed: PW-MCC, and the fraction of latents matched.")]
+MatchThreshold = Annotated[float, typer.Option(
+    "--match-threshold", help="With --stability: the |cosine| of decoder vectors, in [0, 1), above which a latent is "
+                              "matched.")]
+
 
 def given(ctx: typer.Context, name: str) -> Any:
     """What the user gave for an option; None where it has its default."""
@@ -30,8 +44,8 @@ def given(ctx: typer.Context, name: str) -> Any:
 
 
 def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: SplitName = "test", model: Model = None,
-            tokens: Tokens = TOKENS, device: Device = "auto", plot: Plot = None, csv: Csv = None,
-            json: Json = False) -> None:
+            tokens: Tokens = TOKENS, stability: Stability = False, match_threshold: MatchThreshold = MATCH_THRESHOLD,
+            device: Device = "auto", plot: Plot = None, csv: Csv = None, json: Json = False) -> None:
     """Measure reconstruction, sparsity and the effect on the model.
 
     RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE that this tool, SAELens, sparsify,
@@ -42,19 +56,35 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     The silent fraction is of latents that fire on none of the rows measured; the dead fraction, which training has
     counted and other libraries have not, of those that fire on none of the training rows.
 
+    --stability matches the latents of each two runs one to one by |cosine| of their decoder vectors. PW-MCC is its
+    mean; a latent is matched if it is above --match-threshold, and shared if the encoder vectors' cosine is too. Silent
+    latents are included; where there are some, the figures of those that fire stand beside. --plot draws a second
+    picture, with -stability after its name.
+
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
     session = start(ctx, json, plot, csv=csv)
     check_tokens_of_model(given(ctx, "tokens"), model)
-    everything = all_measured(session.home, list(dict.fromkeys(runs or ())), data, split, device, session.console)
+    names = list(dict.fromkeys(runs or ()))
+    check_stability(stability, len(names), given(ctx, "match_threshold"))
+    everything = all_measured(session.home, names, data, split, device, session.console)
+    if stability:
+        check_comparable([one.subject for one in everything], [one.sae for one in everything])
     found = marked(evaluated(everything, model, tokens, session.console), everything)
     for warning in warnings(found, everything):
         session.console.note(warning)
     ranked = sparsest_first(found)
+    document = {"runs": found, "unbeaten_means": meaning(found[0])}
+    tables = evaluation_tables(ranked, model)
+    if stability:
+        document["stability"] = measured_stability(everything, match_threshold, session.console)
+        tables += stability_tables(document["stability"])
     if plot is not None:
         draw_frontier(plot, ranked, everything)
         session.console.note(f"drew {plot}")
+        if stability:
+            session.console.note(f"drew {draw_stability(plot, document['stability'])}")
     if csv is not None:
         write_csv(csv, ranked)
         session.console.note(f"wrote {csv}")
-    session.console.result({"runs": found, "unbeaten_means": meaning(found[0])}, *evaluation_tables(ranked, model))
+    session.console.result(document, *tables)

@@ -2,7 +2,8 @@
 
 from .geometry import GeometryPicture, geometry, geometry_runs
 from .runs import firing, frontier, loss_curves, patterns
+from .stability import stability
 from .style import check_suffix
 
 __all__ = ["GeometryPicture", "check_suffix", "firing", "frontier", "geometry", "geometry_runs", "loss_curves",
-           "patterns"]
+           "patterns", "stability"]
