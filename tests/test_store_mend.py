@@ -128,7 +128,7 @@ def test_import_and_extract_again_mend_and_training_on_damage_is_refused(sae: Co
         for refused in (sae("train", "--data", name, "--epochs", "1", "--d-sae", "8"), sae("list", "--check")):
             assert refused.status == 1
             assert f"shard {path} is " in refused.err
-            assert "run the command that made the store again, which writes that shard anew" in refused.err
+            assert "run the command that made the store again, which rewrites that shard" in refused.err
             assert refused.err.count("\n") == 1
         assert not (sae.home / "runs").exists()
         mended = sae(*words, "--json")
