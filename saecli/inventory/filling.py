@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..console import Listener, Step
-from ..errors import PeerError, StoreError
+from ..errors import PeerError, StoreError, StoreOptionError
 from ..home import STORE_MARKER, Home
 from ..store import ActivationStore, StoreWriter, remembers, saved_rows
 from ..wording import counted
@@ -38,8 +38,8 @@ def finished_store(folder: Path, request_hash: str, listener: Listener) -> Activ
         return None
     store = ActivationStore.open(folder)
     if store.meta.request_hash != request_hash:
-        raise StoreError(f"there is a store named {folder.name!r} already, made from something else; give another "
-                         f"--name")
+        raise StoreOptionError(None, "there is a store named {folder!r} already, made from something else",
+                               "give another {name}", folder=folder.name)
     problems = _check_changed(store, listener)
     if problems:
         listener.note(first_of(problems).partition(";")[0])

@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import FLATTEN, ArraySource, open_array
 from ..config import Config, option
 from ..console import Listener, Step, listening
-from ..errors import StoreError
+from ..errors import StoreOptionError
 from ..files import file_sha256
 from ..home import STORE_MARKER, Home, checked_name
 from ..store import (
@@ -131,9 +131,10 @@ def _check_room(folder: Path, array: ArraySource, dtype: str) -> None:
     needed = rows * (array.features * DTYPES[dtype].storage.itemsize + columns)
     free = shutil.disk_usage(next(parent for parent in folder.absolute().parents if parent.exists())).free
     if needed > free:
-        raise StoreError(f"cannot store {folder.name}: expected {size_words(needed)} of free disk for "
-                         f"{counted(rows, 'row')} of {array.features:,} dimensions, got {size_words(free)}; free some, "
-                         f"or choose another --home")
+        raise StoreOptionError(None, "cannot store {folder}: expected {needed} of free disk for {rows} of {features} "
+                                     "dimensions, got {free}", "free some, or choose another {home}",
+                               folder=folder.name, needed=size_words(needed), rows=counted(rows, "row"),
+                               features=f"{array.features:,}", free=size_words(free))
 
 
 def _identity(file: str, array: ArraySource) -> dict[str, Any]:

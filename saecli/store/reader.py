@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, StoreError, StoreOptionError
 from .checks import changed, find_damage, no_show
 from .schema import SHARDS, StoreMeta, read_meta
 from .shard import MappedShards, demand_room, read_layout
@@ -378,5 +378,6 @@ class ActivationStore:
             return StoreError(f"{self.path} holds no whole shard yet; run the command that makes it again")
         remedy = ("make a store of more documents (blank lines separate those of a .txt file)" if unit == "documents"
                   else "import more rows")
-        return StoreError(f"the {split.which} split of {self.path} is empty: of its {self.rows} rows, chosen by a "
-                          f"hash of their {unit}, none belongs to it; {remedy}, or use another --split-seed")
+        return StoreOptionError(None, "the {which} split of {path} is empty: of its {count} rows, chosen by a hash of "
+                                      "their {unit}, none belongs to it", "{advice}, or use another {split_seed}",
+                                which=split.which, path=self.path, count=self.rows, unit=unit, advice=remedy)

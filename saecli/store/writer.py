@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..errors import StoreError
+from ..errors import StoreError, StoreOptionError
 from ..home import STORE_MARKER
 from .admission import Admission
 from .checks import no_show, suspect
@@ -201,8 +201,8 @@ class StoreWriter(ClaimedStore):
             ValueError: shapes or types do not fit the store.
         """
         if self.complete and not self._mended:
-            raise StoreError(f"{self.path} is complete, with {self.rows} rows; expected one to go on with; "
-                             "choose another --name, or remove that store")
+            raise StoreOptionError(None, "{path} is complete, with {count} rows; expected one to go on with",
+                                   "choose another {name}, or remove that store", path=self.path, count=self.rows)
         rows, columns, left_out = self._admit(activations, columns, dropped or {})
         cursor = json.loads(json.dumps(cursor))
         self._ended, self._current = self._ended + self._current, left_out
