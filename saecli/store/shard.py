@@ -28,7 +28,7 @@ from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, Sha
 # What h5py raises, unpredictably, for damaged or foreign files.
 HDF5_ERRORS = (OSError, RuntimeError, KeyError, TypeError, ValueError)
 
-SAMPLED = 8  # one in so many chunks is looked for in the page cache
+SAMPLED = 8  # every 8th chunk is looked up in the page cache
 
 
 @dataclass(frozen=True)
