@@ -1,4 +1,4 @@
-"""saecli: sparse autoencoders from a language model's activations, trained, evaluated and understood.
+"""saecli: train, evaluate and understand sparse autoencoders on a language model's activations.
 
     store = saecli.extract("tiny-gemma2", layer=2, rows=20_000)    # or saecli.open_store("notes")
     sae = saecli.fit(store, solver="pam-sgd", act="topk", k=32)
@@ -7,18 +7,17 @@
     saecli.save_sae(sae, "folder")        # saecli.load_sae("folder") reads it again
     saecli.evaluate(sae, store)           # {"fvu": ..., "l0": ...}, on the held-out rows
 
-Names are imported when they are first used, so that `import saecli` takes no time.
+Names are imported on first use, so that `import saecli` is fast.
 """
 
 import importlib
 import os
 
-# Threads that wait for the next product sleep, and do not spin, unless the user has said how: beside other work
-# spinning takes half of a training's processor time or more (tests/benchmarks/waiting_threads.py). OpenMP reads it as
-# torch is loaded.
+# Waiting OpenMP threads sleep rather than spin, unless the user has set this: beside other work, spinning takes half of
+# a training's CPU time or more (tests/benchmarks/waiting_threads.py). OpenMP reads it when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-TYPE_CHECKING = False  # to a type checker it is true: it knows these names, and no others
+TYPE_CHECKING = False  # true to a type checker, which then knows exactly these names
 if TYPE_CHECKING:
     from typing import Any
 

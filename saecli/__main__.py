@@ -1,10 +1,10 @@
-"""`sae`, which `python -m saecli` is too."""
+"""The entry point of `sae` and `python -m saecli`."""
 
 from . import interrupts
 
 
 def main() -> None:
-    """Run the command line, from its first moment on so that Ctrl-C ends it in order."""
+    """Run the command line, handling Ctrl-C from the first moment."""
     interrupts.watch()
     from .cli import main as run
 

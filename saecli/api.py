@@ -1,12 +1,11 @@
 """saecli from Python: open stores, load, fit and save SAEs.
 
-`saecli/__init__.py` exports what stands here, and imports it when it is first used. Options have the names and the
-meanings of the command line's, whose checks they pass: `sae train --help` says what each does.
+`saecli/__init__.py` exports these functions, and imports them on first use. Options have the names, meanings and checks
+of the command line's; see `sae train --help`.
 
 Shapes: N rows, D = d_in, F = d_sae.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from .store import ActivationStore, Rows
 from .training import Loop, Plan, Record, Trainer, TrainingConfig, origin_of
 from .training.rows import ArrayLike, ArrayRows
 
-# Options of training that are about files, and about the choice of a store's rows.
+# Training options on files, and on the choice of a store's rows.
 OF_FOLDERS, OF_SPLITS = ("keep_every", "tensorboard"), ("fraction", "split_seed")
 
 
@@ -38,8 +37,8 @@ def open_store(store: str | Path | None = None, home: str | Path | None = None) 
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
 
     Returns:
-        The store. `store.split("train" | "test" | "all")` chooses rows, the same as the commands do; their
-        `batches(B, seed=, epoch=)` and `sequential(B)` give arrays (B, D) of float32, each valid until the next.
+        The store. `store.split("train" | "test" | "all")` chooses rows as the commands do; their
+        `batches(B, seed=, epoch=)` and `sequential(B)` yield float32 arrays (B, D), each valid until the next.
 
     Raises:
         StoreError: there is none, or its `store.json` is damaged.
@@ -51,22 +50,22 @@ def open_store(store: str | Path | None = None, home: str | Path | None = None) 
 
 
 def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> SAE:
-    """Load a trained SAE, of `sae train` or of another library.
+    """Load an SAE trained by `sae train` or another library.
 
     Args:
-        run: a run's name in the home, else a folder that holds an SAE as this tool, SAELens, sparsify,
-            dictionary_learning or Gemma Scope saved it, else such a folder on the Hugging Face hub, as
+        run: a run's name in the home, else a folder with an SAE saved by this tool, SAELens, sparsify,
+            dictionary_learning or Gemma Scope, else such a folder on the Hugging Face hub, as
             `user/repo/folder@revision`; None for the newest run.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
 
     Returns:
-        The SAE, on the CPU, in the precision it was saved in. It acts on raw activations: `encode` takes (..., D) to
-        codes (..., F), `decode` codes to reconstructions (..., D), both of any floating-point type to the SAE's own.
+        The SAE, on the CPU, in the precision it was saved in. It acts on raw activations: `encode` maps (..., D) to
+        codes (..., F), `decode` codes to reconstructions (..., D), from any floating-point type to the SAE's own.
 
     Raises:
         RunError: there is no such run or folder, or the run has no SAE yet.
         FormatError: the folder holds no SAE in a known format.
-        HubError: it is none here, and the hub has none there, or cannot be asked.
+        HubError: there is none here, and none on the hub, or the hub cannot be reached.
     """
     return formats.load(find_subject(Home.at(home), None if run is None else str(run)).folder).sae
 
@@ -76,7 +75,7 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native", store: Activa
 
     Args:
         sae: the SAE.
-        folder: new or empty; its parents are made.
+        folder: new or empty; its parents are created.
         format: native, saelens, sparsify, dictionary-learning or gemma-scope, all of which `load_sae` reads.
         store: the store that it was trained on, so that the files name model, layer and site.
 
@@ -93,24 +92,24 @@ def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", ac
         progress: bool = False, **options: Any) -> SAE:
     """Train an SAE, and write no files.
 
-    The loss of a row is `||x_hat - x||^2 + sparsity_weight * penalty`, rows normalised to a mean squared norm of D.
+    The loss per row is `||x_hat - x||^2 + sparsity_weight * penalty`, with rows normalised to a mean squared norm of D.
     PAM-SGD alternates descent on the encoder with the decoder's closed-form optimum; see `saecli/solvers/pam_sgd.py`.
 
     Args:
-        rows: a store, of which the training rows are taken, so that the SAE is that of `sae train` to the bit; rows
-            chosen from one (`store.split("all")`); or raw activations in memory, (N, D), a tensor or an array, each row
-            of which is trained on, in a uniform shuffle.
+        rows: a store, on whose training rows it returns bit for bit the SAE that `sae train` writes; rows chosen from
+            one (`store.split("all")`); or raw activations in memory, (N, D), a tensor or an array, all of which are
+            trained on, uniformly shuffled.
         solver: pam-sgd or sgd.
         act: the activation: relu, jumprelu, topk, relu-topk, abs-topk, batchtopk, swish or soft-topk.
-        progress: show how far it has come on stderr, and what the solver has to say at the end.
-        **options: those of `sae train` that are about training: `d_sae` (F; 4 D by default), `k`, `epochs`, `lr`,
+        progress: show progress on stderr, and the solver's notes at the end.
+        **options: the training options of `sae train`: `d_sae` (F; 4 D by default), `k`, `epochs`, `lr`,
             `sparsity_weight`, `seed`, `device` and so on.
 
     Returns:
         The SAE, acting on raw activations, on the device that it was trained on.
 
     Raises:
-        ConfigError: an option that there is not, that cannot work, or that does nothing with the others.
+        ConfigError: an option that is unknown, invalid, or does nothing with the others.
         StoreError: a shard is missing or damaged.
         TrainingError: it diverged.
 
@@ -147,7 +146,3 @@ def _planned(rows: ActivationStore | Rows | ArrayLike, solver: str, act: str, op
     elif not isinstance(rows, Rows):
         rows = ArrayRows(rows)
     return Plan.resolved(rows, None, training, chosen, activation)
-
-
-def _home(home: str | Path | None) -> Home:
-    return Home(Path(home or os.environ.get("SAE_HOME") or Home.DEFAULT))

@@ -40,11 +40,11 @@ COMMANDS = {
 }
 
 
-TOGETHER = ("extract", "train")  # commands that several processes run together, started by torchrun
+TOGETHER = ("extract", "train")  # commands that torchrun may run in several processes
 
 
 def load(name: str) -> Any:
-    """The Typer command of that name, its module imported now."""
+    """Import a command's module and return its Typer command."""
     module = importlib.import_module(f".commands.{'import_' if name == 'import' else name}", __package__)
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
     paragraphs = inspect.getdoc(module.command).split("\n\n")
@@ -55,7 +55,7 @@ def load(name: str) -> Any:
 
 
 class LazyGroup(TyperGroup):
-    """Imports a command's module when that command is run, so that `sae --help` imports no torch."""
+    """Imports a command's module only when it is run, so that `sae --help` does not import torch."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command to run, and load it."""
@@ -66,7 +66,7 @@ class LazyGroup(TyperGroup):
         return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; of a word that is none of an option's choices, its error says which one is near."""
+        """Run the command; the error for a word that is not among an option's choices suggests the nearest."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
@@ -83,7 +83,7 @@ app = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich",
 
 
 def _plainly(message: str) -> str:
-    """What Typer says of an option's value, without the marks of the library that it checks with."""
+    """Typer's message on an option's value, without phrases of its validation library."""
     message = message.removeprefix("Value error, ")
     if message.startswith("Input should be "):
         return f"expected {message.removeprefix('Input should be ').partition(',')[0]}."
@@ -94,7 +94,7 @@ def _plainly(message: str) -> str:
 
 
 def _listed_only() -> None:
-    """Stands for a command in the list; `LazyGroup` runs the real one."""
+    """A placeholder for a command in the list; `LazyGroup` runs the real one."""
 
 
 for _name, _summary in COMMANDS.items():
@@ -138,7 +138,7 @@ def root(
 
 
 def sentence_for(error: BaseException) -> str | None:
-    """The one sentence that a user is told of an expected failure; None for a bug of ours."""
+    """The sentence to print for an expected failure; None for a bug."""
     if isinstance(error, SaeError):
         return error.sentence(flag_of)
     if is_out_of_memory(error):
@@ -152,7 +152,7 @@ def sentence_for(error: BaseException) -> str | None:
 
 
 def _out_of_memory(error: BaseException) -> str:
-    """What was refused, and what to do about it."""
+    """The sentence for a refused allocation."""
     words = str(error)
     if isinstance(error, ImportError):
         return (f"out of memory: a library could not be loaded ({one_line(error)}); raise the limit on address space "
@@ -165,14 +165,14 @@ def _out_of_memory(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Run the command line, and end with its exit status; of several processes only the first says what is not an
-    error."""
+    """Run the command line, and end with its exit status; of several processes only rank 0 prints anything but errors.
+    """
     errors = sys.stderr
     if rank() > 0 and not os.environ.get("SAE_DEBUG"):
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
     for stream in (sys.stdout, sys.stderr, errors):
-        if isinstance(stream, io.TextIOWrapper):  # not closed, nor taken over by another program's own
-            stream.reconfigure(errors="backslashreplace")  # names can hold what a terminal's encoding cannot
+        if isinstance(stream, io.TextIOWrapper):  # not closed, nor replaced by an embedding program
+            stream.reconfigure(errors="backslashreplace")  # names may have characters that the encoding lacks
     try:
         try:
             app(prog_name="sae")
@@ -188,8 +188,8 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         _end(interrupts.STATUS)
-    except Exception as error:  # the outermost boundary: whatever was not foreseen is named as a bug
-        if interrupts.came():  # which a library turned into an error of its own
+    except Exception as error:  # the outermost boundary: unforeseen errors are reported as bugs
+        if interrupts.came():  # and a library turned it into another error
             _end(interrupts.STATUS)
         if os.environ.get("SAE_DEBUG"):
             raise
@@ -206,17 +206,17 @@ def main() -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """End with a status that says that something failed, or was interrupted."""
+    """End with a status for a failure or an interrupt."""
     if world() == 1:
         sys.exit(status)
-    # What this process still shares with others would wait for those that are gone, or abort as Python tears it down.
+    # Tearing down the process group would wait for processes that have ended, or abort.
     for stream in (sys.__stdout__, sys.__stderr__):
         stream.flush()
     os._exit(status)
 
 
 def _is_first_to_say(sentence: str, error: Exception) -> bool:
-    """Whether none of the other processes that run this command has said it."""
+    """Whether no other process of this command has printed this sentence."""
     from .distributed import is_first_to_say
 
     return is_first_to_say(sentence, blames_another=isinstance(error, PeerError))

@@ -1,7 +1,7 @@
 """Options, each declared once, and configurations made of them.
 
 A configuration subclasses `Config` and declares each field with `option(...)`, beside the code that it configures. The
-`Option` that this makes is all that anyone knows of it: `Config.__post_init__` checks values by it, `options/` makes a
+resulting `Option` is the only description of the field: `Config.__post_init__` checks values by it, `options/` makes a
 Typer parameter of it and checks the values of a TOML file by it, and help pages show it.
 """
 
@@ -16,32 +16,32 @@ from typing import Any, ClassVar, Self
 
 from .errors import ConfigError, unknown_choice
 
-# Whole numbers above 2^53 are lost in JSON readers that know only doubles; other numbers are to fit float32.
+# JSON readers with only doubles round whole numbers above 2^53; other numbers must fit float32.
 LARGEST = {int: 2**53, float: 1e30}
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text in quotes"}
-PAPER: dict[str, Any] = {"panel": "The paper's experiments", "advanced": True}  # for what nothing else needs
+PAPER: dict[str, Any] = {"panel": "The paper's experiments", "advanced": True}  # for options that only these need
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option: what it takes, and what is said of it.
+    """One option: its name, type, allowed values and help.
 
     Args:
-        help: one sentence for the help page, with the unit where there is one.
-        name: what Python calls it, such as d_sae.
-        kinds: the types that it takes, of `KINDS`.
-        optional: whether it can be None, which stands for a default that depends on something else.
-        default: its value where none is given.
+        help: one sentence for the help page, with the unit if any.
+        name: its Python name, such as d_sae.
+        kinds: its types, out of `KINDS`.
+        optional: whether it can be None, for a default that depends on something else.
+        default: its default value.
         minimum: smallest value allowed.
         above: value that must be exceeded.
         maximum: largest value allowed.
         below: value that must not be reached.
-        choices: the words allowed; where numbers are too, the words allowed beside them.
-        check: looks at a word in place of `choices`; raises ValueError with what the word must be.
+        choices: the words allowed; if numbers are too, the words allowed beside them.
+        check: validates a word instead of `choices`; raises ValueError with a description of valid words.
         metavar: how the help page writes the value.
-        panel: the part of the help page that it stands in; None for its configuration's.
-        advanced: whether it is left out of `--help`, and shown by `--help-all` alone.
-        once: whether it takes one value where other numbers may be repeated, for one result a value.
+        panel: its panel of the help page; None for its configuration's.
+        advanced: whether only `--help-all` shows it.
+        once: whether it takes one value even where other numbers may be repeated, for one result per value.
         several: whether it may be given several times, in a file as a list.
     """
 
@@ -64,28 +64,28 @@ class Option:
 
     @property
     def repeatable(self) -> bool:
-        """Whether it is one of the numbers that can be repeated, for one result a value."""
+        """Whether it is a number that can be repeated, for one result per value."""
         return not self.once and not {int, float}.isdisjoint(self.kinds)
 
     @property
     def expected(self) -> str:
-        """What it takes, in words."""
+        """Its type or choices, in words."""
         words = [f"one of {', '.join(self.choices)}" if kind is str and self.choices and not self.check else KINDS[kind]
                  for kind in self.kinds]
         return " or ".join(words) + ", or a list of such" * self.several
 
     def admits(self, value: Any) -> bool:
-        """Whether a value of a TOML file, or one of Python's, is of a type and among the words that it takes."""
+        """Whether a value, from a TOML file or Python, has an allowed type and is among the allowed words."""
         if isinstance(value, list):
             return self.several and bool(value) and not any(isinstance(one, list) or not self.admits(one)
                                                             for one in value)
-        if type(value) is str:  # a command line cannot hold what would end a file's name early either
+        if type(value) is str:  # a NUL would end a file's name, and cannot come from a command line
             known = not self.choices or self.check is not None or value in self.choices
             return str in self.kinds and known and "\0" not in value
         return type(value) in self.kinds or (type(value) is int and float in self.kinds)
 
     def checked(self, value: Any) -> Any:
-        """The value, of the type that it takes; ConfigError where it is none that is allowed."""
+        """The value, converted to the option's type; ConfigError if it is not allowed."""
         if value is None and self.optional:
             return None
         if type(value) in LARGEST and not abs(value) <= LARGEST[type(value)]:
@@ -121,9 +121,9 @@ def option(default: Any, help: str, **rules: Any) -> Any:
     """Declare a configuration field.
 
     Args:
-        default: value when none is given.
+        default: the default value.
         help: one sentence for the help page.
-        **rules: the further fields of `Option`; name, types and default are those of the dataclass field.
+        **rules: further fields of `Option`; name, types and default are taken from the dataclass field.
 
     Returns:
         A dataclass field that carries its `Option`.
@@ -137,7 +137,7 @@ def flag_of(name: str) -> str:
 
 
 def scalar_types(annotation: Any) -> tuple[type, ...]:
-    """The plain types that an annotation admits: `int | str | None` gives `(int, str, NoneType)`."""
+    """The types in an annotation: `(int, str, NoneType)` for `int | str | None`."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         return typing.get_args(annotation)
     return (annotation,)
@@ -159,9 +159,8 @@ class Config:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The configuration that `to_json` wrote; a field that the document lacks, written before there was such an
-        option, takes its default. Raises ConfigError where the document has a field too many, or one with a value not
-        allowed."""
+        """The configuration that `to_json` wrote; missing fields, as in older documents, take their defaults.
+        ConfigError for an unexpected field, or a value that is not allowed."""
         if unexpected := sorted(document.keys() - options_of(cls).keys()):
             raise ConfigError(None, "{config} does not match: unexpected {unexpected}", config=cls.__name__,
                               unexpected=unexpected)
@@ -182,19 +181,19 @@ def options_of(config: type[Config]) -> dict[str, Option]:
 
 
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
-    """Values as lines of TOML, which writes words, numbers and lists as JSON does; None is left out."""
+    """Values as lines of TOML, which writes strings, numbers and lists as JSON does; None is left out."""
     return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None]
 
 
 def choose(table: Mapping[str, type[Config]], selector: str, name: str,
            values: Mapping[str, Any], given: Set[str]) -> Config:
-    """Build the configuration that a table holds under a name, refusing options that are another's.
+    """Build the configuration of a table's entry, refusing options that only other entries have.
 
     Args:
         table: configuration class by name, e.g. the solvers.
         selector: option that selects from the table, e.g. "solver".
         name: the entry selected.
-        values: value by option name, for the options of all entries together.
+        values: value by option name, for the options of all entries.
         given: the options that the user set, as opposed to left at their defaults.
 
     Returns:

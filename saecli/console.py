@@ -1,4 +1,4 @@
-"""What a command says: tables or one JSON document on stdout, notes and progress on stderr."""
+"""A command's output: tables or one JSON document on stdout, notes and progress on stderr."""
 
 import os
 import time
@@ -13,40 +13,40 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from .errors import printable
 from .files import to_json
 
-PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
-PIPE_WIDTH = 140  # characters in a line of a table that goes into a file or a pipe, where COLUMNS says nothing else
+PLAIN_INTERVAL = 15.0  # seconds between progress lines if stderr is not a terminal
+PIPE_WIDTH = 140  # width of tables in a file or pipe, unless COLUMNS is set
 
 
 class Step(Protocol):
-    """Moves a progress display: how much is done, and a few words beside the bar."""
+    """Updates a progress display: how much is done, and a few words beside the bar."""
 
     def __call__(self, done: float, words: str = "") -> None: ...
 
 
 class Listener(Protocol):
-    """Whom work tells how it goes: a `Console`, or where no one asked for words, `Silent`."""
+    """Receives notes and progress: a `Console`, or `Silent`."""
 
     def note(self, text: str) -> None:
-        """Hear something beside the result."""
+        """Receive a message beside the result."""
 
     def progress(self, label: str, total: float | None, unit: str) -> AbstractContextManager[Step]:
-        """Hear how far long work has come; see `Console.progress`."""
+        """Receive the progress of long work; see `Console.progress`."""
 
 
 class Silent:
-    """Hears all, and says nothing."""
+    """Discards notes and progress."""
 
     def note(self, text: str) -> None:
-        """Say nothing."""
+        """Discard a message."""
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
-        """Show nothing; the arguments are those of `Console.progress`."""
+        """Show nothing; arguments as in `Console.progress`."""
         yield lambda done, words="": None
 
 
 def listening(progress: bool) -> Listener:
-    """Who hears a Python function: stderr where progress is asked for, else no one."""
+    """The listener of a Python function: stderr with `progress`, else none."""
     return Console() if progress else Silent()
 
 
@@ -64,18 +64,18 @@ class Console:
 
     @staticmethod
     def _stream(stderr: bool) -> rich.console.Console:
-        # Names are printed as they are, those with square brackets or ":cat:" in them too.
+        # Names are printed as they are, even with square brackets or ":cat:" in them.
         console = rich.console.Console(stderr=stderr, highlight=False, markup=False, emoji=False)
         if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
             console.width = PIPE_WIDTH
         return console
 
     def note(self, text: str) -> None:
-        """Say something beside the result, on stderr."""
+        """Print a message beside the result, on stderr."""
         self._err.print(printable(text), soft_wrap=True)
 
     def result(self, document: dict[str, Any], *shown: rich.console.RenderableType) -> None:
-        """Print the command's result: the document with `--json`, else what is shown to people."""
+        """Print the command's result: with `--json` the document, else `shown`."""
         if self.as_json:
             print(to_json(document))
             return
@@ -84,15 +84,15 @@ class Console:
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
-        """Show how far long work has come, with its rate and the time left.
+        """Show the progress of long work, with its rate and the time left.
 
         Args:
-            label: what is being done.
-            total: how many units make the whole, or None where no one knows.
-            unit: what is counted.
+            label: a name for the work.
+            total: number of units in all; None if unknown.
+            unit: the unit's name.
 
         Yields:
-            A function that is told how many units are done.
+            A function to call with the number of units done.
         """
         started = time.monotonic()
 
@@ -122,7 +122,7 @@ class Console:
             nonlocal last
             if time.monotonic() - last >= PLAIN_INTERVAL:
                 last = time.monotonic()
-                share = f"{done:,.0f} of {total:,.0f}" if total else f"{done:,.0f}"
-                self.note(f"{label}: {share} {unit}, {rate(done)}{left(done)}  {words}".rstrip())
+                count = f"{done:,.0f} of {total:,.0f}" if total else f"{done:,.0f}"
+                self.note(f"{label}: {count} {unit}, {rate(done)}{left(done)}  {words}".rstrip())
 
         return step

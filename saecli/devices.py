@@ -1,4 +1,4 @@
-"""The devices that torch computes on."""
+"""Torch devices."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from .torchrun import local_world, world
 
 
 def device_named(name: str) -> torch.device:
-    """The device that `--device` asks for; ConfigError where there is no such device."""
+    """The device for a value of `--device`; ConfigError if there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda:") and world() > 1 and local_world() > 1:
@@ -17,7 +17,7 @@ def device_named(name: str) -> torch.device:
                           processes=local_world())
     try:
         device = torch.device(name)
-    except RuntimeError:  # which lists all that torch was ever written for
+    except RuntimeError:  # its message lists every kind of device that torch has had
         raise ConfigError("device", "must be cpu, cuda, cuda:N or auto, got {given}", given=repr(name)) from None
     try:
         torch.zeros(1, dtype=torch.float64, device=device).item()  # sums are float64, which not every device has
@@ -28,8 +28,8 @@ def device_named(name: str) -> torch.device:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on a device, without waiting for what that has still to do; for a CPU the tensor itself,
-    elsewhere its memory can be used again at once."""
+    """Copy a CPU tensor to a device without blocking; its memory can then be reused. For a CPU, the tensor itself.
+    """
     if device.type == "cpu":
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)  # what can be paged out is copied while the host waits
+    return tensor.pin_memory().to(device, non_blocking=True)  # copies from pageable memory would block

@@ -1,7 +1,7 @@
-"""JSON documents, which anyone may have edited: each is checked against a type as it is read.
+"""JSON documents, which anyone may have edited: each is checked against a type when read.
 
-A document's type is a dataclass whose fields' annotations say all that is relied on; pydantic checks it, strictly: no
-word stands for a number, and no number for a word. Fields that a type does not have are left out.
+A document's type is a dataclass whose annotations state all that is relied on. Pydantic checks it strictly, without
+converting strings to numbers or numbers to strings. Fields that the type does not have are ignored.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ def read_json(path: Path, kind: type[Document]) -> Document:
 
     Args:
         path: a regular file of JSON text.
-        kind: what it must be.
+        kind: the document's type.
 
     Raises:
         FileNotFoundError: there is no such file.
-        OSError: it is no regular file, or cannot be read.
-        ValueError: its text is no JSON, or the document is not of that type; says what of it.
+        OSError: it is not a regular file, or cannot be read.
+        ValueError: it is not JSON, or not of that type; the message says where.
     """
     return parse_json(regular(path).read_bytes(), kind)
 
@@ -33,9 +33,9 @@ def parse_json(text: str | bytes, kind: type[Document]) -> Document:
     """The document in a text; see `read_json`.
 
     Raises:
-        ValueError: it is no JSON, or not of that type; says what of it.
+        ValueError: it is not JSON, or not of that type; the message says where.
     """
-    from pydantic import ValidationError  # takes 0.1 s to import, which `sae --help` has no use for
+    from pydantic import ValidationError  # takes 0.1 s to import, and `sae --help` does not need it
 
     try:
         return _adapter(kind).validate_json(text, strict=True)
@@ -45,11 +45,11 @@ def parse_json(text: str | bytes, kind: type[Document]) -> Document:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where rows came from, as stores and the files of SAEs say it, as far as they do.
+    """Where rows came from, as recorded in stores and the files of SAEs; None where unknown.
 
     Args:
         model: hub id, folder or name of the language model.
-        layer: the block, counted from 0.
+        layer: the block, from 0.
         site: where in the block.
         dataset: the text.
         context: tokens in a window.
@@ -70,8 +70,7 @@ class _Versioned:
 
 
 def demand_version(text: str | bytes, newest: int) -> None:
-    """Refuse a document of a newer version than this tool knows, whatever else is in it; ValueError where its
-    `format_version` is newer, or there is none."""
+    """Raise a ValueError if a document's `format_version` is missing or newer than `newest`, whatever else is in it."""
     version = parse_json(text, _Versioned).format_version
     if version > newest:
         raise ValueError(f"expected format version {newest} or older, got {version}; upgrade saecli to read it")
@@ -85,7 +84,7 @@ def _adapter(kind: type) -> Any:
 
 
 def _sentence(problem: Any) -> str:
-    """What is wrong, of one of pydantic's errors."""
+    """The message for one of pydantic's errors."""
     field = ".".join(map(str, problem["loc"]))
     at = f"{field}: " if field else ""
     if problem["type"] == "missing":

@@ -3,6 +3,7 @@
     SaeError
     |-- ConfigError   (ValueError)   an option or argument that cannot work
     |-- StoreError    (OSError)      an activation store or one of its shards
+    |   `-- StoreOptionError          the same, where another value of an option would help
     |-- FormatError   (ValueError)   a file in a format that cannot be read or written
     |-- RunError      (ValueError)   a training run that is missing, foreign or unfinished
     |-- ModelError    (OSError)      a language model or text that cannot be loaded
@@ -80,6 +81,10 @@ class ConfigError(_OptionsError, ValueError):
 
 class StoreError(SaeError, OSError):
     """An activation store or one of its shards that is missing, damaged or of another version."""
+
+
+class StoreOptionError(_OptionsError, StoreError):
+    """A StoreError that advises another value of an option; its arguments are those of `ConfigError`."""
 
 
 class FormatError(SaeError, ValueError):

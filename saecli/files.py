@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files and folders written atomically."""
 
 import csv
 import fcntl
@@ -22,12 +22,11 @@ KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a soc
 
 
 class NotAFile(OSError):  # noqa: N818 - named as NotADirectoryError is
-    """What stands at a path is no regular file: to open a pipe waits for its other end, a device may never end."""
+    """A path that is not a regular file: opening a pipe blocks until its other end opens, and a device may not end."""
 
 
 def regular(path: Path) -> Path:
-    """The path, where a regular file stands at it, or a link to one; NotAFile where something else does, and
-    FileNotFoundError or another OSError as the system says."""
+    """The path, if it is a regular file or a link to one; else NotAFile, FileNotFoundError or another OSError."""
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind != stat.S_IFREG:
         raise NotAFile(f"expected a file, got {KINDS.get(kind, 'something else')}")
@@ -35,7 +34,7 @@ def regular(path: Path) -> Path:
 
 
 def is_utf8(path: Path) -> bool:
-    """Whether the path's name is UTF-8, as it must be where safetensors is to open it."""
+    """Whether the path is UTF-8, as safetensors requires."""
     return str(path).encode("utf-8", "replace") == os.fsencode(path)
 
 
@@ -49,8 +48,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal; cost: one read of the file. Raises OSError where it is no regular
-    file, or cannot be read."""
+    """The SHA-256 of a file's bytes, in hexadecimal; OSError if it is not a regular file, or cannot be read."""
     with regular(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -61,15 +59,15 @@ def partial_path(path: Path) -> Path:
 
 
 def as_named(text: str) -> str:
-    """A message with every `partial_path` in it replaced by the path at which the file was to appear."""
+    """A message with every `partial_path` in it replaced by the final path."""
     return _PARTIAL.sub(r"\1", text)
 
 
 def settle(temporary: Path, path: Path) -> None:
-    """Flush a finished temporary file to disk and let it appear at `path`, in the same folder.
+    """Flush a finished temporary file to disk and rename it to `path`, in the same folder.
 
     Raises:
-        OSError: the disk refuses it; `path` is as it was.
+        OSError: the disk refuses it; `path` is unchanged.
     """
     temporary.chmod(0o666 & ~_umask())  # some writers make files that only their owner may read
     flush_to_disk(temporary)
@@ -87,11 +85,10 @@ def _umask() -> int:
 def appearing_whole(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success flush it to disk and rename it to `path`.
 
-    On any failure, a full disk and an interrupt included, the temporary file is removed and whatever stood
-    at `path` before is untouched.
+    On any failure, including a full disk or an interrupt, the temporary file is removed and `path` is unchanged.
     """
     temporary = partial_path(path)
-    temporary.unlink(missing_ok=True)  # of a process that was killed; or what to write to would wait for ever
+    temporary.unlink(missing_ok=True)  # left by a killed process; or a pipe, on which writing would block
     try:
         yield temporary
         settle(temporary, path)
@@ -101,7 +98,7 @@ def appearing_whole(path: Path) -> Iterator[Path]:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether `folder_appearing_whole` can write there: nothing has that name yet, or an empty folder."""
+    """Whether `folder_appearing_whole` can write there: there is nothing, or an empty folder."""
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
@@ -109,7 +106,7 @@ def is_free(folder: Path) -> bool:
 def folder_appearing_whole(folder: Path) -> Iterator[Path]:
     """Yield an empty temporary folder beside `folder`; on success rename it to `folder`, which `is_free`.
 
-    On any failure, an interrupt included, the temporary folder is removed with all that is in it.
+    On any failure, including an interrupt, the temporary folder is removed with its contents.
     """
     make_folder(folder.parent)
     temporary = partial_path(folder)
@@ -125,8 +122,8 @@ def folder_appearing_whole(folder: Path) -> Iterator[Path]:
 
 
 def storable(document: Any) -> Any:
-    """The document with every NaN and infinity, which JSON cannot hold, replaced by None, and with the bytes of files'
-    names that are no UTF-8, which readers of JSON refuse, escaped."""
+    """The document with NaN and infinities, which JSON lacks, replaced by None, and bytes in file names that are not
+    UTF-8, which readers of JSON refuse, escaped."""
     if isinstance(document, dict):
         return {key: storable(value) for key, value in document.items()}
     if isinstance(document, list | tuple):
@@ -144,17 +141,17 @@ def to_json(document: Any, indent: int | None = None) -> str:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a JSON document that appears whole or not at all."""
+    """Write a JSON document atomically."""
     with appearing_whole(path) as temporary:
         temporary.write_text(to_json(document, indent=2) + "\n", encoding="utf-8")
 
 
 def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table that appears whole or not at all, its folder made if need be.
+    """Write a table atomically, creating its folder if missing.
 
     Args:
         path: the file.
-        lines: one mapping a line; their keys, in the order in which they first occur, are the columns. Numbers keep
+        lines: one mapping per line; their keys, in the order in which they first occur, are the columns. Numbers keep
             every digit, NaNs and infinities are left empty.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,10 +163,9 @@ def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Find out, before the work, whether a file can be written at a path, its folder made if need be; leaves nothing.
-    Raises OSError where it cannot."""
+    """Raise an OSError if a file, and missing folders, cannot be written at a path; leaves nothing behind."""
     with suppress(FileNotFoundError):
-        regular(path)  # what would be replaced
+        regular(path)  # would be replaced
     made = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,8 +177,7 @@ def check_place(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, so that they outlast a power cut; one that is there is left as it is. Raises
-    OSError where the disk refuses it."""
+    """Create a folder and its missing parents, flushed to disk; OSError if the disk refuses it."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(made):
@@ -190,28 +185,25 @@ def make_folder(path: Path) -> None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock a folder, which is made if need be, against other processes that lock it.
-
-    Args:
-        folder: the folder.
+    """Lock a folder, created if missing, against other processes that lock it.
 
     Returns:
-        A descriptor to close when done; the system closes it, and lets go of the lock, if the process dies.
+        A descriptor to close when done; the system closes it, and so releases the lock, if the process dies.
 
     Raises:
         BlockingIOError: another process holds the lock.
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created.
     """
     while True:
         make_folder(folder)
         try:
-            # A file of its own: network file systems lock no folders.
+            # A separate file, since network file systems cannot lock folders.
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process may have removed the folder, lock and all, since the file was opened.
+            # Another process may have removed the folder with the lock since the file was opened.
             if os.path.samestat(os.stat(folder / LOCK), os.fstat(descriptor)):
                 return descriptor
         except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The pages of `sae --help` and `sae COMMAND --help`, in frames as Typer's, but drawn without rich.
+"""The pages of `sae --help` and `sae COMMAND --help`, framed like Typer's, but drawn without rich.
 
-Importing what Typer renders with takes as long as Typer itself, and rich's tables alone half as long. Its tables also
-give a column to each option's type, which leaves a terminal of 80 columns 25 for what an option does.
+Importing Typer's renderer takes as long as Typer itself, and rich's tables alone half as long. Its tables also have a
+column for types, which on a terminal of 80 columns leaves 25 for an option's description.
 """
 
 import os
@@ -15,9 +15,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-ROUND, PLAIN = "╭─╮│╰╯", "+-+|++"  # corners and edges, and those for an output that cannot show the others
+ROUND, PLAIN = "╭─╮│╰╯", "+-+|++"  # corners and edges: in UTF, and for other encodings
 LEAST_WIDTH = 50
-LONGEST_NAME = 26  # letters of an option and its value beside which there is room for words; a longer one has a line
+LONGEST_NAME = 26  # letters of an option and its value; a longer one has a line of its own
 
 
 class Command(TyperCommand):
@@ -36,19 +36,19 @@ class Command(TyperCommand):
 
 
 def show_root_help(group: Any, ctx: Any) -> None:
-    """Print the page of all commands, a group, whose context makes formatters."""
+    """Print the page of a group with its commands."""
     commands = [(name, group.get_command(ctx, name).help) for name in group.list_commands(ctx)]
     _show(group, ctx, _panels(group, ctx, frozenset()) | {"Commands": commands})
 
 
 def _panels(command: Any, ctx: Any, left_out: frozenset[str]) -> dict[str, list[tuple[str, str]]]:
-    """The parameters of each panel, each how it is written and what it does; arguments first."""
+    """The parameters of each panel, as names and descriptions; arguments first."""
     panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
     for parameter in command.get_params(ctx):
         if parameter.name not in left_out and (record := parameter.get_help_record(ctx)):
             named = parameter.param_type_name == "option"
             panel = getattr(parameter, "rich_help_panel", None) or ("Options" if named else "Arguments")
-            words = record[1].replace("\\[", "[")  # as older Typers mark them for rich
+            words = record[1].replace("\\[", "[")  # older Typers escape brackets for rich
             panels.setdefault(panel, []).append((record[0], " ".join(words.split())))
     return {title: entries for title, entries in panels.items() if entries}
 
@@ -64,12 +64,12 @@ def _show(command: Any, ctx: Any, panels: dict[str, list[tuple[str, str]]], note
     for title, entries in panels.items():
         page += _framed(title, entries, width, edges)
     page += [f" {note}"] * bool(note)
-    # Printed here as Typer does: of what is returned to it, it shows nothing where there were no arguments.
+    # Printed here, since Typer drops returned text if there were no arguments.
     typer.echo("\n".join(page), color=False if os.environ.get("NO_COLOR") else None)
 
 
 def _framed(title: str, entries: Sequence[tuple[str, str]], width: int, edges: str) -> list[str]:
-    """The lines of a frame around names, each with what it does."""
+    """The lines of a frame around names and descriptions."""
     left, line, right, side, low_left, low_right = edges
     column = max((len(name) for name, _ in entries if len(name) <= LONGEST_NAME), default=LONGEST_NAME) + 2
     side = typer.style(side, dim=True)
@@ -90,7 +90,7 @@ def _name(text: str) -> str:
 
 
 def _broken(name: str, room: int) -> list[str]:
-    """A name in lines that fit, broken where its value lists words."""
+    """A name in lines that fit, broken between the choices of its value."""
     lines = [""]
     for part in re.split(r"(?<=[| ])", name):
         if len(lines[-1]) + len(part) > room:

@@ -17,12 +17,12 @@ RUN_MARKER = "run.json"
 UNREADABLE = "restore it, or remove the folder to go on without it"  # what to do about a marker that cannot be read
 RUN_VERSION = 1  # of run.json
 LISTED = 3  # entries that a message names
-NAME_BYTES = 200  # of UTF-8: file systems take 255, and there are longer names beside a folder while it is written
+NAME_BYTES = 200  # of UTF-8: file systems allow 255, and temporary names are longer
 
 
 @dataclass(frozen=True)
 class Marker:
-    """What the marker file of a store or a run says of both.
+    """The entries that the marker files of stores and runs have in common.
 
     Args:
         created: when it was begun; see `now`.
@@ -35,14 +35,14 @@ class Marker:
 
 @dataclass(frozen=True)
 class Named:
-    """A solver or an activation with its settings, of which only the name is looked at here."""
+    """A solver or an activation, by name; its settings are not read here."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Settings of a training that say what it was trained on.
+    """The training settings that determine its data and width.
 
     Args:
         split_seed: seed of the split into training and held-out rows.
@@ -57,21 +57,21 @@ class Trained:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a training: its measures, and all else that `sae train` prints."""
+    """The result of a training, as `sae train` prints it; only the measures are read here."""
 
     final: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RunDocument(Marker):
-    """A `run.json`, as far as it tells what the run's SAE is.
+    """The entries of a `run.json` that describe the run's SAE.
 
     Args:
         data: name of the store that it was trained on.
-        training: the settings; `sae train --resume` reads the others too.
-        solver: how it was trained.
-        activation: the SAE's.
-        data_hash: request hash of the store; None where no one knows.
+        training: training settings; `sae train --resume` reads the others too.
+        solver: the solver.
+        activation: the SAE's activation.
+        data_hash: request hash of the store; None if unknown.
         result: None until it is finished.
     """
 
@@ -84,21 +84,21 @@ class RunDocument(Marker):
 
 
 def now() -> str:
-    """The time that a marker file records as its `created`, in ISO 8601 with microseconds, UTC."""
+    """The time, for a marker's `created`, in ISO 8601 with microseconds, UTC."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def checked_name(name: str, what: str = "{name}") -> str:
-    """The name of a run or of a store, which becomes a folder's.
+    """Check the name of a run or a store, which becomes a folder's.
 
     Args:
         name: the name.
-        what: what it is, as a message says; a name in braces is an option's, see `ConfigError`.
+        what: its description in messages; a name in braces is an option's, see `ConfigError`.
 
     Raises:
-        ConfigError: it cannot be a folder's everywhere, or not be shown as it is.
+        ConfigError: not every file system allows it as a folder's name, or it cannot be printed.
     """
-    # What cannot be printed has no UTF-8 either, or acts on the terminal.
+    # Unprintable characters have no UTF-8, or control the terminal.
     if name and name.isprintable() and not name.startswith(".") and "/" not in name \
             and len(name.encode()) <= NAME_BYTES:
         return name
@@ -109,16 +109,14 @@ def checked_name(name: str, what: str = "{name}") -> str:
 
 @dataclass(frozen=True)
 class Shelf:
-    """One kind of thing in the home: a folder of folders, each with a JSON marker file.
-
-    A marker is a JSON object with `created` (see `now`) and `complete` (whether it was finished).
+    """The stores or the runs of a home: a folder of folders, each with a JSON marker file, see `Marker`.
 
     Args:
         path: the folder that holds them.
-        noun: what one is called in messages.
+        noun: the name for one in messages.
         marker: file name of the marker.
         error: the error raised when one is missing or unreadable.
-        remedy: how one is made.
+        remedy: how to make one.
     """
 
     path: Path
@@ -128,11 +126,11 @@ class Shelf:
     remedy: str
 
     def names(self) -> list[str]:
-        """The names of all entries, newest first, those whose marker cannot be read last."""
+        """The names of all entries, newest first, and unreadable ones last."""
         return list(self.markers())
 
     def markers(self) -> dict[str, Marker | None]:
-        """The marker of every entry by its name, newest first; last, and None, one that cannot be read."""
+        """The marker of every entry by name, newest first; unreadable ones are None, and last."""
         names = [path.parent.name for path in self.path.glob(f"*/{self.marker}")]
         found = {name: self._marker_or_none(name) for name in names}
         return dict(sorted(found.items(), key=lambda entry: (entry[1].created if entry[1] else "", entry[0]),
@@ -145,14 +143,14 @@ class Shelf:
     def unmarked(self) -> dict[str, str]:
         """The folders that hold something but no marker, by name, each with a sentence on what to do about it.
 
-        What a starting command holds, its hidden lock, is nothing.
+        Hidden files do not count, such as the lock of a starting command.
         """
         folders = (path for path in self.path.glob("[!.]*") if path.is_dir() and not (path / self.marker).exists())
         return {path.name: f"{path} is no {self.noun}: expected {self.marker} in it, got none; {UNREADABLE}"
                 for path in sorted(folders) if any(path.glob("[!.]*"))}
 
     def read_marker(self, name: str) -> Marker:
-        """The marker of an entry; SaeError where it is none."""
+        """The marker of an entry; SaeError if it is missing or invalid."""
         path = self.path / name / self.marker
         try:
             return read_json(path, Marker)
@@ -160,18 +158,18 @@ class Shelf:
             raise self.error(f"cannot read {path}: {error}; {UNREADABLE}") from error
 
     def _marker_or_none(self, name: str) -> Marker | None:
-        # One damaged entry must not block the commands that are about others.
+        # One damaged entry must not block commands on others.
         try:
             return self.read_marker(name)
         except self.error:
             return None
 
     def find(self, name: str | None) -> Path:
-        """The folder of an entry; without a name, of the newest that is complete, else of the newest.
+        """The folder of an entry; without a name, of the newest complete one, else of the newest.
 
         Raises:
-            SaeError: there is none of that name, or none at all, and the message names those that are nearest; or its
-                marker cannot be read.
+            SaeError: there is none of that name (the message names similar ones), or none at all; or its marker cannot
+                be read.
         """
         markers = self.markers()
         if name is not None and name not in markers:
@@ -181,11 +179,11 @@ class Shelf:
         if name is None:
             complete = [n for n, marker in markers.items() if marker and marker.complete]
             name = (complete or list(markers))[0]
-        self.read_marker(name)  # raises, where none can be read
+        self.read_marker(name)  # raises if it is unreadable
         return self.path / name
 
     def instead_of(self, name: str) -> str:
-        """What there is where no entry has that name: those spelt nearly so, else the newest, and how many more."""
+        """In words, entries with a name similar to one that does not exist, else the newest, and how many more."""
         names = self.names()
         if not names:
             return f"{self.path} holds none, {self.remedy}"
@@ -196,16 +194,12 @@ class Shelf:
 
 
 def read_run(path: Path) -> RunDocument:
-    """What a `run.json` says; RunError where it is not what `sae train` writes, or is of a newer version."""
+    """Read a `run.json`; RunError if it is not as `sae train` writes it, or of a newer version."""
     return _read_run(path, RunDocument)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """All that a `run.json` says, as it stands there.
-
-    Raises:
-        RunError: as of `read_run`.
-    """
+    """All entries of a `run.json`; RunError as in `read_run`."""
     return _read_run(path, dict[str, Any])
 
 

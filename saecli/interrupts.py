@@ -1,6 +1,6 @@
-"""What Ctrl-C does, at any moment of a command: status 130, and one sentence on what was kept.
+"""Ctrl-C at any moment of a command: exit status 130, and one sentence on what was kept.
 
-Needs nothing but the standard library, since it is in place before anything else is loaded.
+Uses only the standard library, since it is installed before anything else is loaded.
 """
 
 import os
@@ -10,7 +10,7 @@ import threading
 
 from .torchrun import rank
 
-TYPE_CHECKING = False  # typing takes a while to import, in which Ctrl-C would still be Python's
+TYPE_CHECKING = False  # while typing was imported, Python would still handle Ctrl-C
 if TYPE_CHECKING:
     from typing import Any
 
@@ -22,8 +22,8 @@ _came = False
 
 
 def watch() -> None:
-    """End at once by Ctrl-C: an exception would leave libraries half loaded, which some turn into another. Where Ctrl-C
-    is ignored, as by `nohup`, it stays so."""
+    """From here on Ctrl-C ends the process at once: an exception would leave libraries half loaded, and some turn it
+    into another. If Ctrl-C is ignored, as under `nohup`, it stays so."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
         sys.unraisablehook = _pass_on
@@ -36,13 +36,13 @@ def begin() -> None:
 
 
 def end() -> None:
-    """From here on Ctrl-C does nothing: the status is settled. Python would make it end the process by the signal."""
+    """From here on Ctrl-C does nothing, as the exit status is decided; Python would end the process by the signal."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def came() -> bool:
-    """Whether Ctrl-C came while the command ran, whatever a library made of it."""
+    """Whether Ctrl-C was pressed while the command ran, even if a library swallowed or changed the exception."""
     return _came
 
 
@@ -59,10 +59,9 @@ def _interrupt(number: int, frame: "Any") -> None:
 
 
 def _pass_on(ignored: "Any") -> None:
-    """Interrupt the command anew, once the callback is over that an interrupt fell into: Python would print it and go
-    on."""
+    """Interrupt the command again after a callback that swallowed the interrupt, which Python would only print."""
     if issubclass(ignored.exc_type, KeyboardInterrupt):
         main = threading.main_thread().ident
-        threading.Timer(0.01, lambda: signal.pthread_kill(main, signal.SIGINT)).start()  # wakes it, where it waits
+        threading.Timer(0.01, lambda: signal.pthread_kill(main, signal.SIGINT)).start()  # wakes it if it waits
     else:
         sys.__unraisablehook__(ignored)

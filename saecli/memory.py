@@ -1,4 +1,4 @@
-"""What the machine has left, and whether it has run out."""
+"""Available memory, and whether an error means that there was too little."""
 
 import errno
 import os
@@ -8,17 +8,17 @@ from pathlib import Path
 from .errors import MachineError
 
 CGROUP = Path("/sys/fs/cgroup")
-LEAST_ADDRESS_SPACE = 2 << 30  # bytes; with less, libraries abort the process as they are loaded, or wait for threads
-# What an allocation that failed is called by torch on a CPU and on devices, by CUDA's libraries, by the loader of
-# libraries, and by Python where a thread finds no room for its stack.
+LEAST_ADDRESS_SPACE = 2 << 30  # bytes; with less, libraries abort the process while loading, or wait for threads
+# Messages on failed allocations by torch on a CPU and on devices, CUDA's libraries, the dynamic linker, and Python if
+# a thread has no room for its stack.
 REFUSALS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory", "_ALLOC_FAILED",
             "bad_alloc", "failed to map segment", "can't start new thread")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory was refused; mostly its words alone tell.
+    """Whether an error means a failed allocation, mostly by its message.
 
-    An access to memory that is not there, as CUDA's "an illegal memory access was encountered", is another thing.
+    Illegal accesses, such as CUDA's "an illegal memory access was encountered", do not count.
     """
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
@@ -27,8 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def demand_address_space() -> None:
-    """Refuse to begin where libraries cannot be loaded; MachineError where `ulimit -v` leaves less than
-    `LEAST_ADDRESS_SPACE`."""
+    """Raise a MachineError if `ulimit -v` is below `LEAST_ADDRESS_SPACE`, with which libraries cannot be loaded."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
         raise MachineError(f"too little address space to load the libraries: expected {LEAST_ADDRESS_SPACE >> 20:,} "
@@ -36,7 +35,7 @@ def demand_address_space() -> None:
 
 
 def available_memory() -> int:
-    """Bytes of memory that a process can still take without swapping, its container's limit respected."""
+    """Bytes of memory that a process can allocate without swapping, within its container's limit."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

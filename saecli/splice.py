@@ -1,9 +1,9 @@
-"""What becomes of a language model whose activations at one site are replaced by an SAE's reconstructions.
+"""The effect on a language model of replacing its activations at one site by an SAE's reconstructions.
 
-The windows of tokens are put together again from the token ids that a store keeps beside its rows, so that
-neither the text nor the network is needed. Special tokens (BOS) keep their own activations, and predictions made
-from them are left out of every mean; only where the site is set to zero, it is so at all tokens. SAELens' current
-evaluation does the same. Shapes: B windows, T tokens, D = d_in, V vocabulary.
+The windows of tokens are rebuilt from the token ids that a store keeps beside its rows, so that neither the text nor
+the network is needed. Special tokens (BOS) keep their own activations, and predictions from them are excluded from
+every mean; but zero ablation applies to all tokens. SAELens' current evaluation does the same. Shapes: B windows, T
+tokens, D = d_in, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,11 +24,11 @@ BATCH_LOGITS = 1 << 25  # logits at a time: 128 MB in float32, held a few times 
 
 
 def check_rows(rows: Rows, place: ModelSource) -> None:
-    """Refuse rows that cannot be put together again, or that are not of a model's shape; loads no weights.
+    """Refuse rows from which windows cannot be rebuilt, or that do not fit a model; loads no weights.
 
     Raises:
-        StoreError: the rows keep no tokens, not all of a window's, or do not say where they come from.
-        ConfigError: the model has another width, fewer layers or fewer positions.
+        StoreError: the store has no tokens, not all of a window's, or does not record where they came from.
+        ConfigError: the model has another width, or too few layers or positions.
     """
     store, source = rows.store, rows.store.meta.source
     expected = f"{store.name} cannot be run through a model: expected"
@@ -50,11 +50,7 @@ def check_rows(rows: Rows, place: ModelSource) -> None:
 
 
 def check_tokens(rows: Rows, model: LanguageModel, prefix: Sequence[int]) -> None:
-    """Refuse rows whose tokens the model does not know, or of which no window is whole.
-
-    Raises:
-        StoreError, ConfigError: they are such.
-    """
+    """Raise a ConfigError for rows with tokens that the model lacks, or a StoreError if no window is whole."""
     if (largest := _largest(rows, "token_id")) >= model.vocabulary:
         raise _unfit(rows, model.source, f"a token {largest}, got token ids below {model.vocabulary}")
     next(stored_windows(rows, prefix, 1))
@@ -73,15 +69,15 @@ def _largest(rows: Rows, column: str) -> int:
 def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[list[int]]:
     """The first windows of tokens among a store's rows.
 
-    A window of which the store dropped a token other than the prefix is left out, for it cannot be put together.
+    A window from which the store dropped a token outside the prefix is skipped, since it cannot be rebuilt.
 
     Args:
         rows: rows of a store that keeps every position of its windows.
-        prefix: the special tokens that stand before each window, which the store drops.
-        tokens: how many tokens, the prefix not counted, are enough.
+        prefix: the special tokens before each window, which the store drops.
+        tokens: number of tokens to stop at, not counting the prefix.
 
     Yields:
-        The token ids of windows in stored order; whole ones, so that there may be a few tokens more.
+        The token ids of whole windows, in stored order; in all, there may be a few more tokens.
 
     Raises:
         StoreError: the rows make no whole window.
@@ -100,7 +96,7 @@ def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[l
 
 
 def _spans(rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
-    """The positions and token ids of each run of rows that come from one window."""
+    """The positions and token ids of each run of rows of one window."""
     waiting = np.empty((3, 0), np.int64)
     for columns in zip(*(rows.column(name, READ) for name in COLUMNS), strict=True):
         waiting = np.concatenate([waiting, np.stack(columns)], axis=1)
@@ -114,24 +110,23 @@ def _spans(rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
 @torch.no_grad()
 def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor, layer: int, site: str,
             saes: Sequence[SAE], show: Callable[[int], None]) -> list[dict[str, Any]]:
-    """Splice SAEs into a model, each on its own.
+    """Splice SAEs into a model, one at a time.
 
     Args:
         model: the language model, loaded with its head.
-        windows: the token ids that it reads.
-        special: token ids whose activations stay as they are, and whose predictions do not count.
+        windows: the token ids of its inputs.
+        special: token ids whose activations are not replaced, and whose predictions do not count.
         layer: block, from 0.
         site: where in it; see `language_model.SITES`.
         saes: the SAEs, of the site's width.
-        show: told after each batch how many tokens are done.
+        show: called after each batch with the number of tokens done.
 
     Returns:
-        For each SAE: tokens, how many counted; ce_clean, ce_spliced and ce_zero, the mean cross-entropy of the
-        next token in nats, of the model as it is, with the SAE's reconstructions, and with zeros at the site;
-        ce_recovered, `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`; kl, the mean of KL(clean || spliced) in
-        nats.
+        For each SAE: tokens, the number that counted; ce_clean, ce_spliced and ce_zero, the next token's mean
+        cross-entropy in nats, of the model itself, with the SAE's reconstructions, and with zeros at the site;
+        ce_recovered, `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`; kl, the mean of KL(clean || spliced) in nats.
 
-    Cost: 2 forward passes, and one more for each SAE.
+    Cost: 2 forward passes, and one more per SAE.
     """
     most = BATCH_LOGITS // model.source.config.get_text_config().vocab_size
     sums = torch.zeros(len(saes), 2, dtype=torch.float64)  # cross-entropy, KL
@@ -161,7 +156,7 @@ def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor,
 
 
 def _batches(windows: Iterable[list[int]], most: int) -> Iterator[list[list[int]]]:
-    """The windows in lists that take `most` tokens when padded, at least one window each."""
+    """The windows in lists of at most `most` tokens when padded, or of one window."""
     pending: list[list[int]] = []
     for window in windows:
         longest = max(len(other) for other in [*pending, window])
@@ -185,18 +180,18 @@ def padded(windows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def is_plain(token_ids: Tensor, mask: Tensor, special: Tensor) -> Tensor:
-    """Where there is a token that is neither padding nor special, (B, T), bool."""
+    """Whether each token is neither padding nor special, (B, T), bool."""
     return (mask == 1) & ~torch.isin(token_ids, special)
 
 
 def _cross_entropy(log_probabilities: Tensor, following: Tensor, scored: Tensor) -> Tensor:
-    """Sum over the scored tokens of minus the log-probability of the next, float64."""
+    """The cross-entropy of the next token, summed over the scored tokens, float64."""
     chosen = log_probabilities[:, :-1].gather(-1, following[..., None])[..., 0]
     return -chosen[scored].sum(dtype=torch.float64)
 
 
 def _reconstructed(sae: SAE, x: Tensor, plain: Tensor) -> Tensor:
-    """The activations (B, T, D) with those of plain tokens replaced by their reconstructions."""
+    """The activations (B, T, D), replaced by their reconstructions at plain tokens."""
     result = x.clone()
     result[plain] = sae(x[plain].to(sae.W_enc)).to(x)
     return result

@@ -1,4 +1,4 @@
-"""Tables for a console, no wider than it is."""
+"""Tables that fit the console's width."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from rich.text import Text
 from .errors import printable
 from .wording import number
 
-PHRASE = 24  # characters; cells of several words that are longer may fold between these for a place beside others
+PHRASE = 24  # characters; longer cells of several words may fold between words
 LONG_WORD = 12  # characters; figures are shorter, and longer words, such as paths, are broken before names are
-FRAME = 3  # characters of a column's padding and of the line before it; one more ends the table
+FRAME = 3  # characters of a column's padding and the line before it; one more ends the table
 
 
 def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> RenderableType:
-    """A table under its title, the first column names, the others right-aligned figures or words.
+    """A table under its title: a column of names, then right-aligned figures or words.
 
-    Where the columns do not fit side by side they are stacked in bands, each of which begins with the names. What folds
-    is, in this order, headers; long cells of several words, between these; words that are too long beside the whole
-    name, such as paths; and a name that leaves no room for a figure beside it.
+    Columns that do not fit side by side are stacked in bands, each beginning with the names. Text folds in this order:
+    headers; long cells, between words; long words, such as paths, beside a whole name; and names that leave no room for
+    a figure.
 
     Args:
         title: the line above it; None for none.
         columns: the headers.
-        rows: one cell a column; numbers are shown as `number` shows them, strings as they are.
+        rows: one cell per column; numbers are formatted by `number`.
     """
     cells = [[cell if isinstance(cell, Text) else Text(printable(cell) if isinstance(cell, str) else number(cell))
               for cell in row] for row in rows]
@@ -41,7 +41,7 @@ class _Column:
 
     Args:
         head: its header.
-        cells: what stands below, a row each.
+        cells: the cells below it, one per row.
     """
 
     head: Text
@@ -54,13 +54,13 @@ class _Column:
 
     @property
     def whole(self) -> int:
-        """Characters that it takes where nothing but the header folds."""
+        """Its width if only the header folds."""
         lines = [line for cell in self.cells for line in cell.plain.splitlines()]
         return _longest([*self.head.plain.split(), *lines])
 
     @property
     def least(self) -> int:
-        """Characters that it takes where long cells fold between words too."""
+        """Its width if long cells fold between words too."""
         return max(self.word, min(self.whole, PHRASE))
 
 
@@ -70,7 +70,7 @@ def _longest(parts: Iterable[str]) -> int:
 
 @dataclass(frozen=True)
 class _Table:
-    """A table as wide as the console that it is printed on, or less wide.
+    """A table no wider than the console that it is printed on.
 
     Args:
         columns: its columns, the names first.
@@ -100,8 +100,7 @@ class _Table:
 
 
 def _band(columns: Sequence[tuple[_Column, int]], width: int) -> Table:
-    """Columns side by side, each with the characters that it takes at least: what is left goes to long cells, then to
-    headers."""
+    """Columns side by side, given their least widths; room left goes to long cells, then to headers."""
     (names, first), *others = columns
     sizes = [first]
     left = max(0, width - 1 - sum(size + FRAME for _, size in columns))

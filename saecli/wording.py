@@ -1,10 +1,10 @@
-"""How figures read in tables and sentences."""
+"""Figures in tables and sentences."""
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def number(value: float | int | None) -> str:
-    """A figure as tables show it: counts whole, measures to four significant digits, nothing as a dash."""
+    """A figure in a table: counts in full, measures to four significant digits, None as a dash."""
     if value is None:
         return "-"
     if isinstance(value, int):
@@ -13,12 +13,12 @@ def number(value: float | int | None) -> str:
 
 
 def counted(count: int, word: str) -> str:
-    """So many of something, as in "1 row" and "2,000 rows"."""
+    """A count with its noun, as in "1 row" and "2,000 rows"."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def size_words(count: float) -> str:
-    """A number of bytes as people read it: 1.3 GB."""
+    """A number of bytes in units: 1.3 GB."""
     for unit in UNITS:
         if count < 1000 or unit == UNITS[-1]:
             break

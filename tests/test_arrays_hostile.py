@@ -87,7 +87,7 @@ HDF5 = {
     "too short a chunk": (chunked((10**5, 100), (10**5, 100), zlib.compress(b"x" * 400)), "cannot read"),
     "too long a chunk": (chunked((20, 6), (20, 6), zlib.compress(bytes(5 * 10**8), 1)), "cannot read"),
     "no number": (hdf5(lambda file: h5py.h5d.create(file.id, b"x", h5py.h5t.UNIX_D32LE, h5py.h5s.create_simple((2,)))),
-                  "holds what NumPy has no type for"),
+                  "has a type that NumPy lacks"),
     "link to a file": (hdf5(lambda file: file.__setitem__("x", h5py.ExternalLink("pipe", "/y"))),
                        "got x, which is a link to /y of the file pipe"),
     "link to itself": (hdf5(lambda file: file.__setitem__("x", h5py.SoftLink("/x"))), "got x, which is a link to /x;"),

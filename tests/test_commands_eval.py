@@ -263,7 +263,7 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_work(sae: Comman
     (tmp_path / "folder.png").mkdir()
     for picture, why in {"file.png/a.png": "Not a directory", "folder.png": "expected a file, got a folder"}.items():
         done = sae(command, "no-such-run", "--plot", tmp_path / picture)
-        assert done.err == f"sae: cannot write {tmp_path / picture}: {why}; name another place\n"
+        assert done.err == f"sae: cannot write {tmp_path / picture}: {why}; name another path\n"
     sae(command, "no-such-run", "--plot", tmp_path / "new" / "a.png")
     assert not (tmp_path / "new").exists()
 

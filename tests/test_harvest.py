@@ -184,7 +184,7 @@ def test_blocks_from_any_blocks_cursor_on_are_the_same_blocks(tokenizers, packed
 def test_packing_needs_a_token_to_part_documents(tokenizers):
     bare = AutoTokenizer.from_pretrained(tokenizers[False].name_or_path, eos_token=None)
     bare.eos_token = None
-    with pytest.raises(ConfigError, match="packed needs a token to part documents"):
+    with pytest.raises(ConfigError, match="packed needs a token to separate documents"):
         Windows(bare, CONTEXT, packed=True)
 
 

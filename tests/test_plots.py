@@ -98,11 +98,11 @@ def test_loss_curves_draw_each_measure_against_its_own_steps(drawn: list[Figure]
 
 @pytest.mark.parametrize("counts", [[0, 5, 3, 0], [8], [0] * 32 + [100] + [0] * 200, list(range(1000))])
 def test_l0_histogram_holds_every_row_once_at_its_place(counts: list[int]) -> None:
-    shares, edges = runs._l0_shares(np.array(counts))
+    fractions, edges = runs._l0_fractions(np.array(counts))
     values = np.repeat(np.arange(len(counts)), counts)
-    np.testing.assert_allclose(shares, np.histogram(values, edges)[0] / len(values))
-    assert shares.sum() == pytest.approx(1)
-    assert len(shares) <= runs.BINS + 1
+    np.testing.assert_allclose(fractions, np.histogram(values, edges)[0] / len(values))
+    assert fractions.sum() == pytest.approx(1)
+    assert len(fractions) <= runs.BINS + 1
 
 
 def test_firing_counts_silent_latents_in_the_legend_and_others_in_bars(drawn: list[Figure], tmp_path: Path) -> None:

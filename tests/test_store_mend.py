@@ -129,13 +129,13 @@ def test_import_and_extract_again_mend_and_training_on_damage_is_refused(sae: Co
         for refused in (sae("train", "--data", name, "--epochs", "1", "--d-sae", "8"), sae("list", "--check")):
             assert refused.status == 1
             assert f"shard {path} is " in refused.err
-            assert "run the command that made the store again, which writes that shard anew" in refused.err
+            assert "run the command that made the store again, which rewrites that shard" in refused.err
             assert refused.err.count("\n") == 1
         assert not (sae.home / "runs").exists()
         mended = sae(*words, "--json")
         assert mended.status == 0
         assert mended.json["cached"] is False
-        assert f"{name}: writing anew 00001.h5\n" in mended.err
+        assert f"{name}: rewriting 00001.h5\n" in mended.err
         after = files(folder)
         assert after.pop(path.name)[0] == before.pop(path.name)[0]
         assert after == before
@@ -157,5 +157,5 @@ def test_damage_that_training_comes_upon_ends_it_by_name_and_is_mended_after(sae
         assert refused.status == 1
         assert f"shard {path} is damaged: expected" in refused.err
     assert not (sae.home / "runs" / "during").exists()
-    assert "writing anew 00001.h5" in sae(*words).err
+    assert "rewriting 00001.h5" in sae(*words).err
     assert sae("eval", "before").status == 0

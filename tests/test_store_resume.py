@@ -290,7 +290,7 @@ def test_whole_shards_can_be_read_while_another_shard_is_written(tmp_path):
 
 def test_another_request_under_the_same_name_is_refused_with_the_difference(tmp_path):
     make_store(tmp_path / "s", np.ones((5, 4), np.float32), source={"layer": 6})
-    with pytest.raises(StoreError, match="holds something else: expected layer 12, got 6; choose another --name"):
+    with pytest.raises(StoreError, match="holds something else: expected layer 12, got 6; choose another name"):
         StoreWriter.open(tmp_path / "s", make_meta(4, source={"layer": 12}))
     with StoreWriter.open(tmp_path / "s", make_meta(4, source={"layer": 6})) as writer:
         assert writer.complete

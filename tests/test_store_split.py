@@ -83,7 +83,7 @@ def test_a_store_without_documents_is_split_by_row(tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "unit", "advice"), [
-    (50, "documents", "a store of more documents, which blank lines part"), (1, "rows", "import more rows")])
+    (50, "documents", "a store of more documents"), (1, "rows", "import more rows")])
 def test_an_empty_split_is_refused_with_advice(tmp_path, rows, unit, advice):
     one_document = np.zeros(rows, int) if unit == "documents" else None
     store = make_store(tmp_path / "s", np.zeros((rows, 2), np.float32), documents=one_document)

@@ -192,7 +192,7 @@ def test_identity_of_wikitext_names_the_configuration_it_falls_back_to():
         ("a.txt", b"caf\xe9\n", "text", "expected UTF-8, got the byte 0xe9"),
         ("a.jsonl", '{"body": "b", "n": 1}', "text", "no column 'text'; expected one of its columns, body, n"),
         ("a.jsonl", '{"body": "b", "n": 1}', "n", r"expected a string, got int; .*\(body here\)"),
-        ("a.jsonl", '{"text": "b"}\n{"text"', "text", "line 2 of .* expected one JSON object a line"),
+        ("a.jsonl", '{"text": "b"}\n{"text"', "text", "line 2 of .* expected one JSON object per line"),
         ("a.jsonl", "[1]", "text", "expected a JSON object, got list"),
         ("a.parquet", b"PAR1 but not really", "text", "write it as Parquet again"),
         ("a.parquet", TABLE, "body", "no column 'body'; expected one of its columns, text, number"),

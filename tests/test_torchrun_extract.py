@@ -154,7 +154,7 @@ def test_a_damaged_shard_of_several_processes_is_written_anew_by_one_or_by_sever
         shards[17].unlink()
         done = mend(*MANY, "--name", "damaged")
         assert done.status == 0, done.err
-        assert "writing anew 00002.h5, 00017.h5" in done.err
+        assert "rewriting 00002.h5, 00017.h5" in done.err
         assert_same_documents(whole, "damaged", "alone")
 
 

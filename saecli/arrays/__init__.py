@@ -1,4 +1,4 @@
-"""Arrays in files of many kinds, read as blocks of float32 rows."""
+"""Arrays in files of several formats, read as blocks of float32 rows."""
 
 from .array import ArraySource
 from .formats import SUFFIXES

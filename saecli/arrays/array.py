@@ -1,4 +1,4 @@
-"""An array of a file, and its rows as they are imported.
+"""An array in a file, and its rows as imported.
 
 Legend: R rows, F features.
 """
@@ -30,14 +30,14 @@ Index = tuple[int | slice, ...]  # of an array's first dimensions: integers, and
 
 @dataclass(frozen=True)
 class Array:
-    """One array of a file.
+    """One array in a file.
 
     Args:
         shape: its shape.
-        dtype: the name of its numbers' type, as NumPy and torch have it.
-        read: which numbers -> these, as NumPy can turn them into float32.
-        held: bytes of memory that reading takes beside the numbers asked for.
-        flatten: how files of this format are flattened unless the user says how; None where they may mean either.
+        dtype: the name of its dtype in NumPy and torch.
+        read: index -> the numbers there, in a form that NumPy can convert to float32.
+        held: bytes of memory that reading takes beside the numbers requested.
+        flatten: how files of this format are flattened by default; None where either way may be meant.
     """
 
     shape: tuple[int, ...]
@@ -55,12 +55,12 @@ class ArraySource:
     """Rows to import.
 
     Args:
-        shape: (rows, features); or (documents, positions, features) and more dimensions of positions, whose rows are
+        shape: (rows, features); or (documents, positions, features), or more dimensions of positions, whose rows are
             numbered in that order.
-        dtype: the stored type that loses least: "float16" or "bfloat16" for these, else "float32".
-        read: which rows, as in `Array` -> these, their last dimensions as they come.
+        dtype: the stored type that loses least: the array's own if "float16" or "bfloat16", else "float32".
+        read: index of rows, as in `Array` -> these rows, with the array's own last dimensions.
         labels: (rows,) int64, or None.
-        documents: (rows,) int64, or None: rows of one document are trained on or held out together.
+        documents: (rows,) int64, or None; rows of one document are trained on or held out together.
     """
 
     shape: tuple[int, ...]
@@ -71,16 +71,16 @@ class ArraySource:
 
     @property
     def rows(self) -> int:
-        """How many rows."""
+        """Number of rows."""
         return math.prod(self.shape[:-1])
 
     @property
     def features(self) -> int:
-        """How many dimensions a row has."""
+        """Dimensions of a row."""
         return self.shape[-1]
 
     def columns(self, begin: int, end: int) -> dict[str, np.ndarray]:
-        """What is kept beside the rows from one to before another, each (R,) integers."""
+        """The stored columns of rows `begin` to `end`, (R,) integers each."""
         columns = {"label": self.labels, "document": self.documents}
         kept = {name: values[begin:end] for name, values in columns.items() if values is not None}
         if len(self.shape) > 2:
@@ -88,10 +88,10 @@ class ArraySource:
         return kept
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """The rows in blocks of about 16 MiB, each of whole elements of one dimension.
+        """The rows in blocks of about 16 MiB, each a slice of one dimension of the array.
 
         Args:
-            start: number of the row to begin with.
+            start: number of the first row.
 
         Yields:
             The number of the block's first row, and (R, F) float32.
@@ -100,7 +100,7 @@ class ArraySource:
             FormatError: the file is damaged, or ends too early.
         """
         lead, most = self.shape[:-1], max(1, BLOCK_BYTES // (4 * self.features))
-        # The first dimension of which a block can hold an element, and the rows of an element.
+        # The first dimension whose elements fit in a block, and the rows per element.
         axis = next((axis for axis in range(len(lead)) if math.prod(lead[axis + 1 :]) <= most), len(lead) - 1)
         unit = math.prod(lead[axis + 1 :])
         row = start
@@ -109,20 +109,20 @@ class ArraySource:
             last = min(first + max(1, most // unit), lead[axis])
             end = (outer * lead[axis] + last) * unit
             block = self.read((*map(int, np.unravel_index(outer, lead[:axis])), slice(first, last)))
-            # What overflows becomes infinite; the store drops such rows and counts them.
+            # Overflow gives infinities; the store drops and counts such rows.
             with np.errstate(over="ignore"):
                 yield row, np.ascontiguousarray(block, np.float32).reshape(-1, self.features)[row - end :]
             row = end
 
 
-# What is raised for files that cannot be read, each seen. Only what says nothing of our own code stands here; what
-# torch's unpickler and NumPy's headers raise beside it is caught where they are called.
+# Raised for unreadable files, each as observed. Exceptions that could come from a bug here are not listed; what else
+# torch's unpickler and NumPy's headers raise is caught where they are called.
 UNREADABLE = (
-    OSError,  # gzip: another checksum, or no gzip; the system
-    EOFError,  # gzip, zip, pickle: the file ends too early
-    ValueError,  # NumPy: not all of the numbers; names that are no UTF-8
-    OverflowError,  # zip, torch, safetensors: sizes and places beyond 64 bits
-    RuntimeError,  # torch: no archive, or storages that end too early; zip: a version or method that is not known
+    OSError,  # gzip: wrong checksum, or not gzip; the system
+    EOFError,  # gzip, zip, pickle: truncated
+    ValueError,  # NumPy: missing numbers; names that are not UTF-8
+    OverflowError,  # zip, torch, safetensors: sizes and offsets beyond 64 bits
+    RuntimeError,  # torch: no archive, or truncated storages; zip: an unknown version or method
     zlib.error,  # damaged compression
     zipfile.BadZipFile,
     pickle.UnpicklingError,
@@ -135,14 +135,14 @@ IN_PIECES = "save it as .npy, which is read in pieces"
 
 @contextmanager
 def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
-    """Turn what the libraries raise for files that they cannot read into a sentence that names the file.
+    """Turn the libraries' exceptions for unreadable files into a FormatError that names the file.
 
-    Their own words, and their warnings, are left out: they advise options that are not ours, among them to run what a
-    file holds.
+    Their own messages and warnings are dropped: they advise options that this tool does not have, such as running the
+    code in a file.
 
     Args:
         name: the file.
-        to_fit: what to do where memory has no room for it.
+        to_fit: what to do if it does not fit in memory.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -163,15 +163,12 @@ def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
 
 
 def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
-    """Refuse what does not fit in memory, before any of it is taken.
+    """Raise a FormatError if a file does not fit in memory, before allocating any.
 
     Args:
         name: the file.
         needed: bytes.
         to_fit: what to do about it.
-
-    Raises:
-        FormatError: it does not.
     """
     if needed > (free := available_memory()):
         raise FormatError(f"cannot read {name}: expected {size_words(needed)} of free memory, which it takes at once, "

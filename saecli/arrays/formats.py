@@ -1,9 +1,8 @@
 """The formats of files that hold arrays.
 
-A format is one function and one line in `ARRAY_FORMATS`. The function lists the arrays of a file by their keys
-(one of no name where the format holds just one); an array is described when it is chosen, and its numbers are read
-when they are asked for, where the format allows. No more memory is taken for them than `Array.held` says, whatever a
-header claims.
+A format is one function and one line in `ARRAY_FORMATS`. The function lists the arrays of a file by key (the empty key
+where the format holds just one); an array is described when it is chosen, and its numbers are read when requested, if
+the format allows. Reading takes no more memory than `Array.held`, whatever a header claims.
 """
 
 import functools
@@ -24,19 +23,19 @@ from ..errors import FormatError
 from .array import IN_PIECES, Array, Arrays, check_memory
 from .hdf5 import list_hdf5
 
-# Version 3 differs from 2 in how the names of fields are written, of which real numbers have none.
+# Version 3 differs from 2 only in the encoding of field names, which arrays of real numbers do not have.
 _NPY_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0, (3, 0): npy.read_array_header_2_0}
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
 def _of_numpy(shape: tuple[int, ...], dtype: np.dtype, load: Callable[[], np.ndarray], **more: Any) -> Array:
-    """An array that NumPy holds or maps, from when it is first read."""
+    """An array that NumPy loads or maps when it is first read."""
     load = functools.cache(load)
     return Array(shape, dtype.name, lambda index: load()[index], **more)
 
 
 def _of_torch(shape: tuple[int, ...], tensor: Any) -> Array:
-    """What torch slices: a tensor, or a slice of a safetensors file; NumPy has no bfloat16, so float32 comes out."""
+    """A tensor, or a slice of a safetensors file; bfloat16, which NumPy lacks, is read as float32."""
     kind = tensor if hasattr(tensor, "layout") else tensor[0:0]
     dtype = str(kind.dtype).removeprefix("torch.")
 
@@ -48,17 +47,17 @@ def _of_torch(shape: tuple[int, ...], tensor: Any) -> Array:
 
 
 def _check_holds(path: Path, what: str, end: int, size: int) -> None:
-    """Refuse a file or a member that ends before its numbers do."""
+    """Raise a FormatError if a file or an archive's member ends before its numbers do."""
     if size < end:
         raise FormatError(f"cannot read {path}: expected {end} bytes {what}, got {size}; "
                           "it is truncated, so fetch it again")
 
 
 def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], str, np.dtype]:
-    """Shape, order ("C" or "F") and type of the numbers that stand after the header of NumPy's format."""
+    """Shape, order ("C" or "F") and dtype from a header of NumPy's format."""
     try:
         shape, fortran, dtype = _NPY_HEADERS[npy.read_magic(file)](file)
-    except (TypeError, LookupError, SyntaxError, tokenize.TokenError) as error:  # of a header that is no Python
+    except (TypeError, LookupError, SyntaxError, tokenize.TokenError) as error:  # a header that is not Python
         raise ValueError(str(error)) from error
     if any(type(length) is not int or length < 0 for length in shape):
         raise ValueError(f"expected a shape, got {shape}")
@@ -74,7 +73,7 @@ def _list_npy(path: Path) -> Arrays:
 
 
 def _members(path: Path, methods: Mapping[int, str]) -> dict[str, zipfile.ZipInfo]:
-    """The files in a zip archive, each of another name and compressed by one of some methods."""
+    """The files in a zip archive, by name; FormatError for repeated names, or other compression methods than these."""
     with zipfile.ZipFile(path) as archive:
         infos = [info for info in archive.infolist() if not info.filename.endswith("/")]
     found = {info.filename.removesuffix(".npy"): info for info in infos}
@@ -89,11 +88,11 @@ def _members(path: Path, methods: Mapping[int, str]) -> dict[str, zipfile.ZipInf
 
 
 def list_npz(path: Path) -> Arrays:
-    """The arrays of NumPy's archive, by their names; what is wrong with one is raised when it is described or read."""
+    """The arrays of NumPy's archive, by name; errors in an array are raised when it is described or read."""
     def load(member: zipfile.ZipInfo) -> np.ndarray:
         with zipfile.ZipFile(path) as archive, archive.open(member) as file:
             values = npy.read_array(file)
-            file.read(1)  # the end, where the checksum is looked at
+            file.read(1)  # at the end, the checksum is verified
             return values
 
     def describe(member: zipfile.ZipInfo) -> Array:
@@ -116,11 +115,10 @@ def _list_safetensors(path: Path) -> Arrays:
         return _of_torch(shape, part if shape else file.get_tensor(key))
 
     file = safetensors.safe_open(path, framework="pt")
-    return {key: lambda key=key: describe(key) for key in file.keys()}  # noqa: SIM118 - it cannot be iterated over
+    return {key: lambda key=key: describe(key) for key in file.keys()}  # noqa: SIM118 - it is not iterable
 
 
-# What torch's unpickler raises, beside what all of Python's libraries do, where a damaged pickle has it take something
-# for what it is not.
+# What else torch's unpickler raises for damaged pickles.
 _NO_TENSORS = (struct.error, LookupError, TypeError, AttributeError, AssertionError)
 
 
@@ -132,7 +130,7 @@ def _list_torch(path: Path) -> Arrays:
     def tensors(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, torch.Tensor):
             yield key, value.detach()
-        elif isinstance(value, Mapping) and id(value) not in visited:  # pickles can nest one in another without end
+        elif isinstance(value, Mapping) and id(value) not in visited:  # a pickled mapping can contain itself
             visited.add(id(value))
             for name, entry in value.items():
                 yield from tensors(entry, f"{key}.{name}" if key else str(name))
@@ -142,22 +140,22 @@ def _list_torch(path: Path) -> Arrays:
 
 
 def load_torch(path: Path, in_place: bool = False, to_fit: str = IN_PIECES) -> Any:
-    """What `torch.save` wrote, on the CPU; no code in it is run.
+    """Load a file of `torch.save` on the CPU, without running code in it.
 
     Args:
         path: the file.
-        in_place: leave the numbers in the file until they are used, where it allows.
-        to_fit: what to do where memory has no room for it.
+        in_place: map the numbers rather than read them, if the file allows.
+        to_fit: what to do if it does not fit in memory.
 
     Raises:
-        FormatError: it holds other objects than tensors and plain ones, or takes more memory than there is.
-        Exception: what `naming` turns into one.
+        FormatError: it holds other objects than tensors and plain ones, or does not fit in memory.
+        Exception: those that `naming` turns into a FormatError.
     """
     import torch
 
     archive = zipfile.is_zipfile(path)
     if archive:
-        _members(path, {zipfile.ZIP_STORED: "stored"})  # torch would take compressed bytes for numbers
+        _members(path, {zipfile.ZIP_STORED: "stored"})  # torch would read compressed bytes as numbers
     if not (archive and in_place):  # files of torch before 1.6 can only be read whole
         check_memory(str(path), path.stat().st_size, to_fit)
     try:
@@ -176,7 +174,7 @@ def load_torch(path: Path, in_place: bool = False, to_fit: str = IN_PIECES) -> A
 def _list_idx(path: Path) -> Arrays:
     """MNIST's format: two zero bytes, a type, the number of dimensions, each size, the numbers; all big-endian.
 
-    What it is known for are images, each of which is a row.
+    It usually holds images, so each element of the first dimension is a row.
     """
     zipped = path.suffix.lower() == ".gz"
     with (gzip.open if zipped else open)(path, "rb") as file:
@@ -191,21 +189,20 @@ def _list_idx(path: Path) -> Arrays:
     held = math.prod(shape) * dtype.itemsize
 
     def inflate() -> np.ndarray:
-        with gzip.open(path) as file:  # which cannot be read from the middle
+        with gzip.open(path) as file:  # gzip cannot be read from the middle
             file.seek(begin)
             content = file.read(held)
             _check_holds(path, f"for shape {shape}", begin + held, begin + len(content))
-            file.read(1)  # the end, where the checksum is looked at
+            file.read(1)  # at the end, the checksum is verified
         return np.frombuffer(content, dtype).reshape(shape)
 
     if zipped:
         return {"": lambda: _of_numpy(shape, dtype, inflate, held=held, flatten="features")}
     _check_holds(path, f"for shape {shape}", begin + held, path.stat().st_size)
-    return {"": lambda: _of_numpy(shape, dtype, lambda: np.memmap(path, dtype, "r", begin, shape),
-                                  flatten="features")}
+    return {"": lambda: _of_numpy(shape, dtype, lambda: np.memmap(path, dtype, "r", begin, shape), flatten="features")}
 
 
-# By the end of the file's name, in lower case.
+# By the end of the lower-case file name.
 ARRAY_FORMATS: dict[str, Callable[[Path], Arrays]] = {
     r"\.npy$": _list_npy,
     r"\.npz$": list_npz,

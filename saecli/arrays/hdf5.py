@@ -1,9 +1,8 @@
-"""HDF5 files, read by a process of their own.
+"""HDF5 files, read by a separate process.
 
-The HDF5 library takes a file at its word: it follows it to other files and to pipes, and brings down the process that
-it runs in where the file refers to itself, or where a byte of it has flipped. So `hdf5_process.py` refuses what leads
-out of the file and what was never written, takes no more memory than was agreed on, and what ends it is told in a
-sentence.
+The HDF5 library trusts a file: it follows links to other files and pipes, and crashes its process where the file refers
+to itself or a byte is damaged. So `hdf5_process.py` refuses links out of the file and unwritten data, limits its
+memory, and a crash of it becomes an error message.
 """
 
 import json
@@ -25,28 +24,24 @@ PIPE_BYTES = 1 << 20
 
 
 class Link:
-    """A name in a file under which another one's array is found, or another file's.
+    """A link in a file to an array of another name or another file.
 
     Args:
         path: the file.
-        key: the name.
-        why: what is wrong with it, and what to do.
+        key: the link's name.
+        why: why it is refused, and what to do.
     """
 
     def __init__(self, path: Path, key: str, why: str) -> None:
         self._sentence = _refusal(path, key, why)
 
     def __call__(self) -> Array:
-        """As an array that cannot be described.
-
-        Raises:
-            FormatError: always.
-        """
+        """Raise a FormatError, since a link is not described as an array."""
         raise FormatError(self._sentence)
 
 
 def list_hdf5(path: Path) -> Arrays:
-    """The datasets of a file, and its links, by their names."""
+    """The datasets and links of a file, by name."""
     reader = _Reader(path)
     found = reader.ask({})
     return {**{key: lambda key=key: reader.describe(key) for key in found["datasets"]},
@@ -62,14 +57,14 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # -P: not what else lies beside the program, in place of Python's own modules.
+        # -P: do not import modules from the program's folder in place of Python's own.
         self._process = subprocess.Popen([sys.executable, "-P", PROGRAM, path], stdin=subprocess.PIPE,
                                          stdout=subprocess.PIPE, pipesize=PIPE_BYTES,
                                          stderr=None if os.environ.get("SAE_DEBUG") else subprocess.DEVNULL)
         weakref.finalize(self, _end, self._process)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What it answers; see `hdf5_process.py`."""
+        """Send a request and return the answer; see `hdf5_process.py`."""
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()

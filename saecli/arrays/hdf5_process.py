@@ -1,9 +1,9 @@
 """The process that reads an HDF5 file for `hdf5.py`: `python hdf5_process.py FILE`.
 
-Each line of its input is a request, a JSON object, and is answered by a line that is one too:
+Each line of input is a request, a JSON object, and is answered by a line that is one too:
 
-- `{}`: `{"datasets": [NAME, ...], "links": {NAME: WHY, ...}}`; why a link is not to be imported.
-- `{"key": NAME}`: `{"shape", "dtype", "type", "held"}`, as `Array` and NumPy have them; or `{"refused": WHY}`.
+- `{}`: `{"datasets": [NAME, ...], "links": {NAME: WHY, ...}}`, with why each link cannot be imported.
+- `{"key": NAME}`: `{"shape", "dtype", "type", "held"}`, as in `Array` and NumPy; or `{"refused": WHY}`.
 - `{"key": NAME, "outer": [NUMBER, ...], "begin": NUMBER, "end": NUMBER}`: `{}`, and then the bytes of these numbers.
 
 A file that the library cannot read ends the process.
@@ -21,18 +21,18 @@ import h5py
 import numpy as np
 
 FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_LZF}
-SPARE = 256 << 20  # bytes of memory for what the library keeps beside chunks
+SPARE = 256 << 20  # bytes of memory for the library, beside chunks
 STATM = Path("/proc/self/statm")
 IN_FILE = "write them into a dataset of this file"
 
 
 class Refused(Exception):  # noqa: N818 - it is an answer
-    """A dataset that is not to be read; the message says why."""
+    """A dataset that must not be read; the message says why."""
 
 
 def main() -> None:
     """Answer until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command that is interrupted ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted command ends this process itself
     path = Path(sys.argv[1])
     limit_memory(0)
     file = h5py.File(path, "r", locking=False)
@@ -61,7 +61,8 @@ def main() -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Let the process take that many bytes more than it had at its start, where the system can say how many it has."""
+    """Limit the process's memory to `more` bytes, and `SPARE`, above its size at the start, if the system reports that.
+    """
     if not STATM.exists():
         return
     _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -73,7 +74,7 @@ BASE = int(STATM.read_text(encoding="ascii").split()[0]) * resource.getpagesize(
 
 
 def names(file: h5py.File) -> dict[str, Any]:
-    """The datasets that the file holds, and why none of its links is one."""
+    """The file's datasets, and why each of its links cannot be imported."""
     datasets: list[str] = []
     links: dict[str, str] = {}
 
@@ -97,7 +98,7 @@ def names(file: h5py.File) -> dict[str, Any]:
 
 
 def describe(dataset: h5py.Dataset, size: int) -> tuple[dict[str, Any], h5py.h5p.PropDAID]:
-    """Look at a dataset without following it anywhere.
+    """Describe a dataset without following references out of it.
 
     Args:
         dataset: the dataset.
@@ -107,7 +108,7 @@ def describe(dataset: h5py.Dataset, size: int) -> tuple[dict[str, Any], h5py.h5p
         The answer, and how to open the dataset for reading.
 
     Raises:
-        Refused: it is not to be read.
+        Refused: it must not be read.
     """
     made, access = dataset.id.get_create_plist(), h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
     if made.get_layout() == h5py.h5d.VIRTUAL:  # even its shape may lie in other files
@@ -120,7 +121,7 @@ def describe(dataset: h5py.Dataset, size: int) -> tuple[dict[str, Any], h5py.h5p
     try:
         dtype = dataset.dtype
     except TypeError:
-        raise Refused("holds what NumPy has no type for; give one of real numbers") from None
+        raise Refused("has a type that NumPy lacks; give one of real numbers") from None
     shape, itemsize, held = dataset.shape or (), dataset.id.get_type().get_size(), 0
     stored, whole = dataset.id.get_storage_size(), math.prod(shape) * itemsize
     if stored > size:
@@ -129,12 +130,12 @@ def describe(dataset: h5py.Dataset, size: int) -> tuple[dict[str, Any], h5py.h5p
         chunk = made.get_chunk()
         counts = [-(-length // own) for length, own in zip(shape, chunk, strict=True)]
         stored, whole = dataset.id.get_num_chunks(), math.prod(counts)
-        # Rows are read in order. Chunks are held until all of their rows were read, so that each is read once.
+        # Rows are read in order, and chunks are cached until all of their rows have been read.
         axis = next((axis for axis, own in enumerate(chunk) if own > 1), len(chunk) - 1)
         chunks = math.prod(counts[axis + 1 :])
         cache, slots = chunks * math.prod(chunk) * itemsize, max(521, 4 * chunks + 1)
         access.set_chunk_cache(slots, cache, 1.0)
-        held = cache + 8 * slots + 4 * math.prod(chunk) * itemsize  # one more as stored, and as each filter leaves it
+        held = cache + 8 * slots + 4 * math.prod(chunk) * itemsize  # one more chunk, as stored and after each filter
     if stored < whole:
         raise Refused(f"was not written in full ({stored:,} of {whole:,} {'chunks' if held else 'bytes'} are there); "
                       "write the rest, or cut it to what is there")
@@ -144,7 +145,7 @@ def describe(dataset: h5py.Dataset, size: int) -> tuple[dict[str, Any], h5py.h5p
 
 
 def in_words(name: bytes) -> str:
-    """A name that a file gives, as text."""
+    """A name from the file, as text."""
     return name.decode(errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""Opening an array to import: which one of a file, how it is flattened to rows, with which labels."""
+"""Opening an array to import: choosing it from a file, flattening it to rows, and adding labels."""
 
 import math
 import re
@@ -16,8 +16,8 @@ from .hdf5 import Link
 from .samples import SAMPLES
 
 FLATTEN = ("positions", "features")
-LONGEST = 2**31 - 1  # positions of a document that a store can number
-NAMED = 20  # keys that a sentence lists
+LONGEST = 2**31 - 1  # most positions per document
+NAMED = 20  # most keys that a message lists
 
 
 def open_array(file: str, key: str | None = None, labels: str | None = None,
@@ -25,15 +25,15 @@ def open_array(file: str, key: str | None = None, labels: str | None = None,
     """Open an array to import.
 
     Args:
-        file: path of a file in one of `ARRAY_FORMATS`; or a name in `SAMPLES`, where there is no file of that name.
-        key: which array of the file; needed where it holds several.
+        file: path of a file in one of `ARRAY_FORMATS`; or a name in `SAMPLES`, if there is no file of that name.
+        key: which array of the file; needed if it holds several.
         labels: path of a file with one array of integers, or the key of one in the same file.
-        flatten: what is a row of an array of more than two dimensions: "positions", each vector along the last one,
-            those of one element of the first being a document; or "features", each element of the first.
+        flatten: the rows of an array of more than two dimensions: "positions", each vector along the last dimension,
+            with one document per element of the first; or "features", each element of the first.
 
     Raises:
-        FormatError: the file cannot be read, what it holds is no array of numbers in rows, or takes more memory than
-            there is; the keys or ways to flatten to choose from are listed where they are missing or wrong.
+        FormatError: the file cannot be read, holds no array of numbers in rows, or does not fit in memory; or the key
+            or the way to flatten is missing or wrong, and the choices are listed.
     """
     if file in SAMPLES and not Path(file).exists():
         if key or labels or flatten:
@@ -60,7 +60,7 @@ def open_array(file: str, key: str | None = None, labels: str | None = None,
 
 
 def _list_arrays(path: Path) -> Arrays:
-    regular(path).open("rb").close()  # so that the system's reasons not to read it are told by their names
+    regular(path).open("rb").close()  # so that the system's errors are reported as such
     name = path.name.lower()
     for pattern, lister in ARRAY_FORMATS.items():
         if re.search(pattern, name):
@@ -70,7 +70,7 @@ def _list_arrays(path: Path) -> Arrays:
 
 
 def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = None) -> Array:
-    """The array of that key; without one, the only array there is beside the `other`."""
+    """The array of a key; without a key, the only array beside the `other`."""
     found = [name for name, array in arrays.items() if not isinstance(array, Link)] or list(arrays)
     there = _words(found) or "none"
     if key is not None:
@@ -87,7 +87,7 @@ def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = Non
 
 
 def _words(keys: Iterable[str]) -> str:
-    """Keys of a file, not all where they are many, and none with what a terminal would act on."""
+    """At most `NAMED` keys of a file, with control characters escaped."""
     names = [key if key.isprintable() else repr(key) for key in keys if key]
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
 
@@ -125,7 +125,7 @@ def _flattened(array: Array, file: str, flatten: str | None) -> tuple[int, ...]:
 
 
 def _read_labels(array: Array, name: str, lead: tuple[int, ...]) -> np.ndarray:
-    """Labels, (rows,) int64, of rows that are numbered by dimensions of that shape, given in that shape or flat."""
+    """Labels, (rows,) int64, of rows numbered by the dimensions `lead`, from an array of that shape or flat."""
     rows, shape = math.prod(lead), array.shape
     if math.prod(shape) != rows or (shape[: len(lead)] != lead and shape[:1] != (rows,)):
         other = f" (or of shape {lead})" if len(lead) > 1 else ""

@@ -1,1 +1,1 @@
-"""The commands of `sae`: one file each, loaded when it is called (see `saecli/cli.py`)."""
+"""The commands of `sae`, one file each, imported when called (see `saecli/cli.py`)."""

@@ -59,14 +59,14 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
 
 
 def chain(store: str, sgd: str, pam: str, pictures: Path, measures: Path) -> list[tuple[str, Sequence[str]]]:
-    """The commands to run, each with what it is for.
+    """The commands to run, each after its purpose.
 
     Args:
         store: name for the store.
         sgd: name for the run of the solver `sgd`.
-        pam: name for that of `pam-sgd`.
+        pam: name for the run of the solver `pam-sgd`.
         pictures: folder for the pictures.
-        measures: file for what `sae eval` measures.
+        measures: file for the measures of `sae eval`.
     """
     effect = ["--model", TINY_GEMMA2]
     train = ["train", "--data", store, "--act", "topk", "--k", "16", "--epochs", str(EPOCHS)]
@@ -91,7 +91,7 @@ def chain(store: str, sgd: str, pam: str, pictures: Path, measures: Path) -> lis
 
 
 def free_names(home: Home) -> tuple[str, str, str]:
-    """Names for the demo's store and two runs that nothing has yet."""
+    """Unused names for the demo's store and two runs."""
     number = 1
     while any(home.path.glob(f"*/demo-{number}*")):
         number += 1

@@ -23,13 +23,13 @@ Data = Annotated[str | None, typer.Option(
     "--data", help="Activation store.", show_default="the one that the run was trained on, else the newest",
     autocompletion=store_names)]
 SplitName = Annotated[Literal["test", "train", "all"], typer.Option(
-    "--split", help="Rows to measure on: test, those held out; train, those trained on; all.")]
+    "--split", help="Rows to measure on: test, held out; train, trained on; or all.")]
 Model = Annotated[str | None, typer.Option(
-    "--model", help="Hub id or folder of the language model that the store's rows came from, to measure what splicing "
-                    "the SAE into it does.", show_default="none, which leaves that out")]
-Tokens = Annotated[int, typer.Option("--tokens", min=1, help="How many of the split's tokens --model is run over.")]
-Csv = Annotated[Path | None, typer.Option("--csv", dir_okay=False, help="Write the measures here too: a run a line, "
-                                                                        "with every digit, sparsest first.")]
+    "--model", help="Hub id or folder of the language model that the store's rows came from, to measure the effect of "
+                    "splicing the SAE into it.", show_default="none, which leaves that out")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Number of the split's tokens to run --model on.")]
+Csv = Annotated[Path | None, typer.Option("--csv", dir_okay=False, help="Write the measures here too: one run per "
+                                                                        "line, with every digit, sparsest first.")]
 
 Stability = Annotated[bool, typer.Option(
     "--stability", help="Match latents between runs that differ in seed: PW-MCC, and the fraction of latents matched.")]
@@ -39,7 +39,7 @@ MatchThreshold = Annotated[float, typer.Option(
 
 
 def given(ctx: typer.Context, name: str) -> Any:
-    """What the user gave for an option; None where it has its default."""
+    """An option's value as given by the user; None if it has its default."""
     return None if ctx.get_parameter_source(name).name == "DEFAULT" else ctx.params[name]
 
 
@@ -49,12 +49,12 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     """Measure reconstruction, sparsity and the effect on the model.
 
     RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE that this tool, SAELens, sparsify,
-    dictionary_learning or Gemma Scope saved. Several make one table, sparsest first. Marked *, or unbeaten in --csv and
-    --json, is a run where every other on the same rows with at most 1.05 times its L0 is worse in FVU, or with --model
-    in CE recovered or KL.
+    dictionary_learning or Gemma Scope saved. Several make one table, sparsest first. A run is marked * (unbeaten in
+    --csv and --json) if every other run on the same rows with at most 1.05 times its L0 is worse in FVU, or with
+    --model in CE recovered or KL.
 
-    The silent fraction is of latents that fire on none of the rows measured; the dead fraction, which training has
-    counted and other libraries have not, of those that fire on none of the training rows.
+    Silent latents fire on none of the rows measured; dead latents on none of the training rows, which only SAEs trained
+    here have counted.
 
     --stability matches the latents of each two runs one to one by |cosine| of their decoder vectors. PW-MCC is its
     mean; a latent is matched if it is above --match-threshold, and shared if the encoder vectors' cosine is too. Silent

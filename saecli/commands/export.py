@@ -18,8 +18,8 @@ Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.
 def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = None, json: Json = False) -> None:
     """Write a run in another library's format.
 
-    The folder appears whole or not at all. What the library cannot express is refused by name. These libraries'
-    TopK clips at zero where topk here does not: such a run is written with it, and the difference measured on the
+    The folder appears whole or not at all. An SAE that the library cannot express is refused. These libraries' TopK
+    clips at zero, and topk here does not: such a run is written with theirs, and the difference measured on the
     held-out rows of --data.
 
     Example: sae export first --to saelens --out exported

@@ -13,16 +13,17 @@ from ..language_model import SITES
 from ..options import Device, Given, Json, configured, start
 
 Layers = Annotated[list[int] | None, typer.Option(
-    "--layer", help="Block to read, counted from 0; several, each into a store of its own, where it is given again.",
+    "--layer", help="Block to read, from 0; can be given several times, for one store each.",
     show_default="the middle one, 12 of Gemma-2-2B's 26", rich_help_panel=ExtractConfig.panel)]
 Site = Enum("Site", [(site, site) for site in SITES], type=str)  # Typer takes no Literal several times
 Sites = Annotated[list[Site] | None, typer.Option(
     "--site", help="Where in the block: resid_post, its output (Gemma Scope's layer, SAELens' "
                    "blocks.L.hook_resid_post); resid_pre, its input (hidden_states[L], which the paper's code takes); "
-                   "mlp_out and attn_out, what MLP and attention add; several where it is given again, of every layer.",
+                   "mlp_out and attn_out, the additions of MLP and attention; can be given several times, for one "
+                   "store per layer and site.",
     show_default="resid_post", rich_help_panel=ExtractConfig.panel)]
-Name = Annotated[str | None, typer.Option("--name", help="Name of the store; of several, what their names begin with.",
-                                          show_default="made of model, layer, site and a hash of the options")]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the store; of several, the prefix of their names.",
+                                          show_default="from model, layer, site and a hash of the options")]
 
 
 @configured(ExtractConfig)
@@ -30,8 +31,8 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
             device: Device = "auto", json: Json = False) -> None:
     """Run a language model over text and store its activations.
 
-    The forward pass stops at the last block wanted. Special tokens (BOS, EOS) are left out and counted. The same
-    command again goes on where an interrupted one stopped, and does nothing where it is finished.
+    The forward pass stops at the last block read. Special tokens (BOS, EOS) are dropped and counted. The same command
+    again resumes an interrupted extraction, and does nothing for a finished one.
 
     Example: sae extract --model google/gemma-2-2b --layer 12
     """

@@ -12,18 +12,18 @@ from ..spline_measures.measures import Wanted, penalty_of
 from ..spline_measures.tables import one_table, several_table
 from .eval import Data, SplitName, given
 
-Most = Annotated[int, typer.Option("--rows", min=1, help="Rows to measure at most; of more, a random sample.")]
+Most = Annotated[int, typer.Option("--rows", min=1, help="Most rows to measure; of more, a random sample.")]
 FitRows = Annotated[int, typer.Option(
-    "--fit-rows", min=1, help="Training rows that the references are fitted on at most. Memory holds 256 MiB of "
-                              "them; where more than 50,000 are asked for, the others are streamed.")]
+    "--fit-rows", min=1, help="Most training rows to fit the references on. Memory holds 256 MiB of them; if more than "
+                              "50,000 are requested, the others are streamed.")]
 Slice = Annotated[str, typer.Option(
     "--slice", metavar="pca|I,J,K", help="The plane that --plot shows: of the rows' first two principal components, "
                                          "or through three rows, by their numbers in the split from 0.")]
 Radius = Annotated[float, typer.Option(
     "--radius", help="Radius of the local complexity, as a fraction of the rows' median distance to their mean.")]
 Lambda = Annotated[str, typer.Option(
-    "--lambda", metavar="auto|FLOAT", help="What a dimension of local PCA's variable rank costs a row, in squared "
-                                           "units of the rows; auto: so much that the mean rank is the SAE's.")]
+    "--lambda", metavar="auto|FLOAT", help="Cost per row of each dimension of local PCA's variable rank, in squared "
+                                           "units of the rows; auto: such that the mean rank equals the SAE's.")]
 
 
 def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: SplitName = "test", rows: Most = 100_000,

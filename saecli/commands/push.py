@@ -15,10 +15,10 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Run name, or folder tha
                                     autocompletion=run_names)]
 Repo = Annotated[str, typer.Argument(metavar="USER/REPO", help="Repository on the Hugging Face hub, which is made if "
                                      "need be; /FOLDER after it names the folder in it, else a folder of RUN's name.")]
-Private = Annotated[bool, typer.Option("--private", help="Make the repository private; one that is there and public is "
+Private = Annotated[bool, typer.Option("--private", help="Create the repository as private; an existing public one is "
                                                          "refused.")]
 Form = Annotated[Literal[("auto", *FORMATS)], typer.Option(
-    "--format", help="Format of the files. auto: saelens, where that reconstructs all held-out rows alike, else "
+    "--format", help="Format of the files. auto: saelens if it gives the same codes on all held-out rows, else "
                      "native.")]
 
 
@@ -26,9 +26,9 @@ def command(ctx: typer.Context, run: Run, repo: Repo, private: Private = False, 
             model: Model = None, tokens: Tokens = TOKENS, device: Device = "auto", json: Json = False) -> None:
     """Put a run on the Hugging Face hub, with a model card.
 
-    The SAE is measured as by `sae eval` on its held-out rows, and the card holds the table. A folder that is there is
-    replaced, in one commit; of a card that is there only what this command wrote is. The token is that of
-    `hf auth login` or of HF_TOKEN, and is written nowhere.
+    The SAE is measured as by `sae eval` on its held-out rows, and the card has the table. An existing folder is
+    replaced, in one commit; of an existing card, only the part that this command wrote. The token is that of
+    `hf auth login` or HF_TOKEN, and is not stored.
 
     Example: sae push first someone/my-saes --private
     """

@@ -15,14 +15,14 @@ Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.
 Latents = Annotated[str | None, typer.Option(
     "--latents", metavar="all|NUMBERS", help="Latents that get a page of their own: all, or numbers and ranges such as "
                                              "0,5,10-19.",
-    show_default=f"all; of more than {MOST_PAGES:,}, so many of those that fire most often")]
+    show_default=f"all, or the {MOST_PAGES:,} most frequent")]
 Top = Annotated[int | None, typer.Option(
-    "--top", min=1, help="In place of --latents: so many of those that fire most often.", show_default="none")]
+    "--top", min=1, help="Instead of --latents: this number of the most frequent latents.", show_default="none")]
 Model = Annotated[str | None, typer.Option(
     "--model", help="Hub id or folder of the language model that the rows came from, to show the next tokens that each "
                     "latent promotes and suppresses.", show_default="none, which leaves that out")]
 Count = Annotated[int, typer.Option("--examples", min=1, max=MOST_EXAMPLES,
-                                       help="Texts a latent: those that it fires strongest in.")]
+                                       help="Texts per latent: those in which it fires strongest.")]
 
 
 def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, split: SplitName = "all",
@@ -31,10 +31,10 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, sp
     """Write pages to look at latents in a browser, from disk.
 
     index.html shows how the run learned, how often its latents fire, and a table of all latents to search and sort.
-    Each chosen latent has a page with the texts that it fires strongest in, a histogram of its activations, the latents
-    nearest to it and, with --model, the tokens that it promotes. FVU, L0 and cosine are those of `sae eval`, on
-    held-out rows, whichever rows the latents are shown on. The folder needs no network, and can be moved or sent as it
-    is; it appears whole or not at all.
+    Each chosen latent has a page with the texts in which it fires strongest, a histogram of its activations, the
+    latents nearest to it and, with --model, the tokens that it promotes. FVU, L0 and cosine are measured on held-out
+    rows as by `sae eval`, whichever rows the latents are shown on. The folder needs no network, and can be moved or
+    sent as it is; it appears whole or not at all.
 
     Example: sae report first --model tiny-gemma2 --out pages
     """

@@ -13,9 +13,9 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
             device: Device = "auto", plot: Plot = None, json: Json = False) -> None:
     """Show how often latents fire, which are silent and which dense.
 
-    A latent is silent if it fires on none of the rows measured, dense if on more than a tenth of them; dead if on none
-    of the training rows, which training has counted and other libraries have not. --plot saves histograms of L0 and of
-    the latents' frequencies, and beside them, one a run, the first rows' codes as a picture.
+    A latent is silent if it fires on none of the rows measured, dense if on more than a tenth of them, and dead if on
+    none of the training rows, which only SAEs trained here have counted. --plot saves histograms of L0 and of the
+    latents' frequencies, and beside them a picture of the first rows' codes for each run.
 
     Example: sae sparsity first second --plot sparsity.png
     """

@@ -22,13 +22,13 @@ Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="Activat
 Data = Annotated[str | None, typer.Option("--data", help="Activation store to train on.", show_default="the newest",
                                                 autocompletion=store_names)]
 DataHash = Annotated[str | None, typer.Option(
-    "--data-hash", help="Hash of the store's origin, as a run's config.toml has it: where the store of that name has "
-                        "another, a note says so.", show_default=False)]
+    "--data-hash", help="Hash of the store's origin, as in a run's config.toml: a note is printed if the store of that "
+                        "name has another.", show_default=False)]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number",
                                           autocompletion=unfinished_names)]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run --name, else with the newest unfinished "
-                                                       "one, from its last checkpoint, bit for bit.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, else the newest unfinished one, from "
+                                                       "its last checkpoint, bit for bit.")]
 
 
 @configured(TrainingConfig, repeated=True, advanced={"data_hash"}, solver=SOLVERS, act=ACTIVATIONS)
@@ -38,11 +38,11 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     """Train a sparse autoencoder from a store.
 
     Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch,
-    metrics.jsonl, loss.png, and config.toml, which --config takes to train the same again. A run that was stopped or
-    killed goes on with --resume.
+    metrics.jsonl, loss.png, and config.toml, with which --config repeats the training. A run that was stopped or killed
+    resumes with --resume.
 
-    Options marked "..." can be given several times (--seed 0 --seed 1): one run for each combination of their values,
-    trained together from one reading of the store, each the same as alone.
+    Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination of their values,
+    trained together from one reading of the store, each with the same result as alone.
 
     Example: sae train --solver pam-sgd --act topk --k 32
     """
@@ -80,7 +80,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
 
 
 def _planned(store: ActivationStore, options: Given, solver: str, act: str) -> Run:
-    """A new run, with every default filled in."""
+    """A new run, with every default resolved."""
     training = options.config(TrainingConfig)
     chosen_solver = options.choose(SOLVERS, "solver", solver)
     activation = options.choose(ACTIVATIONS, "act", act)
@@ -89,7 +89,7 @@ def _planned(store: ActivationStore, options: Given, solver: str, act: str) -> R
 
 
 def _has_hash(ctx: typer.Context, store: ActivationStore, data_hash: str | None) -> bool:
-    """Whether the store is the one that a file of options was written for, or another one was asked for."""
+    """Whether the store is the one that a file of options was written for, or the command line names another."""
     chosen = {name: ctx.get_parameter_source(name).name for name in ("data", "data_hash")}
     return chosen["data"] == "COMMANDLINE" != chosen["data_hash"] or data_hash in (None, store.meta.request_hash)
 

@@ -1,4 +1,4 @@
-"""How an SAE lies in a folder, in this tool's own format and in other libraries'.
+"""SAEs in folders, in this tool's own format and in other libraries'.
 
 To add a format, write `saecli/formats/NAME.py` and a line in `FORMATS`. No format runs code from a file.
 """
@@ -21,11 +21,11 @@ __all__ = ["FORMATS", "STAND_INS", "Format", "SavedSAE", "format_of", "known_fil
 
 @dataclass(frozen=True)
 class Format:
-    """One way in which an SAE lies in a folder.
+    """A format of SAEs.
 
     Args:
-        files: names that a folder of this format holds.
-        load: reads the SAE of such a folder.
+        files: names of the files that a folder of this format holds.
+        load: reads the SAE in a folder.
         save: writes an SAE into an existing folder.
         activations: the activations that `save` can express.
     """
@@ -36,7 +36,7 @@ class Format:
     activations: Collection[type[Activation]]
 
 
-FORMATS: dict[str, Format] = {  # the first whose files are all there is taken: sparsify before native
+FORMATS: dict[str, Format] = {  # the first whose files are all present is used: sparsify before native
     "saelens": Format((saelens.CONFIG, saelens.TENSORS), saelens.load_saelens, saelens.save_saelens,
                       saelens.ARCHITECTURES),
     "sparsify": Format((sparsify.CONFIG, sparsify.TENSORS), sparsify.load_sparsify, sparsify.save_sparsify,
@@ -49,31 +49,31 @@ FORMATS: dict[str, Format] = {  # the first whose files are all there is taken: 
     "native": Format((native.FILE_NAME,), load_native, save_native, ACTIVATIONS.values()),
 }
 
-# for an activation that other libraries lack, the SAE they have that is nearest to it
+# For activations that other libraries lack, the nearest SAE that they have.
 STAND_INS: dict[type[Activation], Callable[[SAE], SAE]] = {
     TopK: lambda sae: sae.changed(activation=ReluTopK(k=sae.activation.k)),
 }
 
 
 def recognise(folder: Path) -> str | None:
-    """The name of the format that a folder's files are in; None for none of those known."""
+    """The name of a folder's format; None if it is unknown."""
     return format_of(file for form in FORMATS.values() for file in form.files if (folder / file).is_file())
 
 
 def format_of(names: Iterable[str]) -> str | None:
-    """The name of the format whose files are all among some names; None for none of those known."""
+    """The name of the format whose files are all among `names`; None if there is none."""
     there = set(names)
     return next((name for name, form in FORMATS.items() if there.issuperset(form.files)), None)
 
 
 def known_files() -> str:
-    """The files that folders of the known formats hold, in words."""
+    """The files of the known formats, in words."""
     return "; ".join(f"{' and '.join(form.files)} ({name})" for name, form in FORMATS.items())
 
 
 def load(folder: Path) -> SavedSAE:
-    """Read the SAE in a folder, in whichever format it is; FormatError where the folder holds no SAE in a known format,
-    or one that is damaged or cannot be expressed."""
+    """Read the SAE in a folder, in any known format; FormatError if there is none, or it is damaged or cannot be
+    expressed here."""
     name = recognise(folder)
     if name is None:
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
@@ -93,7 +93,7 @@ def save(saved: SavedSAE, name: str, folder: Path) -> None:
     Args:
         saved: the SAE.
         name: one of `FORMATS`.
-        folder: does not exist yet, or is empty; its parents are made.
+        folder: does not exist yet, or is empty; its parents are created.
 
     Raises:
         FormatError: the folder is in use, or the format cannot express the SAE's activation.

@@ -1,7 +1,7 @@
-"""What all formats share: an SAE with its origin, reading files without running code from them, biases.
+"""Common to all formats: an SAE with its origin, reading files without running code in them, biases.
 
-Several libraries subtract the decoder's bias from a row before they encode it; this tool does not. The two say
-the same: `(x - b_dec) @ W_enc + b = x @ W_enc + (b - b_dec @ W_enc)`. Shapes: D = d_in, F = d_sae.
+Several libraries subtract the decoder bias from a row before encoding it; this tool does not. The two are equivalent:
+`(x - b_dec) @ W_enc + b = x @ W_enc + (b - b_dec @ W_enc)`. Shapes: D = d_in, F = d_sae.
 """
 
 import re
@@ -40,7 +40,7 @@ class SavedSAE:
 
     Args:
         sae: the autoencoder.
-        origin: where its training rows came from, as far as the file says: the fields of `documents.Origin`.
+        origin: where its training rows came from, as recorded in the file: fields of `documents.Origin`.
     """
 
     sae: SAE
@@ -48,22 +48,22 @@ class SavedSAE:
 
     @classmethod
     def of(cls, sae: SAE, origin: Origin) -> "SavedSAE":
-        """An SAE with what is known of its origin."""
+        """An SAE with the known fields of its origin."""
         return cls(sae, {name: value for name, value in asdict(origin).items() if value is not None})
 
 
 def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, subtracts: bool = False) -> SAE:
-    """Make an SAE of the tensors of a file, in float32 where the file held them in less.
+    """Make an SAE from the tensors of a file, in at least float32.
 
     Args:
         path: the file, for messages.
-        tensors: the weights and the activation's parameters by this tool's names, no more and no fewer.
-        activation: what turns pre-activations into codes.
-        subtracts: whether the file's encoder takes rows less `b_dec`.
+        tensors: the weights and the activation's parameters, by this tool's names.
+        activation: the activation.
+        subtracts: whether the file's encoder subtracts `b_dec` from rows.
 
     Raises:
-        FormatError: names or shapes do not fit together, a number is not finite, or the activation cannot
-            work with so many latents.
+        FormatError: names or shapes do not match, a number is not finite, or the activation does not work with this
+            number of latents.
     """
     expect_names(path, tensors, {*WEIGHTS, *activation.parameters(1)})
     if tensors["W_enc"].ndim != 2 or not tensors["W_enc"].numel():
@@ -95,11 +95,7 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
 
 
 def expect_names(path: Path, tensors: Mapping[str, Any], wanted: set[str]) -> None:
-    """Refuse a file whose tensors are not those wanted.
-
-    Raises:
-        FormatError: it lists every missing and every unexpected name.
-    """
+    """Raise a FormatError that lists missing and unexpected names, if a file's tensors are not those wanted."""
     if tensors.keys() != wanted:
         raise FormatError(f"{path}: expected the tensors {sorted(wanted)}, got {sorted(tensors)}; "
                           f"missing {sorted(wanted - tensors.keys())}, "
@@ -107,7 +103,7 @@ def expect_names(path: Path, tensors: Mapping[str, Any], wanted: set[str]) -> No
 
 
 def transposed(matrix: Tensor) -> Tensor:
-    """A matrix as `nn.Linear` holds it, the other way round; what is no matrix as it is, for `assemble` to refuse."""
+    """The transpose of an `nn.Linear` weight; other shapes unchanged, for `assemble` to refuse."""
     return matrix.T if matrix.ndim == 2 else matrix
 
 
@@ -117,8 +113,8 @@ def bias_with_subtraction(b_enc: Tensor, b_dec: Tensor, W_enc: Tensor) -> Tensor
 
 
 def read_config(path: Path, kind: type[Document]) -> Document:
-    """A configuration in a JSON file; see `documents.read_json`. Raises FormatError where it cannot be read, or is none
-    of that kind."""
+    """A configuration in a JSON file; see `documents.read_json`. FormatError if it cannot be read, or has another type.
+    """
     try:
         return read_json(path, kind)
     except (OSError, ValueError) as error:
@@ -126,22 +122,21 @@ def read_config(path: Path, kind: type[Document]) -> Document:
 
 
 def origin_from(fields: Mapping[str, Any]) -> Origin:
-    """What another library's files say of where rows came from: their entries that are of the type expected, since what
-    they say beside the weights is their own affair."""
+    """The origin of rows, from another library's files; entries of unexpected types are ignored, as they do not affect
+    the weights."""
     kinds = {"model": str, "layer": int, "site": str, "dataset": str, "context": int, "prepend_bos": bool}
     return Origin(**{name: value for name, value in fields.items() if type(value) is kinds[name]})
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, by name, and the entries of its header; FormatError where it cannot be read.
-    """
+    """The tensors of a safetensors file, by name, and its header's entries; FormatError if it cannot be read."""
     with naming(str(path), TO_FIT), safe_open(regular(path), framework="pt") as file:
         return _numbers(path, {name: file.get_tensor(name) for name in file.keys()}), file.metadata() or {}  # noqa: SIM118
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors to a safetensors file that appears whole or not at all; FormatError where the disk refuses it,
-    which safetensors does not report as an OSError."""
+    """Write tensors to a safetensors file atomically; FormatError if the write fails, which safetensors does not report
+    as an OSError."""
     with appearing_whole(path) as temporary:
         try:
             save_file(_ready(tensors), temporary, metadata=metadata)
@@ -150,7 +145,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
-    """The tensors of a `torch.save` file, read with `weights_only`: no code in it is executed; FormatError where it is
+    """The tensors of a `torch.save` file, read with `weights_only`, so that no code in it is run; FormatError if it is
     damaged, or holds anything but tensors by name."""
     with naming(str(path), TO_FIT):
         tensors = load_torch(regular(path), to_fit=TO_FIT)
@@ -162,8 +157,8 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 
 
 def read_npz(path: Path) -> dict[str, Tensor]:
-    """The arrays of NumPy's archive, by name; no code in it is executed. Raises FormatError where it is damaged, or
-    holds anything but floating-point numbers that torch knows."""
+    """The arrays of NumPy's archive, by name, without running code in it; FormatError if it is damaged, or holds
+    anything but floating-point numbers that torch has a dtype for."""
     with naming(str(path), TO_FIT):
         arrays = {name: describe() for name, describe in list_npz(regular(path)).items()}
         check_memory(str(path), sum(array.held for array in arrays.values()), TO_FIT)
@@ -174,7 +169,7 @@ def read_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file, where each holds numbers that can be computed with."""
+    """The tensors of a file; FormatError unless all are dense numbers on the CPU."""
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or dtype not in (*FLOATS, *WHOLE):
@@ -184,8 +179,8 @@ def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a `torch.save` file that appears whole or not at all; FormatError where the disk refuses it,
-    which torch does not report as an OSError."""
+    """Write tensors to a `torch.save` file atomically; FormatError if the write fails, which torch does not report as
+    an OSError."""
     with appearing_whole(path) as temporary:
         try:
             torch.save(_ready(tensors), temporary)
@@ -203,8 +198,8 @@ def _ready(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any) -> None:
-    """Refuse a configuration entry that changes what the SAE computes in a way this tool does not; FormatError where
-    the entry is there with a value that is not among those allowed."""
+    """Raise a FormatError for a configuration entry whose value, if present, is not allowed: it would change what the
+    SAE computes."""
     value = config.get(key, allowed[0])
     if not any(type(value) is type(one) and value == one for one in allowed):
         raise FormatError(f"{path}: {key} {value!r} cannot be expressed here; "
@@ -212,13 +207,13 @@ def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any
 
 
 def hook_name(origin: Mapping[str, Any]) -> str | None:
-    """TransformerLens' name of the place that rows came from, if the origin says which it was."""
+    """TransformerLens' hook name for an origin; None if it lacks layer or site."""
     if origin.get("layer") is None or origin.get("site") is None:
         return None
     return f"blocks.{origin['layer']}.hook_{origin['site']}"
 
 
 def origin_of_hook(name: Any) -> dict[str, Any]:
-    """The `layer` and `site` in TransformerLens' name of a place; nothing for one of another form."""
+    """The `layer` and `site` in a TransformerLens hook name; empty for other names."""
     match = _HOOK.fullmatch(name) if isinstance(name, str) else None
     return {"layer": int(match[1]), "site": match[2]} if match else {}

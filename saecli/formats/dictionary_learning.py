@@ -1,7 +1,7 @@
 """dictionary_learning (checked against 0.1.0): `config.json` and `ae.pt`, a state_dict.
 
-Its classes differ in the names and orientation of their weights and in whether they subtract the decoder bias;
-the table `CLASSES` says how each is read. Its TopK clips at zero: `relu-topk` here.
+Its classes differ in the names and orientation of their weights and in whether they subtract the decoder bias; see the
+table `CLASSES`. Its TopK clips at zero: `relu-topk` here.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ PLAIN = {name: name for name in WEIGHTS}
 
 @dataclass(frozen=True)
 class Trainer:
-    """What `config.json` says of the SAE, as far as it is looked at here."""
+    """The entries of `config.json` that are used here."""
 
     dict_class: str
     lm_name: Any = None
@@ -53,13 +53,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one of the library's classes lies in its state_dict.
+    """The state_dict of one of the library's classes.
 
     Args:
-        names: this tool's name for each of its weights.
+        names: the class's name for each weight -> this tool's.
         subtracts: whether it subtracts the decoder bias from the rows.
-        activation: the activation, from the class's further entries.
-        extras: those further entries.
+        activation: extra entries -> the activation.
+        extras: names of the entries beside the weights.
     """
 
     names: dict[str, str]
@@ -95,8 +95,8 @@ CLASSES: dict[str, Layout] = {
 
 
 def load_dictionary_learning(folder: Path) -> SavedSAE:
-    """Read an SAE that dictionary_learning saved; FormatError where the files are damaged, hold objects whose loading
-    runs code, or an SAE of a class that this tool cannot express."""
+    """Read an SAE that dictionary_learning saved; FormatError if the files are damaged, hold objects whose loading runs
+    code, or an SAE of a class that this tool cannot express."""
     path = folder / CONFIG
     trainer = read_config(path, Config).trainer
     name = trainer.dict_class
@@ -120,8 +120,8 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
 
 
 def _auto_encoder(sae: SAE) -> dict[str, Tensor]:
-    """Decoder rows of unit norm, as the library makes them on loading anyway: there it divides by a norm that is
-    zero for a latent without a decoder vector, so such a latent is written as one that never fires."""
+    """With decoder rows of unit norm, as the library normalises them on loading; since it divides by the norm, a latent
+    with a zero decoder row is written as one that never fires."""
     norms = sae.W_dec.norm(dim=1)
     silent = norms == 0
     W_enc, b_enc = sae.W_enc * norms, sae.b_enc * norms
@@ -157,8 +157,8 @@ def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE so that dictionary_learning's `load_dictionary` reads it.
 
     Args:
-        saved: the SAE, its activation one of `WRITTEN_AS`. With `relu` the codes come scaled by the norms of
-            the decoder's rows, as that library scales them on loading; the reconstructions are the same.
+        saved: the SAE, its activation one of `WRITTEN_AS`. With `relu`, codes are scaled by the norms of the decoder's
+            rows, as that library scales them on loading; reconstructions are the same.
         folder: an existing folder.
     """
     sae, origin = saved.sae.copy_to(torch.float32), saved.origin

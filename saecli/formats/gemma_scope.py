@@ -1,7 +1,7 @@
 """Gemma Scope: `params.npz` with W_enc, b_enc, W_dec, b_dec and threshold, a JumpReLU SAE on raw activations.
 
-A `relu` is one whose thresholds are zero, and a trained `batchtopk` one whose thresholds are equal. The file does not
-say where its rows came from: Gemma Scope tells model, layer and width by the names of repository and folders.
+A `relu` is written with thresholds of zero, and a trained `batchtopk` with equal thresholds. The file does not record
+where its rows came from: Gemma Scope names model, layer and width in the names of repository and folders.
 """
 
 from pathlib import Path
@@ -18,14 +18,14 @@ WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
 
 
 def load_gemma_scope(folder: Path) -> SavedSAE:
-    """Read an SAE of Gemma Scope; FormatError where the file is damaged, or holds other arrays than such an SAE has."""
+    """Read an SAE of Gemma Scope; FormatError if the file is damaged, or holds other arrays than such an SAE has."""
     path = folder / TENSORS
     return SavedSAE(assemble(path, read_npz(path), JumpRelu()))
 
 
 def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE, its activation one of `WRITTEN`, as Gemma Scope's are published, in float32, to an existing folder;
-    the file appears whole or not at all."""
+    """Write an SAE, its activation one of `WRITTEN`, to an existing folder as Gemma Scope's are published, in float32
+    and atomically."""
     sae = saved.sae.copy_to(torch.float32)
     tensors = {name: sae.tensors()[name] for name in WEIGHTS}
     tensors["threshold"] = sae.activation.thresholds(sae.activation_parameters, sae.d_sae).to(torch.float32)

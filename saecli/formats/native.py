@@ -33,14 +33,14 @@ class Header:
 
 
 def save_native(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE in this tool's own format; the file appears whole or not at all."""
+    """Write an SAE in this tool's own format, atomically."""
     header = {"format_version": FORMAT_VERSION, "activation": activation_to_json(saved.sae.activation),
               "origin": saved.origin}
     write_safetensors(folder / FILE_NAME, saved.sae.tensors(), {"saecli": to_json(header)})
 
 
 def load_native(folder: Path) -> SavedSAE:
-    """Read an SAE in this tool's own format; FormatError where the file is damaged, of a newer version, or lists other
+    """Read an SAE in this tool's own format; FormatError if the file is damaged, of a newer version, or has other
     tensors than its activation needs."""
     path = folder / FILE_NAME
     tensors, metadata = read_safetensors(path)

@@ -2,7 +2,7 @@
 
 The weights have this tool's names and shapes. SAELens' TopK clips at zero, which is `relu-topk` here; its
 `abstopk` is `abs-topk`. A trained `batchtopk` is saved as a JumpReLU with one threshold for all latents, as SAELens
-saves its own, and is read back as one. A signed `topk` has no counterpart there.
+saves its own, and read back as such. A signed `topk` has no counterpart there.
 """
 
 from collections.abc import Mapping
@@ -29,15 +29,15 @@ from .common import (
 CONFIG, TENSORS = "cfg.json", "sae_weights.safetensors"
 WRITTEN_FOR = "6.54.12"  # SAELens converts a file that names no version, or one before 6, on loading
 
-OLD_KEYS = {"hook_point": "hook_name", "activation_fn_str": "activation_fn"}  # what versions before 6 called them
+OLD_KEYS = {"hook_point": "hook_name", "activation_fn_str": "activation_fn"}  # keys before version 6
 
 ARCHITECTURES: dict[type[Activation], str] = {
     Relu: "standard", BatchTopK: "jumprelu", JumpRelu: "jumprelu", ReluTopK: "topk", AbsTopK: "abstopk"}
 
 
 def load_saelens(folder: Path) -> SavedSAE:
-    """Read an SAE that SAELens saved; FormatError where the files are damaged, or the SAE is of an architecture or has
-    a setting that this tool does not have."""
+    """Read an SAE that SAELens saved; FormatError if the files are damaged, or the SAE has an architecture or a setting
+    that this tool lacks."""
     path = folder / CONFIG
     config = read_config(path, dict[str, Any])
     if not isinstance(config.get("metadata"), dict) or "architecture" not in config:
@@ -53,7 +53,7 @@ def load_saelens(folder: Path) -> SavedSAE:
         del tensors["scaling_factor"]  # versions before 6 wrote it whether or not it was in use
     sae = assemble(folder / TENSORS, tensors, activation, config.get("apply_b_dec_to_input", True))
     if config.get("rescale_acts_by_decoder_norm", False):
-        # its codes are those of the SAE whose decoder has unit rows and whose encoder took over their norms
+        # Equivalent to an SAE with unit decoder rows, whose norms are multiplied into the encoder.
         norms = sae.W_dec.norm(dim=1)
         W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]  # a latent of norm 0 has codes of 0 either way
         sae = sae.changed(W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
@@ -63,8 +63,8 @@ def load_saelens(folder: Path) -> SavedSAE:
 
 
 def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration from before version 6 as one of version 6, silent entries filled in as SAELens fills them in;
-    FormatError where it names a function of the pre-activations that version 6 does not have."""
+    """A configuration from before version 6 converted to version 6, with SAELens' defaults; FormatError if it names an
+    activation function that version 6 does not have."""
     old = {OLD_KEYS.get(key, key): value for key, value in config.items()}
     if not {"d_in", "d_sae"} <= old.keys():
         raise FormatError(f"{path}: expected the keys d_in and d_sae of a SAELens configuration, got {sorted(config)}")

@@ -1,7 +1,7 @@
 """sparsify by EleutherAI (checked against 1.3): `cfg.json` and `sae.safetensors`.
 
-Its encoder subtracts `b_dec`, clips at zero, and keeps the `k` largest: `relu-topk` here. With `k` equal to the
-number of latents nothing is dropped, so that `relu` can be said there too.
+Its encoder subtracts `b_dec`, clips at zero, and keeps the `k` largest: `relu-topk` here. `relu` is written with `k`
+equal to the number of latents, which drops nothing.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ LATENTS_KEPT: dict[type[Activation], Callable[[SAE], int]] = {
 
 
 def load_sparsify(folder: Path) -> SavedSAE:
-    """Read an SAE that sparsify saved; FormatError where the files are damaged, or hold a transcoder or another
-    activation than TopK."""
+    """Read an SAE that sparsify saved; FormatError if the files are damaged, or hold a transcoder or another activation
+    than TopK."""
     path = folder / CONFIG
     config = read_config(path, dict[str, Any])
     refuse_unless(path, config, "activation", "topk")

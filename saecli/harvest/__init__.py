@@ -1,4 +1,4 @@
-"""From documents to stored rows of activations: windows of tokens, blocks of windows, forward passes, stores."""
+"""From documents to stored rows: windows of tokens, blocks of windows, forward passes, stores."""
 
 from .config import ExtractConfig
 from .extraction import extract, extract_stores

@@ -1,6 +1,6 @@
-"""What an extraction is asked for: its options, the stores that it fills, and which rank stores which documents.
+"""The options of an extraction, the stores that it fills, and which rank stores which documents.
 
-Document i is rank i mod world_size's.
+Rank r stores the documents i with i mod world_size = r.
 """
 
 import os
@@ -22,44 +22,44 @@ from .token_windows import POSITIONS, Windows
 
 DEFAULT_DATASET = "Salesforce/wikitext"
 DEFAULT_CONTEXT = 128
-MOST = 2**31 - 1  # of anything counted, so that every count fits what PyTorch and HDF5 index with
+MOST = 2**31 - 1  # of any count, so that PyTorch and HDF5 can index with it
 
 
 @dataclass(frozen=True)
 class ExtractConfig(Config):
-    """What decides the rows of an extraction."""
+    """The options that determine an extraction's rows."""
 
     panel: ClassVar[str] = "Rows"
 
     model: str = option("google/gemma-2-2b", f"Hub id or folder of a causal language model, or {TINY_GEMMA2}, which "
                                              "is bundled and needs no network.")
-    dataset: str | None = option(None, "Text: a hub dataset id, streamed; a .txt (blank lines part documents), "
-                                       f".jsonl or .parquet file; or {STDLIB_DOCS}, the docstrings of Python's "
-                                       f"standard library; default: {DEFAULT_DATASET}, with {TINY_GEMMA2} "
+    dataset: str | None = option(None, "Text: a hub dataset id, streamed; a .txt file (blank lines separate "
+                                       f"documents), .jsonl or .parquet file; or {STDLIB_DOCS}, the docstrings of "
+                                       f"Python's standard library; default: {DEFAULT_DATASET}, or with {TINY_GEMMA2} "
                                        f"{STDLIB_DOCS}.")
-    dataset_config: str | None = option(None, "Configuration of a hub dataset; default: its own, of wikitext "
+    dataset_config: str | None = option(None, "Configuration of a hub dataset; default: its own, for wikitext "
                                               "wikitext-103-raw-v1.")
     dataset_split: str = option("train", "Split of a hub dataset.")
     dataset_revision: str | None = option(None, "Commit, branch or tag of a hub dataset; default: its newest state; "
-                                                "the store notes the commit.")
+                                                "the store records the commit.")
     text_column: str = option("text", "Column that holds the text.")
-    rows: int = option(100_000, "Rows to store; fewer where the text ends before.", minimum=1, maximum=MOST)
-    min_tokens: int = option(1, "Texts of fewer tokens are left out and counted.", minimum=1, maximum=MOST)
-    context: int | None = option(None, "Tokens in a window at most, the ones before the text (BOS) counted; default: "
-                                       f"{DEFAULT_CONTEXT}, or what the model allows if less.", minimum=1, maximum=MOST)
-    packed: bool = option(False, "Let documents follow each other through full windows, parted by BOS (by EOS where "
-                                 "the tokenizer sets no BOS); a token then attends to all before it in its window, "
-                                 "other documents' too. Without it, documents are cut into windows and never mixed.")
-    positions: str = option("all", "all: a row for each token that is not special; last: one row a document, its first "
+    rows: int = option(100_000, "Rows to store; fewer if the text ends first.", minimum=1, maximum=MOST)
+    min_tokens: int = option(1, "Texts of fewer tokens are skipped and counted.", minimum=1, maximum=MOST)
+    context: int | None = option(None, "Most tokens in a window, including those before the text (BOS); default: "
+                                       f"{DEFAULT_CONTEXT}, or the model's limit if lower.", minimum=1, maximum=MOST)
+    packed: bool = option(False, "Concatenate documents into full windows, separated by BOS (by EOS where the "
+                                 "tokenizer sets no BOS); a token then attends to all before it in its window, other "
+                                 "documents' too. Without it, documents are cut into windows and never mixed.")
+    positions: str = option("all", "all: one row per token that is not special; last: one row per document, its first "
                                    "window's last token, as in the paper.", choices=POSITIONS)
     max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
     dtype: str = option("bfloat16", "Precision of the stored rows.", choices=tuple(DTYPES))
     model_dtype: str = option("auto", "Precision of weights and forward pass; auto: float32 on a CPU, elsewhere the "
                                       "checkpoint's own.", choices=("auto", *MODEL_DTYPES))
-    batch_size: int | str = option("auto", "Windows of --context tokens in a forward pass, of shorter ones as many as "
-                                           "have the same tokens; halved where they do not fit in memory; auto: as "
-                                           "many as fit on a CUDA device, elsewhere a fixed number. Rows do not depend "
-                                           "on it but for their last bits.", choices=("auto",), minimum=1, maximum=MOST)
+    batch_size: int | str = option("auto", "Windows of --context tokens per forward pass, or more windows that are "
+                                           "shorter; halved if they do not fit in memory; auto: what fits on a CUDA "
+                                           "device, elsewhere a fixed number. Rows depend on it only in their last "
+                                           "bits.", choices=("auto",), minimum=1, maximum=MOST)
     shard_rows: int = option(32_768, "Rows in a shard file.", minimum=1, maximum=MOST)
 
     def text(self, given: Set[str]) -> TextSource:
@@ -69,7 +69,7 @@ class ExtractConfig(Config):
             given: the options that the user set, as opposed to left at their defaults.
 
         Raises:
-            ConfigError: the dataset is named by nothing, or options are given that do nothing with the others.
+            ConfigError: the dataset's name is empty, or an option does nothing with the others.
         """
         dataset = self.dataset
         if dataset is None:
@@ -84,23 +84,23 @@ class ExtractConfig(Config):
         if refused := sorted(unused & given):
             raise ConfigError(refused[0], "does nothing with the dataset {got}", "leave it out", got=dataset)
         if self.packed and self.positions == "last":
-            raise ConfigError("packed", "does nothing with {positions} last, which takes a row of each document's own "
-                                        "window", "leave it out")
+            raise ConfigError("packed", "does nothing with {positions} last, which takes one row from each document's "
+                                        "own window", "leave it out")
         return TextSource(dataset, self.dataset_config, self.dataset_split, self.text_column, self.dataset_revision)
 
 
-# Options that decide the rows, beside model, text, layer and site; the size of a batch and the device do not.
+# Options that determine the rows, beside model, text, layer and site; batch size and device do not.
 DECIDING = ("rows", "min_tokens", "context", "packed", "positions", "dtype", "model_dtype", "shard_rows")
 
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """A store that is asked for.
+    """A requested store.
 
     Args:
-        place: layer and site that it holds.
+        place: its layer and site.
         folder: where it is, or will be.
-        source: what decides its rows.
+        source: the entries that determine its rows.
     """
 
     place: Place
@@ -115,7 +115,7 @@ class StoreRequest:
 
 def store_requests(config: ExtractConfig, model: ModelSource, text: TextSource, layers: Sequence[int],
                    sites: Sequence[str], name: str | None, shelf: Shelf) -> list[StoreRequest]:
-    """The stores asked for: every site of every layer, each as if it were asked for alone.
+    """The requested stores: every site of every layer, each as if requested alone.
 
     Args:
         config: with the context and the precision of the forward pass resolved.
@@ -123,7 +123,7 @@ def store_requests(config: ExtractConfig, model: ModelSource, text: TextSource, 
         text: where the documents come from, pinned.
         layers: blocks to read.
         sites: where in each.
-        name: the store's name, of several what their names begin with; None to make them of what they hold.
+        name: the store's name, for several stores the prefix of their names; None to derive it from the request.
         shelf: where stores are.
 
     Raises:
@@ -133,7 +133,7 @@ def store_requests(config: ExtractConfig, model: ModelSource, text: TextSource, 
         model.check_layer(layer)
     places = [Place(*pair) for pair in product(dict.fromkeys(layers), dict.fromkeys(sites))]
     common = {field: getattr(config, field) for field in DECIDING} | model.identity() | text.identity()
-    if config.max_norm_multiple is not None:  # otherwise the request is what it was before there was this option
+    if config.max_norm_multiple is not None:  # else hash as before this option existed
         common["max_norm_multiple"] = config.max_norm_multiple
     found = []
     for place in places:
@@ -148,16 +148,16 @@ def store_requests(config: ExtractConfig, model: ModelSource, text: TextSource, 
     return found
 
 
-COUNTED = 4096  # documents between two exchanges of their rows
+COUNTED = 4096  # documents between two all_gathers of their row counts
 
 
 class Quota(NamedTuple):
-    """What one rank stores.
+    """The documents and rows of one rank.
 
     Args:
         rank: its number.
-        world_size: how many ranks there are.
-        rows: rows of its documents, from the first of them on.
+        world_size: number of ranks.
+        rows: how many of its documents' rows it stores, from the first on.
     """
 
     rank: int
@@ -165,26 +165,26 @@ class Quota(NamedTuple):
     rows: int
 
     def documents(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Those of some documents that are this rank's."""
+        """This rank's documents among some."""
         return (document for document in documents if document.number % self.world_size == self.rank)
 
 
 def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, communicator: Communicator,
                  show: Callable[[float], None]) -> list[int]:
-    """How many rows each rank stores, so that all together store those that one process would.
+    """How many rows each rank stores, so that together they store the rows that one process would.
 
-    Each rank tokenizes its own documents and counts their rows, until all of them have enough. No rank needs to know
-    later how far another has come.
+    Each rank tokenizes its own documents and counts their rows, until there are enough in all. Ranks then need not
+    communicate while they extract.
 
     Args:
-        documents: all of the text, in every rank.
-        windows: cuts them; counts the documents that it leaves out.
-        rows: how many are wanted.
+        documents: the whole text, in every rank.
+        windows: cuts them into windows, and counts the documents skipped.
+        rows: the number of rows wanted.
         communicator: the ranks.
-        show: told how many rows have been counted.
+        show: called with the number of rows counted so far.
 
     Returns:
-        The numbers of rows by rank; fewer than are wanted in all where the text ends before.
+        The number of rows by rank; in all fewer than wanted if the text ends first.
     """
     world_size, waiting = communicator.world_size, iter(documents)
     found, left = [0] * world_size, rows

@@ -43,26 +43,26 @@ def extract(model: str | None = None, *, layer: int | None = None, site: str = "
             **options: Any) -> ActivationStore:
     """Run a language model over text and store its activations; a finished store of the same rows is opened at once.
 
-    Where the processes of torchrun have been joined, each runs the model on its own documents.
+    Under torchrun, once the process group is initialised, each rank runs the model on its own documents.
 
     Args:
         model: hub id or folder of a causal language model, or `tiny-gemma2`, which is bundled; None for the default of
             `sae extract`.
-        layer: block to read, counted from 0; None for the middle one.
+        layer: block to read, from 0; None for the middle one.
         site: resid_post, resid_pre, mlp_out or attn_out.
-        name: name of the store; None to make it of model, layer, site and a hash of the options.
+        name: name of the store; None to derive it from model, layer, site and a hash of the options.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-        device: where to compute; auto takes cuda where there is one.
-        progress: show how far it has come on stderr.
-        **options: those of `sae extract` that decide the rows: `dataset`, `rows`, `context`, `dtype` and so on.
+        device: where to compute; auto is cuda if available.
+        progress: show progress on stderr.
+        **options: those of `sae extract` that determine the rows: `dataset`, `rows`, `context`, `dtype` and so on.
 
     Returns:
         The complete store.
 
     Raises:
-        ConfigError: an option that there is not, that cannot work, or that does nothing with the others.
+        ConfigError: an option that is unknown, invalid, or does nothing with the others.
         ModelError: the model or the text cannot be loaded.
-        StoreError: the store is being written by another process, holds something else, or the disk refuses it.
+        StoreError: another process is writing the store, it holds something else, or a write fails.
     """
     known = {field.name for field in fields(ExtractConfig)}
     if unknown := sorted(options.keys() - known):
@@ -85,19 +85,19 @@ def extract_stores(config: ExtractConfig, *, given: Set[str], layers: Sequence[i
     """Store every site of every layer, in one pass over the text.
 
     Args:
-        config: what decides the rows.
+        config: the options that determine the rows.
         given: names of the options that the user set.
         layers: blocks to read; none for the middle one.
         sites: where in each; none for resid_post.
-        name: the store's name, of several what their names begin with; None to make them of what they hold.
+        name: the store's name, for several stores the prefix of their names; None to derive it from the request.
         device: where to compute.
         home: the folder of stores and runs.
-        listener: told how far it has come.
+        listener: shows notes and progress.
         communicator: the ranks that take part.
-        begin: told the stores' folders before any of them is written.
+        begin: called with the stores' folders before any of them is written.
 
     Returns:
-        The complete stores, each with whether it was there already.
+        The complete stores, each with whether it existed already.
 
     Raises:
         SaeError: see `extract`.
@@ -125,12 +125,12 @@ def extract_stores(config: ExtractConfig, *, given: Set[str], layers: Sequence[i
 
 @dataclass(frozen=True)
 class OpenedStore:
-    """A store that this process writes, or its own part of one.
+    """A store, or this rank's part of one, open for writing.
 
     Args:
-        place: what it holds.
+        place: its layer and site.
         writer: writes it.
-        own: what this process stores of it, where it is not finished.
+        own: the rows that this rank stores, while it is unfinished.
     """
 
     place: Place
@@ -139,12 +139,12 @@ class OpenedStore:
 
     @property
     def quota(self) -> Quota:
-        """What the next rows belong to: of a damaged shard, the rank that wrote it."""
+        """The quota that the next rows count towards: for a damaged shard, that of the rank which wrote it."""
         ranks = self.writer.meta.ranks
         return Quota(self.writer.rank, len(ranks), ranks[self.writer.rank].rows) if ranks else self.own
 
     def target(self) -> Target:
-        """The store from where it stands."""
+        """The store, to be filled from its cursor on."""
         return Target(self.place, self.writer)
 
 
@@ -155,7 +155,7 @@ class Extraction:
         config: with the context and the precision of the forward pass resolved.
         model: the language model.
         text: where the documents come from, pinned.
-        listener: told how far it has come.
+        listener: shows notes and progress.
         communicator: the ranks that take part.
     """
 
@@ -168,10 +168,10 @@ class Extraction:
         self._ahead = look_ahead(model.size)
 
     def run(self, requests: Sequence[StoreRequest]) -> set[Place]:
-        """Write the stores that are not finished.
+        """Write the unfinished stores.
 
         Returns:
-            The places of those that another process has finished meanwhile.
+            The places of stores that another process has finished meanwhile.
         """
         prefix = self._windows().prefix
         token_ids = torch.tensor([[*prefix, *self._model.tokenizer("a", add_special_tokens=False)["input_ids"]]])
@@ -209,7 +209,7 @@ class Extraction:
         return {one.place for one in opened} - {one.place for one in missing}
 
     def _by_rank(self, requests: Sequence[StoreRequest]) -> set[Place]:
-        """Write stores by all ranks, each its own documents' rows; rank 0 joins them."""
+        """Write stores with all ranks, each its own documents' rows; rank 0 joins them."""
         communicator = self._communicator
         with ExitStack() as held:
             claimed = [held.enter_context(RankedStore.open(request.folder, self._metas[request.place],
@@ -235,7 +235,7 @@ class Extraction:
         return there
 
     def _begin(self, requests: Sequence[StoreRequest], claimed: Sequence[RankedStore]) -> None:
-        """Find out how many rows each rank stores, and note it in the stores; rank 0 has claimed them."""
+        """Count how many rows each rank stores, and record it in the stores, which rank 0 has locked."""
         with self._listener.progress("counting", self._config.rows, "rows") as show:
             rows = rows_by_rank(self._text.documents(), self._windows(), self._config.rows, self._communicator, show)
         if claimed:
@@ -245,7 +245,7 @@ class Extraction:
                     store.begin(rows, medians[request.place])
 
     def _median_norms(self, requests: Sequence[StoreRequest]) -> dict[Place, float | None]:
-        """The median norm that rows are dropped by, of one process' first block that has a finite row."""
+        """The median norm for each place, as one process would have it: of the first block that has a finite row."""
         admissions = {request.place: Admission(request.folder, self._metas[request.place]) for request in requests}
         blocks = self._blocks(Cursor(), Quota(0, 1, self._config.rows))
         while waiting := [place for place, admission in admissions.items() if admission.waits]:
@@ -257,7 +257,7 @@ class Extraction:
         return {place: admission.median for place, admission in admissions.items()}
 
     def _fill_own(self, stores: Sequence[tuple[StoreRequest, StoreMeta]]) -> None:
-        """Store this rank's rows, each store's in a store of its own."""
+        """Write this rank's rows, for each store into the rank's own."""
         rank, world_size = self._communicator.rank, self._communicator.world_size
         with ExitStack() as held:
             opened = []
@@ -277,7 +277,7 @@ class Extraction:
                 self._fill(opened, show, world_size)
 
     def _fill(self, opened: Sequence[OpenedStore], show: Step, world_size: int = 1) -> None:
-        """Fill stores; shards that are damaged take passes of their own, and so does every rank that wrote them."""
+        """Fill stores; each damaged shard takes a pass of its own, with the documents of the rank that wrote it."""
         while missing := [one for one in opened if not one.writer.complete]:
             quota = missing[0].quota
             targets = [one.target() for one in missing if one.quota == quota]
@@ -295,12 +295,12 @@ class Extraction:
 
 
 class Progress:
-    """Shows how far an extraction has come; told of each batch.
+    """Shows an extraction's progress; called after each batch.
 
     Args:
         show: moves the display.
-        targets: the stores that are filled.
-        world_size: how many ranks fill them; the others are taken to be as far as this one.
+        targets: the stores being filled.
+        world_size: number of ranks that fill them, all assumed to be as far as this one.
     """
 
     def __init__(self, show: Step, targets: Sequence[Target], world_size: int) -> None:
@@ -318,7 +318,7 @@ class Progress:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether there is a store that was finished, damaged or not."""
+    """Whether there is a finished store, damaged or not."""
     return (folder / STORE_MARKER).exists() and ActivationStore.open(folder).complete
 
 

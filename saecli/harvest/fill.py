@@ -1,7 +1,7 @@
-"""Filling several stores in one pass over the text, what comes next being prepared while the last is used.
+"""Filling several stores in one pass over the text, preparing each block while the previous one is in use.
 
-Every store is filled as if it were alone: blocks do not depend on what else is read, so stores that were interrupted at
-different shards meet the same blocks again, each from its own on.
+Every store is filled as if alone: blocks do not depend on what else is read, so stores that were interrupted at
+different shards get the same blocks again, each from its own cursor on.
 """
 
 import queue
@@ -23,14 +23,14 @@ Item = TypeVar("Item")
 
 
 class Ahead(Generic[Item]):
-    """Runs an iterator in a thread, a little ahead of its consumer; its error is raised where it would have been.
+    """Runs an iterator in a thread, a little ahead of its consumer, which gets its errors.
 
-    A context manager; leaving it early stops the thread at the next item. It does not wait for one: the iterator may
-    be waiting for a network, and the thread ends with the process.
+    A context manager; leaving it early stops the thread at the next item, without waiting for that: the iterator may be
+    waiting for the network, and the daemon thread ends with the process.
 
     Args:
-        items: what to run.
-        count: items under way at most.
+        items: the iterator.
+        count: most items waiting to be consumed.
     """
 
     def __init__(self, items: Iterator[Item], count: int = 1) -> None:
@@ -79,14 +79,14 @@ class Ahead(Generic[Item]):
 
 
 COLUMNS = ("token_id", "position", "document")
-NONFINITE_ROWS = 10_000  # so many rows that none can be stored of are no accident
+NONFINITE_ROWS = 10_000  # if none of the first 10,000 rows can be stored, none will
 
 
 class Target:
     """A store to fill.
 
     Args:
-        place: what it holds.
+        place: its layer and site.
         writer: writes it.
     """
 
@@ -96,7 +96,7 @@ class Target:
 
     @property
     def rows(self) -> int:
-        """Rows stored, those of the unfinished shard included."""
+        """Rows stored, including the unfinished shard's."""
         return self._writer.rows
 
     @property
@@ -106,29 +106,29 @@ class Target:
 
     @property
     def full(self) -> bool:
-        """Whether the store wants no more."""
+        """Whether the store needs no more rows."""
         return self._writer.full
 
     def wants(self, block: Block) -> bool:
-        """Whether the store has yet to take rows of a block."""
+        """Whether the store needs rows of a block."""
         return not self.full and block.cursor.place >= self.cursor.place
 
     def append(self, block: Block, found: Found | None) -> None:
-        """Store what a block gave; None where it has no tokens. Raises StoreError where the disk refuses it, the text
-        is not that of an interrupted store, or none of very many rows could be stored."""
+        """Store a block's rows, found being None if it has no tokens; StoreError if a write fails, the text differs
+        from an interrupted store's, or none of the first `NONFINITE_ROWS` rows could be stored."""
         rows, columns, dropped = parts_of(block, found, self._writer.meta.d_in)
         self._writer.append(rows, columns, block.cursor.to_json(), dropped, block.end.to_json())
         demand_some(self.rows, block.offered, self._writer.meta.dtype)
 
     def finish(self) -> None:
-        """Say that the text has ended, or no more is wanted; see `StoreWriter.finish`."""
+        """End the pass; see `StoreWriter.finish`."""
         self._writer.finish()
 
 
 def parts_of(block: Block, found: Found | None,
              d_in: int) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A block, and what it gave, None where it has no tokens, as a store's writer takes them: rows of width `d_in`,
-    columns, and norms of what was left out, by reason."""
+    """A block and its activations (None if it has no tokens) as a store's writer takes them: rows of width `d_in`,
+    columns, and norms of the rows dropped, by reason."""
     dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
     if found is None:
         return np.empty((0, d_in), np.float32), block.columns, dropped
@@ -136,7 +136,7 @@ def parts_of(block: Block, found: Found | None,
 
 
 def demand_some(stored: int, offered: int, dtype: str) -> None:
-    """Refuse to go on where so many rows were offered and none could be stored, by a StoreError."""
+    """Raise a StoreError if `NONFINITE_ROWS` rows were offered and none could be stored."""
     if offered >= NONFINITE_ROWS and not stored:
         remedy = ("the model itself gives them, so check its weights" if dtype == "float32" else
                   f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != dtype)}")
@@ -146,14 +146,14 @@ def demand_some(stored: int, offered: int, dtype: str) -> None:
 
 def fill(targets: Sequence[Target], blocks: Iterator[Block], forward: Forward, rows: int,
          show: Callable[[int, int], None]) -> None:
-    """Fill stores, until all are full or the text ends; a block is stored while the next is computed.
+    """Fill stores until all are full or the text ends; a block is stored while the next is computed.
 
     Args:
         targets: the stores.
-        blocks: those from the first of their cursors on.
-        forward: gives the blocks' rows.
-        rows: how many each store wants.
-        show: told after each batch how many tokens and rows it had.
+        blocks: the blocks from the stores' first cursor on.
+        forward: computes a block's rows.
+        rows: the number of rows of each store.
+        show: called after each batch with its numbers of tokens and rows.
     """
     with Ahead(blocks) as stream, ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool:
         under_way: Future[None] = pool.submit(lambda: None)

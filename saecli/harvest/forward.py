@@ -1,4 +1,4 @@
-"""Blocks run through the model, in batches of windows of like length."""
+"""Running blocks through the model, in batches of windows of similar length."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from ..language_model import LanguageModel, Place
 from ..memory import is_out_of_memory
 from .window_blocks import LOOK_AHEAD, Batch, Block
 
-CPU_TOKENS = 1 << 11  # tokens in a forward pass where memory decides nothing: more no longer made it faster
-SHARE = 8  # windows of a batch are at most an eighth shorter than its longest: less padding costs more passes
-# Windows in the passes whose memory tells that of others; in the first, libraries claim some for themselves.
+CPU_TOKENS = 1 << 11  # tokens per forward pass on a CPU: more were no faster
+SHORTEST = 7 / 8  # of a batch's longest window: a narrower range has less padding, but more passes
+# Windows in the passes whose memory is measured; in the first, libraries allocate some for themselves.
 PROBED = (1, 1, 3)
 USED = 0.7  # fraction of the free memory that a batch may take
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a block gives at a place. Shapes: R rows, D the site's width, S special tokens.
+    """A block's activations at a place. Shapes: R rows, D the site's width, S special tokens.
 
     Args:
         rows: (R, D) in document order, float32, or bfloat16 as its bits in uint16.
@@ -33,27 +33,27 @@ class Found:
 
 
 class Forward:
-    """Runs blocks; where a batch does not fit in memory, it and those after it are halved.
+    """Runs blocks; if a batch does not fit in memory, it and the following ones are halved.
 
     Args:
         model: the language model.
-        dtype: what rows are stored as; `float32`, `float16` or `bfloat16`.
-        tokens: tokens in a batch at most, padding counted; a window of more is a batch of its own.
-        note: told when batches are halved.
+        dtype: the stored type: `float32`, `float16` or `bfloat16`.
+        tokens: most tokens in a batch, including padding; a longer window is a batch of its own.
+        note: called with a message when batches are halved.
     """
 
     def __init__(self, model: LanguageModel, dtype: str, tokens: int, note: Callable[[str], None]) -> None:
-        # Halves what leaves the device. Not so to float16: rows that overflow it are told of with their norms.
+        # bfloat16 halves the copy from the device. float16 would overflow, and lose the norms of rows dropped for it.
         encoding = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self._model, self._dtype, self._tokens, self._note = model, encoding, tokens, note
 
     def __call__(self, block: Block, places: Sequence[Place], show: Callable[[int, int], None]) -> list[Found]:
-        """What a block gives at some places.
+        """A block's activations at some places.
 
         Args:
             block: the windows.
             places: where to read.
-            show: told after each batch how many tokens and rows it had.
+            show: called after each batch with its numbers of tokens and rows.
 
         Raises:
             ModelError: not even one window fits in memory.
@@ -79,12 +79,12 @@ class Forward:
             if fits:
                 done += len(windows)
                 show(int(batch.mask.sum()), len(batch.rows))
-            else:  # only here is the error gone, and with it the tensors of its frames
+            else:  # outside the except clause, where the error has released the tensors of its frames
                 self._halve(len(windows), int(block.lengths[windows[0]]))
         return [Found(_on_host(rows), norms.cpu().numpy()) for rows, norms in found]
 
     def _read(self, batch: Batch, places: Sequence[Place]) -> list[tuple[Tensor, Tensor]]:
-        """The rows and the norms at special tokens of a batch at each place."""
+        """A batch's rows, and its norms at special tokens, at each place."""
         kept, special = batch.kept.to(self._model.device), batch.special.to(self._model.device)
 
         def take(activations: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,9 +94,8 @@ class Forward:
         return self._model.read(batch.token_ids, batch.mask, places, take)
 
     def _like(self, lengths: np.ndarray) -> int:
-        """How many windows, of these lengths in falling order, make a batch."""
-        shortest = -(-lengths[0] * (SHARE - 1) // SHARE)
-        alike = np.searchsorted(-lengths, -shortest, side="right")
+        """How many of the next windows, whose lengths are descending, make a batch."""
+        alike = np.searchsorted(-lengths, -SHORTEST * lengths[0], side="right")
         return int(max(1, min(alike, self._tokens // lengths[0])))
 
     def _halve(self, windows: int, longest: int) -> None:
@@ -113,13 +112,13 @@ class Forward:
 
 def batch_tokens(model: LanguageModel, batch_size: int | str, context: int, places: Sequence[Place],
                  ahead: int = LOOK_AHEAD) -> int:
-    """Tokens in a batch.
+    """Tokens per batch.
 
     Args:
         model: the language model.
-        batch_size: windows of `context` tokens in a batch; `auto` for as many as fit in a CUDA device's free memory,
-            a block at most, and elsewhere for a fixed number of tokens.
-        context: tokens in a window at most.
+        batch_size: windows of `context` tokens in a batch; `auto` for what fits in a CUDA device's free memory, at most
+            a block, and elsewhere for a fixed number of tokens.
+        context: most tokens in a window.
         places: where the forward pass is read.
         ahead: tokens in a block.
     """
@@ -140,13 +139,13 @@ def batch_tokens(model: LanguageModel, batch_size: int | str, context: int, plac
 
 
 def tokens_that_fit(free: int, window: int, context: int, ahead: int = LOOK_AHEAD) -> int:
-    """Tokens in a batch, by memory.
+    """Tokens per batch that fit in memory.
 
-    A power of two of windows, so that a little more or less memory does not change the batches, and with them the
-    last bits of the rows.
+    A power of two of windows, so that slightly more or less memory does not change the batches, and with them the last
+    bits of the rows.
 
     Args:
-        free: bytes.
+        free: free bytes.
         window: bytes that each window adds to a forward pass.
         context: tokens in a window.
         ahead: tokens in a block.
@@ -156,7 +155,7 @@ def tokens_that_fit(free: int, window: int, context: int, ahead: int = LOOK_AHEA
 
 
 def _peak_bytes(model: LanguageModel, windows: int, context: int, places: Sequence[Place]) -> int:
-    """Memory that a forward pass takes beside the weights."""
+    """Peak memory of a forward pass, without the weights."""
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     token_ids = torch.zeros(windows, context, dtype=torch.int64)
@@ -165,7 +164,7 @@ def _peak_bytes(model: LanguageModel, windows: int, context: int, places: Sequen
 
 
 def _on_host(rows: Tensor) -> np.ndarray:
-    if rows.device.type == "cuda":  # several times faster into memory that is never paged out
+    if rows.device.type == "cuda":  # copying into pinned memory is several times faster
         rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
     rows = rows.cpu()
     return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()

@@ -1,10 +1,10 @@
 """Cutting documents into windows of tokens, as the model reads them.
 
-A window begins with the special tokens that the model's tokenizer puts before a text (Gemma's BOS). Cut plainly,
-windows never mix documents, and a document's last one is short. Packed, documents follow each other through full
-windows, each but a window's first after a separator: the special tokens that begin a text, or where there are none
-(GPT-2) the end-of-text token. A token then attends to all before it in its window, other documents' included, as in
-SAELens and TransformerLens.
+A window begins with the special tokens that the model's tokenizer puts before a text (Gemma's BOS). By default windows
+never mix documents, and a document's last window is short. Packed, documents are concatenated into full windows, each
+but a window's first after a separator: the special tokens that begin a text, or without these (GPT-2) the end-of-text
+token. A token then attends to all before it in its window, including other documents', as in SAELens and
+TransformerLens.
 """
 
 from collections import Counter
@@ -22,12 +22,12 @@ POSITIONS = ("all", "last")
 
 
 class Spot(NamedTuple):
-    """A place in the text.
+    """A position in the text.
 
     Args:
         document: number of a document.
         token: number of one of its tokens.
-        mark: where its source may be read from in order to come to it; see `texts.Document`.
+        mark: from where its source can be read to reach it; see `texts.Document`.
     """
 
     document: int
@@ -37,13 +37,13 @@ class Spot(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """Some tokens, as the model reads them. Shapes: T tokens.
+    """A window of tokens, as the model reads it. Shapes: T tokens.
 
     Args:
-        token_ids: the prefix' and the documents' tokens, (T,), int64.
-        documents: the number of each one's document, (T,), int64.
-        kept: which are stored, (T,), bool.
-        special: which are special, (T,), bool.
+        token_ids: the prefix's and the documents' tokens, (T,), int64.
+        documents: number of each token's document, (T,), int64.
+        kept: which tokens are stored, (T,), bool.
+        special: which tokens are special, (T,), bool.
         after: where the next window begins.
     """
 
@@ -59,19 +59,19 @@ class Windows:
 
     Args:
         tokenizer: the model's.
-        context: tokens in a window at most, the prefix counted.
-        positions: keep `all` tokens but the special ones; or of each document's first window, which is then the only
-            one, the `last` of these.
-        packed: documents follow each other through full windows.
-        min_tokens: documents of fewer tokens are left out.
+        context: most tokens in a window, including the prefix.
+        positions: keep `all` tokens that are not special; or only the `last` of them in each document's first window,
+            which is then its only one.
+        packed: concatenate documents into full windows.
+        min_tokens: documents of fewer tokens are skipped.
 
     Attributes:
         prefix: the special tokens before a text.
         special: ids of all special tokens.
-        left_out: documents left out since they were last taken note of, by reason.
+        left_out: number of documents skipped since the last block, by reason.
 
     Raises:
-        ConfigError: the context leaves no room for a token, or there is nothing to separate packed documents with.
+        ConfigError: the context leaves no room for a token, or packed documents have no separator.
     """
 
     def __init__(self, tokenizer: Any, context: int, positions: str = "all", packed: bool = False,
@@ -89,15 +89,15 @@ class Windows:
             raise ConfigError("context", "must be above {least}, the number of tokens that the model wants before a "
                                          "text, got {got}", least=len(self.prefix), got=context)
         if packed and not self._separator:
-            raise ConfigError("packed", "needs a token to part documents: expected a tokenizer with BOS or EOS, got "
-                                        "one without", "leave it out")
+            raise ConfigError("packed", "needs a token to separate documents: expected a tokenizer with BOS or EOS, "
+                                        "got one without", "leave it out")
 
     def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
-        """The windows of documents, blank ones too, in their order, from one token of the first on."""
+        """The windows of documents, including blank ones, in order, from a token of the first on."""
         return self._pack(documents, token) if self._packed else self._part(documents, token)
 
     def rows(self, document: Document) -> int:
-        """How many rows a document gives, packed or not."""
+        """Number of rows of a document, packed or not."""
         return sum(int(window.kept.sum()) for window in self._part([document], 0))
 
     def _part(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
@@ -124,7 +124,7 @@ class Windows:
                 token += len(part)
                 ended = token == len(waiting)
                 after = Spot(document.number + ended, 0 if ended else token, document.mark)
-                # Full, or with no room for a separator and a token; said before another document is read.
+                # Full, or without room for a separator and a token; yielded before another document is read.
                 if self._context - len(token_ids) <= (len(self._separator) if ended else 0):
                     yield self._window(token_ids, numbers, after)
                     token_ids, numbers = [*self.prefix], [-1] * len(self.prefix)
@@ -141,7 +141,7 @@ class Windows:
 
     def _window(self, token_ids: list[int], documents: list[int], after: Spot) -> Window:
         ids = np.array(token_ids, np.int64)
-        special = np.fromiter((token in self._special for token in token_ids), bool, len(ids))  # isin is slow on few
+        special = np.fromiter((token in self._special for token in token_ids), bool, len(ids))  # np.isin is slower
         kept = ~special
         if self._last:
             kept = np.zeros_like(special)

@@ -1,8 +1,8 @@
-"""Blocks of token windows: what is looked ahead at, sorted by length, and stored in document order.
+"""Blocks of token windows, which are run sorted by length and stored in document order.
 
-Where a block ends depends on the text and the request alone, never on the size of a batch: an interrupted extraction
-goes on from the beginning of a block, whatever its batches were or will be. Shapes: W windows, N tokens of them all,
-R rows, B windows of a batch, T tokens of its longest.
+Where a block ends depends only on the text and the request, not on the batch size: an interrupted extraction resumes at
+the beginning of a block, with any batch size. Shapes: W windows, N tokens in all, R rows, B windows of a batch, T its
+longest window's tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,12 +16,12 @@ from torch import Tensor
 from ..texts import Document
 from .token_windows import Spot, Window, Windows
 
-LOOK_AHEAD = 1 << 15  # tokens in a block, about
+LOOK_AHEAD = 1 << 15  # about the tokens in a block
 LEAST_AHEAD = 1 << 12
-WORK_AHEAD = 1 << 42  # parameters times tokens of a block where they are more: about a minute on two cores
-FIRST_ROWS = 10_000  # rows of the first block, about: what is wrong with a model or a dtype shows early
+WORK_AHEAD = 1 << 42  # for larger models, parameters times tokens of a block: about a minute on two cores
+FIRST_ROWS = 10_000  # about the rows of the first block: a wrong model or dtype shows early
 BEGINNING = Spot(0, 0, None)
-SPARE_ROWS = 2_048  # rows looked for at first in place of those that were not finite
+SPARE_ROWS = 2_048  # extra rows of the first block that makes up for rows not finite
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,21 @@ class Cursor:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """By which cursors are ordered, and told apart: two passes may know different marks of one place."""
+        """The key to order and compare cursors by; two passes may have different marks for one place."""
         return self.offered, self.spot.document, self.spot.token
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some windows as the model takes them. Shapes: K tokens that are kept, S special ones.
+    """Windows as the model takes them. Shapes: K kept tokens, S special tokens.
 
     Args:
         token_ids: (B, T), padded on the right with token 0.
         mask: 1 at tokens, 0 at padding, (B, T).
-        kept: where in the flattened batch the tokens are that are kept, (K,).
-        rows: the numbers of their rows within the block, (K,).
-        special: where the special tokens are, (S,).
-        specials: their numbers among the block's, (S,).
+        kept: indices of the kept tokens in the flattened batch, (K,).
+        rows: their row numbers within the block, (K,).
+        special: indices of the special tokens in the flattened batch, (S,).
+        specials: their numbers among the block's special tokens, (S,).
     """
 
     token_ids: Tensor
@@ -76,19 +76,19 @@ class Batch:
 
 
 class Block:
-    """Some windows in document order.
+    """Windows in document order.
 
     Args:
         windows: the windows.
         cursor: where it begins.
-        left_out: documents left out since the block before, by reason.
+        left_out: number of documents skipped since the previous block, by reason.
 
     Attributes:
         lengths: tokens of each window, (W,).
-        columns: `token_id`, `position` (in the window, the prefix counted) and `document` of each row, (R,).
-        rows: how many there are.
-        specials: how many special tokens there are.
-        end: where the next one begins.
+        columns: `token_id`, `position` (in the window, including the prefix) and `document` of each row, (R,).
+        rows: number of rows.
+        specials: number of special tokens.
+        end: where the next block begins.
     """
 
     def __init__(self, windows: list[Window], cursor: Cursor, left_out: dict[str, int]) -> None:
@@ -111,11 +111,11 @@ class Block:
         return self.end.offered
 
     def by_length(self) -> np.ndarray:
-        """Numbers of the windows, the longest first: what does not fit in memory shows at once."""
+        """Numbers of the windows, longest first, so that one which does not fit in memory shows at once."""
         return np.argsort(-self.lengths, kind="stable")
 
     def batch(self, windows: np.ndarray) -> Batch:
-        """Some windows, by their numbers, (B,)."""
+        """A batch of windows, given their numbers, (B,)."""
         lengths = self.lengths[windows][:, None]
         offsets = np.arange(lengths.max())
         mask = offsets < lengths
@@ -128,22 +128,22 @@ class Block:
 
 
 def look_ahead(parameters: int) -> int:
-    """Tokens in a block, about, for a model of so many parameters: fewer for larger ones, since rows are stored a block
-    at a time, and what stops an extraction loses those of the block under way."""
+    """About the number of tokens in a block; fewer for larger models, since rows are stored block by block, and an
+    interrupted extraction loses those of the current one."""
     fitting = min(max(WORK_AHEAD // parameters, LEAST_AHEAD), LOOK_AHEAD)
     return 1 << (fitting.bit_length() - 1)
 
 
 def in_blocks(documents_from: Callable[[Spot], Iterable[Document]], windows: Windows, rows: int,
               cursor: Cursor, ahead: int | None = None) -> Iterator[Block]:
-    """The blocks of a text from a cursor on; without end but that of the text.
+    """The blocks of a text, from a cursor to the text's end.
 
     Args:
         documents_from: opens the text at the document of a spot.
-        windows: cuts them.
-        rows: how many are wanted: a block ends where so many have been offered.
+        windows: cuts documents into windows.
+        rows: the number of rows wanted; a block ends once that many have been offered.
         cursor: where to begin.
-        ahead: tokens in a block, about; None for `LOOK_AHEAD`.
+        ahead: about the number of tokens in a block; None for `LOOK_AHEAD`.
     """
     ahead = ahead or LOOK_AHEAD
     gathered: list[Window] = []
@@ -170,10 +170,10 @@ def _block(gathered: list[Window], cursor: Cursor, windows: Windows) -> Block:
 
 
 def _most_rows(offered: int, wanted: int) -> int:
-    """After how many rows a block ends, by those of the blocks before."""
+    """The number of rows after which a block ends."""
     if not offered:
         return min(FIRST_ROWS, wanted)
-    # Beyond those wanted are the rows that make up for some not stored, each time as many as so far.
+    # Further blocks make up for rows that were not stored; each doubles the number of extra rows.
     return wanted - offered if offered < wanted else max(SPARE_ROWS, offered - wanted)
 
 

@@ -1,4 +1,4 @@
-"""An SAE and its latents as static pages that open from disk: one HTML file, and data that it loads when needed."""
+"""An SAE and its latents as static pages opened from disk: one HTML file, and data that it loads when needed."""
 
 from .report import write_pages
 

@@ -1,4 +1,4 @@
-"""What the pages of chosen latents tell, some latents a file. Shapes: C chosen latents, N examples, T tokens."""
+"""The pages of chosen latents, several latents per file. Shapes: C chosen latents, N examples, T tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from .overview import rounded
 if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
     from ..language_model import OutputTokens
 
-PER_FILE = 16  # latents: a file of about 60 KB
-LEVELS = 1000  # that an excerpt's codes are told in, of the latent's largest
+PER_FILE = 16  # latents per file of about 60 KB
+LEVELS = 1000  # an excerpt's codes are rounded to thousandths of the latent's largest
 SNIPPET_BEFORE, SNIPPET_AFTER = 40, 24  # letters about the peak in the table
 SHORT = 24  # letters of a token in the table
 LISTED_TOKENS = 4
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that is a part of a character
-LONGEST_CHARACTER = 4  # bytes, so tokens at most
+LONGEST_CHARACTER = 4  # bytes, so at most 4 tokens
 
 
 class Texts(Protocol):
-    """What tokens read as; see `language_model.TokenTexts`."""
+    """The texts of tokens; see `language_model.TokenTexts`."""
 
     def __getitem__(self, token: int) -> str: ...
 
@@ -31,25 +31,25 @@ class Texts(Protocol):
 
 
 class TokenNumbers:
-    """Stands for the texts of tokens whose tokenizer cannot be had: their ids in brackets."""
+    """Token ids in brackets, in place of texts where there is no tokenizer."""
 
     def __getitem__(self, token: int) -> str:
         return f"[{token}]"
 
     def joined(self, tokens: Sequence[int]) -> str:
-        """The ids of tokens that follow each other."""
+        """The ids of consecutive tokens."""
         return "".join(map(self.__getitem__, tokens))
 
 
 @dataclass(frozen=True)
 class Readings:
-    """What pages tell beside a survey.
+    """The content of pages beside a survey.
 
     Args:
         chosen: the latents that have a page, (C,), ascending.
         neighbours: cosines and latents, (C, n) each; see `latent_survey.neighbours`.
-        texts: of the tokens; of no use where the store has none.
-        outputs: the tokens that each speaks for; None without a model.
+        texts: of the tokens; unused if the store has none.
+        outputs: the tokens that each latent promotes and suppresses; None without a model.
     """
 
     chosen: Sequence[int]
@@ -59,11 +59,11 @@ class Readings:
 
 
 class Details:
-    """The content of the latents' files, and what the table takes of it.
+    """The content of the latents' files, and of their columns in the table.
 
     Args:
-        survey: what the pass over the rows found.
-        readings: what else there is to tell.
+        survey: the results of the pass over the rows.
+        readings: the other content.
     """
 
     def __init__(self, survey: Survey, readings: Readings) -> None:
@@ -71,7 +71,7 @@ class Details:
         self._histograms, self._largest = survey.magnitudes.histograms, survey.magnitudes.largest
 
     def contents(self, show: Callable[[int], None]) -> Iterator[dict[str, Any]]:
-        """Each file's content in turn; `show` is told how many latents are done."""
+        """Each file's content in turn; `show` is called with the number of latents done."""
         for begin in range(0, len(self._readings.chosen), PER_FILE):
             places = range(begin, min(begin + PER_FILE, len(self._readings.chosen)))
             strings: dict[str, int] = {}
@@ -79,8 +79,8 @@ class Details:
             show(places.stop)
 
     def columns(self) -> dict[str, Any]:
-        """What the table shows of the chosen latents, a list entry each: where its examples peak, how the best reads,
-        and which tokens it promotes most; and which latents have a page in which file."""
+        """The table's columns for the chosen latents: the tokens at which their examples peak, a snippet of the best
+        example, and the tokens promoted most; and which latents have a page in which file."""
         columns: dict[str, Any] = {"chosen": list(self._readings.chosen), "per_file": PER_FILE}
         if "token" in self._found:
             columns["tokens"], columns["snippets"] = zip(*map(self._peaks, range(len(self._readings.chosen))),
@@ -108,8 +108,8 @@ class Details:
         return page
 
     def _example(self, place: int, which: int, scale: float, strings: dict[str, int]) -> dict[str, Any]:
-        """One example: its code and row, and with tokens each piece of the excerpt as a number into `strings`, with the
-        code there in units of `scale`, and the pieces before which rows are missing."""
+        """One example: its code and row; with tokens also the excerpt's pieces as indices into `strings`, their codes
+        in units of `scale`, and the pieces before which rows are missing."""
         own = {name: values[place, which] for name, values in self._found.items()}
         codes = np.rint(own["code"] / scale).astype(int)
         if "token" not in own:
@@ -127,7 +127,7 @@ class Details:
                 "gaps": np.flatnonzero(own["gap"][begins]).tolist()}
 
     def _pieces(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
-        """An excerpt's texts, and how many tokens each is of: one, but for those that are parts of a character."""
+        """An excerpt's pieces of text, and the number of tokens in each: one, unless a character spans several."""
         pieces: list[tuple[str, int]] = []
         waiting: list[int] = []
 
@@ -148,8 +148,8 @@ class Details:
         return pieces
 
     def _peaks(self, place: int) -> tuple[list[str], Sequence[str]]:
-        """The texts at the peaks of a latent's examples, the most frequent first, and what is before, at and after the
-        peak of the best."""
+        """The texts at the peaks of a latent's examples, most frequent first, and the texts before, at and after the
+        best example's peak."""
         there = int((self._found["size"][place] > 0).sum())
         if not there:
             return [], []

@@ -1,4 +1,4 @@
-"""What the first page tells: the run, how it learned, how its latents fire, and a line for each latent.
+"""The first page: the run, how it learned, how its latents fire, and a table of all latents.
 
 Shapes: F = d_sae.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from ..latent_survey import Survey, bin_edges
 from ..metrics import DENSE_FREQUENCY
 
-POINTS = 400  # of a curve, about what its pixels can show
+POINTS = 400  # points of a curve, about its width in pixels
 L0_BINS, FREQUENCY_BINS = 40, 30
 CURVES = {"loss": (("batch_fvu", "training batches, averaged"), ("test_fvu", "held-out rows")),
           "l0": (("batch_l0", "training batches, averaged"), ("test_l0", "held-out rows"))}
@@ -21,15 +21,15 @@ CURVES = {"loss": (("batch_fvu", "training batches, averaged"), ("test_fvu", "he
 def overview(heading: Mapping[str, Any], measures: Mapping[str, Any], survey: Survey,
              curves: Sequence[Mapping[str, Any]], facts: Mapping[str, Mapping[str, Any]],
              notes: Sequence[str]) -> dict[str, Any]:
-    """The first page's content, the columns of its table that `details` fills left out.
+    """The first page's content, without the columns of its table that `details` fills.
 
     Args:
-        heading: names of run, store and split, and whatever else stands below the title.
-        measures: what `sae eval` prints, of held-out rows where there are some.
-        survey: what the pass over the rows found.
-        curves: the lines of the run's `metrics.jsonl`; none where there is no such file.
+        heading: names of run, store and split, and other entries below the title.
+        measures: the results of `sae eval`, on held-out rows if there are any.
+        survey: the results of the pass over the rows.
+        curves: the lines of the run's `metrics.jsonl`; none without that file.
         facts: settings by section and name.
-        notes: sentences on what is missing, and why.
+        notes: sentences on missing content, and why.
     """
     firing = survey.firing.result()
     frequency = np.array(firing.pop("frequency"))
@@ -46,7 +46,7 @@ def overview(heading: Mapping[str, Any], measures: Mapping[str, Any], survey: Su
 
 
 def rounded(values: np.ndarray) -> list[float]:
-    """Numbers to four significant digits, for files that people wait for."""
+    """Numbers to four significant digits, which keeps files small."""
     return [float(f"{value:.4g}") for value in values.tolist()]
 
 
@@ -57,13 +57,13 @@ def _word(value: Any) -> str:
 
 
 def _curve(lines: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """The steps and values of a measure, finite ones, at most about `POINTS` of them, the last among them."""
+    """The steps and finite values of a measure, thinned to about `POINTS`, including the last."""
     points = [(line["step"], line[key]) for line in lines if line.get(key) is not None and math.isfinite(line[key])]
     return points[:: -max(1, math.ceil(len(points) / POINTS))][::-1]
 
 
 def _l0_bins(histogram: np.ndarray) -> dict[str, list[float]]:
-    """Rows by how many latents fire on them, (F + 1,), in at most `L0_BINS` bins about those that there are."""
+    """A histogram of L0, (F + 1,), regrouped into at most `L0_BINS` bins over its range."""
     present = np.flatnonzero(histogram)
     low, high = max(0, int(present[0]) - 1), int(present[-1]) + 1  # a margin, so that a single value shows as a bar
     step = math.ceil((high - low + 1) / L0_BINS)
@@ -73,7 +73,7 @@ def _l0_bins(histogram: np.ndarray) -> dict[str, list[float]]:
 
 
 def _frequency_bins(frequency: np.ndarray) -> dict[str, list[float]]:
-    """Latents by the fraction of rows that they fire on, (F,), those that never do left out, in bins of equal ratio."""
+    """A histogram, in logarithmic bins, of the latents' non-zero firing frequencies, (F,)."""
     fires = frequency[frequency > 0]
     edges = np.logspace(math.floor(math.log10(fires.min())) if len(fires) else -3, 0, FREQUENCY_BINS + 1)
     counts, _ = np.histogram(fires, edges)

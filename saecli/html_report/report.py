@@ -1,8 +1,8 @@
-"""A report on an SAE's latents: measured, read as tokens, and written as pages.
+"""A report on an SAE's latents, as HTML pages.
 
-`index.html` holds style, script and the overview. The latents' pages lie in `latents/00000.js` and on, some latents a
-file, each a call of the function `saeLatents` that the script defines: a browser that opens a page from disk may run
-scripts beside it, while it refuses to read files.
+`index.html` holds style, script and the overview. The latents' pages are in `latents/00000.js` and on, several latents
+per file, each a call of the script's function `saeLatents`: a browser that opens a page from disk may run scripts
+beside it, but not read files.
 """
 
 import html
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 INDEX, DETAILS = "index.html", "latents"
 SCRIPTS = ("dom.js", "charts.js", "table.js", "latent.js", "main.js")
-# What could end a script or begin a comment in it, and what older browsers take for the end of a line.
+# Could end a script or begin a comment in it; the last two are line ends to older browsers.
 UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def as_script(document: Any) -> str:
-    """A document as JSON that is a JavaScript expression too, and safe inside a script element of a page."""
+    """A document as JSON that is also a JavaScript expression, safe inside a script element."""
     text = json.dumps(storable(document), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return re.sub("[<>&\u2028\u2029]", lambda match: UNSAFE[match[0]], text)
 
@@ -46,10 +46,10 @@ def write_pages(folder: Path, title: str, overview: dict[str, Any], details: Ite
     """Write a report; the folder appears whole or not at all.
 
     Args:
-        folder: does not exist yet, or is empty; its parents are made.
-        title: what the browser shows as the page's name.
-        overview: what the first page tells; see `overview.overview`.
-        details: of some latents each; see `details.Details`.
+        folder: does not exist yet, or is empty; its parents are created.
+        title: the page's title in the browser.
+        overview: the first page's content; see `overview.overview`.
+        details: the content of each file of latents; see `details.Details`.
     """
     with folder_appearing_whole(folder) as temporary:
         (temporary / DETAILS).mkdir()
@@ -65,19 +65,19 @@ def _index(title: str, overview: dict[str, Any]) -> str:
              "script": "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS),
              "data": as_script(overview)}
     template = (assets / "index.html").read_text(encoding="utf-8")
-    # In one go, so that nothing in a part is taken for a mark.
+    # In one pass, so that nothing in a part is taken for a mark.
     return re.sub(r"\{\{ (\w+) \}\}", lambda mark: parts[mark[1]], template)
 
 
 @dataclass(frozen=True)
 class Words:
-    """How tokens read.
+    """The texts of tokens.
 
     Args:
-        has_tokens: whether the store keeps any.
-        texts: what tokens read as.
-        unembedding: of the language model; None for none.
-        notes: sentences on what is missing.
+        has_tokens: whether the store has token ids.
+        texts: the texts of tokens.
+        unembedding: the language model's; None without a model.
+        notes: sentences on missing content.
     """
 
     has_tokens: bool
@@ -87,16 +87,16 @@ class Words:
 
 
 def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
-    """The texts of a store's tokens, by the tokenizer of a model, or of the one that the store names.
+    """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names.
 
     Args:
         one: the SAE and its rows.
-        model: the language model to take the unembedding of as well; None for none.
-        has_tokens: whether the store keeps any.
+        model: the language model, whose unembedding is used too; None for none.
+        has_tokens: whether the store has token ids.
 
     Raises:
-        ModelError: the model that was asked for cannot be loaded.
-        ConfigError: its residual stream is of another width than the rows.
+        ModelError: the given model cannot be loaded.
+        ConfigError: its residual stream has another width than the rows.
     """
     store = one.store
     named = store.meta.source.get("model")
@@ -130,8 +130,8 @@ def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
         return Words(has_tokens, notes=notes)
 
 
-MOST_PAGES = 4096  # that are written unasked
-MOST_EXAMPLES = 100  # texts a latent
+MOST_PAGES = 4096  # written by default
+MOST_EXAMPLES = 100  # texts per latent
 NEIGHBOURS, OUTPUT_TOKENS = 10, 10
 
 
@@ -142,26 +142,26 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, split: str =
     """Write pages to look at an SAE's latents in a browser, from disk, as `sae report` does.
 
     Args:
-        sae: as of `evaluate`.
+        sae: as in `evaluate`.
         out: folder to write, new or empty; it appears whole or not at all.
-        data: as of `evaluate`; a store or rows of one.
+        data: as in `evaluate`; a store or rows of one.
         split: rows that the latents are shown on: all, train or test.
-        latents: those that get a page of their own: `all`, numbers, or a text such as `0,5,10-19`; None for the `top`
-            of those that fire most often.
+        latents: those with a page of their own: `all`, numbers, or a text such as `0,5,10-19`; None for the `top` most
+            frequent.
         top: see `latents`; by default 4,096.
         model: hub id or folder of the language model that the rows came from, to show the next tokens that each latent
             promotes and suppresses.
-        examples: texts a latent, 1 to 100: those that it fires strongest in.
-        device: as of `evaluate`.
-        home: as of `evaluate`.
-        progress: as of `evaluate`.
+        examples: texts per latent, 1 to 100: those in which it fires strongest.
+        device: as in `evaluate`.
+        home: as in `evaluate`.
+        progress: as in `evaluate`.
 
     Returns:
-        What `sae report --json` prints.
+        The document that `sae report --json` prints.
 
     Raises:
-        ConfigError: an argument that cannot work, or a folder in use.
-        SaeError: as of `evaluate`.
+        ConfigError: an invalid argument, or a folder in use.
+        SaeError: as in `evaluate`.
     """
     folder, listener = Path(out), listening(progress)
     if not is_free(folder):
@@ -173,8 +173,7 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, split: str =
 
 
 def check_choice(latents: str | Sequence[int] | None, top: int | None, examples: int) -> None:
-    """Refuse a choice of latents that contradicts itself, and numbers out of their range; see `report`. Raises
-    ConfigError."""
+    """Raise a ConfigError for a contradictory choice of latents, or numbers out of range; see `report`."""
     if latents is not None and top is not None:
         raise ConfigError(None, "cannot use both {latents} and {top}", "leave one of them out")
     if top is not None and top < 1:
@@ -190,9 +189,9 @@ def write_report(one: Measured, out: Path, latents: str | Sequence[int] | None, 
     Args:
         one: the SAE and its rows.
         out: the folder to write.
-        latents, top, model: as of `report`.
-        count: examples a latent.
-        listener: told how far it has come.
+        latents, top, model: as in `report`.
+        count: examples per latent.
+        listener: shows progress.
     """
     chosen = None if latents is None else _numbers(latents, one)
     headline, lacking = _headline(one)
@@ -217,14 +216,14 @@ def write_report(one: Measured, out: Path, latents: str | Sequence[int] | None, 
 
 
 def _numbers(chosen: str | Sequence[int], one: Measured) -> list[int]:
-    """The latents that are to have pages, ascending.
+    """The chosen latents, ascending.
 
     Args:
-        chosen: `all`, or numbers, as they are or with ranges as in `0,5,10-19`.
+        chosen: `all`, numbers, or a text of numbers and ranges such as `0,5,10-19`.
         one: the SAE.
 
     Raises:
-        ConfigError: it is neither all nor numbers and ranges, or the SAE has not so many latents.
+        ConfigError: it is none of these, or a number is not below the SAE's number of latents.
     """
     d_sae, text = one.sae.d_sae, chosen if isinstance(chosen, str) else ",".join(map(str, chosen))
     if text == "all":
@@ -242,7 +241,7 @@ def _numbers(chosen: str | Sequence[int], one: Measured) -> list[int]:
 
 
 def _headline(one: Measured) -> tuple[Measured, list[str]]:
-    """The SAE on held-out rows, or for want of any on the rows that the pages show, and a sentence that says so."""
+    """The SAE on held-out rows, or if there are none on the rows that the pages show, and a note that says so."""
     store = one.store
     if store.split("train", seed=one.subject.split_seed).rows < store.rows:
         return held_out(one), []
@@ -254,7 +253,7 @@ def _which(chosen: Sequence[int], d_sae: int) -> list[str]:
 
 
 def _readings(one: Measured, chosen: list[int], words: Words, listener: Listener) -> Readings:
-    """What the pages of some latents tell beside what the rows show."""
+    """The content of latents' pages that does not depend on the rows."""
     W_dec, numbers = one.sae.W_dec, torch.tensor(chosen, device=one.sae.W_dec.device)
     with listener.progress("comparing latents", len(chosen), "latents") as show:
         near = neighbours(W_dec, numbers, NEIGHBOURS, show)
@@ -266,7 +265,7 @@ def _readings(one: Measured, chosen: list[int], words: Words, listener: Listener
 
 
 def _heading(one: Measured) -> dict[str, Any]:
-    """What stands below the title."""
+    """The entries below the title."""
     sae, source = one.sae, one.saved.origin | one.store.meta.source
     return {**one.heading, "activation": sae.activation.name, "d_in": sae.d_in, "d_sae": sae.d_sae,
             **{name: source[name] for name in ("model", "layer", "site") if source.get(name) is not None}}

@@ -1,4 +1,4 @@
-"""SAEs on the Hugging Face hub: where they are, fetching them, and putting them there with a model card."""
+"""SAEs on the Hugging Face hub: their addresses, fetching them, and uploading them with a model card."""
 
 from .fetch import Address, fetch, is_cached
 from .upload import Entry, Repository, card_with

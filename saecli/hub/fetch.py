@@ -1,4 +1,4 @@
-"""Fetching an SAE from the Hugging Face hub into its client's cache: how users name it, and what the client raises."""
+"""Fetching an SAE from the Hugging Face hub into its client's cache: addresses, and the client's errors."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ from typing import Self
 
 from ..errors import HubError, SaeError, one_line
 from ..formats import FORMATS, format_of, known_files
-from ..network import why_unreachable
+from ..network import LOG_IN, why_refused, why_unreachable
 
 SCHEME = "hf://"
 _PART = r"(?!\.{1,2}(?:/|$))[\w.-]+"  # a name between slashes, neither . nor ..
@@ -21,11 +21,11 @@ _REVISION = re.compile(r"(refs/(?:pr/\d+|convert/\w+)|[^/]+)(?:/(.*))?")
 
 @dataclass(frozen=True)
 class Address:
-    """Where on the hub an SAE lies.
+    """An SAE's address on the hub.
 
     Args:
         repo: the repository's id, `user/repo`.
-        folder: the folder inside it; empty for its top.
+        folder: the folder inside it; empty for its root.
         revision: a branch, tag or commit; None for the newest state.
     """
 
@@ -35,11 +35,11 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """The address that a text says, or None where it says none.
+        """Parse an address; None if the text is not one.
 
         Args:
-            text: `user/repo[/folder][@revision]`, `user/repo@revision/folder`, each also after `hf://`; or the page's
-                address on the web.
+            text: `user/repo[/folder][@revision]`, `user/repo@revision/folder`, either also after `hf://`; or the URL of
+                the web page.
         """
         if web := _WEB.fullmatch(text):
             return cls(web[1], web[3] or "", web[2])
@@ -63,12 +63,12 @@ class Address:
 
 
 def is_cached(address: Address) -> bool:
-    """Whether anything of the repository was ever fetched to this machine; asks no one."""
+    """Whether any of the repository was ever fetched to this machine, without asking the hub."""
     return _storage(address).is_dir()
 
 
 def cached_snapshot(address: Address) -> Path | None:
-    """The folder in which the hub's client keeps what it fetched of an address; None where it has nothing."""
+    """The folder of the files that the hub's client has fetched from an address; None if there are none."""
     storage = _storage(address)
     revision = address.revision or "main"
     branch = storage / "refs" / revision
@@ -77,16 +77,13 @@ def cached_snapshot(address: Address) -> Path | None:
 
 
 def _storage(address: Address) -> Path:
-    from huggingface_hub import constants  # takes a while, and most commands do without
+    from huggingface_hub import constants  # slow to import, and most commands do not need it
 
     return Path(constants.HF_HUB_CACHE) / f"models--{address.repo.replace('/', '--')}"
 
 
-LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
-
-
 def is_passing(error: BaseException | None) -> bool:
-    """Whether an error is of the network or of a hub that is busy, not of what was asked."""
+    """Whether an error comes from the network or a busy hub, not from the request."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     if isinstance(error, HfHubHTTPError):
@@ -95,12 +92,12 @@ def is_passing(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def told(address: Address, writing: bool = False) -> Iterator[None]:
-    """Turn what the hub's client raises inside into one sentence.
+def hub_errors(address: Address, writing: bool = False) -> Iterator[None]:
+    """Turn the hub client's exceptions into a HubError.
 
     Args:
-        address: what is asked of the hub.
-        writing: whether it is written to.
+        address: the address requested.
+        writing: whether the request writes to it.
 
     Raises:
         HubError: the hub cannot be reached, or refuses.
@@ -111,15 +108,15 @@ def told(address: Address, writing: bool = False) -> Iterator[None]:
         yield
     except SaeError:
         raise
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # what the client raises by design
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # those that the client raises by design
         if isinstance(error, OSError) and error.errno is not None and not is_passing(error):
-            raise  # the disk's
+            raise  # from the disk
         raise explained(address, error, writing) from error
 
 
 @contextmanager
 def bars_on_terminals() -> Iterator[None]:
-    """Let the hub's client draw its progress bars on a terminal alone."""
+    """Let the hub's client draw its progress bars only on a terminal."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if sys.stderr.isatty() or are_progress_bars_disabled():
@@ -133,24 +130,21 @@ def bars_on_terminals() -> Iterator[None]:
 
 
 def explained(address: Address, error: Exception, writing: bool = False) -> HubError:
-    """Why the hub did not do what it was asked, and what to do."""
+    """Why a request to the hub failed, and what to do."""
     from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import RevisionNotFoundError
 
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # that of one upload among several
+        error = error.__cause__  # the error of one upload among several
     repo, status = address.repo, getattr(getattr(error, "response", None), "status_code", None)
     if is_passing(error):
         return HubError(f"the Hugging Face hub cannot be reached for {repo}: expected an answer, got "
                         f"{one_line(error)}; connect to the network, or try again later")
-    if isinstance(error, GatedRepoError):
-        return HubError(f"{repo} is gated: accept its licence at {constants.ENDPOINT}/{repo}, then {LOG_IN}")
+    if reason := why_refused(repo, error):
+        return HubError(reason)
     if isinstance(error, RevisionNotFoundError):
         return HubError(f"{repo} has no revision {address.revision}: expected a branch, a tag or a commit; check the "
                         f"part after @")
-    if isinstance(error, RepositoryNotFoundError):
-        return HubError(f"the Hugging Face hub has no model repository {repo}, or it is private: check the name; for a "
-                        f"private one, {LOG_IN}")
     if status == 401:
         return HubError(f"the Hugging Face hub does not accept the token: expected a valid one, got {_said(error)}; "
                         f"{LOG_IN} to another")
@@ -162,9 +156,8 @@ def explained(address: Address, error: Exception, writing: bool = False) -> HubE
 
 
 def _said(error: Exception) -> str:
-    """What the hub itself says, where it says anything."""
-    said = getattr(error, "server_message", None)
-    return said if said else one_line(error)
+    """The hub's own message if it gave one, else the error's."""
+    return getattr(error, "server_message", None) or one_line(error)
 
 
 SHOWN = 8  # folders that a message lists
@@ -172,11 +165,11 @@ SHOWN = 8  # folders that a message lists
 
 @dataclass(frozen=True)
 class Fetched:
-    """An SAE from the hub on this machine.
+    """An SAE fetched from the hub.
 
     Args:
-        address: where on the hub it lies, the folder that was found included.
-        folder: where on this machine.
+        address: its address, including the folder that was found.
+        folder: its folder on this machine.
     """
 
     address: Address
@@ -184,11 +177,11 @@ class Fetched:
 
 
 def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
-    """Fetch the SAE at an address, or find it in the cache: what is there in its newest state is not fetched again.
+    """Fetch the SAE at an address; files that are up to date in the cache are not fetched again.
 
     Args:
-        address: a folder that holds an SAE in a known format, or one below which there is exactly one.
-        note: told which folder was taken and where the hub cannot be reached.
+        address: a folder that holds an SAE in a known format, or has exactly one such folder below it.
+        note: called with a message on which folder was chosen, or that the hub cannot be reached.
 
     Raises:
         HubError: there is no such repository, revision, folder or SAE, it may not be read, or the hub cannot be
@@ -199,7 +192,7 @@ def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
     reason = why_unreachable()
     if reason is None:
         try:
-            with told(address):
+            with hub_errors(address):
                 info = HfApi().model_info(address.repo, revision=address.revision, timeout=30)
         except HubError as error:
             if not is_passing(error.__cause__) or cached_snapshot(address) is None:
@@ -219,7 +212,7 @@ def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
 
 
 def _choose(address: Address, names: Iterable[str], note: Callable[[str], None]) -> tuple[Address, str]:
-    """The folder to take, and the format of its SAE."""
+    """The address of the SAE, and its format."""
     folders: dict[str, list[str]] = {}
     for name in map(PurePosixPath, names):
         folders.setdefault("" if str(name.parent) == "." else str(name.parent), []).append(name.name)
@@ -243,8 +236,8 @@ def _download(address: Address, files: Sequence[str], commit: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     prefix = f"{address.folder}/" if address.folder else ""
-    with told(address), bars_on_terminals():
+    with hub_errors(address), bars_on_terminals():
         paths = [Path(hf_hub_download(address.repo, prefix + file, revision=commit)) for file in files]
-        # The cache learns which commit the branch is, so that without a network it is found by its name.
+        # Records in the cache which commit the branch is, so that it is found by name without a network.
         hf_hub_download(address.repo, prefix + files[0], revision=address.revision)
     return paths[0].parent

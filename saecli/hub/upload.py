@@ -1,5 +1,5 @@
-"""Putting an SAE into a repository on the Hugging Face hub, as one commit with a model card: what the SAEs are, their
-measures, and how to load them.
+"""Uploading an SAE to a repository on the Hugging Face hub, in one commit with a model card that describes the SAEs,
+their measures, and how to load them.
 """
 
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ from typing import Any, Self
 
 from ..errors import ConfigError, HubError
 from ..formats import FORMATS
-from ..network import why_unreachable
+from ..network import LOG_IN, why_unreachable
 from ..wording import number
-from .fetch import LOG_IN, Address, bars_on_terminals, told
+from .fetch import Address, bars_on_terminals, hub_errors
 
 START = "<!-- `sae push` writes from here: it replaces the line of the SAE that it pushes, and keeps the others -->"
 END = "<!-- to here; what stands before and after is left as it is -->"
@@ -19,7 +19,7 @@ MEASURES = ("rows", "l0", "fvu", "explained_variance", "cosine", "dead_fraction"
 COLUMNS = ("SAE", "activations", "activation", "d_in", "d_sae", *(name.replace("_", " ") for name in MEASURES))
 FORMULAS = ("fvu = `E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)`, explained variance = 1 - fvu, l0: latents that fire on "
             "a row, dead fraction: latents that fire on none of the training rows, ce recovered = `(ce_zero - "
-            "ce_spliced) / (ce_zero - ce_clean)`, kl in nats a token")
+            "ce_spliced) / (ce_zero - ce_clean)`, kl in nats per token")
 LOADING = {  # by format, the library that reads it from the hub, and how
     "saelens": ("SAELens", 'from sae_lens import SAE\nsae = SAE.from_pretrained("{0.repo}", "{0.folder}")'),
     "sparsify": ("sparsify", "from sparsify import SparseCoder\n"
@@ -28,19 +28,19 @@ LOADING = {  # by format, the library that reads it from the hub, and how
 
 @dataclass(frozen=True)
 class Entry:
-    """What a card says of one SAE.
+    """A card's entry for one SAE.
 
     Args:
-        address: where it lies, in a folder of its repository.
+        address: its address, in a folder of its repository.
         format: the format of its files, one of `formats.FORMATS`.
-        activations: what it was trained on, such as `gpt2, layer 8, resid_post`.
-        activation: its activation as written, with its K if any.
+        activations: the activations it was trained on, such as `gpt2, layer 8, resid_post`.
+        activation: its activation function as written, with its K if any.
         d_in: width of the activations.
         d_sae: number of latents.
-        measures: what `sae eval` found, of which the card shows `MEASURES`.
-        remark: a sentence on how the files differ from the run; None where they do not.
-        base_model: the hub id of the language model; None where it is not on the hub.
-        dataset: the hub id of the text; None where it is not on the hub.
+        measures: the results of `sae eval`; the card shows `MEASURES`.
+        remark: a sentence on how the files differ from the run; None if they do not.
+        base_model: the hub id of the language model; None if it is not on the hub.
+        dataset: the hub id of the text; None if it is not on the hub.
     """
 
     address: Address
@@ -56,14 +56,14 @@ class Entry:
 
 
 def card_with(entry: Entry, present: str | None) -> str | None:
-    """The card of a repository once an SAE is in it.
+    """A repository's card with an SAE's entry added.
 
     Args:
-        entry: the SAE.
-        present: the card that is there; None for none.
+        entry: the SAE's.
+        present: the present card; None for none.
 
     Returns:
-        Its text; None where the card that is there was written by someone else, and is left to them.
+        The text; None if the present card was not written by this tool, and so must be left alone.
     """
     if present is None:
         return f"{_metadata(entry)}\n# {entry.address.repo}\n\n{_written(entry, [], [])}\n"
@@ -78,7 +78,7 @@ def card_with(entry: Entry, present: str | None) -> str | None:
 
 
 def _metadata(entry: Entry) -> str:
-    """The YAML head, by which the hub's search finds the repository."""
+    """The YAML header, by which the hub's search finds the repository."""
     from huggingface_hub import ModelCardData
 
     library = entry.format if entry.format in LOADING else "saecli"
@@ -89,15 +89,15 @@ def _metadata(entry: Entry) -> str:
 
 
 def _written(entry: Entry, lines: list[str], remarks: list[str]) -> str:
-    """What stands between the two marks: the SAE beside the lines and remarks of others."""
+    """The text between `START` and `END`: the SAE, and the table lines and remarks of others."""
     own = f"`{entry.address.folder}`"
     shown = (own, entry.activations, entry.activation, number(entry.d_in), number(entry.d_sae),
              *(number(entry.measures.get(name)) for name in MEASURES))
     table = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *sorted([*lines, f"| {' | '.join(shown)} |"])]
-    told = sorted([*remarks, *([f"- {own}: {entry.remark}."] if entry.remark else [])])
+    remarks = sorted([*remarks, *([f"- {own}: {entry.remark}."] if entry.remark else [])])
     return "\n".join([
         START, f"Sparse autoencoders, measured by `sae eval` on held-out rows: {FORMULAS}.", "", *table, "",
-        *([*told, ""] if told else []), "With saecli:", "", f"    sae eval {entry.address} --data STORE", "",
+        *([*remarks, ""] if remarks else []), "With saecli:", "", f"    sae eval {entry.address} --data STORE", "",
         "```python", "import saecli", f'sae = saecli.load_sae("{entry.address}")', "```", "", _elsewhere(entry), END])
 
 
@@ -114,12 +114,12 @@ README = "README.md"
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository on the hub that the user may write to, or may make.
+    """A repository on the hub that the user may write to, or create.
 
     Args:
-        address: the repository, and the folder in it that the SAE goes to.
-        files: the names of its files, all folders'; None where it does not exist yet.
-        card: its README.md; None where it has none.
+        address: the repository, and the folder in it for the SAE.
+        files: the names of all its files; None if it does not exist yet.
+        card: its README.md; None if it has none.
     """
 
     address: Address
@@ -128,15 +128,15 @@ class Repository:
 
     @classmethod
     def find(cls, address: Address, private: bool) -> Self:
-        """Look the repository up before anything is measured, with the token that the hub's client knows.
+        """Look up the repository, with the hub client's token.
 
         Args:
-            address: as of the class.
-            private: refuse a repository that is there and public.
+            address: as in the class.
+            private: refuse an existing public repository.
 
         Raises:
-            HubError: there is no token, or one that may only read, or the hub cannot be reached or refuses.
-            ConfigError: the repository is public, where a private one is asked for.
+            HubError: there is no token, or a read-only one, or the hub cannot be reached or refuses.
+            ConfigError: the repository is public, and `private` is set.
         """
         from huggingface_hub import HfApi, get_token, hf_hub_download
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -147,7 +147,7 @@ class Repository:
         if get_token() is None:
             raise HubError(f"pushing to {address.repo} needs a token that may write: {LOG_IN}")
         api = HfApi()
-        with told(address, writing=True):
+        with hub_errors(address, writing=True):
             token = api.whoami().get("auth", {}).get("accessToken", {})
             if token.get("role") == "read":
                 raise HubError(f"the token may only read: expected one that may write to {address.repo}, {LOG_IN}")
@@ -167,19 +167,18 @@ class Repository:
             return cls(address, files, text)
 
     def push(self, folder: Path, card: str | None, private: bool, message: str) -> str:
-        """Put the files of a folder on this machine into the repository's folder, all in one commit.
+        """Upload the files of a local folder to the repository's folder, in one commit.
 
-        Files of an SAE that lie there in another format are removed by the same commit, since a reader would take
-        whichever it knows first.
+        An SAE in another format there is removed by the same commit, since a reader might take that one.
 
         Args:
             folder: holds the files, and nothing else.
-            card: the new README.md; None leaves the one there is.
-            private: make the repository private, if it is made.
-            message: the commit's.
+            card: the new README.md; None leaves the present one.
+            private: create the repository as private, if it does not exist.
+            message: the commit's message.
 
         Returns:
-            The commit's address on the web.
+            The commit's URL.
 
         Raises:
             HubError: the hub cannot be reached, or refuses.
@@ -193,7 +192,7 @@ class Repository:
         operations = [*(CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
                         for name, content in additions.items()),
                       *(CommitOperationDelete(name) for name in sorted((known - new.keys()) & (self.files or set())))]
-        with told(self.address, writing=True), bars_on_terminals():
+        with hub_errors(self.address, writing=True), bars_on_terminals():
             if self.files is None:
                 api.create_repo(repo, private=private or None, exist_ok=True)
             return api.create_commit(repo, operations, commit_message=message).commit_url

@@ -1,35 +1,35 @@
-"""Opening a home's stores, what was changed being checked first; and what is said while stores are filled."""
+"""Opening a home's stores, with a check of changed shards; and messages while stores are filled."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..console import Listener, Step
-from ..errors import PeerError, StoreError
+from ..errors import PeerError, StoreError, StoreOptionError
 from ..home import STORE_MARKER, Home
 from ..store import ActivationStore, StoreWriter, remembers, saved_rows
 from ..wording import counted
 
 
 def open_store(home: Home, name: str | None, listener: Listener) -> ActivationStore:
-    """The store of that name, or the newest, which is then named; StoreError where there is none, or a shard that was
+    """The store of that name, or the newest, with a note that names it; StoreError if there is none, or a shard that
     changed since the store was written is damaged."""
     store = ActivationStore.open(home.stores.find(name))
     if name is None:
         listener.note(f"using the newest store, {store.name}")
     if not store.complete:
         listener.note(f"{store.name} is not finished; its whole shards hold {counted(store.rows, 'row')} so far")
-    # Where the check could not be remembered, it would be made again by every command; reading looks at checksums too.
+    # If its outcome cannot be recorded, every command would repeat the check; and reading verifies checksums anyway.
     if remembers(store.path) and (problems := _check_changed(store, listener)):
         raise StoreError(first_of(problems))
     return store
 
 
 def finished_store(folder: Path, request_hash: str, listener: Listener) -> ActivationStore | None:
-    """The store in a folder, where it holds all that a request asks for.
+    """The store in a folder, if it is finished.
 
     Returns:
-        None where it has yet to be written, or shards of it have.
+        None if it, or a shard of it, is yet to be written.
 
     Raises:
         StoreError: the folder holds something else.
@@ -38,8 +38,8 @@ def finished_store(folder: Path, request_hash: str, listener: Listener) -> Activ
         return None
     store = ActivationStore.open(folder)
     if store.meta.request_hash != request_hash:
-        raise StoreError(f"there is a store named {folder.name!r} already, made from something else; give another "
-                         f"--name")
+        raise StoreOptionError(None, "there is a store named {folder!r} already, made from something else",
+                               "give another {name}", folder=folder.name)
     problems = _check_changed(store, listener)
     if problems:
         listener.note(first_of(problems).partition(";")[0])
@@ -47,7 +47,7 @@ def finished_store(folder: Path, request_hash: str, listener: Listener) -> Activ
 
 
 def _check_changed(store: ActivationStore, listener: Listener) -> list[str]:
-    """What is wrong with the shards that may have changed since the store was written, a sentence for each."""
+    """A sentence for each damaged shard among those that may have changed since the store was written."""
     shards = store.changed()
     if not shards:
         return []
@@ -58,17 +58,17 @@ def _check_changed(store: ActivationStore, listener: Listener) -> list[str]:
 
 
 def first_of(problems: list[str]) -> str:
-    """One sentence for all of several problems."""
+    """One sentence for one or more problems."""
     return f"found {len(problems)} problems, the first: {problems[0]}" if len(problems) > 1 else problems[0]
 
 
-DERIVED = "the store's name, which {name} sets,"  # where it is made of what the store comes from
+DERIVED = "the store's name, which {name} sets,"  # in messages on a name that the user did not give
 
 
 @contextmanager
 def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
-    """Say, where Ctrl-C ends a command that fills stores, what of them is kept; yields a list, empty, for the stores'
-    folders as soon as they are known."""
+    """If Ctrl-C ends a command that fills stores, say how many rows are saved; yields an empty list, to which the
+    stores' folders are to be added once known."""
     folders: list[Path] = []
     try:
         yield folders
@@ -85,21 +85,20 @@ def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
 
 @contextmanager
 def filling(writers: Sequence[StoreWriter], label: str, rows: int, listener: Listener) -> Iterator[Step]:
-    """Show how stores are filled, up to so many rows, say what they go on with, and in the end what became of damaged
-    shards."""
+    """Show progress up to `rows` while stores are filled, with notes on where they resume and on rewritten shards."""
     for writer in writers:
         if writer.damaged:
-            listener.note(f"{writer.path.name}: writing anew {_named(writer.damaged)}")
+            listener.note(f"{writer.path.name}: rewriting {_named(writer.damaged)}")
         elif writer.rows:
             listener.note(f"{writer.path.name}: going on after {writer.rows:,} rows")
     with listener.progress(label, rows, "rows") as show:
         yield show
     for writer in writers:
         if writer.altered:
-            listener.note(f"{writer.path.name}: {_named(writer.altered)} came out with other bytes than were "
-                          f"recorded, as another machine or version of a library rounds in other ways")
+            listener.note(f"{writer.path.name}: {_named(writer.altered)} came out with other bytes than recorded, as "
+                          f"another machine or library version may round differently")
 
 
 def _named(shards: list[str]) -> str:
-    """Some shards in words, not all of their names where they are many."""
+    """The names of at most three shards, and the number of the others."""
     return f"{', '.join(shards[:3])}" + (f" and {len(shards) - 3} more shards" if len(shards) > 3 else "")

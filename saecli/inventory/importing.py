@@ -1,4 +1,4 @@
-"""Putting an array of activations or images into a store."""
+"""Importing an array of activations or images into a store."""
 
 import hashlib
 import shutil
@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import FLATTEN, ArraySource, open_array
 from ..config import Config, option
 from ..console import Listener, Step, listening
-from ..errors import StoreError
+from ..errors import StoreOptionError
 from ..files import file_sha256
 from ..home import STORE_MARKER, Home, checked_name
 from ..store import (
@@ -30,21 +30,21 @@ from .filling import DERIVED, filling, finished_store, told_when_stopped
 
 @dataclass(frozen=True)
 class ImportConfig(Config):
-    """What decides the rows of an import, beside the file."""
+    """The options that determine the rows of an import, beside the file."""
 
     panel: ClassVar[str] = "Rows"
 
-    key: str | None = option(None, "Which array of the file; needed where it holds several.")
+    key: str | None = option(None, "Which array of the file; needed if it holds several.")
     labels: str | None = option(None, "A label for each row: a file with one array of whole numbers, or the key of one "
                                       "in the same file.", metavar="FILE|KEY")
-    flatten: str | None = option(None, "What a row is of an array of more than two dimensions: positions, each vector "
-                                       "along the last of (batch, position, width), split into training and test rows "
-                                       "by whole sequences; features, each whole element of the first, such as an "
-                                       "image. Default: features for idx files, others are refused.", choices=FLATTEN)
+    flatten: str | None = option(None, "Rows of an array of more than two dimensions: positions, each vector along the "
+                                       "last of (batch, position, width), split into training and test rows by whole "
+                                       "sequences; features, each element of the first dimension, such as an image. "
+                                       "Default: features for idx files, others are refused.", choices=FLATTEN)
     max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
-    dtype: str | None = option(None, "Precision of the stored rows; default: the file's own where it is float16 or "
+    dtype: str | None = option(None, "Precision of the stored rows; default: the file's own if it is float16 or "
                                      "bfloat16, else float32.", choices=tuple(DTYPES))
-    shard_rows: int | None = option(None, "Rows in a shard file; default: as many as take 256 MiB.", minimum=1,
+    shard_rows: int | None = option(None, "Rows in a shard file; default: 256 MiB of them.", minimum=1,
                                     maximum=2**31 - 1)
 
 
@@ -57,20 +57,20 @@ def import_array(file: str | Path, name: str | None = None, *, key: str | None =
     Args:
         file: its path; or `digits` or `patches`, which scikit-learn brings.
         name: the store's name; by default the file's.
-        key: which array of the file, where it holds several.
-        labels: a label for each row: a file, or the key of an array in the same one.
-        flatten: what a row is of an array of more than two dimensions, `positions` or `features`.
-        max_norm_multiple: rows whose norm is above so many times the median norm are left out; at least 1.
+        key: which array of the file, if it holds several.
+        labels: a label for each row: a file, or the key of an array in the same file.
+        flatten: the rows of an array of more than two dimensions, `positions` or `features`.
+        max_norm_multiple: rows whose norm exceeds this multiple of the median norm are dropped; at least 1.
         dtype: of the stored rows, float32, float16 or bfloat16; by default the file's own.
-        shard_rows: rows in a shard file; by default as many as take 256 MiB.
+        shard_rows: rows in a shard file; by default 256 MiB of them.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-        progress: show how far it has come on stderr.
+        progress: show progress on stderr.
 
     Returns:
-        The store; the one that is there, where it holds what is asked for.
+        The store; an existing one of the same rows is opened.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an invalid option.
         FormatError: the file cannot be read as such an array.
         StoreError: the name is another store's, or the disk has no room.
     """
@@ -80,14 +80,14 @@ def import_array(file: str | Path, name: str | None = None, *, key: str | None =
 
 def imported(file: str, config: ImportConfig, name: str | None, home: Home,
              listener: Listener) -> tuple[ActivationStore, bool]:
-    """The store of a file's rows, and whether it was there already.
+    """The store of a file's rows, and whether it existed already.
 
     Args:
-        file: as of `import_array`.
-        config: what decides the rows.
+        file: as in `import_array`.
+        config: the options that determine the rows.
         name: the store's name; None for the file's.
         home: where it goes.
-        listener: told how far it has come, and of what is kept where it is stopped.
+        listener: shows notes and progress.
     """
     with told_when_stopped(listener) as folders:
         named = checked_name(Path(file).stem, DERIVED) if name is None else checked_name(name)
@@ -107,11 +107,11 @@ def imported(file: str, config: ImportConfig, name: str | None, home: Home,
 
 
 def _meta(file: str, array: ArraySource, config: ImportConfig) -> StoreMeta:
-    """What the store says of itself, the hash of what was asked for included."""
+    """The store's `store.json` to begin with, including the hash of the request."""
     dtype = config.dtype or array.dtype
     shard_rows = config.shard_rows or rows_per_shard(array.features, dtype)
     source = {"kind": "array", "file": Path(file).name, "key": config.key, **_identity(file, array)}
-    # Otherwise the request is what it was before there were these options.
+    # Else hash as before these options existed.
     if config.max_norm_multiple is not None:
         source["max_norm_multiple"] = config.max_norm_multiple
     if config.flatten == "positions":
@@ -122,23 +122,23 @@ def _meta(file: str, array: ArraySource, config: ImportConfig) -> StoreMeta:
 
 
 def _check_room(folder: Path, array: ArraySource, dtype: str) -> None:
-    """Refuse rows that the disk has no room for, before the first is read: a header can claim any number of them.
-    Raises StoreError."""
+    """Raise a StoreError if the disk has no room for the rows, before reading any: a header can claim any number."""
     rows = array.rows
     if (folder / STORE_MARKER).exists():
         store = ActivationStore.open(folder)
         rows = 0 if store.complete else rows - store.rows
     columns = sum(COLUMNS[name].itemsize for name in array.columns(0, 0))
     needed = rows * (array.features * DTYPES[dtype].storage.itemsize + columns)
-    free = shutil.disk_usage(next(place for place in folder.absolute().parents if place.exists())).free
+    free = shutil.disk_usage(next(parent for parent in folder.absolute().parents if parent.exists())).free
     if needed > free:
-        raise StoreError(f"cannot store {folder.name}: expected {size_words(needed)} of free disk for "
-                         f"{counted(rows, 'row')} of {array.features:,} dimensions, got {size_words(free)}; free some, "
-                         f"or choose another --home")
+        raise StoreOptionError(None, "cannot store {folder}: expected {needed} of free disk for {rows} of {features} "
+                                     "dimensions, got {free}", "free some, or choose another {home}",
+                               folder=folder.name, needed=size_words(needed), rows=counted(rows, "row"),
+                               features=f"{array.features:,}", free=size_words(free))
 
 
 def _identity(file: str, array: ArraySource) -> dict[str, Any]:
-    """Hashes of what is imported: of the file's bytes, or of the numbers where there is no file, and of the labels."""
+    """Hashes of the file's bytes, or of the numbers if there is no file, and of labels and documents."""
     content = file_sha256(Path(file)) if Path(file).exists() else _hash(array.read((slice(None),)))
     documents = {} if array.documents is None else {"documents_sha256": _hash(array.documents)}
     return {"sha256": content, "labels_sha256": None if array.labels is None else _hash(array.labels), **documents}

@@ -1,4 +1,4 @@
-"""Stores and runs as JSON documents and as tables: sizes, states, what was kept, what is wrong with their shards."""
+"""Stores and runs as JSON documents and as tables: sizes, states, rows dropped, and damaged shards."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -15,13 +15,13 @@ from ..store import ActivationStore, Norms, saved_rows
 from ..tables import table
 from ..wording import counted, number, size_words
 
-TEXT_REASONS = ("empty_texts", "short_texts")  # reasons in `dropped` that count texts and not rows
+TEXT_REASONS = ("empty_texts", "short_texts")  # reasons in `dropped` that count texts, not rows
 
 
 def what_was_kept(store: ActivationStore) -> dict[str, Any]:
-    """Of a store's JSON: how many rows were left out, and how large those and the stored ones are.
+    """The entries of a store's JSON on rows dropped, and the norms of dropped and stored rows.
 
-    Norms are None where an earlier version wrote some of the rows.
+    Norms are None if an earlier version wrote some of the rows.
     """
     meta = store.meta
     norms = None if meta.norms is None else {**asdict(meta.norms), "quantiles": meta.norm_quantiles}
@@ -30,12 +30,12 @@ def what_was_kept(store: ActivationStore) -> dict[str, Any]:
 
 
 def rows_dropped(counts: Mapping[str, int]) -> int:
-    """How many rows were dropped, of counts by reason."""
+    """Number of rows dropped, from counts by reason."""
     return sum(count for reason, count in counts.items() if reason not in TEXT_REASONS)
 
 
 def _dropped(store: ActivationStore, reason: str) -> str:
-    """How many rows were dropped for a reason, what fraction of all, and how large they were; or how many texts."""
+    """Number, percentage and norms of the rows dropped for a reason; or the number of texts."""
     count, norms = store.meta.dropped[reason], store.meta.dropped_norms.get(reason)
     if reason in TEXT_REASONS:
         return f"{count:,} {'text' if count == 1 else 'texts'}"
@@ -44,7 +44,7 @@ def _dropped(store: ActivationStore, reason: str) -> str:
 
 
 def taken_from(source: Mapping[str, Any]) -> list[list[Any]]:
-    """What a store's rows were taken from, a line each."""
+    """Table lines on the source of a store's rows."""
     names = ("model", "site", "dataset", "file", "key")
     lines = [[name, source[name]] for name in names if source.get(name) is not None]
     if "layer" in source:
@@ -57,7 +57,7 @@ def taken_from(source: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def stored(stores: Sequence[tuple[ActivationStore, bool]]) -> tuple[dict[str, Any], list[RenderableType]]:
-    """The result of a command that made stores, given each with whether it was there already: the JSON document, of one
+    """The result of a command that made stores, given each with whether it existed already: the JSON document, of one
     store or of all below `stores`, and a table for each."""
     documents, tables = [], []
     for store, cached in stores:
@@ -81,7 +81,7 @@ def _sizes(norms: Norms) -> str:
     return f"mean {number(norms.mean)}, max {number(norms.max)}"
 
 
-# In the order of what is asked most: what a narrow terminal has no room for stands below.
+# Most wanted first: columns that do not fit in a narrow terminal are stacked below.
 STORE_COLUMNS = ("rows", "d_in", "dtype", "bytes", "state", "norms", "dropped", "shards")
 RUN_COLUMNS = ("test_fvu", "test_l0", "solver", "act", "d_sae", "state", "data", "bytes")
 HEADS = {"bytes": "size", "norms": "median norm"}
@@ -93,18 +93,18 @@ def list_home(home: str | Path | None = None, *, check: bool = False, progress: 
     Args:
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
         check: read every shard and compare it with its checksum.
-        progress: show how far the check has come on stderr.
+        progress: show the check's progress on stderr.
 
     Returns:
         home: the folder.
-        stores, runs: a mapping each; one that cannot be read has a `problem`, a sentence.
-        problems: with `check` alone, a sentence for each store that cannot be read and each damaged shard.
+        stores, runs: a list of mappings each; an unreadable one has a `problem`, a sentence.
+        problems: only with `check`, a sentence for each unreadable store and each damaged shard.
     """
     return listed(Home.at(home), check, listening(progress))
 
 
 def listed(home: Home, check: bool, listener: Listener) -> dict[str, Any]:
-    """What `list_home` returns, a listener told how far the check has come."""
+    """As `list_home`, with a listener for the check's progress."""
     stores, runs = _entries(home.stores, _store), _entries(home.runs, _run)
     document: dict[str, Any] = {"home": str(home.path), "stores": stores, "runs": runs}
     if check:
@@ -114,7 +114,7 @@ def listed(home: Home, check: bool, listener: Listener) -> dict[str, Any]:
 
 
 def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What stands on a shelf, newest first; an entry that cannot be read, or has no marker, says why."""
+    """The entries of a shelf, newest first; one that cannot be read, or has no marker, says why."""
     found = [{"name": name, "path": str(shelf.path / name), "state": "unreadable", "created": "", "problem": sentence,
               "bytes": _size(shelf.path / name)} for name, sentence in shelf.unmarked().items()]
     for marker in shelf.path.glob(f"*/{shelf.marker}"):
@@ -154,7 +154,7 @@ def _size(folder: Path) -> int:
 
 
 def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
-    """What is wrong with the shards of the stores that can be read, or with what `store.json` says of them."""
+    """A sentence for each problem with the shards of readable stores, or with their entries in `store.json`."""
     total, done = sum(store["bytes"] for store in stores), 0
     problems: list[str] = []
     with listener.progress("checking", total, "bytes") as show:
@@ -169,20 +169,19 @@ def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
 
 
 def _shifted(show: Step, begin: int, name: str, done: float) -> None:
-    """Show how far the check of one store has come, that begins after others."""
+    """Show the progress of one store's check, after the others'."""
     show(begin + done, name)
 
 
 def listing_tables(document: dict[str, Any]) -> list[RenderableType]:
-    """What people see of `list_home`'s document: a table of stores and one of runs, and what is wrong with any, a line
-    each."""
+    """`list_home`'s document for people: a table of stores, one of runs, and a line for each problem."""
     home, stores, runs = Home(Path(document["home"])), document["stores"], document["runs"]
     if not stores and not runs:
         return [f"{home.path} holds nothing yet; {home.stores.remedy}"]
     shown = [_listing(f"stores in {home.stores.path}", STORE_COLUMNS, stores),
              _listing(f"runs in {home.runs.path}", RUN_COLUMNS, runs)]
     broken = [f"{entry['name']}: {entry['problem']}" for entry in (*stores, *runs) if "problem" in entry]
-    unreadable = sum("problem" in store for store in stores)  # the first of the problems, and among the broken
+    unreadable = sum("problem" in store for store in stores)  # come first in problems, and are in broken
     damaged = document.get("problems", [])[unreadable:]
     return [shown[index] for index, entries in enumerate((stores, runs)) if entries] + broken + damaged
 
@@ -199,12 +198,12 @@ def _cell(entry: dict[str, Any], column: str) -> Any:
     if column == "norms" and value is not None:
         return value["quantiles"].get("0.5")
     if column == "dropped" and value is not None:
-        return _shares_dropped(entry["rows"], value, entry["dropped_norms"])
+        return _fraction_dropped(entry["rows"], value, entry["dropped_norms"])
     return value
 
 
-def _shares_dropped(stored: int, counts: dict[str, int], norms: dict[str, dict[str, float]]) -> str | None:
-    """The fraction of rows that were dropped, and their mean norm: 2.1% at 44.5."""
+def _fraction_dropped(stored: int, counts: dict[str, int], norms: dict[str, dict[str, float]]) -> str | None:
+    """The percentage of rows dropped, and their mean norm: 2.1% at 44.5."""
     dropped, measured = rows_dropped(counts), sum(found["rows"] for found in norms.values())
     if not dropped:
         return None

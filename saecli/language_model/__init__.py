@@ -1,4 +1,5 @@
-"""Hugging Face causal language models, found, loaded, read or spliced; alone in importing transformers."""
+"""Hugging Face causal language models: finding, loading, reading and splicing; only this package imports transformers.
+"""
 
 from .model import SITES, LanguageModel, Place
 from .source import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, ModelSource, find_model

@@ -1,13 +1,13 @@
-"""A language model loaded, read at some places, or spliced at one.
+"""A loaded language model, whose activations are read at some places or replaced at one.
 
-A site is a place in block L, counted from 0:
+The sites of block L, counted from 0:
 
     resid_pre     the block's input: `hidden_states[L]`, which the paper's code takes
     resid_post    the block's output: Gemma Scope's layer L, SAELens' `blocks.L.hook_resid_post`
-    attn_out      what attention adds to the residual stream
-    mlp_out       what the MLP adds to the residual stream
+    attn_out      attention's addition to the residual stream
+    mlp_out       the MLP's addition to the residual stream
 
-They are read by hooks on the modules and not from `hidden_states`, whose last entry is normalised.
+They are read by module hooks rather than from `hidden_states`, whose last entry is normalised.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +39,8 @@ class Place(NamedTuple):
 
 
 def blocks_of(model: nn.Module, name: str, layers: int) -> nn.ModuleList:
-    """The model's list of transformer blocks: the outermost module list as long as the configuration says; ModelError
-    where there is none."""
+    """The model's transformer blocks: the outermost module list of the configured length; ModelError if there is none.
+    """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
     if not lists:
         raise ModelError(f"cannot find the blocks of {name}: expected a module list of length {layers}, "
@@ -49,13 +49,13 @@ def blocks_of(model: nn.Module, name: str, layers: int) -> nn.ModuleList:
 
 
 def hook_point(block: nn.Module, site: str) -> tuple[nn.Module, bool]:
-    """The module whose output, or where the flag is set whose input, is the site.
+    """The module whose output (or input, where the flag is set) is the site.
 
-    Gemma-2 and its heirs normalise what attention and MLP give before adding it, so that their sites are the
-    outputs of those norms; the mark of such a block is `post_feedforward_layernorm`.
+    Gemma-2 and its successors normalise the outputs of attention and MLP before adding them, so those norms' outputs
+    are the sites; such a block has a `post_feedforward_layernorm`.
 
     Raises:
-        ConfigError: the block has no part known to be there.
+        ConfigError: the block has no module of a known name for the site.
     """
     if site in ("resid_pre", "resid_post"):
         return block, site == "resid_pre"
@@ -79,7 +79,7 @@ class LanguageModel:
     Args:
         source: where it is.
         device: where it runs.
-        head: load the unembedding as well, which only `logits` needs.
+        head: load the unembedding too, which only `logits` needs.
         dtype: precision of weights and forward pass; see `ModelSource.dtype_on`.
 
     Raises:
@@ -91,10 +91,10 @@ class LanguageModel:
         settings: dict[str, Any] = {DTYPE_WORD: getattr(torch, source.dtype_on(device, dtype)),
                                     "revision": source.revision, "trust_remote_code": False}
         if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
-            settings["attn_implementation"] = "eager"  # the fused kernels leave the soft cap out
+            settings["attn_implementation"] = "eager"  # fused kernels ignore the soft cap
         loader = AutoModelForCausalLM if head else AutoModel
         quiet = logging.get_verbosity()
-        logging.set_verbosity_error()  # loading without the head is meant, and reported as unexpected weights
+        logging.set_verbosity_error()  # without the head, its weights would be reported as unexpected
         logging.disable_progress_bar()
         try:
             self.tokenizer = load_tokenizer(source)
@@ -113,16 +113,16 @@ class LanguageModel:
 
     @property
     def size(self) -> int:
-        """How many parameters are loaded."""
+        """Number of loaded parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def vocabulary(self) -> int:
-        """Token ids that the model has embeddings for, counted from 0."""
+        """Number of token ids with an embedding."""
         return self.model.get_input_embeddings().weight.shape[0]
 
     def check_tokens(self, token_ids: Tensor) -> None:
-        """Refuse tokens without an embedding: a tokenizer may know more than its model. Raises ModelError."""
+        """Raise a ModelError for tokens without an embedding: a tokenizer may have more tokens than its model."""
         if (largest := int(token_ids.max())) >= self.vocabulary:
             raise ModelError(f"{self.source.name} cannot read the token {largest}: expected token ids below "
                              f"{self.vocabulary}, the size of its embedding; use the tokenizer that the model was "
@@ -136,17 +136,17 @@ class LanguageModel:
     @torch.no_grad()
     def read(self, token_ids: Tensor, mask: Tensor, places: Sequence[Place],
              take: Callable[[Tensor], Taken]) -> list[Taken]:
-        """The activations at some places; the forward pass stops at the last, so later blocks and logits cost nothing.
+        """The activations at some places; the forward pass stops at the last one.
 
         Args:
             token_ids: (B, T), int64.
             mask: 1 at tokens, 0 at padding, (B, T).
             places: where to read, each once.
-            take: makes of the activations at a place, (B, T, D) in the model's dtype and on its device, what is kept
-                of them; it must copy, for a model may go on to add to them in place.
+            take: maps the activations at a place, (B, T, D) in the model's dtype and on its device, to a result; it
+                must copy, for a model may then add to them in place.
 
         Returns:
-            What `take` made at each place.
+            The result of `take` at each place.
         """
         self.check_tokens(token_ids)
         found: dict[Place, Taken] = {}
@@ -169,14 +169,14 @@ class LanguageModel:
 
     @torch.no_grad()
     def logits(self, token_ids: Tensor, mask: Tensor) -> Tensor:
-        """The logits, (B, T, vocabulary), float32; takes what `read` takes, and a model loaded with its head."""
+        """The logits, (B, T, vocabulary), float32; arguments as in `read`. Needs a model loaded with its head."""
         output = self.model(input_ids=token_ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False)
         return output.logits.float()
 
     @contextmanager
     def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """While open, forward passes go on from `replace(activations)`, (B, T, D) as they are, in place of the
-        activations at one of `SITES` of a block, from 0."""
+        """While open, forward passes replace the activations, (B, T, D), at a site of a block by
+        `replace(activations)`."""
         module, is_input = hook_point(self.blocks[layer], site)
 
         def on_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -195,17 +195,17 @@ class LanguageModel:
             handle.remove()
 
 
-class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward pass that has served
-    """Ends a forward pass once the wanted activations are there."""
+class _Reached(Exception):  # noqa: N818 - not an error
+    """Ends a forward pass once all wanted activations have been read."""
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """A model's tokenizer; ModelError where its files are missing or cannot be read."""
+    """A model's tokenizer; ModelError if its files are missing or cannot be read."""
     try:
         found = AutoTokenizer.from_pretrained(source.location, revision=source.revision, trust_remote_code=False)
     except UNLOADABLE as error:
         raise explained(source.name, error) from error
-    # Where the files are missing the library makes an empty tokenizer up, at least for some architectures.
+    # If the files are missing, the library makes an empty tokenizer for some architectures.
     if len(found) <= len(set(found.all_special_ids)):
         raise no_tokenizer(source.name)
     return found

@@ -1,4 +1,4 @@
-"""Where a language model is, and what decides its weights, found out without loading them."""
+"""Where a language model is, and which weights it has, without loading them."""
 
 import re
 from dataclasses import dataclass
@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers import __version__ as transformers_version
 
 from ..errors import ConfigError, ModelError
 from ..files import NotAFile, regular
-from ..network import why_unreachable
+from ..network import why_refused, why_unreachable
 
 TINY_GEMMA2 = "tiny-gemma2"
 BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
-# What damaged or foreign files make the library raise; older versions of the hub's client lack the last.
+# What the library raises for damaged or foreign files; older versions of the hub's client lack the last.
 UNLOADABLE = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError,
               UnpicklingError,
               *([hub_errors.StrictDataclassError] if hasattr(hub_errors, "StrictDataclassError") else []))
@@ -36,7 +35,7 @@ class ModelSource:
     Args:
         name: as the user gave it.
         location: what `from_pretrained` takes.
-        revision: the hub commit; None where there is none to pin, as for folders.
+        revision: the hub commit; None for folders.
         config: the model's configuration.
     """
 
@@ -57,18 +56,18 @@ class ModelSource:
 
     @property
     def positions(self) -> int | None:
-        """Tokens in a window at most: the positions that the model learned; None where none are named."""
+        """The model's `max_position_embeddings`, the most tokens in a window; None if there is none."""
         found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
     def default_layer(self) -> int:
-        """The middle block, which is 12 of Gemma-2-2B's 26."""
+        """The middle block: 12 of Gemma-2-2B's 26."""
         return (self.layers - 1) // 2
 
     def dtype_on(self, device: torch.device, wanted: str = "auto") -> str:
         """The precision of a forward pass on a device: the one wanted of `MODEL_DTYPES`; for auto float32 on a CPU,
-        where half precision is slow and rarely native, and elsewhere what the checkpoint names, float32 if none of
-        these."""
+        where half precision is slow and rarely native, else the checkpoint's own, or float32 if that is none of these.
+        """
         if wanted != "auto":
             return wanted
         named = next((str(found).removeprefix("torch.") for config in (self.config.get_text_config(), self.config)
@@ -76,19 +75,20 @@ class ModelSource:
         return named if device.type != "cpu" and named in MODEL_DTYPES else "float32"
 
     def check_layer(self, layer: int) -> None:
-        """Refuse a block that is not there, by a ConfigError."""
+        """Raise a ConfigError for a block that the model does not have."""
         if not 0 <= layer < self.layers:
             raise ConfigError(None, "{model_name} has layers 0 to {last}, got {layer} {got}", model_name=self.name,
                               last=self.layers - 1, got=layer)
 
     def check_context(self, context: int) -> None:
-        """Refuse windows with more tokens than the model has positions, by a ConfigError."""
+        """Raise a ConfigError for windows of more tokens than the model has positions."""
         if self.positions is not None and context > self.positions:
             raise ConfigError(None, "{model_name} takes windows of at most {most} tokens, got {context} {got}",
                               "lower it", model_name=self.name, most=f"{self.positions:,}", got=f"{context:,}")
 
     def identity(self) -> dict[str, Any]:
-        """What decides the weights, as part of a request's hash: revision, or sizes and times of a folder's files."""
+        """The part of a request's hash that determines the weights: revision, or sizes and times of a folder's files.
+        """
         if self.name in BUNDLED or self.revision:
             return {"model": self.name, "revision": self.revision}
         files = sorted(path for path in Path(self.location).iterdir() if path.is_file())
@@ -103,7 +103,7 @@ def find_model(name: str) -> ModelSource:
         name: a bundled model's name, a folder, or a hub id.
 
     Raises:
-        ModelError: there is none, it is gated, or the hub cannot be reached; the message says what to do.
+        ModelError: it is missing or gated, or the hub cannot be reached.
     """
     if not name.strip():  # the path of an empty name is the working directory
         raise ModelError(f"--model is empty: expected a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}")
@@ -119,7 +119,7 @@ def find_model(name: str) -> ModelSource:
                          f"connect to the network (a gated model also wants its licence accepted at "
                          f"https://huggingface.co/{name}, and `hf auth login`), {OFFLINE_ADVICE}")
     try:
-        # Without the word, the library asks on stdout whether to run the Python code of a model's folder.
+        # If trust_remote_code is not given, the library asks on stdout whether to run a model's Python code.
         config = AutoConfig.from_pretrained(location, local_files_only=local or offline is not None,
                                             trust_remote_code=False)
     except UNLOADABLE as error:
@@ -131,7 +131,7 @@ def find_model(name: str) -> ModelSource:
 
 
 def _demand_files(name: str, folder: Path) -> None:
-    """Refuse a folder with a pipe or a device in it, which would be waited for, by a ModelError."""
+    """Raise a ModelError for a folder with a pipe or a device in it, on which loading would block."""
     for path in folder.iterdir():
         if path.exists() and not path.is_dir():
             try:
@@ -145,21 +145,17 @@ def explained(name: str, error: BaseException) -> ModelError:
     if "trust_remote_code" in str(error):
         return ModelError(f"{name} comes with Python code of its own, and this tool runs no code from a model's "
                           f"folder: expected an architecture that transformers has; use another model")
-    if isinstance(error, UnpicklingError):  # of which the library says how to run the file's code all the same
+    if isinstance(error, UnpicklingError):  # the library's message says how to run the file's code all the same
         return ModelError(f"cannot load the model {name}: expected weights that hold nothing but tensors, got a pickle "
                           f"that is damaged or holds code; use a model with model.safetensors")
     if "backend tokenizer" in str(error):
         return no_tokenizer(name)
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, GatedRepoError):
-            return ModelError(f"{name} is gated: accept its licence at https://huggingface.co/{name}, then run "
-                              f"`hf auth login`, {OFFLINE_ADVICE}")
-        if isinstance(cause, RepositoryNotFoundError):
-            return ModelError(f"the Hugging Face hub has no model {name}, or it is private: check the name and "
-                              f"`hf auth login`, {OFFLINE_ADVICE}")
+        if reason := why_refused(name, cause):
+            return ModelError(f"{reason}, {OFFLINE_ADVICE}")
         cause = cause.__cause__ or cause.__context__
-    said = re.sub(r":\s*\n\s*", ": ", str(error).strip())  # a line that ends so says nothing yet
+    said = re.sub(r":\s*\n\s*", ": ", str(error).strip())  # a line that ends in a colon says nothing alone
     reason = (said.splitlines() or [type(error).__name__])[0].rstrip(".")
     return ModelError(f"cannot load the model {name}: {reason}; expected the files of a Hugging Face causal language "
                       f"model")

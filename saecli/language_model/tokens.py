@@ -1,4 +1,4 @@
-"""Token ids as text, and which next tokens a direction of the residual stream speaks for.
+"""Token ids as text, and the next tokens that a direction of the residual stream promotes or suppresses.
 
 Shapes: R directions, T tokens, D = d_in, V vocabulary.
 """
@@ -16,7 +16,7 @@ from .source import find_model
 
 
 class TokenTexts:
-    """The texts of a tokenizer's tokens, as they stand inside a text.
+    """The texts of a tokenizer's tokens, as within a text.
 
     Args:
         tokenizer: the model's.
@@ -28,27 +28,27 @@ class TokenTexts:
 
     @classmethod
     def of_model(cls, name: str) -> "TokenTexts":
-        """Those of a model's tokenizer; loads no weights. Raises ModelError where there is no such model, or its
-        tokenizer cannot be loaded."""
+        """For a model's tokenizer, without loading weights; ModelError if there is no such model, or its tokenizer
+        cannot be loaded."""
         return cls(load_tokenizer(find_model(name)))
 
     @cached_property
     def _before(self) -> list[int]:
-        # Some tokenizers leave out the space before the first token of a text.
+        # Some tokenizers drop the space before the first token of a text.
         return self._tokenizer("a", add_special_tokens=False)["input_ids"]
 
     def __len__(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return len(self._tokenizer)
 
     def __getitem__(self, token: int) -> str:
-        """The text of one token; with U+FFFD in it where the token is a part of a character."""
+        """The text of one token, with U+FFFD for a part of a character."""
         if token not in self._known:
             self._known[token] = self.joined([token])
         return self._known[token]
 
     def joined(self, tokens: Sequence[int]) -> str:
-        """The text of tokens that follow each other; ids that the tokenizer does not know are written as numbers."""
+        """The text of consecutive tokens; as numbers if the tokenizer does not know one of them."""
         if any(not 0 <= token < len(self) for token in tokens):
             return "".join(f"[{token}]" for token in tokens)
         head, whole = (self._tokenizer.decode(ids, clean_up_tokenization_spaces=False, skip_special_tokens=False)
@@ -69,13 +69,13 @@ class OutputTokens(NamedTuple):
 
 
 class Unembedding:
-    """A model's final norm and unembedding, as one linear map of directions to logits.
+    """A model's final norm and unembedding, as one linear map from directions to logits.
 
         logits(d) = W_U (g * (d / ||d||)),  less their mean over the vocabulary
 
-    where g is the weight of the final norm, and `d / ||d||` has its mean taken out where the norm does so (LayerNorm).
-    The norm's denominator, which depends on the whole residual stream, is left out: it scales all logits of a
-    direction alike. So is what the mean over the vocabulary holds, which no probability depends on.
+    where g is the weight of the final norm, and `d / ||d||` is centred if the norm centres (LayerNorm). The norm's
+    denominator, which depends on the whole residual stream, is left out: it scales all logits of a direction alike. The
+    mean over the vocabulary affects no probability.
 
     Args:
         model: a language model loaded with its head.
@@ -89,19 +89,19 @@ class Unembedding:
         if head is None or not hasattr(head, "weight"):
             raise ModelError(f"{model.source.name} has no unembedding: expected a causal language model, got a "
                              f"{type(model.model).__name__}; leave --model out")
-        # A tokenizer may know fewer tokens than a head that was padded to a round number has rows.
+        # A head padded to a round number has more rows than its tokenizer has tokens.
         self._W_U = head.weight[: len(model.tokenizer)]
         self._mean = self._W_U.mean(0, dtype=torch.float32)
         self._weight, self._centred = _final_norm(model, head)
 
     @torch.no_grad()
     def output_tokens(self, directions: Tensor, count: int, show: Callable[[int], None]) -> OutputTokens:
-        """The tokens whose logits a unit step in some directions raises and lowers most.
+        """The tokens whose logits a unit step in each direction raises and lowers most.
 
         Args:
             directions: (R, D).
             count: how many of each.
-            show: told after each block how many directions are done.
+            show: called after each block with the number of directions done.
 
         Cost: `2 R D V` operations; `BLOCK_LOGITS` logits are held at a time.
         """
@@ -122,10 +122,10 @@ class Unembedding:
 
 @torch.no_grad()
 def _final_norm(model: LanguageModel, head: nn.Module) -> tuple[Tensor, bool]:
-    """The weight, (D,), of the norm before the head, and whether it takes out the mean; found by running the model.
+    """The weight, (D,), of the norm before the head, and whether it centres; found by running the model.
 
-    The norm is the last module that gave what the head then took. Its weight is read off its values at vectors of mean
-    0 and variance 1, for some norms multiply by their parameter, and others, like Gemma's, by 1 and it.
+    The norm is the last module whose output is the head's input. Its weight is read off its values at vectors of mean 0
+    and variance 1, since some norms multiply by their parameter and others, like Gemma's, by 1 plus it.
     """
     outputs: list[tuple[nn.Module, Tensor]] = []
     taken: list[Tensor] = []
@@ -146,7 +146,7 @@ def _final_norm(model: LanguageModel, head: nn.Module) -> tuple[Tensor, bool]:
     D = head.weight.shape[1]
     signs = torch.ones(D, dtype=model.dtype, device=model.device)
     norm = next((module for module, output in reversed(outputs) if taken and torch.equal(output, taken[0])), None)
-    if norm is None:  # a model that hands its residual stream to the head as it is
+    if norm is None:  # the head takes the residual stream itself
         return signs.float(), False
     constant = norm(signs)
     centred = torch.equal(constant, norm(-signs))

@@ -1,4 +1,4 @@
-"""What the latents of an SAE do, gathered for all of them in one pass over rows, in constant memory."""
+"""A survey of all latents of an SAE in one pass over rows, in constant memory."""
 
 from .examples import COLUMNS, Block, Examples, in_blocks
 from .survey import Magnitudes, Survey, bin_edges, neighbours, survey

@@ -1,7 +1,7 @@
-"""Where the codes of each latent are largest: a window of tokens each, with the codes of the tokens about its peak; and
-the blocks of rows, cut where windows end, that they are looked for in.
+"""The windows of tokens in which each latent's codes are largest, with an excerpt about each peak; found in blocks of
+rows that end where windows end.
 
-Shapes: B rows, W windows, C latents, N examples a latent, T tokens of an excerpt, m and n of those at hand, D = d_in.
+Shapes: B rows, W windows, C latents, N examples per latent, T tokens of an excerpt, n peaks, D = d_in.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..store import Rows, window_starts
 
 COLUMNS = ("document", "position", "token_id")
-LONGEST = 8  # batches that a window may reach over before it is parted, which keeps memory constant
+LONGEST = 8  # batches that a window may span before it is split, which keeps memory constant
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Block:
     Args:
         x: the rows, (B, D).
         numbers: their numbers within the store, (B,).
-        columns: the columns of `COLUMNS` of them, (3, B); None where the store lacks one, so that it has no windows.
+        columns: their values of `COLUMNS`, (3, B); None if the store lacks one, so that it has no windows.
     """
 
     x: Tensor
@@ -35,7 +35,7 @@ class Block:
 
     @property
     def starts(self) -> np.ndarray:
-        """Where each window begins, and the last one ends, (W + 1,); without tokens each row is a window."""
+        """The begin of each window and the end of the last, (W + 1,); without tokens each row is a window."""
         rows = len(self.x)
         if self.columns is None:
             return np.arange(rows + 1)
@@ -43,7 +43,7 @@ class Block:
 
 
 def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[Block]:
-    """Batches with the columns that belong to them; where there are tokens, in whole windows.
+    """Batches with their columns; with tokens, in whole windows.
 
     Args:
         batches: the rows in stored order, in batches (B, D).
@@ -51,8 +51,8 @@ def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterato
         batch_rows: rows of every batch but the last.
 
     Yields:
-        Blocks of about a batch. Only a window that reaches over more than `LONGEST` batches is parted. A block's rows
-        are valid until the next is asked for.
+        Blocks of about a batch, valid until the next is asked for. Only a window of more than `LONGEST` batches is
+        split.
     """
     numbers = rows.numbers(batch_rows)
     if not set(COLUMNS) <= set(rows.store.meta.columns):
@@ -68,7 +68,7 @@ def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterato
         if end:
             yield _part(block, slice(0, end))
         waiting = _part(block, slice(end, None))
-        waiting = Block(waiting.x.clone(), waiting.numbers, waiting.columns)  # the batch's memory is used again
+        waiting = Block(waiting.x.clone(), waiting.numbers, waiting.columns)  # the batch's memory is reused
     if waiting is not None and len(waiting.x):
         yield waiting
 
@@ -82,9 +82,9 @@ def _part(block: Block, which: slice) -> Block:
     return Block(block.x[which], block.numbers[which], block.columns[:, which])
 
 
-TOKENS, BEFORE = 48, 31  # of an excerpt at most, and of those before its peak
-WINDOWS = 128  # looked at before the smallest examples are known anew
-FACTOR = 0x9E3779B97F4A7C15  # odd, so that it can be divided by modulo 2^64
+TOKENS, BEFORE = 48, 31  # most tokens of an excerpt, and those before its peak
+WINDOWS = 128  # examined before the smallest examples are updated
+FACTOR = 0x9E3779B97F4A7C15  # odd, so invertible modulo 2^64
 INVERSE = pow(FACTOR, -1, 1 << 64)
 
 
@@ -92,12 +92,12 @@ class Peaks(NamedTuple):
     """The largest codes of some latents in some windows of a block, (n,) each.
 
     Args:
-        rows: where in the block they are.
-        latents: whose they are, as places among the latents looked at.
+        rows: their rows within the block.
+        latents: their latents, as indices into the chosen ones.
         sizes: `|z|`.
-        begins: where in the block the excerpts about them begin.
+        begins: where in the block their excerpts begin.
         ends: where these end.
-        marks: of the excerpts; equal ones read the same.
+        marks: hashes of the excerpts.
     """
 
     rows: np.ndarray
@@ -109,24 +109,24 @@ class Peaks(NamedTuple):
 
 
 class Examples:
-    """The N windows in which each of some latents' codes reach the largest sizes `|z|`, merged batch by batch.
+    """The N windows with the largest code sizes `|z|` for each chosen latent, merged batch by batch.
 
-    A window counts once, at its first largest code, and windows whose excerpts read the same count once, so that a
-    text that is repeated does not fill the list. Among equals the first in the store is kept.
+    A window counts once, at its first largest code, and so do windows with equal excerpts, so that a repeated text does
+    not fill the list. Of equal sizes the first in the store is kept.
 
     Args:
         latents: numbers of the latents.
         d_sae: number of all latents.
-        count: N, examples a latent.
-        tokens: whether the rows have tokens, which need room: `8 TOKENS C N` bytes.
+        count: N, examples per latent.
+        tokens: whether the rows have tokens, which take `8 TOKENS C N` bytes.
     """
 
     def __init__(self, latents: Sequence[int], d_sae: int, count: int, tokens: bool) -> None:
         self._latents, self._all = np.array(latents), len(latents) == d_sae
         shape, width = (len(latents), count), TOKENS if tokens else 1
-        self._sizes = np.zeros(shape, np.float32)  # the largest first; 0 where there is none
-        self._marks = np.zeros(shape, np.uint64)  # of excerpts; equal ones read the same
-        self._slots = np.zeros(shape, np.int64)  # where in `_kept`, which is never sorted, the rest of each is
+        self._sizes = np.zeros(shape, np.float32)  # descending; 0 where there is no example
+        self._marks = np.zeros(shape, np.uint64)  # hashes of the excerpts
+        self._slots = np.zeros(shape, np.int64)  # index of each example in `_kept`, which is not sorted
         self._kept = {"number": np.zeros(shape, np.int64), "code": np.zeros((*shape, width), np.float32)}
         if tokens:
             self._kept |= {"document": np.zeros(shape, np.int64), "position": np.zeros(shape, np.int32),
@@ -137,18 +137,19 @@ class Examples:
         """The examples of some of its latents.
 
         Returns:
-            Arrays by name, (C, N) each, the largest first: `size`, 0 where there is none; `number`, the peak's row
-            within the store; and `code`, the codes, (C, N, T), T being 1 without tokens. With tokens further `document`
-            and `position`, the peak's; `peak`, its place in the excerpt; `token`, (C, N, T), the excerpt's token ids,
+            Arrays by name, (C, N) each, largest first: `size`, 0 where there is no example; `number`, the peak's row
+            within the store; and `code`, the codes, (C, N, T), with T = 1 without tokens. With tokens also `document`
+            and `position` of the peak; `peak`, its index in the excerpt; `token`, (C, N, T), the excerpt's token ids,
             -1 after its end; `gap`, (C, N, T), whether rows are missing before a token.
         """
-        places = np.searchsorted(self._latents, np.array(latents))[:, None]
-        slots = self._slots[places[:, 0]]
-        return {"size": self._sizes[places[:, 0]], **{name: kept[places, slots] for name, kept in self._kept.items()}}
+        indices = np.searchsorted(self._latents, np.array(latents))
+        slots = self._slots[indices]
+        return {"size": self._sizes[indices],
+                **{name: kept[indices[:, None], slots] for name, kept in self._kept.items()}}
 
     @torch.no_grad()
     def update(self, z: Tensor, block: Block) -> None:
-        """Look at the codes of a block, (B, F)."""
+        """Take in the codes of a block, (B, F)."""
         if not self._all:
             z = z[:, torch.from_numpy(self._latents).to(z.device)]
         starts = block.starts
@@ -156,11 +157,11 @@ class Examples:
             self._merge(z, block, self._peaks(z, block, starts[first : first + WINDOWS + 1]))
 
     def _peaks(self, z: Tensor, block: Block, starts: np.ndarray) -> Peaks:
-        """The peaks, in windows that begin and end at `starts`, (W + 1,), that are larger than the smallest example of
-        their latent: few, once some windows have been seen."""
+        """The peaks, in windows bounded by `starts`, (W + 1,), larger than the smallest example of their latent; few,
+        once some windows have been seen."""
         least = torch.from_numpy(self._sizes[:, -1].copy()).to(z)
         rows = z[starts[0] : starts[-1]]
-        if len(rows) == len(starts) - 1:  # a row a window
+        if len(rows) == len(starts) - 1:  # one row per window
             sizes = rows.abs()
         else:
             sizes = torch.stack([z[begin:end].abs().amax(0) for begin, end in pairwise(starts.tolist())])
@@ -172,7 +173,7 @@ class Examples:
         return Peaks(rows, latents, sizes[windows, latents].cpu().numpy(), begins, ends, marks)
 
     def _merge(self, z: Tensor, block: Block, peaks: Peaks) -> None:
-        """Let peaks take their places among the examples of their latents."""
+        """Merge peaks into the examples of their latents."""
         count = self._marks.shape[1]
         touched, owner = np.unique(peaks.latents, return_inverse=True)
         stored = len(touched) * count  # those already there come first, then the new ones
@@ -201,8 +202,7 @@ class Examples:
 
 
 def _rows_of(z: Tensor, starts: np.ndarray, windows: np.ndarray, latents: np.ndarray) -> np.ndarray:
-    """The first row in which the code of a latent is largest in a window, for pairs of these in the order of windows,
-    (n,)."""
+    """The first row with the largest code of a latent in a window, (n,), for pairs of these ordered by window."""
     ends = np.searchsorted(windows, np.arange(len(starts))).tolist()
     found = [np.empty(0, np.int64)]
     for window, (first, last) in enumerate(pairwise(ends)):
@@ -213,27 +213,27 @@ def _rows_of(z: Tensor, starts: np.ndarray, windows: np.ndarray, latents: np.nda
 
 
 def _numbered(owners: np.ndarray) -> np.ndarray:
-    """The number of each among its owner's, from 0, of owners in ascending order."""
+    """The rank, from 0, of each entry among those of the same owner; owners are ascending."""
     return np.arange(len(owners)) - np.searchsorted(owners, owners)
 
 
 def _first_of_each(order: np.ndarray, *keys: np.ndarray) -> np.ndarray:
-    """Of indices in an order that groups equal keys, the first of each group."""
+    """The first index of each group of equal keys, from indices that are ordered by group."""
     new = np.ones(len(order), bool)
     new[1:] = np.any([key[order[1:]] != key[order[:-1]] for key in keys], axis=0)
     return order[new]
 
 
 def _excerpts(rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the excerpts about some rows begin and end, inside the windows that do so: as many tokens as there is room
-    for, `BEFORE` of them before the row unless the window is short of others."""
+    """Begin and end of the excerpts about rows, within windows of given begins and ends: at most `TOKENS` tokens, with
+    `BEFORE` before the row unless the window ends too early."""
     first = np.maximum(begins, np.minimum(rows - BEFORE, ends - TOKENS))
     return first, np.minimum(ends, first + TOKENS)
 
 
 def _marks(tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """A number for each stretch of tokens, (n,) uint64, by which equal stretches are told: a polynomial of the tokens
-    modulo 2^64, the difference of two sums from the start."""
+    """A hash of each stretch of tokens, (n,) uint64: a polynomial of the tokens modulo 2^64, as the difference of two
+    cumulative sums."""
     steps = np.full(len(tokens), FACTOR, np.uint64)
     steps[0] = 1
     sums = np.concatenate([[np.uint64(0)], np.cumsum((tokens + 1).astype(np.uint64) * np.cumprod(steps))])
@@ -242,16 +242,16 @@ def _marks(tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarr
 
 
 def _read(z: Tensor, block: Block, peaks: Peaks, width: int) -> dict[str, np.ndarray]:
-    """What `Examples` keeps of peaks and their excerpts, (n,) or (n, width) each."""
-    places = peaks.begins[:, None] + np.arange(width)
-    inside = places < peaks.ends[:, None]
-    places = np.where(inside, places, peaks.begins[:, None])
-    codes = z[torch.from_numpy(places).to(z.device), torch.from_numpy(peaks.latents[:, None]).to(z.device)]
+    """The values that `Examples` keeps for peaks and their excerpts, (n,) or (n, width) each."""
+    rows = peaks.begins[:, None] + np.arange(width)
+    inside = rows < peaks.ends[:, None]
+    rows = np.where(inside, rows, peaks.begins[:, None])
+    codes = z[torch.from_numpy(rows).to(z.device), torch.from_numpy(peaks.latents[:, None]).to(z.device)]
     values = {"number": block.numbers[peaks.rows], "code": codes.float().cpu().numpy() * inside}
     if block.columns is None:
         return values
     documents, positions, tokens = block.columns
     gaps = np.diff(positions, prepend=positions[:1]) > 1
     return values | {"document": documents[peaks.rows], "position": positions[peaks.rows],
-                     "peak": peaks.rows - peaks.begins, "gap": gaps[places] & inside & (np.arange(width) > 0),
-                     "token": np.where(inside, tokens[places], -1)}
+                     "peak": peaks.rows - peaks.begins, "gap": gaps[rows] & inside & (np.arange(width) > 0),
+                     "token": np.where(inside, tokens[rows], -1)}

@@ -1,4 +1,4 @@
-"""What there is to tell of latents: how large their codes are, their neighbours, and one pass over rows.
+"""Sizes of latents' codes, their neighbours, and the pass over rows that surveys them.
 
 Shapes: B rows, n non-zeros, C chosen latents, D = d_in, F = d_sae.
 """
@@ -15,30 +15,30 @@ from ..dictionary import SAE
 from ..metrics import Firing
 from .examples import Block, Examples
 
-OCTAVE = 4  # bins from one power of two to the next: the exponent of a size's fourth power is the number of its bin
-LOWEST, HIGHEST = -24, 24  # powers of two; what lies outside counts in the first or the last bin
+OCTAVE = 4  # bins per power of two: the exponent of a size's fourth power is its bin's number
+LOWEST, HIGHEST = -24, 24  # powers of two; sizes outside count in the first or last bin
 BINS = (HIGHEST - LOWEST) * OCTAVE
-EXPONENT_AT, BIAS = 23, 127  # of a float32 as a whole number
+EXPONENT_AT, BIAS = 23, 127  # of a float32's bits
 
 
 def bin_edges() -> np.ndarray:
-    """The edges of the bins, (BINS + 1,), a step of `2^(1/4)` from each to the next: equally spaced on the logarithmic
-    axis that they are drawn on, where wider ones would show as peaks."""
+    """The edges of the bins, (BINS + 1,), in ratios of `2^(1/4)`: equally spaced on a logarithmic axis, on which wider
+    bins would show as peaks."""
     return 2.0 ** (LOWEST + np.arange(BINS + 1) / OCTAVE)
 
 
 class Magnitudes:
     """Histogram, sum and maximum of the sizes `|z|` of each latent's codes that are not zero.
 
-    The bins are the same for all latents and fixed from the start, four of equal ratio to each power of two, so that
-    one pass is enough whatever the codes' scale. Memory: 192 counts a latent.
+    The bins are the same for all latents and fixed, so that one pass is enough at any scale of the codes. Memory: 192
+    counts per latent.
 
     Args:
         d_sae: number of latents.
     """
 
     def __init__(self, d_sae: int) -> None:
-        self._counts = torch.zeros(d_sae * (BINS + 1), dtype=torch.int64)  # a latent's first is of its zeros
+        self._counts = torch.zeros(d_sae * (BINS + 1), dtype=torch.int64)  # each latent's first counts its zeros
         self._sums = torch.zeros(d_sae, dtype=torch.float64)
         self._largest = torch.zeros(d_sae)
 
@@ -62,8 +62,8 @@ class Magnitudes:
             self._largest = torch.maximum(self._largest, sizes.amax(0).float())
 
     def _add(self, values: Tensor, latents: Tensor) -> None:
-        """Count values, each of the latent beside it; zeros in a bin of their own."""
-        fourth = values.float().square().square_()  # overflows or underflows only far outside of the bins
+        """Count values, each for its latent; zeros in a bin of their own."""
+        fourth = values.float().square().square_()  # overflows or underflows only far outside the bins
         bins = (fourth.view(torch.int32) >> EXPONENT_AT).sub_(BIAS + OCTAVE * LOWEST)
         bins = bins.clamp_(0, BINS - 1).add_(1).mul_(values != 0)
         places = latents * (BINS + 1) + bins
@@ -71,12 +71,12 @@ class Magnitudes:
 
     @property
     def histograms(self) -> np.ndarray:
-        """How many codes of each latent are in each bin, (F, BINS), int64; see `bin_edges`."""
+        """Number of codes in each bin, per latent, (F, BINS), int64; see `bin_edges`."""
         return self._counts.view(-1, BINS + 1)[:, 1:].cpu().numpy()
 
     @property
     def means(self) -> np.ndarray:
-        """Mean size of each latent's codes that are not zero, (F,), float64; 0 where there are none."""
+        """Mean size of each latent's non-zero codes, (F,), float64; 0 where there are none."""
         return self._sums.cpu().numpy() / np.maximum(self.histograms.sum(1), 1)
 
     @property
@@ -90,17 +90,17 @@ BLOCK_COSINES = 1 << 24  # at a time: 64 MB in float32
 
 @torch.no_grad()
 def neighbours(W_dec: Tensor, chosen: Tensor, count: int, show: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-    """The latents whose decoder vectors have the largest cosines with those of some latents.
+    """The nearest latents to some latents, by the cosine of their decoder vectors.
 
     Args:
         W_dec: decoder weights, (F, D).
         chosen: latents, (C,), int64.
-        count: how many neighbours to find; fewer where there are not so many other latents.
-        show: told after each block how many of the chosen are done.
+        count: number of neighbours, at most F - 1.
+        show: called after each block with the number of chosen latents done.
 
     Returns:
-        The cosines, (C, count), in descending order, 0 for a vector of zeros, and the latents that they are of,
-        (C, count), int64; both on the CPU. A latent is no neighbour of itself.
+        The cosines, (C, count), in descending order, 0 for a vector of zeros, and the neighbours, (C, count), int64;
+        both on the CPU. A latent is no neighbour of itself.
 
     Cost: `2 C F D` operations; `BLOCK_COSINES` cosines are held at a time.
     """
@@ -119,11 +119,11 @@ def neighbours(W_dec: Tensor, chosen: Tensor, count: int, show: Callable[[int], 
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pass has found.
+    """The results of one pass.
 
     Args:
-        firing: how often latents fire, and how many on a row.
-        magnitudes: how large codes are.
+        firing: firing frequencies, and L0 per row.
+        magnitudes: sizes of the codes.
         examples: where the chosen latents' codes are largest.
     """
 
@@ -141,7 +141,7 @@ def survey(sae: SAE, blocks: Iterable[Block], examples: Examples) -> Survey:
         blocks: the rows, of its dtype and device.
         examples: empty, for the latents whose examples are wanted.
 
-    Cost: memory does not grow with the rows: 1.5 KB a latent, and those of `Examples`.
+    Memory: 1.5 KB per latent, and that of `Examples`; independent of the number of rows.
     """
     found = Survey(Firing(sae.d_sae), Magnitudes(sae.d_sae), examples)
     for block in blocks:

@@ -1,4 +1,4 @@
-"""The options of commands: each declared once, and from that a parameter on the command line, a key in the file of
+"""The options of commands: each is declared once, and becomes a parameter on the command line, a key in the file of
 `--config`, and a line of help."""
 
 from .given import Given, configured

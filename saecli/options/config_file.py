@@ -1,7 +1,7 @@
-"""`--config run.toml`: options from a TOML file, checked as those of the command line are.
+"""`--config run.toml`: options from a TOML file, checked like those of the command line.
 
     solver = "pam-sgd"
-    d_sae = 512          # the long option's name; d-sae does too
+    d_sae = 512          # the long option's name; d-sae works too
     revive = false
 """
 
@@ -23,9 +23,9 @@ HELP = 'TOML file of options, each by its long name (dtype = "float32"); those o
 
 
 def config_parameter(options: Mapping[str, Option]) -> Parameter:
-    """The parameter `config` of a command that takes these options, by their names.
+    """The parameter `config` of a command with these options, by name.
 
-    It is handled before all others, and its file's values then stand in for their defaults.
+    It is parsed before all others, and its file's values become their defaults.
     """
 
     def load(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -40,22 +40,22 @@ def config_parameter(options: Mapping[str, Option]) -> Parameter:
 
 
 def read_config(path: Path, options: Mapping[str, Option], command: str) -> dict[str, Any]:
-    """The options of a TOML file by name, each as it would be typed.
+    """The options in a TOML file by name, in the form that the command line gives.
 
     Args:
         path: the file.
-        options: those that the command takes, by name.
-        command: what it is called in messages.
+        options: the command's options, by name.
+        command: the command's name in messages.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something that the command does not take.
+        ConfigError: the file cannot be read, or has an entry or a value that the command does not take.
     """
     try:
         document = tomllib.loads(regular(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(None, "cannot read {config} {path}: {reason}", "give a TOML file of options", path=path,
                           reason=error.strerror or error) from error
-    except (ValueError, RecursionError) as error:  # no TOML, no text, a number of thousands of digits, lists in lists
+    except (ValueError, RecursionError) as error:  # not TOML, not text, a huge number, or deeply nested lists
         raise ConfigError(None, "cannot read {config} {path}: expected TOML, lines such as d_sae = 512, got something "
                                 "else: {reason}", path=path, reason=one_line(error)) from error
     found: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def read_config(path: Path, options: Mapping[str, Option], command: str) -> dict
 
 
 def _look_at(name: str, written: str, value: Any, options: Mapping[str, Option], command: str) -> None:
-    """Refuse an entry that is no option, or whose value the option does not take."""
+    """Raise a ConfigError for an entry that is not an option, or has a value that the option does not take."""
     if isinstance(value, dict):
         raise ConfigError(None, "expected lines such as d_sae = 512 outside of any table, got the table [{written}]",
                           "leave its heading out", written=written)
@@ -88,7 +88,7 @@ def _look_at(name: str, written: str, value: Any, options: Mapping[str, Option],
 
 
 def _typed(value: Any) -> Any:
-    """A value as the command line would have it: a flag's truth, words otherwise."""
+    """A value in the form that the command line gives: bool for a flag, else str."""
     if isinstance(value, list):
         return [str(one) for one in value]
     return value if isinstance(value, bool) else str(value)
@@ -96,7 +96,7 @@ def _typed(value: Any) -> Any:
 
 @contextmanager
 def naming(ctx: typer.Context, path: Path | None) -> Iterator[None]:
-    """Have a message about options that came from a file name the file, and what it says."""
+    """Add the file and its lines to errors about options that came from a file."""
     try:
         yield
     except ConfigError as error:
@@ -108,5 +108,5 @@ def naming(ctx: typer.Context, path: Path | None) -> Iterator[None]:
 
 
 def _alone(value: Any) -> Any:
-    """The only value of a list that has one."""
+    """The value in a list of one; others unchanged."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value

@@ -1,5 +1,5 @@
-"""What a command is given: the options of its configurations, from the command line and from a file; and how an option
-stands for Typer's parameter.
+"""The values given for a command's configuration options, on the command line and in a file; and the Typer parameter of
+an option.
 """
 
 import enum
@@ -20,7 +20,7 @@ from .config_file import config_parameter, naming
 
 
 def parameter_of(option: Option) -> Parameter:
-    """The parameter that stands for an option on the command line."""
+    """The Typer parameter of an option."""
     default = option.default
     settings: dict[str, Any] = {"help": option.help, "rich_help_panel": option.panel, "metavar": option.metavar,
                                 "show_default": default is not None and default is not False}
@@ -33,7 +33,7 @@ def parameter_of(option: Option) -> Parameter:
         kind = Literal[option.choices] if option.choices else option.kinds[0]  # type: ignore[valid-type]
     flag = flag_of(option.name)
     if kind is bool:
-        flag += f"/{flag_of('no_' + option.name)}"  # what a file switches on, the command line can switch off
+        flag += f"/{flag_of('no_' + option.name)}"  # so that the command line can undo a file's
     if option.several:
         settings["metavar"] = (settings["metavar"] or f"<{kind.__name__}>") + " ..."
         kind = list[kind]  # type: ignore[valid-type]
@@ -44,7 +44,7 @@ def parameter_of(option: Option) -> Parameter:
 
 
 def own_options(parameters: Mapping[str, Parameter]) -> dict[str, Option]:
-    """The options among a command's own parameters, by name; a positional argument is none."""
+    """The options among a command's own parameters, by name, without positional arguments."""
     found = {}
     for name, parameter in parameters.items():
         if get_origin(parameter.annotation) is not Annotated:
@@ -71,7 +71,7 @@ def _word_or_number(option: Option, numeric: type) -> Callable[[str], str | int 
             return numeric(text)
         except ValueError:
             if option.check is not None:
-                return text  # the configuration looks at it
+                return text  # the configuration checks it
             raise typer.BadParameter(f"{text!r} is neither a number nor {' nor '.join(option.choices)}") from None
 
     return parse
@@ -87,7 +87,7 @@ class Given:
     Args:
         values: value by option name.
         given: the options that the user set, as opposed to left at their defaults.
-        varied: of the options that the user set to several values, this one's.
+        varied: this combination's values of the options that the user set to several.
     """
 
     values: Mapping[str, Any]
@@ -105,19 +105,19 @@ class Given:
 
 def configured(*configs: type[Config], repeated: bool = False, advanced: Collection[str] = (),
                **tables: Mapping[str, type[Config]]) -> Callable:
-    """Give a command function the options of configurations.
+    """Decorate a command function with the options of configurations.
 
-    The function's parameter `options` receives a `Given`, or where options may be repeated one for each combination of
-    the values, the last option's changing fastest. Each option stands on the help page in its own panel, else in its
-    configuration's. All of the function's options may stand in the file of `--config` too. Where some are advanced,
-    `--help-all` shows these as well; the function returned names them in `advanced`, for the command's `--help`.
+    The function's parameter `options` receives a `Given`, or if options may be repeated one per combination of values,
+    the last option's changing fastest. The help page shows each option in its own panel, else in its configuration's.
+    All of the function's options may also be given in the file of `--config`. If some are advanced, only `--help-all`
+    shows them; the returned function lists them in `advanced`, for the command's `--help`.
 
     Args:
         *configs: configurations whose fields all become options.
-        repeated: whether numbers may be given several values each, but for those declared `once`.
+        repeated: whether numbers, except those declared `once`, may be given several values.
         advanced: which of the function's own options are advanced.
-        **tables: tables of configurations of which the option of that name selects one; fields that
-            several entries share become one option, and each help text says which entries take it.
+        **tables: tables of configurations, each with an option of that name to select an entry; fields that several
+            entries have in common become one option, and help texts name the entries that take an option.
     """
     declared = [replace(one, panel=one.panel or config.panel) for config in configs
                 for one in options_of(config).values()]
@@ -153,7 +153,7 @@ def configured(*configs: type[Config], repeated: bool = False, advanced: Collect
 
 
 def _merged(table: Mapping[str, type[Config]]) -> list[Option]:
-    """The options of all of a table's configurations, each with the entries that take it where not all do."""
+    """The options of a table's configurations; if not all entries take an option, its help names those that do."""
     takers: dict[str, list[str]] = {}
     found: dict[str, Option] = {}
     for key, config in table.items():
@@ -165,7 +165,7 @@ def _merged(table: Mapping[str, type[Config]]) -> list[Option]:
 
 
 def _help_all() -> inspect.Parameter:
-    """The parameter that shows the help page with all options, and ends the command."""
+    """The parameter that prints the help page with all options, and exits."""
 
     def show(ctx: typer.Context, wanted: bool) -> None:
         if wanted and not ctx.resilient_parsing:
@@ -178,12 +178,11 @@ def _help_all() -> inspect.Parameter:
 
 
 def _combinations(values: Mapping[str, Any], given: frozenset[str]) -> tuple[Given, ...]:
-    """What was given, once for each combination of the values of options that were given several; ConfigError where an
-    option was given one value twice."""
+    """A `Given` per combination of the values of repeated options; ConfigError if an option was given a value twice."""
     several = {name: value for name, value in values.items() if isinstance(value, list)}
     for name, words in several.items():
-        if twice := [word for place, word in enumerate(words) if word in words[:place]]:
-            raise ConfigError(name, "{value} is given twice", "give each value once, for one SAE a value",
+        if twice := [word for index, word in enumerate(words) if word in words[:index]]:
+            raise ConfigError(name, "{value} is given twice", "give each value once, for one SAE per value",
                               value=twice[0])
     varying = [name for name, words in several.items() if len(words) > 1]
     result = []

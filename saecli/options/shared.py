@@ -1,4 +1,4 @@
-"""The options that several commands share, and the session that each command starts."""
+"""The options common to several commands, and the session that each command starts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,41 +13,38 @@ from ..home import Home
 
 
 def store_names(ctx: typer.Context) -> list[str]:
-    """What a shell completes to the name of a store."""
+    """Names of stores, for shell completion."""
     return _home(ctx).stores.names()
 
 
 def run_names(ctx: typer.Context) -> list[str]:
-    """What a shell completes to the name of a run."""
+    """Names of runs, for shell completion."""
     return _home(ctx).runs.names()
 
 
 def unfinished_names(ctx: typer.Context) -> list[str]:
-    """What a shell completes to the name of a run to go on with."""
+    """Names of unfinished runs, for shell completion."""
     return _home(ctx).runs.unfinished()
 
 
 def _home(ctx: typer.Context) -> Home:
-    return Home(Path(ctx.find_root().params["home"]))  # while a shell completes a line, no session is made
+    return Home(Path(ctx.find_root().params["home"]))  # there is no session during completion
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, everything else on stderr.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Save a picture here (PNG, PDF or SVG by its ending).")]
 Run = Annotated[str | None, typer.Argument(
-    metavar="RUN", help="Run name, folder that holds an SAE, or such as user/repo/folder@revision on the Hugging Face "
-                        "hub.",
+    metavar="RUN", help="Run name, folder that holds an SAE, or user/repo/folder@revision on the Hugging Face hub.",
     show_default="the newest run", autocompletion=run_names)]
 Runs = Annotated[list[str] | None, typer.Argument(
-    metavar="RUN", help="Run names, folders that hold an SAE, or such as user/repo/folder@revision on the Hugging Face "
-                        "hub.",
+    metavar="RUN", help="Run names, folders that hold an SAE, or user/repo/folder@revision on the Hugging Face hub.",
     show_default="the newest run", autocompletion=run_names)]
-Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1; auto takes cuda where "
-                                                      "there is one.")]
+Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1; auto: cuda if available.")]
 
 
 @dataclass(frozen=True)
 class Session:
-    """What every command is handed: where things live, and how to speak.
+    """The home and the output of a command.
 
     Args:
         home: the folder of stores and runs.
@@ -60,18 +57,17 @@ class Session:
 
 def start(ctx: typer.Context, as_json: bool, plot: Path | None = None, csv: Path | None = None,
           out: Path | None = None) -> Session:
-    """The session of a command, its report set to tables or to JSON.
+    """Start a command's session, and check its output paths before the work.
 
     Args:
         ctx: the command's context.
-        as_json: what `--json` says.
+        as_json: the value of `--json`.
         plot: the picture to draw.
         csv: the table to write.
         out: the folder to write, new or empty.
 
     Raises:
-        ConfigError: the picture is of no known kind, or one of them cannot be written where it is asked for; better
-            said before the work than after it.
+        ConfigError: the picture's ending is unknown, or a path cannot be written.
     """
     if plot is not None:
         from ..plots import check_suffix  # matplotlib takes a second to import
@@ -85,6 +81,6 @@ def start(ctx: typer.Context, as_json: bool, plot: Path | None = None, csv: Path
             try:
                 check_place(path / "index.html" if path is out else path)
             except OSError as error:
-                raise ConfigError(None, "cannot write {path}: {reason}", "name another place", path=path,
+                raise ConfigError(None, "cannot write {path}: {reason}", "name another path", path=path,
                                   reason=error.strerror or error) from error
     return Session(ctx.find_root().obj, Console(as_json))

@@ -1,4 +1,4 @@
-"""Pictures, saved as PNG, PDF or SVG by the ending of their path; the only place that imports matplotlib."""
+"""Pictures, saved as PNG, PDF or SVG by the ending of their path; only this package imports matplotlib."""
 
 from .geometry import GeometryPicture, geometry, geometry_runs
 from .runs import firing, frontier, loss_curves, patterns

@@ -1,5 +1,5 @@
-"""Pictures of an SAE's geometry (cells on a plane, margins, local complexity, growth, the bridge), and of how it moves
-from one SAE to the next.
+"""Pictures of an SAE's geometry (cells on a plane, margins, local complexity, growth, the bridge), and of how it
+changes over several SAEs.
 """
 
 import math
@@ -19,32 +19,34 @@ from ..wording import counted
 from .cells import arrows, fill_by_occupancy, fill_by_size, scatter
 from .style import COLOURS, GREY, figure, legend_below, log_scale, say_empty, short
 
-ROUNDING = 1e-12  # an FVU below is zero
+ROUNDING = 1e-12  # a lower FVU is shown as zero
 HEADING = {"fontsize": 10.5, "fontweight": "bold"}
 BRIDGE_COLOURS = (COLOURS[1], COLOURS[0], COLOURS[2])
+# How margins and complexity are drawn: of the split measured, and of the other.
+SPLIT_STYLES = ({"color": COLOURS[0], "alpha": 0.75}, {"histtype": "step", "color": COLOURS[1], "linewidth": 1.3})
 
 
 @dataclass(frozen=True)
 class GeometryPicture:
-    """What `geometry` draws.
+    """The data that `geometry` draws.
 
     Args:
-        title: what stands above.
+        title: the heading.
         caption: where the cells are: "on the plane through rows 1, 2, 3".
         d_in: D; up to 2 the plane is the space of the rows, and nothing is projected.
         cells: the cells on the plane.
-        occupancy: rows that are projected onto each of them, (C,).
+        occupancy: number of rows projected onto each cell, (C,).
         points: rows projected onto the plane, (M, 2).
-        distance: of these rows to the plane, the median.
+        distance: median distance of these rows to the plane.
         at_home: how many of them lie in the cell that they are projected onto.
-        marks: the rows that the plane goes through, by number, their coordinates (2,).
-        margins: distances of rows to their cells' boundaries, (B,), in units of the rows, by the rows' split.
-        complexity: boundaries near rows, (B,), by the rows' split.
-        near: what these are, and how near: "swaps within 0.3".
-        growth: (rows, cells visited by them), the last of all rows.
-        sizes: rows in each visited cell, the fullest first, (C,).
+        marks: number -> coordinates, (2,), of the rows through which the plane goes.
+        margins: split -> distances of its rows to their cells' boundaries, (B,), in units of the rows.
+        complexity: split -> number of boundaries near its rows, (B,).
+        near: kind of these boundaries, and how near: "swaps within 0.3".
+        growth: (rows, cells visited by them), the last for all rows.
+        sizes: rows in each visited cell, descending, (C,).
         rows: rows of the bridge on the plane, (M, 2).
-        bridge: by the reference's name, where it puts these rows, (M, 2), and its FVU.
+        bridge: reference's name -> its reconstructions of these rows, (M, 2), and its FVU.
     """
 
     title: str
@@ -129,7 +131,7 @@ def _legend(axes: Axes, shown: int) -> None:
 
 
 def _median(values: Mapping[str, NDArray]) -> str:
-    """That of the split measured, which comes first, as the command's table has it."""
+    """The median of the first split, the one measured, as in the command's table."""
     return f"median {describe(next(iter(values.values())))['median']:.3g}"
 
 
@@ -142,11 +144,9 @@ def _draw_margins(axes: Axes, margins: Mapping[str, NDArray]) -> None:
         return
     every = np.concatenate(list(drawn.values()))
     low, high = np.log10(every.min()) - 0.05, np.log10(every.max()) + 0.05
-    short_by = max(0.0, 1 - (high - low)) / 2  # of a decade, which ticks need
+    short_by = max(0.0, 1 - (high - low)) / 2  # ticks need a decade
     bins = np.logspace(low - short_by, high + short_by, 41)
-    for index, (name, some) in enumerate(drawn.items()):
-        style = ({"color": COLOURS[0], "alpha": 0.75} if not index
-                 else {"histtype": "step", "color": COLOURS[1], "linewidth": 1.3})
+    for (name, some), style in zip(drawn.items(), SPLIT_STYLES, strict=False):
         axes.hist(some, bins, weights=np.full(len(some), 1 / len(some)), label=f"{name} rows", **style)
     log_scale(axes, "x")
     _legend(axes, len(drawn))
@@ -157,9 +157,7 @@ def _draw_complexity(axes: Axes, complexity: Mapping[str, NDArray], near: str) -
     most = max((int(some.max(initial=0)) for some in complexity.values()), default=0)
     step = max(1, -(-(most + 1) // 30))
     bins = np.arange(0, most + step + 1, step) - 0.5
-    for index, (name, some) in enumerate(complexity.items()):
-        style = ({"color": COLOURS[0], "alpha": 0.75} if not index
-                 else {"histtype": "step", "color": COLOURS[1], "linewidth": 1.3})
+    for (name, some), style in zip(complexity.items(), SPLIT_STYLES, strict=False):
         axes.hist(some, bins, weights=np.full(len(some), 1 / max(1, len(some))), label=f"{name} rows", **style)
     axes.set(xlabel=near, ylabel="fraction of rows",
              title=f"local complexity, {_median(complexity)}")
@@ -171,8 +169,8 @@ def _draw_growth(axes: Axes, growth: Sequence[tuple[int, int]]) -> None:
     rows, cells = np.array(growth).T
     axes.plot(rows, rows, color=GREY, linewidth=1, linestyle="--")
     axes.plot(rows, cells, color=COLOURS[0], marker="o")
-    axes.annotate("a cell a row", (rows[len(rows) // 2], rows[len(rows) // 2]), xytext=(-4, 4), color=GREY, fontsize=8,
-                  textcoords="offset points", ha="right")
+    axes.annotate("one cell per row", (rows[len(rows) // 2], rows[len(rows) // 2]), xytext=(-4, 4), color=GREY,
+                  fontsize=8, textcoords="offset points", ha="right")
     axes.set(xlabel="rows", ylabel="cells visited",
              title=f"{counted(int(cells[-1]), 'cell')} visited by {counted(int(rows[-1]), 'row')}")
     log_scale(axes, "x", whole=True)
@@ -217,7 +215,7 @@ def geometry_runs(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
               f"{kinds.pop() if len(kinds) == 1 else 'boundaries'} near a row")
         places = np.arange(len(runs))
         visited.plot(places, [run["cells_visited"] / run["rows"] for run in runs], color=COLOURS[0], marker="o")
-        visited.set(ylabel="cells visited a row", ylim=(0, 1.05))
+        visited.set(ylabel="cells visited per row", ylim=(0, 1.05))
         names = {"kmeans_fvu": "k-means", "sae_fvu": "SAE", "local_pca_fvu": "local PCA"}
         lines = []
         for (key, name), colour, marker in zip(names.items(), (COLOURS[1], COLOURS[0], COLOURS[2]), "sod", strict=True):
@@ -232,7 +230,7 @@ def geometry_runs(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _band(axes: Axes, measures: Sequence[Mapping[str, float]], label: str, logarithmic: bool = False) -> None:
-    """Medians, and the middle half and nine tenths of the rows about them."""
+    """Draw medians, with bands for the middle half and nine tenths of the rows."""
     places = np.arange(len(measures))
     for low, high, alpha in (("p5", "p95", 0.18), ("p25", "p75", 0.32)):
         axes.fill_between(places, [some[low] for some in measures], [some[high] for some in measures],

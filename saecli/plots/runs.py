@@ -17,15 +17,15 @@ from ..wording import counted
 from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, log_scale, say_empty, short
 
 BINS = 60
-PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # rows and columns of a pattern picture, about what its pixels can show
+PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # of a pattern picture, about its pixels
 
 
 def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Draw how runs learned: FVU and L0 against the step, training batches and held-out rows apart.
+    """Draw learning curves: FVU and L0 against the step, for training batches and for held-out rows.
 
     Args:
         path: PNG, PDF or SVG by its ending.
-        runs: by name, the lines of `metrics.jsonl`: each has `step`, and some of `batch_fvu`, `batch_l0`, `test_fvu`,
+        runs: name -> the lines of `metrics.jsonl`: each has `step`, and some of `batch_fvu`, `batch_l0`, `test_fvu`,
             `test_l0`.
 
     Raises:
@@ -42,7 +42,7 @@ def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
                 width = _width(index, len(runs)) if axes is right else None
                 axes.plot(steps, values, **style, linewidth=width, marker="o", markevery=max(1, len(steps) // 20))
         left.set(xlabel="step", ylabel="fraction of variance unexplained (FVU)")
-        right.set(xlabel="step", ylabel="active latents a row (L0)", ylim=(0, None))
+        right.set(xlabel="step", ylabel="active latents per row (L0)", ylim=(0, None))
         for axes in (left, right):
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             if not any(len(line.get_xdata()) for line in axes.lines):
@@ -58,13 +58,13 @@ def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
 
 
 def _curve(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    """The steps and values of a measure, lines without it or without a finite one left out."""
+    """The steps and finite values of a measure."""
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None and math.isfinite(row[key])]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def _width(index: int, count: int) -> float:
-    """A line's width in points: two or three runs that keep the same K lie on one another, and all should be seen."""
+    """A line's width in points; of two or three runs, which coincide at equal K, each earlier one is wider."""
     return 1.6 + 2 * (count - 1 - index) if count <= 3 else 1.6
 
 
@@ -73,7 +73,7 @@ def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
 
     Args:
         path: PNG, PDF or SVG by its ending.
-        runs: by name, how many rows had 0, 1, ..., F latents fire, (F + 1,), and the share of rows on which each
+        runs: name -> how many rows had 0, 1, ..., F latents fire, (F + 1,), and the fraction of rows on which each
             latent fires, (F,), in [0, 1].
 
     Raises:
@@ -83,7 +83,7 @@ def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
         for index, (l0, _) in enumerate(tallies.values()):
-            left.stairs(*_l0_shares(l0), **line_style(index), linewidth=_width(index, len(tallies)))
+            left.stairs(*_l0_fractions(l0), **line_style(index), linewidth=_width(index, len(tallies)))
         lowest = min((f[f > 0].min() for _, f in tallies.values() if (f > 0).any()), default=1e-3)
         edges = np.logspace(math.floor(math.log10(lowest)), 0, BINS // 2 + 1)
         for index, (_, frequency) in enumerate(tallies.values()):
@@ -93,8 +93,8 @@ def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
         right.axvline(DENSE_FREQUENCY, color=GREY, linestyle=":", linewidth=1)
         right.text(DENSE_FREQUENCY, 1.0, " dense", transform=right.get_xaxis_transform(), color=GREY, va="bottom",
                    ha="left", fontsize=8)
-        left.set(xlabel="active latents a row (L0)", ylabel="share of rows", ylim=(0, None))
-        right.set(xlabel="share of rows a latent fires on", ylabel="latents", xscale="log", ylim=(0, None))
+        left.set(xlabel="active latents per row (L0)", ylabel="fraction of rows", ylim=(0, None))
+        right.set(xlabel="fraction of rows a latent fires on", ylabel="latents", xscale="log", ylim=(0, None))
         left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         right.yaxis.set_major_locator(MaxNLocator(6, integer=True))
         labels = [f"{short(name)} ({int((f == 0).sum()):,} of {len(f):,} silent on these "
@@ -102,8 +102,9 @@ def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
         legend_below(drawn, [Line2D([], [], **line_style(index)) for index in range(len(tallies))], labels)
 
 
-def _l0_shares(counts: NDArray) -> tuple[NDArray, NDArray]:
-    """The share of rows in each of at most `BINS` bins of L0, and the bins' edges, half-way between whole numbers."""
+def _l0_fractions(counts: NDArray) -> tuple[NDArray, NDArray]:
+    """The fraction of rows in each of at most `BINS` bins of L0, and the bins' edges, half-way between whole numbers.
+    """
     present = np.flatnonzero(counts)
     if not len(present):
         return np.zeros(1), np.array([-0.5, 0.5])
@@ -116,12 +117,12 @@ def _l0_shares(counts: NDArray) -> tuple[NDArray, NDArray]:
 
 
 def patterns(path: Path, codes: ArrayLike, title: str) -> None:
-    """Draw codes as an image, a row a row, a latent a column, the latents that fire most often first.
+    """Draw codes as an image, rows by latents, the most frequent latents first.
 
     Args:
         path: PNG, PDF or SVG by its ending.
         codes: codes, (rows, F); the first 400 rows are drawn.
-        title: what stands above.
+        title: the heading.
 
     Raises:
         ConfigError: the ending is another.
@@ -138,18 +139,18 @@ def patterns(path: Path, codes: ArrayLike, title: str) -> None:
             axis.set_major_locator(MaxNLocator(6, integer=True))
         if len(order):
             image = _pooled(size[:, order], PATTERN_COLUMNS)
-            # A few codes are far larger than the others; the root keeps the small ones darker than the paper.
+            # A few codes are far larger than the others; the square root keeps small ones visible.
             norm = PowerNorm(0.5, 0, np.quantile(image[image > 0], 0.99), clip=True)
             shown = axes.imshow(image, cmap="Greys", norm=norm, aspect="auto", interpolation="nearest",
                                 extent=(0, len(order), len(size), 0))
             drawn.colorbar(shown, ax=axes, label="size of the code", pad=0.02, extend="max",
-                           ticks=[share * norm.vmax for share in (0, 0.1, 0.25, 0.5, 1)], format="{x:.2g}")
+                           ticks=[fraction * norm.vmax for fraction in (0, 0.1, 0.25, 0.5, 1)], format="{x:.2g}")
         else:
             say_empty(axes, "no latent fires")
 
 
 def _pooled(image: NDArray, columns: int) -> NDArray:
-    """The image with neighbouring columns merged to their maximum until there are at most so many."""
+    """The image, max-pooled over neighbouring columns to at most `columns`."""
     step = -(-image.shape[1] // columns)
     return np.maximum.reduceat(image, np.arange(0, image.shape[1], step), axis=1)
 
@@ -157,13 +158,13 @@ def _pooled(image: NDArray, columns: int) -> NDArray:
 def frontier(path: Path, points: Mapping[str, tuple[float, float, str, bool | None]]) -> None:
     """Draw runs by sparsity and error; better ones lie lower and further left.
 
-    Runs are numbered in the order given. Those of one family share colour and shape, and a line joins them; those that
-    another run beats are hollow.
+    Runs are numbered in the order given. Those of one family have one colour and shape, and a line joins them; those
+    that another run beats are hollow.
 
     Args:
         path: PNG, PDF or SVG by its ending.
-        points: by run, its L0, its FVU, its family, and whether it is unbeaten, None where it was compared with none;
-            one whose figures are not finite is left out.
+        points: run -> its L0, FVU, family, and whether it is unbeaten, None if it was compared with no other; runs
+            whose figures are not finite are not drawn.
 
     Raises:
         ConfigError: the ending is another.
@@ -182,10 +183,10 @@ def frontier(path: Path, points: Mapping[str, tuple[float, float, str, bool | No
             handles += axes.plot(l0, fvu, linestyle="none", color=colour, markersize=7, markeredgewidth=1.4,
                                  marker=MARKERS[index % len(MARKERS)], clip_on=False,
                                  fillstyle="none" if unbeaten is False else "full")
-            if len(finite) > 1:  # on either side in turn, since runs that follow each other may lie close
+            if len(finite) > 1:  # on alternating sides, since consecutive runs may lie close
                 place = {"xytext": (-4, -4), "ha": "right", "va": "top"} if number % 2 else {"xytext": (5, 4)}
                 axes.annotate(str(number), (l0, fvu), textcoords="offset points", color=colour, fontsize=8, **place)
-        axes.set(xlabel="active latents a row (L0)", ylabel="fraction of variance unexplained (FVU)")
+        axes.set(xlabel="active latents per row (L0)", ylabel="fraction of variance unexplained (FVU)")
         if finite:
             l0, fvu, *_ = zip(*finite.values(), strict=True)
             _scale(axes, "x", l0)
@@ -203,7 +204,7 @@ def frontier(path: Path, points: Mapping[str, tuple[float, float, str, bool | No
 
 
 def _scale(axes: Axes, which: str, values: Sequence[float]) -> None:
-    """A logarithmic axis where the values span a decade, else a linear one from zero."""
+    """Make an axis logarithmic if the values span a decade, else linear from zero."""
     if min(values) > 0 and max(values) >= 10 * min(values):
         log_scale(axes, which)
     else:

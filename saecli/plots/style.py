@@ -1,4 +1,4 @@
-"""One look for all pictures, and how one becomes a file."""
+"""The common style of all pictures, and saving them."""
 
 import math
 import warnings
@@ -17,7 +17,7 @@ from ..files import appearing_whole
 
 # Okabe and Ito, "Color Universal Design" (2008), their yellow left out: it is too pale for a line on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", "--", "-.", ":")  # after seven runs the colours come again, dashed
+DASHES = ("-", "--", "-.", ":")  # after seven runs the colours repeat, dashed
 MARKERS = "osD^vPXp"
 GREY = "#666666"
 
@@ -32,11 +32,11 @@ STYLE = {
     "figure.constrained_layout.w_pad": 0.08, "savefig.dpi": 200, "pdf.fonttype": 42, "svg.hashsalt": "saecli",
 }
 
-NAME_WIDTH = 40  # letters of a run's name that a legend shows
+NAME_WIDTH = 40  # letters of a run's name in a legend
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a picture's path before the work that it would show; ConfigError where its ending is none of `FORMATS`."""
+    """Raise a ConfigError for a picture's path whose ending is not in `FORMATS`, before the work is done."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(None, "cannot draw {path}: expected an ending out of {endings}, got {got}",
                           "give the picture another name", path=path, endings=", ".join(FORMATS),
@@ -45,10 +45,10 @@ def check_suffix(path: Path) -> None:
 
 @contextmanager
 def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """Yield an empty figure in the common style, and save it when the block ends well.
+    """Yield an empty figure in the common style, and save it if the block raises nothing.
 
     Args:
-        path: the picture's file, PNG, PDF or SVG by its ending; missing folders are made.
+        path: the picture's file, PNG, PDF or SVG by its ending; missing folders are created.
         width: inches.
         height: inches.
 
@@ -57,13 +57,13 @@ def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
     """
     check_suffix(path)
     with matplotlib.rc_context(STYLE):
-        # Without pyplot a figure is forgotten with its last name, and no display is looked for.
+        # Without pyplot, figures are garbage-collected and no display is needed.
         drawn = Figure(figsize=(width, height), layout="constrained")
         yield drawn
         path.parent.mkdir(parents=True, exist_ok=True)
         suffix = path.suffix.lower()
         with appearing_whole(path) as temporary, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # which draws a box for it
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a box is drawn for it
             drawn.savefig(temporary, format=suffix[1:], metadata=FORMATS[suffix])
 
 
@@ -73,29 +73,29 @@ def line_style(index: int) -> dict[str, str]:
 
 
 def short(name: str, width: int = NAME_WIDTH) -> str:
-    """A name as a label: no longer than legends have room for, its middle left out; what no font has, or no picture's
-    format can hold, as a question mark in a diamond; a dollar as a dollar, not as the beginning of a formula."""
+    """A name as a label: the middle of a long one left out, unprintable characters replaced by U+FFFD, and dollars
+    escaped, which would begin a formula."""
     half = width // 2 - 1
     shown = name if len(name) <= width else f"{name[:half]}…{name[-half:]}"
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in shown).replace("$", r"\$")
 
 
 def log_scale(axes: Axes, which: str, whole: bool = False) -> None:
-    """Make a panel's axis, "x" or "y", logarithmic, with plain numbers where it spans fewer than three decades, the
-    denser the fewer; `whole` for counts, with nothing between 1 and 2."""
+    """Make a panel's axis, "x" or "y", logarithmic, with plain numbers if it spans fewer than three decades, denser the
+    fewer it spans; `whole` for counts, without a tick between 1 and 2."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()
     if low > 0 and high < 1000 * low:
         few = (1, 2, 3, 4, 5, 7) if whole else (1, 1.5, 2, 3, 4, 5, 7)
-        # More than two decades with 2 and 5 between run into each other where four panels stand side by side.
+        # Over two decades, ticks at 2 and 5 would overlap with four panels side by side.
         axis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5) if high > 10 * low else few))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
 
 
 def legend_below(drawn: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """One legend under all panels, the figure grown by its height, so that it hides nothing."""
+    """One legend under all panels; the figure grows by its height."""
     if not handles:
         return
     inches = max(0.35 + 0.075 * len(label) for label in labels) + 0.3
@@ -103,9 +103,9 @@ def legend_below(drawn: Figure, handles: Sequence[Any], labels: Sequence[str]) -
     drawn.set_figheight(drawn.get_figheight() + 0.2 * math.ceil(len(labels) / columns))
     below = drawn.legend(handles, [" "] * len(labels), loc="outside lower center", ncols=columns)
     for text, label in zip(below.get_texts(), labels, strict=True):
-        text.set_text(label)  # of a label that begins with _, and is there from the first, matplotlib shows nothing
+        text.set_text(label)  # matplotlib hides labels that begin with _ if given at first
 
 
 def say_empty(axes: Axes, words: str = "nothing to draw") -> None:
-    """Say in the middle of a panel that it has no data."""
+    """Write in the middle of a panel that it has no data."""
     axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color=GREY)

@@ -1,4 +1,4 @@
-"""SAEs made ready for another library's format, what that changes, and written in it."""
+"""Converting an SAE to another library's format, measuring the difference, and writing it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,14 +19,14 @@ from ..metrics import Reconstruction
 
 @dataclass(frozen=True)
 class Conversion:
-    """An SAE made ready for a format.
+    """An SAE converted to a format.
 
     Args:
         format: one of `FORMATS`.
         original: the SAE.
-        written: what the format can say: the SAE itself, or the one that stands in for it.
-        deviation: where another stands in, how far the two lie apart on held-out rows: `data`, `rows`,
-            `rows_that_differ`, `max_difference`, `fvu`, `fvu_written`.
+        written: the SAE to write: the original, or its stand-in if the format lacks the activation.
+        deviation: of a stand-in from the original on held-out rows: `data`, `rows`, `rows_that_differ`,
+            `max_difference`, `fvu`, `fvu_written`.
     """
 
     format: str
@@ -35,8 +35,8 @@ class Conversion:
     deviation: dict[str, Any] | None = None
 
     @property
-    def told(self) -> str | None:
-        """A sentence on the deviation."""
+    def remark(self) -> str | None:
+        """A sentence on the deviation, if any."""
         if (found := self.deviation) is None:
             return None
         change = (f"{self.format} has no {self.original.activation.name}: wrote {self.written.sae.activation.name}, "
@@ -49,16 +49,16 @@ class Conversion:
 
 
 def converted(saved: SavedSAE, to: str, held_out: Callable[[], Measured], listener: Listener) -> Conversion:
-    """Make an SAE ready for a format; where another stands in for it, the difference is measured on held-out rows.
+    """Convert an SAE to a format; if that takes a stand-in, measure the difference on held-out rows.
 
     Args:
         saved: the SAE.
         to: one of `FORMATS`.
         held_out: opens the SAE and its held-out rows, if they are needed.
-        listener: told how far the measurement is.
+        listener: shows progress.
 
     Raises:
-        FormatError: the format cannot express the SAE's activation, nor one that stands in for it.
+        FormatError: the format can express neither the SAE's activation nor its stand-in.
         ConfigError: there are no rows to measure the difference on.
     """
     sae = saved.sae
@@ -71,7 +71,7 @@ def converted(saved: SavedSAE, to: str, held_out: Callable[[], Measured], listen
 
 
 def can_be_written(sae: SAE, to: str) -> bool:
-    """Whether a format can express an SAE, or one that stands in for it."""
+    """Whether a format can express an SAE or its stand-in."""
     kind = type(sae.activation)
     kinds = {kind, type(STAND_INS[kind](sae).activation)} if kind in STAND_INS else {kind}
     return not kinds.isdisjoint(FORMATS[to].activations)
@@ -88,7 +88,7 @@ def _inexpressible(sae: SAE, to: str) -> FormatError:
 @torch.no_grad()
 def _deviation(sae: SAE, stand_in: SAE, to: str, held_out: Callable[[], Measured],
                listener: Listener) -> dict[str, Any]:
-    """How far an SAE and the one written in its place lie apart, on the held-out rows."""
+    """The differences between an SAE and its stand-in on the held-out rows."""
     try:
         one = held_out()
     except StoreError as error:
@@ -113,25 +113,25 @@ def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, hom
            progress: bool = False) -> dict[str, Any]:
     """Write an SAE in another library's format, as `sae export` does.
 
-    Where the format lacks the activation, and has one that can stand in for it, that is written, and the difference
+    If the format lacks the activation but has one that can stand in for it, that is written, and the difference is
     measured on held-out rows; `save_sae` refuses instead.
 
     Args:
-        sae: as of `evaluate`.
+        sae: as in `evaluate`.
         to: saelens, sparsify, dictionary-learning, gemma-scope or native.
         out: folder to write, new or empty; it appears whole or not at all.
-        data: rows to measure the difference on, as of `evaluate`.
-        home: as of `evaluate`.
-        progress: as of `evaluate`.
+        data: rows to measure the difference on, as in `evaluate`.
+        home: as in `evaluate`.
+        progress: as in `evaluate`.
 
     Returns:
-        What `sae export --json` prints: among it `deviation`, the difference measured; None where nothing stands in.
+        The document that `sae export --json` prints; its `deviation` is the difference measured, None without one.
 
     Raises:
         ConfigError: there is no such format, there are no rows to measure the difference on, or `data` is given and
             there is no difference.
         FormatError: the folder is in use, or the format cannot express the SAE's activation.
-        SaeError: as of `evaluate`.
+        SaeError: as in `evaluate`.
     """
     if to not in FORMATS:
         raise ConfigError("to", "must be one of {choices}, got {got!r}", choices=", ".join(FORMATS), got=to)
@@ -139,15 +139,15 @@ def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, hom
 
 
 def exported(home: Home, sae: SAELike, to: str, out: Path, data: RowsLike, listener: Listener) -> dict[str, Any]:
-    """As `export`; a listener is told what was chosen, and of the difference."""
+    """As `export`, with a listener for notes and progress."""
     subject, saved = opened(home, sae, listener)
     found = converted(saved, to, lambda: measured(home, sae, data, "test", "auto", listener), listener)
     if found.deviation is None and data is not None:
         raise ConfigError("data", "does nothing here: {to} expresses {activation} exactly", "leave it out", to=to,
                           activation=saved.sae.activation.name)
     formats.save(found.written, to, out)
-    if found.told is not None:
-        listener.note(found.told)
+    if found.remark is not None:
+        listener.note(found.remark)
     return {"run": subject.name, "format": to, "path": str(out), "activation": saved.sae.activation.name,
             "written_as": found.written.sae.activation.name, "deviation": found.deviation,
             "files": sorted(path.name for path in out.iterdir())}

@@ -1,4 +1,4 @@
-"""Putting an SAE on the Hugging Face hub, with a model card that holds its measures."""
+"""Pushing an SAE to the Hugging Face hub, with a model card of its measures."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,23 +37,23 @@ class PushOptions:
 def push(sae: SAELike, repo: str, data: RowsLike = None, *, private: bool = False, format: str = "auto",
          model: str | None = None, tokens: int | None = None, device: str = "auto", home: str | Path | None = None,
          progress: bool = False) -> dict[str, Any]:
-    """Put an SAE on the Hugging Face hub, as `sae push` does, by the token of `hf auth login` or of HF_TOKEN.
+    """Push an SAE to the Hugging Face hub, as `sae push` does, with the token of `hf auth login` or of HF_TOKEN.
 
     Args:
-        sae: as of `evaluate`.
-        repo: `user/repo`, which is made if need be, or `user/repo/folder`; without one, a folder of the run's name.
-        data: as of `evaluate`; a store, on whose held-out rows the SAE is measured.
-        private: make the repository private; one that is there and public is refused.
-        format: of the files; auto: saelens, where that reconstructs all held-out rows alike, else native.
-        model, tokens, device, home, progress: as of `evaluate`.
+        sae: as in `evaluate`.
+        repo: `user/repo`, which is created if missing, or `user/repo/folder`; the default folder has the run's name.
+        data: as in `evaluate`; a store, on whose held-out rows the SAE is measured.
+        private: create the repository as private; an existing public one is refused.
+        format: of the files; auto: saelens if it gives the same codes on all held-out rows, else native.
+        model, tokens, device, home, progress: as in `evaluate`.
 
     Returns:
-        What `sae push --json` prints.
+        The document that `sae push --json` prints.
 
     Raises:
-        ConfigError: an argument that cannot work.
+        ConfigError: an invalid argument.
         HubError: the hub cannot be reached, or refuses.
-        SaeError: as of `evaluate`.
+        SaeError: as in `evaluate`.
     """
     options = PushOptions(private, format, model, tokens, device)
     return pushed(Home.at(home), sae, repo, data, options, listening(progress))
@@ -61,7 +61,7 @@ def push(sae: SAELike, repo: str, data: RowsLike = None, *, private: bool = Fals
 
 def pushed(home: Home, sae: SAELike, repo: str, data: RowsLike, options: PushOptions,
            listener: Listener) -> dict[str, Any]:
-    """As `push`; a listener is told what was chosen, and how far it has come."""
+    """As `push`, with a listener for notes and progress."""
     address = _address(repo, "sae" if sae is None or isinstance(sae, SAE) else str(sae))
     one = measured(home, sae, data, "test", options.device, listener)
     there = Repository.find(address, options.private)
@@ -75,16 +75,16 @@ def pushed(home: Home, sae: SAELike, repo: str, data: RowsLike, options: PushOpt
         formats.save(found.written, found.format, folder)
         files = sorted(path.name for path in folder.iterdir())
         url = there.push(folder, card, options.private, f"Add {address.folder or 'an SAE'} with sae push")
-    if found.told is not None:
-        listener.note(found.told)
+    if found.remark is not None:
+        listener.note(found.remark)
     return {"run": one.subject.name, "repo": address.repo, "folder": address.folder, "format": found.format,
             "written_as": found.written.sae.activation.name, "deviation": found.deviation, "files": files,
             "card": card is not None, "url": url, "measures": measures}
 
 
 def _address(text: str, run: str) -> Address:
-    """Where to push to; the folder is the run's name where none is given. Raises ConfigError where the text names no
-    repository, or a revision of one."""
+    """The address to push to, by default a folder of the run's name; ConfigError if the text names no repository, or a
+    revision of one."""
     expected = "expected USER/REPO or USER/REPO/FOLDER"
     address = Address.parse(text)
     if address is None:
@@ -104,7 +104,7 @@ def _address(text: str, run: str) -> Address:
 
 
 def _conversion(one: Measured, form: str, listener: Listener) -> Conversion:
-    """The SAE in the format asked for."""
+    """The SAE in the requested format."""
     run, saved = one.subject.name, _public(one.saved)
     if form != "auto":
         return converted(saved, form, lambda: one, listener)
@@ -120,7 +120,7 @@ def _conversion(one: Measured, form: str, listener: Listener) -> Conversion:
 
 
 def _public(saved: SavedSAE) -> SavedSAE:
-    """The SAE without a path of this machine: a model in a folder goes by the folder's name."""
+    """The SAE without local paths: a model in a folder is named by the folder."""
     model = saved.origin.get("model")
     if model is None or not Path(model).is_absolute():
         return saved
@@ -138,6 +138,6 @@ def _entry(address: Address, found: Conversion, one: Measured, measures: dict[st
     kept = f" {sae.activation.k}" if hasattr(sae.activation, "k") else ""
     trained_here = one.subject.data is not None
     return Entry(address, found.format, ", ".join(filter(None, place)) or one.store.name,
-                 sae.activation.name + kept, sae.d_in, sae.d_sae, measures, found.told,
+                 sae.activation.name + kept, sae.d_in, sae.d_sae, measures, found.remark,
                  base_model=model if on_hub else None,
                  dataset=source["dataset"] if trained_here and "dataset_revision" in source else None)

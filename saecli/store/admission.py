@@ -1,4 +1,4 @@
-"""Which rows of a producer's blocks a store takes.
+"""Which rows of a producer's blocks are stored.
 
 Legend: R rows, D = d_in.
 """
@@ -14,24 +14,25 @@ from .statistics import Dropped, row_norms
 
 NONFINITE = "nonfinite"
 HIGH_NORM = "high_norm"
-MAX_NORM_HELP = ("Leave out, and count, rows whose norm is above this many times the median norm, which is that of the "
-                 "first block (up to about 10,000 rows, or 16 MiB of an imported file) and noted in the store; "
-                 "dictionary_learning's max_activation_norm_multiple; default: none is.")
+MAX_NORM_HELP = ("Drop and count rows whose norm exceeds this multiple of the median norm of the first block (up to "
+                 "about 10,000 rows, or 16 MiB of an imported file), which the store records; dictionary_learning's "
+                 "max_activation_norm_multiple; default: no limit.")
 
 Columns = Mapping[str, np.ndarray]
 
 
 class Admission:
-    """Leaves out, and counts, rows that are not finite in the stored type or too large.
+    """Drops and counts rows that are not finite in the stored type, or too large.
 
-    Too large is a norm above `max_norm_multiple` times the median norm of the first block that has a finite row.
+    A row is too large if its norm exceeds `max_norm_multiple` times the median norm of the first block that has a
+    finite row.
 
     Args:
         path: the store's folder.
         meta: what it holds.
 
     Attributes:
-        median: that median; None before there was such a block, and where no norm is too large.
+        median: that median; None before such a block, and without a `max_norm_multiple`.
     """
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
@@ -40,18 +41,17 @@ class Admission:
 
     @property
     def waits(self) -> bool:
-        """Whether a median is still wanted."""
+        """Whether the median is needed and not yet known."""
         return self._meta.max_norm_multiple is not None and self.median is None
 
     def __call__(self, activations: np.ndarray, columns: Columns,
                  dropped: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Columns, Dropped]:
-        """What is taken of a block, and what of it was left out.
+        """The rows and columns of a block to store, and the rows dropped.
 
         Args:
             activations: (R, D) float, or uint16 bits where the store is bfloat16; R may be 0.
             columns: (R,) integers for each of the store's columns.
-            dropped: norms of the rows of this block that the producer itself left out, by reason; NaN for a row whose
-                norm it does not know.
+            dropped: norms of the rows of this block that the producer itself dropped, by reason; NaN where unknown.
 
         Raises:
             ValueError: shapes or types do not fit the store.
@@ -81,19 +81,19 @@ class Admission:
             return activations
         if activations.dtype.kind != "f":
             raise ValueError(f"a block does not fit {self._path}: expected floats, got {activations.dtype}")
-        with np.errstate(over="ignore"):  # what overflows is infinite, and dropped
+        with np.errstate(over="ignore"):  # overflow gives infinities, which are dropped
             return activations.astype(np.float32, copy=False)
 
     def _without(self, reason: str, unwanted: np.ndarray, rows: np.ndarray, columns: Columns,
                  out: Dropped) -> tuple[np.ndarray, Columns, Dropped]:
-        """The rows and columns without some, which are counted."""
+        """Drop and count the unwanted rows."""
         if not unwanted.any():
             return rows, columns, out
         out += Dropped.of({reason: self._row_norms(rows[unwanted])})
         return rows[~unwanted], {name: columns[name][~unwanted] for name in self._meta.columns}, out
 
     def _row_norms(self, rows: np.ndarray) -> np.ndarray:
-        """Norms, (R,), of rows as they came; infinite where one is not finite in the stored type's own bits."""
+        """Norms, (R,), of undecoded rows; infinite for rows with a NaN or infinity in the stored type."""
         if rows.dtype.kind == "f":
             return row_norms(rows)
         decoded = np.empty(rows.shape, np.float32)

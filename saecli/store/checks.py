@@ -1,9 +1,9 @@
-"""Checksums of shards: which shards have to be looked at, and whether they are what was recorded.
+"""Checksums of shards: which shards need checking, and whether their bytes are as recorded.
 
-Two kinds of damage are told apart. A shard that was changed, as by a copy or an editor, has a younger `ctime` than
-`store.json`, which is written after every shard: that costs one `stat` a shard to see. One whose bytes have
-changed by themselves on the disk is found where it is read, by the checksums of its chunks, and is then given a
-younger `ctime` too, by `suspect`, so that the command which made the store knows to write it anew.
+There are two kinds of damage. A shard that was changed, as by a copy or an editor, has a later `ctime` than
+`store.json`, which is written after every shard; finding it costs one `stat` per shard. A shard whose bytes decayed
+on disk is found when it is read, by its chunks' checksums; `suspect` then gives it a later `ctime` too, so that the
+command that made the store rewrites it.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ from ..errors import StoreError
 from ..home import STORE_MARKER
 from .schema import SHARDS, StoreMeta
 
-MEND_SHARD = "run the command that made the store again, which writes that shard anew"
+MEND_SHARD = "run the command that made the store again, which rewrites that shard"
 PIECE_BYTES = 4 << 20
 THREADS = 4
 
 
 def no_show(done: float) -> None:
-    """Shows nothing of how far a check has come."""
+    """Shows no progress."""
 
 
 def changed(store: Path, meta: StoreMeta) -> list[int]:
@@ -38,7 +38,7 @@ def changed(store: Path, meta: StoreMeta) -> list[int]:
     found = []
     for index, shard in enumerate(meta.shards):
         try:
-            # Equal times are of one tick of the clock, some milliseconds, in which anything may have happened.
+            # Equal times mean one clock tick, some milliseconds, within which the order of writes is unknown.
             if (store / SHARDS / shard.file).stat().st_ctime_ns >= since:
                 found.append(index)
         except OSError:
@@ -48,18 +48,18 @@ def changed(store: Path, meta: StoreMeta) -> list[int]:
 
 def find_damage(store: Path, meta: StoreMeta, shards: Iterable[int],
                 show: Callable[[float], None] = no_show) -> dict[int, str]:
-    """Read some shards whole, compare them with their checksums, and remember what came of it by `ctime`.
+    """Read shards whole, compare them with their checksums, and record the outcome in their `ctime`.
 
     Args:
         store: the store's folder.
         meta: its `store.json`.
-        shards: the numbers of those to read.
-        show: told how many bytes are read.
+        shards: the numbers of the shards to read.
+        show: called with the number of bytes read so far.
 
     Returns:
-        A sentence for each that is missing or damaged, by its number.
+        Shard number -> a sentence, for each shard that is missing or damaged.
 
-    Cost: SHA-256, 2 GB/s a core, on at most `THREADS` cores.
+    Cost: SHA-256, 2 GB/s per core, on at most `THREADS` cores.
     """
     shards = list(shards)
     done, lock = 0, threading.Lock()
@@ -75,22 +75,22 @@ def find_damage(store: Path, meta: StoreMeta, shards: Iterable[int],
         sentences = pool.map(partial(_problem, store, meta, read), shards)
         damaged = {index: sentence for index, sentence in zip(shards, sentences, strict=True) if sentence}
     finally:
-        pool.shutdown(cancel_futures=True)  # an interrupt waits for the shards that are being read, not for all
+        pool.shutdown(cancel_futures=True)  # an interrupt waits only for the shards being read
     if set(changed(store, meta)) <= set(shards):
-        suspect(store / STORE_MARKER)  # younger than every whole shard, and older than the damaged ones
+        suspect(store / STORE_MARKER)  # later than every whole shard, and earlier than the damaged ones
     for index in damaged:
         suspect(store / SHARDS / meta.shards[index].file)
     return damaged
 
 
 def remembers(store: Path) -> bool:
-    """Whether this user can have a check of the whole store remembered, so that it is not made every time."""
+    """Whether this user may record the outcome of a check, so that it is not repeated every time."""
     return os.access(store, os.W_OK) and (store / STORE_MARKER).stat().st_uid == os.geteuid()
 
 
 def suspect(path: Path) -> None:
-    """Make a file's `ctime` now, and change nothing else."""
-    with suppress(OSError):  # gone, or another user's: then every reading finds the damage by itself
+    """Set a file's `ctime` to now, and change nothing else."""
+    with suppress(OSError):  # missing, or another user's: then each read finds the damage again
         path.chmod(stat.S_IMODE(path.stat().st_mode))
 
 
@@ -98,16 +98,16 @@ def open_shard(path: Path) -> io.FileIO:
     """Open a shard to read its bytes.
 
     Raises:
-        StoreError: there is none, or it is no file.
-        OSError: the system refuses it.
+        StoreError: it is missing, or not a regular file.
+        OSError: the system refuses to open it.
     """
-    if not stat.S_ISREG(found_file(path).st_mode):  # opening a pipe would wait for ever
+    if not stat.S_ISREG(found_file(path).st_mode):  # opening a pipe would block
         raise StoreError(f"cannot read shard {path}: expected a file, got something else; {MEND_SHARD}")
     return path.open("rb", buffering=0)
 
 
 def found_file(path: Path) -> os.stat_result:
-    """The system's `stat` of a shard; StoreError where there is none."""
+    """A shard's `stat`; StoreError if it is missing."""
     try:
         return path.stat()
     except FileNotFoundError as error:
@@ -115,13 +115,13 @@ def found_file(path: Path) -> os.stat_result:
 
 
 def damage(path: Path, what: str, expected: str, got: str) -> StoreError:
-    """The error of a shard whose bytes are not those that were recorded; the shard is made suspect."""
+    """The error for a shard whose bytes differ from those recorded; marks the shard suspect."""
     suspect(path)
     return StoreError(f"shard {path} is damaged: expected {what} {expected}, got {got}; {MEND_SHARD}")
 
 
 def frame_checksum(file: io.FileIO, start: int, end: int) -> str:
-    """The XXH3-64 of a shard's bytes but its activations, which lie from `start` to `end`, in hexadecimal."""
+    """The XXH3-64, in hexadecimal, of a shard's bytes outside its activations, which lie from `start` to `end`."""
     digest = xxh3_64(file.read(start))
     file.seek(end)
     while piece := file.read(PIECE_BYTES):

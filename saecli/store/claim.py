@@ -1,4 +1,4 @@
-"""Claiming a folder for one writer, to begin a store in or to go on with one, and holding it."""
+"""Locking a folder for one writer, which begins or resumes a store in it."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ..errors import StoreError
+from ..errors import StoreError, StoreOptionError
 from ..files import LOCK, lock_folder
 from ..home import STORE_MARKER
 from .checks import changed, find_damage
@@ -17,12 +17,12 @@ from .schema import RANKS, SHARDS, StoreMeta, read_meta, write_meta
 
 
 class ClaimedStore:
-    """A store that this process alone may write; a context manager that lets go of it.
+    """A store that only this process may write; a context manager that releases its lock.
 
     Args:
         path: the store's folder.
         meta: its `store.json`.
-        lock: the descriptor that holds its lock, closed at the end.
+        lock: the descriptor that holds its lock, closed on exit.
     """
 
     def __init__(self, path: Path, meta: StoreMeta, lock: int) -> None:
@@ -31,7 +31,7 @@ class ClaimedStore:
 
     @property
     def meta(self) -> StoreMeta:
-        """The store's `store.json` as it stands on disk."""
+        """The store's `store.json` as it is on disk."""
         return self._meta
 
     def __enter__(self) -> Self:
@@ -43,7 +43,7 @@ class ClaimedStore:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Turn what the disk refuses into a StoreError, after which nothing more is written."""
+        """Turn a failed write into a StoreError, after which nothing more is written."""
         if self._failed:
             raise StoreError(f"cannot write to {self.path}: an earlier write failed; open it again to go on")
         try:
@@ -54,21 +54,24 @@ class ClaimedStore:
 
 
 def claim(path: Path, meta: StoreMeta, show: Callable[[float], None]) -> tuple[int, StoreMeta, list[int]]:
-    """Claim a folder, to begin a store in it, or to go on with one that was interrupted or of which shards are damaged.
+    """Lock a folder and begin a store in it, or resume one that was interrupted or has damaged shards.
 
     Args:
-        path: the store's folder; made if need be.
-        meta: what it is to hold.
-        show: told how many bytes are read to check shards that may have changed since they were written.
+        path: the store's folder; created if missing.
+        meta: what the store is to hold.
+        show: called with the number of bytes read to check shards that may have changed since they were written.
 
     Returns:
-        The lock, a descriptor to close when done; the `store.json` to go on from; and the numbers of damaged shards.
+        The lock, a descriptor to close when done; the `store.json` to resume from; and the numbers of damaged shards.
 
     Raises:
         StoreError: another process is writing it, or it holds something else.
     """
     try:
-        lock = take_lock(path)
+        lock = lock_folder(path)  # the system releases it if the process dies
+    except BlockingIOError as error:
+        raise StoreOptionError(None, "cannot write to {path}: another process is writing it",
+                               "wait for that one, or choose another {name}", path=path) from error
     except OSError as error:
         raise refused(path, 0, error) from error
     new = not (path / STORE_MARKER).exists()
@@ -81,31 +84,14 @@ def claim(path: Path, meta: StoreMeta, show: Callable[[float], None]) -> tuple[i
         os.close(lock)
         raise refused(path, 0, error) from error
     except BaseException:
-        if new:  # an interrupt leaves no store without a shard
+        if new:  # leave no empty store behind
             remove_empty(path)
         os.close(lock)
         raise
 
 
-def take_lock(path: Path) -> int:
-    """Lock a store against other writers; its folder is made if need be.
-
-    Returns:
-        A descriptor to close when done; the system closes it, and lets go of the lock, if the process dies.
-
-    Raises:
-        StoreError: another process holds the lock.
-        OSError: the folder cannot be made.
-    """
-    try:
-        return lock_folder(path)
-    except BlockingIOError as error:
-        raise StoreError(f"cannot write to {path}: another process is writing it; "
-                         "wait for that one, or choose another --name") from error
-
-
 def forsake(path: Path) -> None:
-    """Remove the lock, while it is held, and the folder if nothing else is in it."""
+    """Remove the lock's file, while the lock is held, and the folder if nothing else is in it."""
     with suppress(OSError):
         (path / LOCK).unlink(missing_ok=True)
         path.rmdir()
@@ -122,53 +108,53 @@ def remove_empty(path: Path) -> None:
 
 
 def begin(path: Path, meta: StoreMeta) -> StoreMeta:
-    """The `store.json` to go on from, written if there was none.
+    """The `store.json` to resume from, written if there was none.
 
     Raises:
         StoreError: the folder holds something else.
-        OSError: the disk refuses it.
+        OSError: it cannot be written.
     """
     if not (path / STORE_MARKER).exists():
         foreign = [entry.name for entry in path.iterdir() if not entry.name.startswith(".")]
         if foreign:
-            raise StoreError(f"cannot make a store in {path}: expected an empty folder, got one that holds "
-                             f"{foreign[0]}; choose another --name")
+            raise StoreOptionError(None, "cannot make a store in {path}: expected an empty folder, got one that holds "
+                                         "{foreign}", "choose another {name}", path=path, foreign=foreign[0])
         write_meta(path, meta)
         return meta
     there = read_meta(path)
     if there.request() != meta.request():
         wanted, got = _difference(meta.request(), there.request())
-        raise StoreError(f"{path} holds something else: expected {wanted}, got {got}; "
-                         "choose another --name, or remove that store")
+        raise StoreOptionError(None, "{path} holds something else: expected {wanted}, got {got}",
+                               "choose another {name}, or remove that store", path=path, wanted=wanted, got=got)
     return there
 
 
 def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:
-    """What to raise where the text or the array has ended and no row is stored; `left_out` counts rows by reason."""
+    """The error for a text or array that ended without a row to store; `left_out` counts rows by reason."""
     counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
     return StoreError(f"there are no rows to store in {path}; expected at least one, got none "
                       f"(dropped: {counts or 'none'}); give more or other data")
 
 
 def other_number(path: Path, expected: int, got: int) -> StoreError:
-    """What to raise where another number of processes goes on with a store than began it."""
+    """The error for resuming a store with another number of processes than began it."""
     command = f"torchrun --nproc-per-node {expected}" if expected > 1 else "one process, without torchrun"
     return StoreError(f"cannot go on with {path}: expected the number of processes that began it, {expected}, got "
                       f"{got}; run the command with {command}, or remove that store")
 
 
 def refused(path: Path, rows: int, error: Exception) -> Exception:
-    """What to raise when the disk refuses to write, with so many rows safe; a StoreError says its own already."""
+    """The error for a failed write, with `rows` stored so far; a StoreError is returned as it is."""
     if isinstance(error, StoreError):
         return error
     number = getattr(error, "errno", None)
     reason = os.strerror(number) if number else " ".join(str(error).split())
-    remedy = "free some space" if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
+    remedy = "free some space" if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "fix that"
     return StoreError(f"cannot write to {path}: {reason}; {remedy} and run the same command again, "
                       f"which goes on after the {rows} rows that are safe")
 
 
 def _difference(wanted: Mapping[str, Any], got: Mapping[str, Any]) -> tuple[str, str]:
-    """The first entry by which two requests differ, each as a phrase."""
+    """The first entry in which two requests differ, as a phrase for each."""
     name = next(n for n in {**wanted, **got} if wanted.get(n) != got.get(n))
     return f"{name} {wanted.get(name)}", f"{got.get(name)}"

@@ -1,4 +1,4 @@
-"""How activations stand on disk: float32, float16 or bfloat16, and the way from and to float32.
+"""How activations are stored: float32, float16 or bfloat16, and the conversions from and to float32.
 
 Legend: R rows, D = d_in.
 """
@@ -9,21 +9,19 @@ from dataclasses import dataclass
 import h5py
 import numpy as np
 
-# What is converted at a time, in bytes of its source.
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 256 << 10  # converted at a time, in bytes of the source
 
 
 @dataclass(frozen=True)
 class StoredType:
-    """One way of storing a number.
+    """A number type on disk.
 
     Args:
         name: its name in `store.json`.
-        storage: NumPy dtype of the bytes on disk; bfloat16, which NumPy lacks, is its bits in a uint16.
-        limit: largest finite float32 that does not become infinite in this type.
-        encode: float32 array, all within the limit, and storage array of the same shape to fill, rounded to
-            nearest even.
-        decode: storage array, and float32 array of the same shape to fill; both contiguous, all values finite.
+        storage: NumPy dtype of the bytes on disk; bfloat16, which NumPy lacks, is kept as its bits in a uint16.
+        limit: largest float32 that stays finite in this type.
+        encode: (float32 array within the limit, storage array to fill), of one shape; rounds to nearest even.
+        decode: (storage array, float32 array to fill), of one shape, contiguous and finite.
     """
 
     name: str
@@ -38,7 +36,7 @@ class StoredType:
         if self.name != "bfloat16":
             return h5py.h5t.py_create(self.storage)
         bfloat16 = h5py.h5t.IEEE_F32LE.copy()
-        bfloat16.set_fields(15, 7, 8, 0, 7)  # sign bit; exponent's place and size; mantissa's place and size
+        bfloat16.set_fields(15, 7, 8, 0, 7)  # sign bit; exponent's position and size; mantissa's position and size
         bfloat16.set_size(2)
         bfloat16.set_ebias(127)
         return bfloat16
@@ -49,11 +47,11 @@ class StoredType:
             return ((rows & 0x7F80) != 0x7F80).all(axis=1)
         if rows.dtype == np.float16:
             return np.isfinite(rows).all(axis=1)
-        # A NaN makes the extremes NaN, and any comparison with it false.
+        # A NaN makes the extremes NaN, and every comparison with NaN is false.
         return (rows.max(axis=1) <= self.limit) & (rows.min(axis=1) >= -self.limit)
 
     def encode_rows(self, source: np.ndarray) -> np.ndarray:
-        """Rows, (R, D) float32, contiguous and all within the limit, in the storage dtype, (R, D)."""
+        """Encode rows, (R, D) float32, contiguous and within the limit, to the storage dtype, (R, D)."""
         out = np.empty(source.shape, self.storage)
         _in_pieces(self.encode, source, out)
         return out
@@ -64,7 +62,7 @@ class StoredType:
 
 
 def _in_pieces(convert: Callable[[np.ndarray, np.ndarray], None], source: np.ndarray, out: np.ndarray) -> None:
-    """Convert a piece at a time, so that the several passes over each stay within a core's cache."""
+    """Convert piece by piece, so that the passes over each piece stay in a core's cache."""
     piece = max(1, PIECE_BYTES // max(1, source[:1].nbytes))
     for start in range(0, len(source), piece):
         convert(source[start : start + piece], out[start : start + piece])
@@ -87,8 +85,8 @@ def _decode_bfloat16(source: np.ndarray, out: np.ndarray) -> None:
 
 
 def _decode_float16(source: np.ndarray, out: np.ndarray) -> None:
-    # Six times faster than astype: move exponent and mantissa into place (the sign rides on the widening to
-    # int32), then correct the exponent's bias, 127 - 15, by a product, which is exact for subnormals too.
+    # Six times faster than astype: shift exponent and mantissa into position (widening to int32 extends the sign),
+    # then correct the exponent's bias, 127 - 15, by a product, which is exact for subnormals too.
     bits = out.view(np.int32)
     np.copyto(bits, source.view(np.int16))
     np.left_shift(bits, 13, out=bits)
@@ -102,7 +100,7 @@ def _convert(source: np.ndarray, out: np.ndarray) -> None:
 
 DTYPES: dict[str, StoredType] = {
     "float32": StoredType("float32", np.dtype("<f4"), float(np.finfo(np.float32).max), _convert, _convert),
-    # 65520 lies half-way between the largest float16, 65504, and what would be the next.
+    # 65520 lies half-way between the largest float16, 65504, and 65536, which would be the next.
     "float16": StoredType("float16", np.dtype("<f2"), float(np.nextafter(np.float32(65520), np.float32(0))),
                           _convert, _decode_float16),
     "bfloat16": StoredType("bfloat16", np.dtype("<u2"), float(np.uint32(0x7F7F7FFF).view(np.float32)),

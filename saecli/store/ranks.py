@@ -1,8 +1,8 @@
-"""A store that several ranks write: each a store of its own in `ranks/NNNNN`, all joined when they are complete.
+"""A store written by several ranks: each writes its own store in `ranks/NNNNN`, and rank 0 joins the complete ones.
 
-Rank 0 claims the store and notes how many rows each rank is to store. Every rank then writes its own with a plain
-`StoreWriter`, which saves, resumes and checks it as any other. Joining renames the ranks' shards, rank by rank, and
-then says in `store.json` that the store is complete; one that is killed joins again what is left.
+Rank 0 locks the store and records how many rows each rank is to store. Each rank then writes its own with a plain
+`StoreWriter`, which saves, resumes and checks it like any other. Joining renames the ranks' shards, rank by rank, and
+then marks the store complete in `store.json`; a killed join resumes with the shards that remain.
 """
 
 import os
@@ -24,28 +24,28 @@ from .schema import RANKS, SHARDS, RankShards, ShardRecord, StoreMeta, read_meta
 from .shard_statistics import norm_fields, stored_statistics
 from .statistics import Dropped
 
-WAIT_SECONDS = 10.0  # that rank 0, where it is stopped, waits for the others to save their rows
+WAIT_SECONDS = 10.0  # how long an interrupted rank 0 waits for the others to save their rows
 POLL_SECONDS = 0.05
 
 
 def rank_folder(store: Path, rank: int) -> Path:
-    """Where a rank writes the store of its own."""
+    """The folder of a rank's own store."""
     return store / RANKS / f"{rank:05d}"
 
 
 def rank_meta(meta: StoreMeta) -> StoreMeta:
-    """What the store of each rank is to hold, of the `store.json` of all of them."""
+    """The `store.json` to begin each rank's own store with, from the joint store's."""
     return replace(meta, ranks=())
 
 
 def joining_began(store: Path) -> bool:
-    """Whether all ranks were complete, and shards of theirs have been moved: then only `RankedStore.join` goes on."""
+    """Whether a join has moved shards already, all ranks being complete; then only `RankedStore.join` may resume."""
     return (store / RANKS).exists() and any((store / SHARDS).glob("*.h5"))
 
 
 def saved_rows(store: Path) -> int:
-    """Rows that a store has, complete or not: those of all ranks, and of unfinished shards, among them; StoreError
-    where there is none, or its `store.json` is damaged."""
+    """Rows of a store, complete or not, including all ranks' and unfinished shards'; StoreError if there is no store,
+    or its `store.json` is damaged."""
     meta = read_meta(store)
     if meta.complete or not meta.ranks:
         return meta.saved_rows
@@ -54,7 +54,7 @@ def saved_rows(store: Path) -> int:
 
 
 def wait_for_ranks(store: Path) -> None:
-    """Wait until no rank writes its store any more, for `WAIT_SECONDS` at most."""
+    """Wait until no rank is writing its store, for at most `WAIT_SECONDS`."""
     until = time.monotonic() + WAIT_SECONDS
     for folder in sorted((store / RANKS).glob("*")):
         while time.monotonic() < until:
@@ -66,17 +66,17 @@ def wait_for_ranks(store: Path) -> None:
 
 
 class RankedStore(ClaimedStore):
-    """Rank 0's hold on a store that several ranks write; leaving the `with` removes a store without a row."""
+    """Rank 0's lock on a store that several ranks write; leaving the `with` removes a store without rows."""
 
     @classmethod
     def open(cls, path: Path, meta: StoreMeta, *, world_size: int, show: Callable[[float], None] = no_show) -> Self:
-        """Begin a store, or go on with one.
+        """Begin or resume a store.
 
         Args:
-            path: the store's folder; made if need be.
+            path: the store's folder; created if missing.
             meta: what it is to hold; see `StoreWriter.open`.
-            world_size: how many ranks there are.
-            show: told how many bytes are read to check shards that may have changed since they were written.
+            world_size: the number of ranks.
+            show: called with the number of bytes read to check shards that may have changed since they were written.
 
         Raises:
             StoreError: another command is writing it, it holds something else, or another number of processes began it.
@@ -99,14 +99,14 @@ class RankedStore(ClaimedStore):
             super().__exit__(kind, error, trace)
 
     def begin(self, rows: Sequence[int], median_norm: float | None = None) -> None:
-        """Note how many rows each rank is to store.
+        """Record how many rows each rank is to store.
 
         Args:
-            rows: their numbers, by rank.
+            rows: the number of rows, by rank.
             median_norm: the median norm to drop rows by; see `StoreMeta`.
 
         Raises:
-            StoreError: there are none at all, or the disk refuses it.
+            StoreError: there are no rows at all, or `store.json` cannot be written.
         """
         if not any(rows):
             raise no_rows(self.path, {})
@@ -114,8 +114,7 @@ class RankedStore(ClaimedStore):
             self._write(replace(self._meta, ranks=tuple(map(RankShards, rows)), median_norm=median_norm))
 
     def join(self) -> None:
-        """Make one complete store of those of the ranks, all of which are complete; StoreError where the disk refuses
-        it."""
+        """Join the ranks' stores, all complete, into one; StoreError if the disk refuses it."""
         parts = [read_meta(folder) if (folder / STORE_MARKER).exists() else None
                  for folder in (rank_folder(self.path, rank) for rank in range(len(self._meta.ranks)))]
         shards: list[ShardRecord] = []
@@ -126,7 +125,7 @@ class RankedStore(ClaimedStore):
                 for record in part.shards if part else ():
                     joined = replace(record, file=shard_name(len(shards)))
                     source = rank_folder(self.path, rank) / SHARDS / record.file
-                    if source.exists():  # else it was moved before this process was started
+                    if source.exists():  # else an earlier, killed join moved it
                         source.rename(self.path / SHARDS / joined.file)
                     shards.append(joined)
                 dropped += Dropped(part.dropped, part.dropped_norms) if part else Dropped()
@@ -135,7 +134,7 @@ class RankedStore(ClaimedStore):
                           for noted, part in zip(self._meta.ranks, parts, strict=True))
             meta = replace(self._meta, complete=True, shards=tuple(shards), ranks=ranks, dropped=dict(dropped.counts),
                            dropped_norms=dict(dropped.norms))
-            with suppress(StoreError):  # a damaged shard is written anew when the store is next opened
+            with suppress(StoreError):  # a damaged shard is rewritten when the store is next opened
                 meta = replace(meta, **norm_fields(stored_statistics(self.path, meta)))
             self._write(meta)
             shutil.rmtree(self.path / RANKS)

@@ -1,4 +1,4 @@
-"""Opening a store, checking its shards, and choosing rows of it, to iterate over as often as needed.
+"""Opening a store, checking its shards, and choosing rows to iterate over.
 
 Legend: B rows of a batch, R rows, D = d_in.
 """
@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, StoreError, StoreOptionError
 from .checks import changed, find_damage, no_show
 from .schema import SHARDS, StoreMeta, read_meta
 from .shard import MappedShards, demand_room, read_layout
@@ -22,20 +22,20 @@ from .statistics import Spread
 from .stream import WHOLE, Part, Source, in_order, shuffled
 
 WINDOW_BYTES = 256 << 20
-STATISTICS_ROWS = 1024  # of a batch, in a pass that measures rows
-# Of the scatter of all rows, at least so much must be left in every dimension when that of some is taken from it: of
-# the 15 digits of float64 this leaves 9.
+STATISTICS_ROWS = 1024  # rows per batch of a pass that measures rows
+# Subtracting held-out rows must leave at least this fraction of the scatter in every dimension, which keeps 9 of
+# float64's 15 digits.
 LEAST_LEFT = 1e-6
-UNIT_BYTES = 64 << 10  # what a disk reads from anywhere at about half its speed, or more where others are near
+UNIT_BYTES = 64 << 10  # random reads of this size reach about half a disk's speed, or more where others are near
 
 
 class Rows:
-    """Some of a store's rows; iterate as often as needed, from one thread each time.
+    """Some of a store's rows, to iterate over as often as needed, each time from one thread.
 
     Args:
         store: the store.
         split: which of its rows.
-        counts: (chunks,) how many rows of each chunk belong to it.
+        counts: (chunks,) number of its rows in each chunk.
     """
 
     def __init__(self, store: "ActivationStore", split: Split, counts: np.ndarray) -> None:
@@ -46,7 +46,7 @@ class Rows:
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return int(self._counts.sum())
 
     @property
@@ -56,22 +56,23 @@ class Rows:
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
                 part: Part = WHOLE) -> Iterator[np.ndarray]:
-        """One epoch of shuffled batches; the next ones are prepared by threads meanwhile.
+        """One epoch of shuffled batches, read ahead by threads.
 
-        Every row comes exactly once. A batch holds no more pairs of rows of one document than a uniform shuffle's
-        (see `shuffle.py`). The order is a function of the rows, seed, epoch, batch size and window alone.
+        Every row comes exactly once. A batch holds no more pairs of rows of one document than under a uniform shuffle
+        (see `shuffle.py`). The order depends only on the rows, seed, epoch, batch size and window.
 
         Args:
-            batch_size: rows of a batch, at least 1; the last of the epoch may be short.
+            batch_size: rows per batch, at least 1; the epoch's last may be short.
             seed: at least 0.
             epoch: at least 0.
-            window_bytes: size of a window as stored. Two are held, or none where the store lies in the system's page
-                cache, from which rows are then gathered; a store smaller than a window is shuffled uniformly.
-            part: the part of every batch that is yielded, where several processes share them; one that it has no rows
-                of is left out. Only its own rows are read.
+            window_bytes: size of a window as stored. Two are held in memory, or none where the store lies in the
+                system's page cache, from which rows are then gathered; a store smaller than a window is shuffled
+                uniformly.
+            part: this process's part of every batch, where several divide them; batches of which it has no row are
+                skipped. Only its own rows are read.
 
         Yields:
-            (B, D) float32, writable. Valid until the next batch is asked for: its memory is used again then.
+            (B, D) float32, writable; its memory is reused for the next batch.
 
         Raises:
             StoreError: a shard is missing or damaged.
@@ -83,14 +84,14 @@ class Rows:
         return shuffled(self._source, deal, batch_size, part)
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
-        """The rows in stored order; the next batches are prepared by threads meanwhile.
+        """The rows in stored order, read ahead by threads.
 
         Args:
-            batch_size: rows of a batch, at least 1; the last may be short.
-            part: the part of the batches that is yielded, where several processes share them.
+            batch_size: rows per batch, at least 1; the last may be short.
+            part: this process's part of the batches, where several divide them.
 
         Yields:
-            (B, D) float32, writable. Valid until the next batch is asked for: its memory is used again then.
+            (B, D) float32, writable; its memory is reused for the next batch.
 
         Raises:
             StoreError: a shard is missing or damaged.
@@ -107,7 +108,7 @@ class Rows:
 
         Args:
             name: one of the store's columns.
-            batch_size: values at a time, at least 1; the last may be fewer.
+            batch_size: values at a time, at least 1; the last batch may be short.
 
         Yields:
             (B,) integers.
@@ -122,14 +123,13 @@ class Rows:
         return self._beside(lambda chunk: self.store.chunk_column(chunk, name), batch_size)
 
     def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
-        """The numbers of these rows within the store, counted from 0, in stored order; takes and yields what `column`
-        does."""
+        """The numbers of these rows within the store, from 0, in stored order, in batches as of `column`."""
         _check_batch_size(batch_size)
         starts = np.cumsum(self.store.chunk_sizes) - self.store.chunk_sizes
         return self._beside(lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size)
 
     def _beside(self, of_chunk: Callable[[int], np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
-        """What `of_chunk` gives for the rows of each chunk, (rows of it,), of those that belong to these."""
+        """Values of these rows in batches; `of_chunk` gives those of all rows of a chunk."""
         waiting = np.empty(0, np.int64)
         for chunk in np.flatnonzero(self._counts):
             kept = self._kept(int(chunk))
@@ -142,13 +142,13 @@ class Rows:
             yield waiting
 
     def _kept(self, chunk: int) -> np.ndarray | None:
-        """Which rows of a chunk belong to these, as indices; None for all. Found anew, so that memory is constant."""
+        """Indices of these rows within a chunk; None for all. Not kept, so that memory is constant."""
         if self._counts[chunk] == self.store.chunk_sizes[chunk]:
             return None
         return np.flatnonzero(self.split.keeps(self.store.chunk_ids(chunk)))
 
     def _keeps(self, rows: np.ndarray) -> np.ndarray | None:
-        """Which of some rows belong to these; None for all. See `Deal`."""
+        """Whether each of some rows of the store is one of these; None for all. See `Deal`."""
         return None if self.rows == self.store.rows else self.split.keeps(self.store.row_ids(rows))
 
 
@@ -158,15 +158,15 @@ def _check_batch_size(batch_size: int) -> None:
 
 
 def spread_of(rows: Rows) -> Spread:
-    """Mean and scatter of a split's own rows, exact to rounding whatever the store knows.
+    """Mean and scatter of a split's rows, exact to rounding.
 
-    Where the split is the whole store but for the held-out rows, it is the store's less theirs.
+    For all training rows, they are the store's statistics less the held-out rows'.
 
     Raises:
         StoreError: a shard is missing or damaged.
 
-    Cost: a pass over the held-out rows where the rows are all others; a pass over the rows themselves where they are
-    fewer (a fraction), where a shard has no statistics, or where next to all of some dimension's scatter is held out.
+    Cost: for all training rows, a pass over the held-out ones; else, and where a shard has no statistics or nearly all
+    of some dimension's scatter is held out, a pass over the rows themselves.
     """
     store, split = rows.store, rows.split
     whole = stored_statistics(store.path, store.meta) if split.which == "train" and split.fraction == 1 else None
@@ -183,14 +183,14 @@ def _measured(rows: Rows) -> Spread:
 
 
 class ActivationStore:
-    """A store open for reading; the whole shards of one that is unfinished can be read too.
+    """A store open for reading; of an unfinished one, the whole shards.
 
     Args:
         path: the store's folder.
         meta: its `store.json`.
 
     Attributes:
-        shard_starts: (shards + 1,) number of each shard's first row, and behind them the number of all rows.
+        shard_starts: (shards + 1,) number of each shard's first row, then the number of rows in all.
     """
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
@@ -209,8 +209,8 @@ class ActivationStore:
             path: its folder, e.g. `home.stores.find(name)`.
 
         Raises:
-            StoreError: there is none, or its `store.json` is damaged or of a newer version. A damaged shard is
-                found when it is first read.
+            StoreError: there is none, or its `store.json` is damaged or of a newer version. Damage to a shard is
+                found when the shard is first read.
         """
         return cls(path, read_meta(path))
 
@@ -236,7 +236,7 @@ class ActivationStore:
 
     @property
     def dtype(self) -> str:
-        """How the rows are stored; reading gives float32 in any case."""
+        """The stored type of the rows; reading always gives float32."""
         return self.meta.dtype
 
     @property
@@ -252,10 +252,12 @@ class ActivationStore:
     @cached_property
     def chunk_sizes(self) -> np.ndarray:
         """(chunks,) rows of each chunk, in stored order."""
-        # Numbers that a damaged `store.json` says could be larger than memory; no file is shorter than its rows.
-        for shard in self.meta.shards:
-            demand_room(self.path / SHARDS / shard.file, self.meta, shard)
-        return _chunk_sizes(self.meta)
+        meta = self.meta
+        for shard in meta.shards:  # before arrays are made from counts that a damaged `store.json` may exaggerate
+            demand_room(self.path / SHARDS / shard.file, meta, shard)
+        sizes = [np.minimum(meta.chunk_rows, shard.rows - np.arange(0, shard.rows, meta.chunk_rows))
+                 for shard in meta.shards]
+        return np.concatenate(sizes) if sizes else np.empty(0, np.int64)
 
     def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0,
               test_fraction: float = TEST_FRACTION) -> Rows:
@@ -263,19 +265,20 @@ class ActivationStore:
 
         Args:
             which: "train", "test" (held out) or "all".
-            fraction: fraction of the training rows to keep, in (0, 1]; a smaller fraction's rows are among a
-                larger one's, and the test rows do not depend on it.
+            fraction: fraction of the training rows to keep, in (0, 1]; smaller fractions are subsets of larger ones,
+                and the test rows do not depend on it.
             seed: another seed holds out other rows.
-            test_fraction: fraction of the documents held out, in [0, 1). Of two documents or more at least one is
-                held out, unless it is 0, and likewise at least one of those left is trained on.
+            test_fraction: fraction of the documents held out, in [0, 1). Unless it is 0, at least one of two or more
+                documents is held out, and at least one is trained on.
 
         Raises:
             ConfigError: an argument out of its range.
-            StoreError: no row belongs to it, or a shard is damaged.
+            StoreError: the split is empty, or a shard is damaged.
 
-        Cost: reads and hashes the document of every row (about 50 ms a million rows).
+        Cost: reads and hashes the document of every row (about 50 ms per million rows).
         """
-        split = Split(which, fraction, seed, test_fraction).fitted(self._ids)
+        split = Split(which, fraction, seed, test_fraction).fitted(
+            lambda: map(self.chunk_ids, range(len(self.chunk_sizes))))
         counts = self.chunk_sizes.copy()
         if which != "all":
             for chunk in range(len(counts)):
@@ -287,7 +290,7 @@ class ActivationStore:
     def changed(self) -> list[int]:
         """The numbers of the shards that are missing, or may have changed since the store was written or last checked.
 
-        Cost: one `stat` a shard.
+        Cost: one `stat` per shard.
         """
         return changed(self.path, self.meta)
 
@@ -295,21 +298,21 @@ class ActivationStore:
         """Read shards whole and compare them with their checksums.
 
         Args:
-            shards: the numbers of those to read; None for all.
-            show: told how many bytes are read.
+            shards: the numbers of the shards to read; None for all.
+            show: called with the number of bytes read so far.
 
         Returns:
-            One sentence for each shard that is missing or damaged, naming its file.
+            One sentence per missing or damaged shard, which names its file.
 
-        Cost: as of `find_damage`.
+        Cost: that of `find_damage`.
         """
         chosen = range(len(self.meta.shards)) if shards is None else shards
         return list(find_damage(self.path, self.meta, chosen, show).values())
 
     def misfits(self) -> list[str]:
-        """What `store.json` says of shards that they do not hold, a sentence for the first of them.
+        """A sentence for the first shard that differs from its description in `store.json`; none where all agree.
 
-        Cost: opens every shard, and reads none of their activations.
+        Cost: opens every shard, and reads no activations.
         """
         try:
             for shard in self.meta.shards:
@@ -319,21 +322,21 @@ class ActivationStore:
         return []
 
     def chunk(self, chunk: int) -> np.ndarray:
-        """The rows of one chunk, by its number within the store, as they are stored; a read-only view."""
+        """The rows of a chunk, by its number within the store, in the storage dtype; a read-only view."""
         return self._shards.chunk(*self._within_shard(chunk))
 
     def expect(self, chunk: int) -> None:
-        """Have the system fetch a chunk from disk meanwhile, if it is to be read for the first time."""
+        """Have the system prefetch a chunk from disk, if it has not been read yet."""
         self._shards.expect(*self._within_shard(chunk))
 
     def chunk_column(self, chunk: int, name: str) -> np.ndarray:
-        """The part of a column that belongs to one chunk; a read-only view."""
+        """A column's values for the rows of a chunk; a read-only view."""
         shard, within = self._within_shard(chunk)
         start = within * self.meta.chunk_rows
         return self._shards.column(shard, name)[start : start + self.chunk_sizes[chunk]]
 
     def chunk_ids(self, chunk: int) -> np.ndarray:
-        """What the rows of a chunk are split by: their documents, else their numbers within the store."""
+        """The numbers by which a chunk's rows are split: their documents', else their own within the store."""
         if "document" in self.meta.columns:
             return self.chunk_column(chunk, "document")
         shard, within = self._within_shard(chunk)
@@ -341,13 +344,13 @@ class ActivationStore:
         return np.arange(start, start + self.chunk_sizes[chunk])
 
     def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The chunks that rows are in, from their numbers within the store, and their numbers within those chunks."""
+        """Each row's chunk, and its number within that chunk, from its number within the store."""
         shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
         chunks, within = np.divmod(rows - self.shard_starts[shards], self.meta.chunk_rows)
         return self._chunk_starts[shards] + chunks, within
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
-        """What some rows are split by, as `chunk_ids`; (R,) from their ascending numbers within the store."""
+        """As `chunk_ids`, for rows given by their ascending numbers within the store; (R,)."""
         if "document" not in self.meta.columns:
             return rows
         shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
@@ -357,11 +360,11 @@ class ActivationStore:
                                for begin, end in pairwise([0, *ends.tolist()])])
 
     def in_memory(self) -> bool:
-        """Whether the rows can be read from the system's page cache, all shards at a time."""
+        """Whether all shards can be read from the system's page cache at once."""
         return self._shards.in_memory()
 
     def whole_shards(self) -> list[np.ndarray]:
-        """The rows of each shard as stored, where `in_memory`; read-only views."""
+        """The rows of each shard in the storage dtype, where `in_memory`; read-only views."""
         return [self._shards.whole(shard) for shard in range(len(self.meta.shards))]
 
     def _within_shard(self, chunk: int) -> tuple[int, int]:
@@ -369,21 +372,12 @@ class ActivationStore:
         shard = int(np.searchsorted(self._chunk_starts, chunk, side="right")) - 1
         return shard, chunk - int(self._chunk_starts[shard])
 
-    def _ids(self) -> Iterator[np.ndarray]:
-        return map(self.chunk_ids, range(len(self.chunk_sizes)))
-
     def _empty(self, split: Split) -> StoreError:
         unit = "documents" if "document" in self.meta.columns else "rows"
         if not self.rows:
-            return StoreError(f"{self.path} holds no whole shard yet; run the command that makes it once more")
-        remedy = ("make a store of more documents, which blank lines part in a .txt file" if unit == "documents"
+            return StoreError(f"{self.path} holds no whole shard yet; run the command that makes it again")
+        remedy = ("make a store of more documents (blank lines separate those of a .txt file)" if unit == "documents"
                   else "import more rows")
-        return StoreError(f"the {split.which} split of {self.path} is empty: of its {self.rows} rows, chosen by a "
-                          f"hash of their {unit}, none belongs to it; {remedy}, or use another --split-seed")
-
-
-def _chunk_sizes(meta: StoreMeta) -> np.ndarray:
-    """(chunks,) rows of each chunk of the store."""
-    sizes = [np.minimum(meta.chunk_rows, shard.rows - np.arange(0, shard.rows, meta.chunk_rows))
-             for shard in meta.shards]
-    return np.concatenate(sizes) if sizes else np.empty(0, np.int64)
+        return StoreOptionError(None, "the {which} split of {path} is empty: of its {count} rows, chosen by a hash of "
+                                      "their {unit}, none belongs to it", "{advice}, or use another {split_seed}",
+                                which=split.which, path=self.path, count=self.rows, unit=unit, advice=remedy)

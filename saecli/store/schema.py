@@ -1,4 +1,4 @@
-"""What a store holds, as `store.json` says it.
+"""The format of a store, and the contents of its `store.json`.
 
 The format, version 1:
 
@@ -6,32 +6,32 @@ The format, version 1:
   list of shards from `store.json` and ignore any other file: it may be unfinished.
 - `store.json` is one JSON object with the fields of `StoreMeta`. A reader MUST refuse a larger
   `format_version` than it knows, and SHOULD ignore fields that it does not know.
-- Each shard is an HDF5 file. All but the last, and where several ranks wrote the store all but the last of each rank,
-  hold `shard_rows` rows.
-- Its dataset `activations` has shape (rows, d_in); it MUST be chunked in whole rows, `chunk_rows` of them (a
-  shard of fewer rows has one chunk, of exactly its rows), without filters, every chunk present. Its type is
-  float32, float16, or for bfloat16 a custom float of 8 exponent and 7 mantissa bits, all little-endian.
+- Each shard is an HDF5 file of `shard_rows` rows; the last, and where several ranks wrote the store each rank's last,
+  may be shorter.
+- Its dataset `activations` has shape (rows, d_in); its chunks MUST be `chunk_rows` whole rows (a shard of fewer rows
+  has one chunk, of exactly its rows), without filters, every chunk present. Its type is float32, float16, or for
+  bfloat16 a custom float of 8 exponent and 7 mantissa bits, all little-endian.
 - The datasets of `columns`, each (rows,), are contiguous integers of the types in `COLUMNS`; a shard has none of those
   columns that `store.json` does not list.
-- A shard SHOULD have a dataset `chunk_xxh3`, (chunks,) contiguous uint64, the XXH3-64 of each chunk's bytes, with its
-  chunks one after the other in order; then its `frame` in `store.json` says where they begin, and the XXH3-64 of all
+- A shard SHOULD have a dataset `chunk_xxh3`, (chunks,) contiguous uint64, the XXH3-64 of each chunk's bytes, and its
+  chunks one after the other in order; its `frame` in `store.json` then gives their offset, and the XXH3-64 of all
   bytes before and after them. A reader MUST refuse bytes that differ from a checksum, and where there is no `frame`
   a file that differs from its `sha256`.
-- No activation is NaN or infinite. Where there is a `max_norm_multiple`, no row's norm, before it was rounded to the
-  stored type, is above so many times `median_norm`.
-- A shard MAY have a group `statistics`, of its rows as they are stored: `mean` and `scatter`, (d_in,) float64, the mean
-  and `sum_i (x_i - mean)^2`; attributes `norm_mean` and `norm_max` of their Euclidean norms, float64; and a histogram
-  of these, `norm_bin`, (K,) int32 ascending, and `norm_count`, (K,) int64 above 0: bin 0 is for norms of 0, bin i for
-  those from `2^((i - 1) / 40 - 149)` on and below `2^(i / 40 - 149)`.
+- No activation is NaN or infinite. Where there is a `max_norm_multiple`, no row's norm, before rounding to the stored
+  type, exceeds `max_norm_multiple` times `median_norm`.
+- A shard MAY have a group `statistics` of its rows as stored: `mean` and `scatter`, (d_in,) float64, the mean and
+  `sum_i (x_i - mean)^2`; attributes `norm_mean` and `norm_max` of their Euclidean norms, float64; and a histogram of
+  these norms, `norm_bin`, (K,) int32 ascending, and `norm_count`, (K,) int64 above 0: bin 0 is for norms of 0, bin i
+  for norms in `[2^((i - 1) / 40 - 149), 2^(i / 40 - 149))`.
 - `store.json` MAY lack `max_norm_multiple`, `median_norm`, `norms`, `norm_quantiles`, `dropped_norms` and a shard's
   `frame`: older versions wrote none of them.
-- `store.json` MAY have a `partial`: a `shard`, of the form of other shards' entries, that holds the first rows of the
-  next one in a file `NNNNN-ROWS.h5`, and `onward`, where a producer goes on from. A reader MUST ignore it; a writer
-  that goes on SHOULD take it up.
-- `store.json` MAY have `ranks`, where several processes wrote the store: rank r of them stored the documents whose
-  number is r modulo the number of ranks. For each rank in order they say how many rows it was to store and how many
-  shards it wrote, which lie one after the other. While the store is unfinished it has no shards: each rank writes a
-  store of its own in `ranks/NNNNN`, which a reader MUST ignore.
+- `store.json` MAY have a `partial`: a `shard`, in the form of the other shards' entries, that holds the first rows of
+  the next shard in a file `NNNNN-ROWS.h5`, and `onward`, where a producer resumes. A reader MUST ignore it; a writer
+  that resumes SHOULD use it.
+- `store.json` MAY have `ranks`, where several processes wrote the store: rank r stored the documents whose number is r
+  modulo the number of ranks. Each entry, in order of rank, gives the rows the rank was to store and the number of
+  shards it wrote, which are consecutive. An unfinished store of several ranks has no shards: each rank writes its own
+  store in `ranks/NNNNN`, which a reader MUST ignore.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ COLUMNS: dict[str, np.dtype] = {
     "label": np.dtype("<i8"),
 }
 
-MOST = 1 << 40  # of rows and dimensions: their products stay exact
+MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
 CHUNK_BYTES = 1 << 20
 SHARD_BYTES = 256 << 20
 
@@ -78,37 +78,37 @@ def rows_per_chunk(d_in: int, dtype: str) -> int:
 
 
 def rows_per_shard(d_in: int, dtype: str) -> int:
-    """Rows in a shard of about 256 MiB when the user names no number: whole chunks, so that none is padded."""
+    """The default number of rows in a shard: about 256 MiB, in whole chunks, so that none is padded."""
     return rows_per_chunk(d_in, dtype) * (SHARD_BYTES // CHUNK_BYTES)
 
 
 def hash_request(request: Mapping[str, Any]) -> str:
-    """A hash of everything that decides a store's rows, by which a finished identical one is recognised."""
+    """A hash of all that determines a store's rows, by which an identical finished store is recognised."""
     return hashlib.sha256(json.dumps(request, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a producer goes on after a shard.
+    """Where a producer resumes after a shard.
 
     Args:
-        cursor: the producer's own note of where the block begins that the shard's last row came from; what it names
-            with a leading underscore helps to get there, and may differ from one pass to another.
-        skip: how many kept rows of that block are in this shard and those before it.
+        cursor: the producer's record of where the block of the shard's last row begins; entries with a leading
+            underscore only help to get there, and may differ between passes.
+        skip: the number of kept rows of that block in this shard and the ones before it.
     """
 
     cursor: dict[str, Any]
     skip: int
 
     @property
-    def place(self) -> tuple[dict[str, Any], int]:
-        """What two passes agree on."""
+    def position(self) -> tuple[dict[str, Any], int]:
+        """Cursor and skip without the entries that may differ between passes."""
         return {name: value for name, value in self.cursor.items() if not name.startswith("_")}, self.skip
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What surrounds a shard's activations: HDF5's headers, the columns, the checksums of chunks.
+    """The bytes around a shard's activations: HDF5's headers, the columns, the chunks' checksums.
 
     Args:
         start: byte offset of the activations, whose chunks lie one after the other.
@@ -127,10 +127,10 @@ class ShardRecord:
         file: its name within `shards/`.
         rows: rows in it.
         sha256: hash of the file's bytes.
-        dropped: rows dropped, by reason, in the blocks that ended since the shard before.
-        resume: where the producer goes on after it.
+        dropped: rows dropped, by reason, in the blocks that ended since the previous shard.
+        resume: where the producer resumes after it.
         dropped_norms: norms of the rows dropped, by reason.
-        frame: by which it is checked while it is read; None where all of it is checked before.
+        frame: by which it is checked while it is read; None if it must be checked whole before.
     """
 
     file: str
@@ -144,11 +144,11 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class Partial:
-    """The first rows of a shard that is not whole.
+    """The first rows of an unfinished shard.
 
     Args:
-        shard: where they are; its dropped rows are those of the blocks that end before `onward`.
-        onward: where the producer goes on.
+        shard: where they are; it counts the rows dropped in blocks that end before `onward`.
+        onward: where the producer resumes.
     """
 
     shard: ShardRecord
@@ -156,17 +156,17 @@ class Partial:
 
     @property
     def rows(self) -> int:
-        """How many rows."""
+        """Number of rows."""
         return self.shard.rows
 
 
 @dataclass(frozen=True)
 class RankShards:
-    """What one of several ranks stores.
+    """The rows and shards of one of several ranks.
 
     Args:
-        rows: how many rows it is to store.
-        shards: how many shards it wrote; 0 while the store is unfinished.
+        rows: number of rows it is to store.
+        shards: number of shards it wrote; 0 while the store is unfinished.
     """
 
     rows: int
@@ -178,24 +178,24 @@ class StoreMeta:
     """The contents of `store.json`.
 
     Args:
-        source: where the rows come from (model, revision, layer, site, dataset, context, ...), free.
-        request_hash: `hash_request` of what was asked for; an interrupted store goes on only under the same.
+        source: where the rows come from (model, revision, layer, site, dataset, context, ...), free-form.
+        request_hash: `hash_request` of the request; an interrupted store is resumed only under the same.
         dtype: "float32", "float16" or "bfloat16".
         d_in: dimensions of a row.
         shard_rows: rows in every shard but the last, or the last of each rank.
         chunk_rows: rows in a chunk; 0 for `rows_per_chunk`.
-        columns: names out of `COLUMNS` of what is kept beside each row.
-        max_norm_multiple: rows whose norm is above this many times `median_norm` are dropped; None for no limit.
-        median_norm: the median norm of the first block's finite rows; None until the first shard is there.
+        columns: names, out of `COLUMNS`, of the values stored beside each row.
+        max_norm_multiple: rows with a norm above this multiple of `median_norm` are dropped; None for no limit.
+        median_norm: the median norm of the first block's finite rows; None until there is a shard.
         created: when the store was begun.
-        complete: whether all of its rows are there.
+        complete: whether all of its rows are stored.
         dropped: rows dropped, by reason.
         dropped_norms: norms of the rows dropped, by reason.
         norms: norms of the rows stored; None where an earlier version wrote some of them.
-        norm_quantiles: the norm that this fraction of them does not exceed, by the fraction, within 0.87% of itself.
+        norm_quantiles: fraction -> quantile of the norms, within 0.87%.
         shards: the finished shards, in the order of their rows.
-        partial: what is stored of the shard after them, of a store that is not complete.
-        ranks: what each rank stores, where several write the store; see `ranks.py`.
+        partial: the stored rows of the next shard, while the store is not complete.
+        ranks: each rank's rows and shards, where several write the store; see `ranks.py`.
         format_version: version of the format.
     """
 
@@ -245,33 +245,33 @@ class StoreMeta:
 
     @property
     def saved_rows(self) -> int:
-        """Rows that an interrupted store has, those of an unfinished shard among them."""
+        """Rows stored, including an unfinished shard's."""
         return self.rows + (self.partial.rows if self.partial else 0)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row's activations as stored."""
+        """Bytes per row of activations as stored."""
         return self.d_in * DTYPES[self.dtype].storage.itemsize
 
     def rank_of(self, shard: int) -> int:
-        """The rank that wrote a shard; 0 where one process writes the store."""
+        """The rank that wrote a shard; 0 where there is one process."""
         return next((rank for rank, end in enumerate(self._ends) if shard < end), 0)
 
     def before(self, shard: int) -> ShardRecord | None:
-        """The shard that the same rank wrote before a shard; None for a rank's first."""
+        """The shard that the same rank wrote before this one; None for a rank's first."""
         return None if shard in (0, *self._ends) else self.shards[shard - 1]
 
     def is_last(self, shard: int) -> bool:
-        """Whether a shard is the last of its rank's, and so may be short."""
+        """Whether a shard is its rank's last, and so may be short."""
         return shard + 1 in (len(self.shards), *self._ends)
 
     @property
     def _ends(self) -> list[int]:
-        """For each rank the number of the shard after its last."""
+        """For each rank, the number of the shard after its last."""
         return list(accumulate(rank.shards for rank in self.ranks))
 
     def request(self) -> dict[str, Any]:
-        """Everything by which an interrupted store is recognised as the one asked for."""
+        """The entries that must agree for an interrupted store to be resumed."""
         names = ("dtype", "d_in", "shard_rows", "chunk_rows", "columns", "max_norm_multiple", "request_hash")
         return {**self.source, **{name: getattr(self, name) for name in names}}
 
@@ -285,10 +285,10 @@ class StoreMeta:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The `StoreMeta` whose `to_json` a text is.
+        """Parse the contents of a `store.json`.
 
         Raises:
-            ValueError: it is none, or of a newer version; the message says what is wrong.
+            ValueError: it is invalid, or of a newer version; the message says what is wrong.
         """
         demand_version(text, FORMAT_VERSION)
         parse_json(text, _Demanded)
@@ -297,7 +297,7 @@ class StoreMeta:
             raise ValueError(f"expected {sum(rank.shards for rank in meta.ranks)} shards, as `ranks` says, got "
                              f"{len(meta.shards)}")
         for index, shard in enumerate(meta.shards):
-            # A name that anyone could have edited must not lead out of the store.
+            # An edited name must not lead out of the store.
             if shard.file != shard_name(index):
                 raise ValueError(f"expected shard {index} to be named {shard_name(index)}, got {shard.file!r:.60}")
             if shard.rows < 1:
@@ -313,7 +313,7 @@ class StoreMeta:
 
 @dataclass(frozen=True)
 class _Demanded:
-    """What must stand in a `store.json` though `StoreMeta` does not ask for it."""
+    """Entries that a `store.json` must have although `StoreMeta` has defaults for them."""
 
     source: Origin
     created: str
@@ -330,12 +330,12 @@ def shard_name(index: int) -> str:
 
 
 def partial_name(index: int, rows: int) -> str:
-    """File name of the first rows of a shard that is not whole."""
+    """File name of the first rows of an unfinished shard."""
     return f"{index:05d}-{rows}.h5"
 
 
 def read_meta(store: Path) -> StoreMeta:
-    """Read a store's `store.json`; StoreError where there is none, or it is damaged or of a newer version."""
+    """Read a store's `store.json`; StoreError if it is missing, damaged or of a newer version."""
     path = store / STORE_MARKER
     try:
         return StoreMeta.from_json(regular(path).read_bytes())
@@ -347,5 +347,5 @@ def read_meta(store: Path) -> StoreMeta:
 
 
 def write_meta(store: Path, meta: StoreMeta) -> None:
-    """Write a store's `store.json`, which appears whole or not at all."""
+    """Write a store's `store.json`, atomically."""
     write_json(store / STORE_MARKER, meta.to_json())

@@ -1,7 +1,7 @@
-"""Reading shards: checking that an HDF5 file is what the store says, and mapping its bytes.
+"""Reading shards: checking that an HDF5 file agrees with `store.json`, and mapping its bytes.
 
-No byte is believed before its checksum is found right: the HDF5 library crashes on some damaged headers, and
-damaged rows look like any others. The frame is checked when a shard is first opened, each chunk when it is first read.
+No byte is used before its checksum is verified: the HDF5 library crashes on some damaged headers, and damaged rows look
+like any others. The frame is checked when a shard is first opened, each chunk when it is first read.
 
 Legend: R rows, D = d_in.
 """
@@ -25,15 +25,15 @@ from .checks import MEND_SHARD, damage, found_file, frame_checksum, open_shard
 from .dtypes import DTYPES
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, ShardRecord, StoreMeta
 
-# What h5py raises, by no rule that could be relied on, for files that are not as they should be.
+# What h5py raises, unpredictably, for damaged or foreign files.
 HDF5_ERRORS = (OSError, RuntimeError, KeyError, TypeError, ValueError)
 
-SAMPLED = 8  # chunks, of which the first is looked for in the page cache
+SAMPLED = 8  # every 8th chunk is looked up in the page cache
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a shard's bytes lie.
+    """The byte offsets in a shard.
 
     Args:
         rows: rows in the shard.
@@ -41,9 +41,9 @@ class Layout:
         chunks: (chunks,) byte offset of each chunk of activations.
         columns: byte offset of each column.
         checksums: byte offset of the chunks' checksums; None where the whole file has been checked.
-        end: a byte offset that the file reaches at least.
-        checked: (chunks,) whether a chunk's checksum has been found right.
-        file: inode, size and `ctime` of the file that all this was found in.
+        end: the file's minimum size in bytes.
+        checked: (chunks,) whether a chunk's checksum has been verified.
+        file: inode, size and `ctime` of the file when this was read.
     """
 
     rows: int
@@ -57,30 +57,30 @@ class Layout:
 
 
 def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
-    """Find out where a shard's bytes lie, and that it is what its store says.
+    """Find the byte offsets in a shard, and check that it agrees with `store.json`.
 
     Args:
         path: the shard.
-        meta: the store's.
-        record: what the store says of it.
+        meta: the store's `store.json`.
+        record: the shard's entry in it.
 
     Raises:
-        StoreError: it is missing, damaged but for its activations, or truncated; or `store.json` says another shape,
-            type or layout than it has.
+        StoreError: it is missing, truncated or damaged outside its activations; or its shape, type or layout differ
+            from `store.json`.
 
-    Cost: reads all but the activations; the whole file where there is no frame.
+    Cost: reads all but the activations, or the whole file where there is no frame.
     """
     found = _check(path, meta, record)
     return _read(path, meta, record, found)
 
 
 def _read(path: Path, meta: StoreMeta, record: ShardRecord, found: tuple[int, int, int]) -> Layout:
-    """The layout of a shard whose checksum is right, so that where they differ `store.json` is at fault."""
+    """The layout of a shard whose checksum is verified; if they disagree, `store.json` is at fault."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             return _checked_layout(file, meta, record, found)
     except HDF5_ERRORS as error:
-        # HDF5 tells of addresses and times where the system has a plain reason, as that this is a directory.
+        # HDF5's message gives addresses and times even where the system has a plain reason, such as a directory.
         number = getattr(error, "errno", None)
         if number:
             raise StoreError(f"cannot read shard {path}: {os.strerror(number)}; {MEND_SHARD}") from error
@@ -89,12 +89,12 @@ def _read(path: Path, meta: StoreMeta, record: ShardRecord, found: tuple[int, in
 
 
 def demand_room(path: Path, meta: StoreMeta, record: ShardRecord, start: int = 0) -> int:
-    """Refuse a shard that is too short for its rows, without reading it if it is not.
+    """Refuse a shard that is too short for its rows; reads it only if it is.
 
     Args:
         path: the shard.
-        meta: the store's.
-        record: what the store says of it.
+        meta: the store's `store.json`.
+        record: the shard's entry in it.
         start: byte offset of its activations.
 
     Returns:
@@ -114,10 +114,7 @@ def demand_room(path: Path, meta: StoreMeta, record: ShardRecord, start: int = 0
 
 
 def _demand_fit(path: Path, meta: StoreMeta, record: ShardRecord) -> None:
-    """Refuse a `store.json` that is wrong about a shard which seems damaged, but is as it was written.
-
-    Raises:
-        StoreError: it is; says in what.
+    """Where a shard seems damaged but is as it was written, raise a StoreError that says where `store.json` is wrong.
 
     Cost: one read of the shard.
     """
@@ -131,13 +128,13 @@ def _demand_fit(path: Path, meta: StoreMeta, record: ShardRecord) -> None:
 
 
 def _identity(path: Path | int) -> tuple[int, int, int]:
-    """Inode, size and `ctime`, one of which differs where a file has been replaced or changed."""
+    """Inode, size and `ctime`: one of them differs if a file has been replaced or changed."""
     there = os.stat(path)
     return there.st_ino, there.st_size, there.st_ctime_ns
 
 
 def _check(path: Path, meta: StoreMeta, record: ShardRecord) -> tuple[int, int, int]:
-    """Compare the frame with its checksum, or the whole file where there is none; returns the file's identity."""
+    """Compare the frame, or where there is none the whole file, with its checksum; returns the file's identity."""
     with open_shard(path) as file:
         found = _identity(file.fileno())
         if record.frame is None:
@@ -192,20 +189,20 @@ def _checked_layout(file: h5py.File, meta: StoreMeta, record: ShardRecord, found
 
 
 def _expect(what: str, said: object, held: object) -> None:
-    """Compare what `store.json` says with what the shard holds, which its checksum vouches for."""
+    """Compare what `store.json` says with what the shard, whose checksum is verified, holds."""
     if said != held:
         raise ValueError(f"expected {what} {held}, got {said}")
 
 
 class MappedShards:
-    """The shards of a store, opened when first read and read through memory maps; safe to use from threads.
+    """The shards of a store, memory-mapped when first read; thread-safe.
 
     Args:
         store: the store's folder.
         meta: its `store.json`.
     """
 
-    # A map keeps a file descriptor; 1024 of them is all that many systems grant a process.
+    # Each map holds a file descriptor, and many systems allow a process only 1024.
     MAPS = 256
 
     def __init__(self, store: Path, meta: StoreMeta) -> None:
@@ -222,12 +219,12 @@ class MappedShards:
         """A chunk's rows.
 
         Returns:
-            (R, D) in the storage dtype, read-only, in the page cache's own memory.
+            (R, D) in the storage dtype, a read-only view of the page cache.
 
         Raises:
             StoreError: the shard is missing, damaged or foreign.
 
-        Cost: the first time, a pass of XXH3-64 over the chunk: 20 to 30 GB/s, or 0.03 of a processor second a GiB.
+        Cost: the first time, a pass of XXH3-64 over the chunk: 20 to 30 GB/s, or 0.03 CPU seconds per GiB.
         """
         layout, mapped = self._open(shard)
         whole = np.ndarray((layout.chunk_rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped,
@@ -244,7 +241,7 @@ class MappedShards:
         return whole[:rows]
 
     def expect(self, shard: int, chunk: int) -> None:
-        """Have the system fetch a chunk from disk meanwhile, where it has yet to be checked and so is read whole."""
+        """Have the system prefetch a chunk from disk, if it is yet to be checked and so will be read whole."""
         layout, mapped = self._open(shard)
         if not layout.checked[chunk]:
             end = int(layout.chunks[chunk]) + layout.chunk_rows * self._meta.row_bytes
@@ -252,15 +249,15 @@ class MappedShards:
             mapped.madvise(mmap.MADV_WILLNEED, start, end - start)
 
     def whole(self, shard: int) -> np.ndarray:
-        """All rows of a shard whose chunks lie one after the other, as `in_memory` says; otherwise as `chunk`."""
+        """As `chunk`, all rows of a shard whose chunks are consecutive, as `in_memory` checks."""
         layout, mapped = self._open(shard)
         for chunk in np.flatnonzero(~layout.checked).tolist():
             self.chunk(shard, chunk)
         return np.ndarray((layout.rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped, layout.chunks[0])
 
     def in_memory(self) -> bool:
-        """Whether all shards can stay mapped, and are in the page cache already, as far as a sample of pages tells;
-        StoreError where a shard is missing, damaged or foreign."""
+        """Whether all shards can stay mapped, and are in the page cache, by a sample of pages; StoreError if a shard is
+        missing, damaged or foreign."""
         return (len(self._meta.shards) <= self.MAPS and hasattr(os, "RWF_NOWAIT")
                 and all(self._in_memory(shard) for shard in range(len(self._meta.shards))))
 
@@ -272,12 +269,12 @@ class MappedShards:
             try:
                 for offset in layout.chunks[::SAMPLED].tolist():
                     os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
-            except OSError:  # it would have to wait, or the file system cannot tell
+            except OSError:  # it would block, or the file system cannot tell
                 return False
         return True
 
     def column(self, shard: int, name: str) -> np.ndarray:
-        """A column of a whole shard.
+        """A column of a shard.
 
         Returns:
             (rows,) of the column's type, read-only.
@@ -296,16 +293,16 @@ class MappedShards:
                     self._maps.popitem(last=False)
             self._maps.move_to_end(shard)
             layout, mapped = self._layouts[shard], self._maps[shard]
-        with suppress(FileNotFoundError):  # what is mapped stays, even where its file is removed
+        with suppress(FileNotFoundError):  # a map outlives its file
             there = os.stat(f"{self._folder}{os.sep}{self._meta.shards[shard].file}")
-            # Reading a map beyond its file's end would kill the process.
+            # Reading a map past the end of its file would kill the process.
             if there.st_ino == layout.file[0] and there.st_size < layout.end:
                 raise StoreError(f"shard {self.path(shard)} was cut short: expected {layout.end} bytes, got "
                                  f"{there.st_size}; {MEND_SHARD}")
         return layout, mapped
 
     def _map(self, shard: int, path: Path) -> mmap.mmap:
-        """Map a shard, whose layout is read if it is not known or the file has changed since."""
+        """Map a shard, and read its layout if it is not known or the file has changed since."""
         if shard not in self._layouts or self._layouts[shard].file != _identity(path):
             self._layouts[shard] = read_layout(path, self._meta, self._meta.shards[shard])
         with path.open("rb") as file:

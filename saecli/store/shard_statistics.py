@@ -1,4 +1,4 @@
-"""The statistics that each shard holds of its own rows, and what they tell of a store or a split without a pass."""
+"""Each shard's statistics of its own rows, from which those of a store or a split follow without a pass."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ STATISTICS = "statistics"
 
 
 def put_statistics(file: h5py.File, statistics: Statistics) -> None:
-    """Write a shard's statistics into it, as `schema.py` says."""
+    """Write a shard's statistics into it, in the format of `schema.py`."""
     creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
     creation.set_obj_track_times(False)  # equal rows make equal bytes
     group = h5py.Group(h5py.h5g.create(file.id, STATISTICS.encode(), gcpl=creation))
@@ -30,9 +30,9 @@ def put_statistics(file: h5py.File, statistics: Statistics) -> None:
 
 
 def _read(path: Path, meta: StoreMeta, record: ShardRecord) -> Statistics | None:
-    """A shard's statistics; None where it has none, as an earlier version wrote it. Raises StoreError where the shard
-    is missing or damaged, or they are not those of its rows."""
-    read_layout(path, meta, record)  # no byte is believed before its checksum is found right
+    """A shard's statistics; None if an earlier version wrote it without. StoreError if the shard is missing or damaged,
+    or the statistics do not fit its rows."""
+    read_layout(path, meta, record)  # verifies the checksum before any byte is used
     try:
         with h5py.File(path, "r", locking=False) as file:
             if STATISTICS not in file:
@@ -60,12 +60,12 @@ def stored_statistics(path: Path, meta: StoreMeta) -> Statistics | None:
         meta: its `store.json`.
 
     Returns:
-        None where there is no shard, or an earlier version wrote one without.
+        None if there is no shard, or an earlier version wrote one without statistics.
 
     Raises:
         StoreError: a shard is missing or damaged.
 
-    Cost: opens every shard; reads none of their rows.
+    Cost: opens every shard, and reads no rows.
     """
     total = None
     for record in meta.shards:
@@ -77,16 +77,16 @@ def stored_statistics(path: Path, meta: StoreMeta) -> Statistics | None:
 
 
 def with_shard(path: Path, meta: StoreMeta, before: Statistics | None, found: Statistics | None) -> Statistics | None:
-    """The statistics of a store and one more shard.
+    """The statistics of a store with one more shard.
 
     Args:
         path: the store's folder.
-        meta: its `store.json`, which does not know of the shard.
-        before: those of its rows; None to read them from its shards.
-        found: those of the shard.
+        meta: its `store.json`, without the shard.
+        before: the store's statistics; None to read them from its shards.
+        found: the shard's statistics.
 
     Returns:
-        None where an earlier version wrote some of the shards.
+        None if an earlier version wrote some of the shards.
     """
     if not meta.shards:
         return found
@@ -95,8 +95,8 @@ def with_shard(path: Path, meta: StoreMeta, before: Statistics | None, found: St
 
 
 def norm_fields(statistics: Statistics | None) -> dict[str, Any]:
-    """The fields of `store.json` that tell of the norms of the rows stored."""
+    """The fields of `store.json` on the norms of the rows stored; none without statistics."""
     if statistics is None:
         return {}
     return {"norms": statistics.norms,
-            "norm_quantiles": {f"{share:g}": statistics.norm_quantile(share) for share in QUANTILES}}
+            "norm_quantiles": {f"{fraction:g}": statistics.norm_quantile(fraction) for fraction in QUANTILES}}

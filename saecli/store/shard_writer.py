@@ -1,10 +1,10 @@
-"""Writing one shard, and storing now and then what there is of it: a kill loses rows of a minute at most.
+"""Writing one shard, and saving an unfinished one about every minute, so that a kill loses no more.
 
-The HDF5 library never writes to the disk here: on a full one it has been seen to crash the process. It writes
-its few kilobytes of headers, and the columns, into memory; the activations go into the file at the offset that
-the headers give for them, by plain writes whose failure is an OSError like any other.
+The HDF5 library never writes to disk here: on a full disk it has been seen to crash the process. It writes its few
+kilobytes of headers, and the columns, into memory; the activations go into the file at the offset that the headers
+give, by plain writes whose failure is an ordinary OSError.
 
-Rows of a shard that is not whole yet are a shard of their own, which only the next writer reads.
+The rows of an unfinished shard are saved as a shard of their own, which only the next writer reads.
 
 Legend: R rows, D = d_in.
 """
@@ -42,19 +42,20 @@ from .shard import MappedShards
 from .shard_statistics import put_statistics
 from .statistics import Dropped, Statistics
 
-# Of everything in the file, in bytes: NumPy is slow with numbers that lie askew.
-ALIGNMENT = 64
+ALIGNMENT = 64  # bytes; NumPy is slow on unaligned numbers
 
 
 class ShardWriter:
-    """Writes one shard under a hidden name; it appears whole, by `commit`, or not at all.
+    """Writes one shard under a hidden name; `commit` makes it appear whole.
 
     Args:
-        path: where the shard is to appear.
-        meta: what it holds. Memory: one chunk, as stored, in float32 and in float64, and the columns.
+        path: the shard's final path.
+        meta: the store's `store.json`.
 
     Attributes:
         statistics: of the rows in whole chunks; once committed, of all.
+
+    Memory: one chunk as stored, in float32 and in float64, and the columns.
     """
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
@@ -63,12 +64,12 @@ class ShardWriter:
         self._meta = meta
         self.statistics: Statistics | None = None
         self._chunk = np.empty((meta.chunk_rows, meta.d_in), DTYPES[meta.dtype].storage)
-        # Memory that is asked for anew with every chunk costs more than all that is reckoned in it.
+        # Allocating these for every chunk costs more than the arithmetic on them.
         self._decoded = np.empty(self._chunk.shape, np.float32)
         self._scratch = np.empty(self._chunk.shape, np.float64)
-        self._filled = 0  # rows of the chunk that is being gathered
+        self._filled = 0  # rows of the chunk being gathered
         self._columns: dict[str, list[np.ndarray]] = {name: [] for name in meta.columns}
-        self._checksums: list[int] = []  # of the chunks
+        self._checksums: list[int] = []  # per chunk
         _, self._start = _headers(meta, meta.shard_rows)
         self._end = self._start
         make_folder(path.parent)
@@ -83,7 +84,7 @@ class ShardWriter:
             columns: (R,) for each of the store's columns.
 
         Raises:
-            OSError: the disk refuses it.
+            OSError: the write fails.
         """
         for name, parts in self._columns.items():
             parts.append(columns[name].astype(COLUMNS[name]))
@@ -97,17 +98,16 @@ class ShardWriter:
                 self._flush_chunk()
 
     def commit(self) -> tuple[str, Frame]:
-        """Finish the shard, flush it to disk and let it appear.
+        """Finish the shard, flush it to disk and rename it to its final path.
 
         Returns:
             The SHA-256 of the file, and its frame.
 
         Raises:
-            OSError: the disk refuses it.
+            OSError: the write fails.
         """
         if self._filled:
-            # Only a whole chunk has a place in the file, but for a shard of less than one chunk.
-            if self.rows < len(self._chunk):
+            if self.rows < len(self._chunk):  # the only chunk is exactly its rows; else the last is padded
                 self._chunk = self._chunk[: self.rows]
             self._chunk[self._filled :] = 0
             self._flush_chunk()
@@ -115,7 +115,7 @@ class ShardWriter:
         columns[CHUNK_CHECKSUMS] = np.array(self._checksums, CHECKSUM)
         assert self.statistics is not None
         image, start = _headers(self._meta, self.rows, columns, self.statistics)
-        assert start == self._start, "the place of the activations depends on their number"
+        assert start == self._start, "the offset of the activations depends on their number"
         for offset, data in image.writes:
             _write(self._file, data, offset)
         os.ftruncate(self._file, image.size)
@@ -128,7 +128,7 @@ class ShardWriter:
         return digest, frame
 
     def parts(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """What was appended so far, a chunk at a time: rows as they are stored, (R, D), and their columns."""
+        """The rows appended so far and their columns, chunk by chunk: (R, D) in the storage dtype, and (R,) each."""
         shape = (self.rows - self._filled, self._meta.d_in)
         whole = np.memmap(self._file_path, self._chunk.dtype, "r", self._start, shape) if shape[0] else self._chunk[:0]
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
@@ -137,9 +137,9 @@ class ShardWriter:
             yield rows, {name: column[begin : begin + len(rows)] for name, column in columns.items()}
 
     def abandon(self) -> None:
-        """Remove what was written; calling it after `commit` does nothing."""
+        """Remove the hidden file; does nothing after `commit`."""
         if self._file >= 0:
-            with suppress(OSError):  # some systems report on closing what they failed to write
+            with suppress(OSError):  # some systems report failed writes on closing
                 os.close(self._file)
             self._file = -1
         self._file_path.unlink(missing_ok=True)
@@ -152,7 +152,7 @@ class ShardWriter:
         self._filled = 0
 
     def _measure(self, rows: np.ndarray) -> None:
-        """Add to the statistics: of rows as they are stored, chunk by chunk, so that they depend on nothing else."""
+        """Add a chunk's rows, as stored, to the statistics, which then do not depend on how rows were appended."""
         decoded, scratch = self._decoded[: len(rows)], self._scratch[: len(rows)]
         DTYPES[self._meta.dtype].decode_rows(rows, decoded)
         np.copyto(scratch, decoded)
@@ -161,7 +161,7 @@ class ShardWriter:
 
 
 def _write(file: int, data: memoryview | bytes, offset: int) -> None:
-    """Write all of the data: one call may write but a part of it."""
+    """Write all of the data, of which one call may write only a part."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, offset)
@@ -169,7 +169,7 @@ def _write(file: int, data: memoryview | bytes, offset: int) -> None:
 
 
 class _Image(io.RawIOBase):
-    """A file for HDF5 to write to: takes note of what is written where.
+    """A file object that records what HDF5 writes.
 
     Attributes:
         writes: offset and bytes of every write, in order.
@@ -201,16 +201,16 @@ class _Image(io.RawIOBase):
 
 def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | None = None,
              statistics: Statistics | None = None) -> tuple[_Image, int]:
-    """Everything in a shard but its activations.
+    """All bytes of a shard but its activations.
 
-    A dataset of fixed size in chunks without filters, allocated at once, has its chunks one after the other
-    and needs no index of them (version 1.10 of the format); what stands before them does not depend on `rows`.
+    A fixed-size, unfiltered, chunked dataset that is allocated at once has consecutive chunks and needs no index of
+    them (version 1.10 of the format); the bytes before them do not depend on `rows`.
 
     Args:
-        meta: what the shard holds.
-        rows: how many rows.
-        columns: (rows,) for each of the store's columns, and the chunks' checksums; None leaves them out of the image.
-        statistics: of the rows; None leaves them out too.
+        meta: the store's `store.json`.
+        rows: number of rows.
+        columns: (rows,) for each of the store's columns, and the chunks' checksums; None leaves them out.
+        statistics: of the rows; None leaves them out.
 
     Returns:
         The image, and the byte offset of the activations.
@@ -232,7 +232,7 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | Non
 
 def _open(image: _Image) -> h5py.File:
     creation, access = h5py.h5p.create(h5py.h5p.FILE_CREATE), h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    creation.set_obj_track_times(False)  # equal rows make equal bytes, whenever they were written
+    creation.set_obj_track_times(False)  # equal rows make equal bytes
     access.set_fileobj_driver(h5py.h5fd.fileobj_driver, image)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     access.set_libver_bounds(h5py.h5f.LIBVER_V110, h5py.h5f.LIBVER_V110)
@@ -256,21 +256,21 @@ SAVE_SECONDS = 60.0  # copying a shard takes half a second at most
 
 def store_partial(path: Path, meta: StoreMeta, shard: ShardWriter, last: Resume, onward: Resume,
                   ended: Dropped) -> Partial:
-    """Store what there is of a shard; more can be appended to it.
+    """Save the rows of an unfinished shard, to which more can be appended.
 
     Args:
         path: the store's folder.
         meta: its `store.json`.
-        shard: what is being written, of one row or more.
+        shard: the shard, of one row or more.
         last: where its last row came from.
-        onward: where the producer goes on.
-        ended: rows dropped in the blocks that ended since the shard before, and before that.
+        onward: where the producer resumes.
+        ended: rows dropped in the blocks that ended between the previous shard and `onward`.
 
     Returns:
-        What is to be said of it in `store.json`.
+        The entry for `store.json`.
 
     Raises:
-        OSError: the disk refuses it.
+        OSError: the write fails.
     """
     copy = ShardWriter(path / SHARDS / partial_name(len(meta.shards), shard.rows), meta)
     try:
@@ -285,8 +285,7 @@ def store_partial(path: Path, meta: StoreMeta, shard: ShardWriter, last: Resume,
 
 
 def taken_up(path: Path, meta: StoreMeta) -> ShardWriter | None:
-    """A shard to append to that holds what was stored before of the partial shard that `store.json` names; None where
-    that is damaged."""
+    """A shard to append to, with the rows of the partial shard that `store.json` names; None if that is damaged."""
     assert meta.partial is not None
     record = meta.partial.shard
     stored = MappedShards(path, dataclasses.replace(meta, shards=(record,)))
@@ -296,14 +295,14 @@ def taken_up(path: Path, meta: StoreMeta) -> ShardWriter | None:
         for chunk, begin in enumerate(range(0, record.rows, meta.chunk_rows)):
             rows = stored.chunk(0, chunk)
             shard.append(rows, {name: column[begin : begin + len(rows)] for name, column in columns.items()})
-    except StoreError:  # then its rows come from the producer once more
+    except StoreError:  # then the producer gives its rows again
         shard.abandon()
         return None
     return shard
 
 
 def remove_partials(path: Path, kept: Partial | None = None) -> None:
-    """Remove the partial shards of a store, but for the one that is kept; a kill can leave others."""
+    """Remove a store's partial shards but the one kept; a kill can leave others."""
     for file in (path / SHARDS).glob("*-*.h5"):
         if kept is None or file.name != kept.shard.file:
             file.unlink()

@@ -1,11 +1,10 @@
-"""The order of a shuffled epoch: which rows share a window, and in which order they leave it.
+"""The order of a shuffled epoch: which rows are in one window, and in which order they leave it.
 
-A store is written document by document, so rows that lie together must not come together. Rows are dealt to windows
-in units, short runs of neighbours, each window taking its units from all over the store. Within a window the rows of
-a unit are kept apart as well: the window is as many turns as a unit has rows, every unit gives one row to each turn,
-and has the same place in all of them. So two rows of a unit leave a turn apart, and share no batch of fewer rows than
-a turn has. A batch then holds no more pairs of rows of one document than a uniform shuffle's, however small a part of
-the store a window is, and yet the disk is read in runs.
+A store is written document by document, so neighbouring rows must not share a batch. Rows are dealt to windows in
+units, short runs of neighbours, each window's from all over the store. A window of units of n rows is ordered in n
+turns: every unit gives one row to each turn, at the same position in all of them. Two rows of a unit are then at least
+a turn's length apart, and never in one batch of fewer rows than a turn has. So a batch holds no more pairs of rows of
+one document than under a uniform shuffle, however small the window, and the disk is still read in runs.
 
 Legend: R rows, U units.
 """
@@ -19,14 +18,14 @@ ROUNDS = 6
 
 
 class Permutation:
-    """A random permutation of `range(count)`, in memory that grows with the square root of it.
+    """A random permutation of `range(count)`, in memory of order `sqrt(count)`.
 
-    Up to 2^20 numbers it is a table. Beyond, it is a Feistel network: it makes a bijection of all numbers of so many
-    bits from random functions of half as many (Luby and Rackoff 1988), and is applied again to what falls outside.
+    Up to 2^20 numbers it is a table. Beyond, it is a Feistel network, which makes a bijection of all b-bit numbers from
+    random functions of b/2 bits (Luby and Rackoff 1988), applied again to images outside the range.
 
     Args:
         count: how many numbers.
-        rng: decides the permutation.
+        rng: draws the permutation.
         largest_table: the count up to which it is a table.
     """
 
@@ -61,12 +60,12 @@ class Deal:
 
     Args:
         stored: rows in the store.
-        wanted: how many of them are wanted.
-        keeps: (R,) ascending row numbers -> (R,) bool, which are wanted; None for all.
-        seed: decides the order.
-        window_rows: wanted rows in a window, about: units are dealt whole, and differ in how many of theirs are.
-        unit_rows: stored rows in a unit, at most.
-        batch_size: units are so short that a turn has twice as many rows.
+        wanted: number of wanted rows.
+        keeps: (R,) ascending row numbers -> (R,) bool, whether each is wanted; None for all.
+        seed: determines the order.
+        window_rows: approximate number of wanted rows in a window, which holds whole units.
+        unit_rows: most stored rows in a unit.
+        batch_size: units are short enough that a turn has at least twice this number of rows.
     """
 
     def __init__(self, stored: int, wanted: int, keeps: Callable[[np.ndarray], np.ndarray | None],
@@ -78,8 +77,8 @@ class Deal:
         self._units = -(-self._permutation.count // self.windows)
 
     def window(self, number: int) -> np.ndarray:
-        """The rows of one of the windows, (R,) int64 numbers within the store, in the order in which they leave; some
-        30 ns a stored row, besides `keeps`."""
+        """The rows of a window, (R,) int64 numbers within the store, in the order in which they leave it. Cost: about
+        30 ns per stored row, plus `keeps`."""
         first = number * self._units
         units = self._permutation(np.arange(first, min(first + self._units, self._permutation.count)))
         units.sort()  # so that `keeps` goes forward
@@ -91,11 +90,11 @@ class Deal:
         return rows[order[kept[order]]]
 
     def _order(self, number: int, units: int) -> np.ndarray:
-        """The order in which all rows of so many units leave, turn by turn."""
-        rng = np.random.default_rng((*self._seed, 1 + number))  # NumPy takes a 0 at the end for none
-        places = rng.permutation(units)
+        """The order in which the rows of a window's units leave it, turn by turn."""
+        rng = np.random.default_rng((*self._seed, 1 + number))  # NumPy ignores a trailing 0
+        order = rng.permutation(units)
         if self._unit == 1:
-            return places
+            return order
         turns = np.tile(np.arange(self._unit, dtype=np.int32), (units, 1))
-        offsets = rng.permuted(turns, axis=1, out=turns)[places]  # (U, turns)
-        return (places * self._unit + offsets.T).ravel()
+        offsets = rng.permuted(turns, axis=1, out=turns)[order]  # (U, turns)
+        return (order * self._unit + offsets.T).ravel()

@@ -1,8 +1,8 @@
-"""Which rows are held out, and which are trained on: a hash of each document decides, nothing is stored.
+"""Which rows are held out, and which are trained on: decided by a hash of each document, not stored.
 
-A document's hash is compared with the share that is asked for. So the held-out rows are the same whatever the
-fraction trained on, the rows of a smaller fraction are among those of a larger one, and the rows of a
-document stay together. In a small store no hash may be below a share; then the document of the lowest is taken.
+A document belongs to a fraction if its hash is below it. So the held-out rows do not depend on the fraction trained on,
+smaller fractions are subsets of larger ones, and the rows of a document stay together. In a small store a fraction may
+have no document; then it takes the one with the lowest hash.
 
 Legend: R rows.
 """
@@ -38,34 +38,34 @@ def _key(seed: int, stream: int) -> np.ndarray:
 
 
 def _hashes(ids: np.ndarray, seed: int, stream: int) -> np.ndarray:
-    """Each id's hash in 53 bits, as many as a share's float has."""
+    """Each id's hash, in the 53 bits of a float64's mantissa."""
     return _splitmix64(_splitmix64(ids.astype(np.uint64)) ^ _key(seed, stream)) >> np.uint64(11)
 
 
-def _limit(share: float) -> int:
-    """The number that the hashes of a share are below."""
-    return round(share * 2**53)
+def _limit(fraction: float) -> int:
+    """The bound below which a fraction's hashes lie."""
+    return round(fraction * 2**53)
 
 
-def _limit_of_lowest(hashes: Iterable[np.ndarray], share: float, *, spare_last: bool) -> int:
-    """The number that only the lowest hash is below; 0 where the share has one already, which ends the search.
+def _limit_of_lowest(hashes: Iterable[np.ndarray], fraction: float, *, spare_last: bool) -> int:
+    """A bound below which only the lowest hash lies; 0 if the fraction has a document, which ends the search.
 
     Args:
-        hashes: those of the whole store, part by part.
-        share: as of `_limit`.
-        spare_last: do not take the only document there is.
+        hashes: of the whole store, part by part.
+        fraction: as in `_limit`.
+        spare_last: do not take a store's only document.
     """
     lowest, highest = 2**53, -1
     for part in hashes:
         if len(part):
             lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
-        if lowest < _limit(share):
+        if lowest < _limit(fraction):
             return 0
     return 0 if highest < 0 or (spare_last and lowest == highest) else lowest + 1
 
 
 def is_test(ids: np.ndarray, *, seed: int = 0, test_fraction: float = TEST_FRACTION) -> np.ndarray:
-    """Which documents are held out; none in some small stores, of which a `Split` holds out the lowest hash.
+    """Which documents are held out; none in some small stores, where a `Split` takes the lowest hash.
 
     Args:
         ids: (R,) integers: document numbers, or row numbers where a store has no documents.
@@ -84,9 +84,9 @@ class Split:
 
     Args:
         which: "train", "test" (the held-out rows) or "all".
-        fraction: fraction of the training rows to keep, in (0, 1]; "test" and "all" have no use for it.
-        seed: as of `is_test`.
-        test_fraction: as of `is_test`, in [0, 1); at 0 nothing is held out.
+        fraction: fraction of the training rows to keep, in (0, 1]; unused by "test" and "all".
+        seed: as in `is_test`.
+        test_fraction: as in `is_test`, in [0, 1); at 0 nothing is held out.
         least_test: hashes below this number are held out whatever the fraction; see `fitted`.
         least_train: likewise for the training rows that are kept.
     """
@@ -108,14 +108,14 @@ class Split:
                               got=f"{self.test_fraction:g}")
 
     def fitted(self, ids: Callable[[], Iterator[np.ndarray]]) -> Self:
-        """The split of a whole store: where a share alone takes no document, the one with the lowest hash.
+        """This split of a given store: a fraction without a document takes the one with the lowest hash.
 
-        The test rows leave one document to train on at least, so that a single one is not held out.
+        At least one document is left to train on: a store's only one is not held out.
 
         Args:
-            ids: begins anew to give the ids of all rows, part by part.
+            ids: returns a new iterator over the ids of all rows, part by part.
 
-        Cost: ends at the first document that a share takes, so that little is read of a store of many.
+        Cost: reads up to the first document in the fraction, so little of a store of many documents.
         """
         split = self
         if self.which != "all" and self.test_fraction > 0:
@@ -127,7 +127,7 @@ class Split:
         return split
 
     def keeps(self, ids: np.ndarray) -> np.ndarray:
-        """Which rows belong to it, (R,) bool, by their ids, (R,) integers as of `is_test`."""
+        """Which rows belong to it, (R,) bool, by their ids, (R,) integers as in `is_test`."""
         if self.which == "all":
             return np.ones(len(ids), bool)
         held_out = self._held_out(ids)
@@ -144,9 +144,8 @@ class Split:
 
 
 def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The indices, ascending, of the rows with which a window begins, the first row of all not counted.
+    """The ascending indices of the rows that begin a window, except the first row.
 
-    A window of a store is told by its rows, given their documents and positions, (R,) integers each in stored order:
-    they are of one document, and their positions ascend.
+    A window is a run of rows of one document with ascending positions; both are (R,) integers in stored order.
     """
     return 1 + np.flatnonzero((np.diff(documents) != 0) | (np.diff(positions) <= 0))

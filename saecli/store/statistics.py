@@ -1,4 +1,4 @@
-"""Mean, spread and norms of rows: taken in float64 a chunk at a time, and merged without loss; and what is left out.
+"""Mean, spread and norms of rows, computed in float64 per chunk and merged without loss; and counts of rows dropped.
 
 Legend: R rows, D = d_in.
 """
@@ -12,12 +12,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Norms:
-    """Norms of some rows, in brief.
+    """A summary of the norms of some rows.
 
     Args:
-        rows: how many rows were measured.
+        rows: number of rows measured.
         mean: the mean of their norms.
-        max: the largest of them.
+        max: the largest norm.
     """
 
     rows: int
@@ -26,7 +26,7 @@ class Norms:
 
     @classmethod
     def of(cls, norms: np.ndarray) -> Self:
-        """The finite ones of some norms, (R,), at least one."""
+        """Summarise the finite ones of some norms, (R,), of which there must be one."""
         finite = norms[np.isfinite(norms)]
         return cls(len(finite), float(finite.mean()), float(finite.max()))
 
@@ -37,11 +37,11 @@ class Norms:
 
 @dataclass(frozen=True)
 class Dropped:
-    """Rows left out.
+    """Rows dropped.
 
     Args:
-        counts: how many, by reason.
-        norms: their norms, by reason; of reasons whose rows have no finite norm there are none.
+        counts: number of rows, by reason.
+        norms: their norms, for each reason with a finite one.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Dropped:
 
     @classmethod
     def of(cls, norms: Mapping[str, np.ndarray]) -> Self:
-        """Rows counted by their norms, (R,) for each reason; NaN or infinity where a row has none."""
+        """Count rows by their norms, (R,) for each reason; NaN or infinity for a row without one."""
         return cls({reason: len(values) for reason, values in norms.items() if len(values)},
                    {reason: Norms.of(values) for reason, values in norms.items() if np.isfinite(values).any()})
 
@@ -63,26 +63,25 @@ class Dropped:
 
 
 def row_norms(rows: np.ndarray) -> np.ndarray:
-    """Euclidean norms of float rows, (R, D): (R,) float64; NaN or infinite where the row is not finite."""
+    """Euclidean norms, (R,) float64, of float rows, (R, D); NaN or infinite where the row is."""
     with np.errstate(invalid="ignore"):
         return np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
 
 
-# Bin 0 is for norms of 0; bin i for those from 2^((i - 1) / 40 - 149) on and below 2^(i / 40 - 149). The least float32
-# above 0 is 2^-149, and no norm of 2^42 dimensions reaches 2^149.
+# Bin 0 is for norms of 0; bin i for norms in [2^((i - 1) / 40 - 149), 2^(i / 40 - 149)). The least float32 above 0 is
+# 2^-149, and no norm in 2^42 dimensions reaches 2^149.
 BINS_PER_DOUBLING, LEAST_EXPONENT = 40, -149
 BINS = 1 + BINS_PER_DOUBLING * 2 * -LEAST_EXPONENT
-# Of a quantile of norms, half a bin: 0.87%.
-QUANTILE_ERROR = 2 ** (0.5 / BINS_PER_DOUBLING) - 1
+QUANTILE_ERROR = 2 ** (0.5 / BINS_PER_DOUBLING) - 1  # relative, half a bin: 0.87%
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Where rows lie, dimension by dimension.
+    """Mean and scatter of rows, per dimension.
 
     Args:
-        rows: how many.
+        rows: number of rows.
         mean: (D,) float64.
         scatter: (D,) float64, `sum_i (x_i - mean)^2`.
     """
@@ -92,14 +91,9 @@ class Spread:
     scatter: np.ndarray
 
     @classmethod
-    def none(cls, d_in: int) -> Self:
-        """That of no rows, to add others to."""
-        return cls(0, np.zeros(d_in), np.zeros(d_in))
-
-    @classmethod
     def of(cls, rows: np.ndarray) -> Self:
-        """That of rows in memory, (R, D) float64, R at least 1, which are overwritten: the mean first, deviations from
-        it after, so that no digits cancel."""
+        """Measure rows in memory, (R, D) float64, R at least 1, overwriting them; in two passes, the mean and then the
+        deviations, to avoid cancellation."""
         mean = np.add.reduce(rows, axis=0) / len(rows)
         rows -= mean
         np.multiply(rows, rows, out=rows)
@@ -107,19 +101,19 @@ class Spread:
 
     @classmethod
     def measured(cls, batches: Iterable[np.ndarray], d_in: int) -> Self:
-        """That of batches (R, D) of rows, in one pass."""
-        total = cls.none(d_in)
+        """Measure batches of rows, (R, D) each, in one pass."""
+        total = cls(0, np.zeros(d_in), np.zeros(d_in))
         for batch in batches:
             total += cls.of(batch.astype(np.float64))
         return total
 
     @property
     def variance(self) -> np.ndarray:
-        """(D,), mean squared deviation from the mean."""
+        """(D,) mean squared deviation from the mean."""
         return self.scatter / self.rows
 
     def __add__(self, other: "Spread") -> Self:
-        """That of both sets of rows together: with d the difference of their means,
+        """Of both sets of rows together: with d the difference of their means,
 
             mean = mean_a + d n_b / n      scatter = scatter_a + scatter_b + d^2 n_a n_b / n
 
@@ -132,7 +126,7 @@ class Spread:
                           self.scatter + other.scatter + shift * shift * (self.rows * weight))
 
     def __sub__(self, part: "Spread") -> Self:
-        """That of the other rows where `part` is that of some, fewer than all: `+` solved for its left side.
+        """Of the rows outside `part`, fewer than all: `+` solved for its left operand.
 
         A scatter much smaller than that of all rows keeps few digits.
         """
@@ -144,12 +138,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a shard or a store tells of its rows.
+    """Statistics of the rows of a shard or a store.
 
     Args:
         spread: their mean and scatter.
         norms: mean and maximum of their Euclidean norms.
-        norm_counts: (BINS,) int64, how many norms lie in each bin.
+        norm_counts: (BINS,) int64, number of norms in each bin.
     """
 
     spread: Spread
@@ -158,23 +152,23 @@ class Statistics:
 
     @classmethod
     def of(cls, rows: np.ndarray) -> Self:
-        """Those of rows in memory, (R, D) float64, finite, R at least 1; overwritten."""
+        """Measure rows in memory, (R, D) float64, finite, R at least 1, overwriting them."""
         norms = row_norms(rows)
         return cls(Spread.of(rows), Norms.of(norms), np.bincount(_bins(norms), minlength=BINS))
 
     def __add__(self, other: "Statistics") -> Self:
         return type(self)(self.spread + other.spread, self.norms + other.norms, self.norm_counts + other.norm_counts)
 
-    def norm_quantile(self, share: float) -> float:
-        """The norm that this fraction of the rows, in (0, 1], does not exceed, to within `QUANTILE_ERROR` of itself."""
-        wanted = max(1, int(np.ceil(share * self.norms.rows)))
+    def norm_quantile(self, fraction: float) -> float:
+        """The norm that this fraction of the rows, in (0, 1], does not exceed, to a relative `QUANTILE_ERROR`."""
+        wanted = max(1, int(np.ceil(fraction * self.norms.rows)))
         index = int(np.searchsorted(np.cumsum(self.norm_counts), wanted))
         middle = 2.0 ** ((index - 0.5) / BINS_PER_DOUBLING + LEAST_EXPONENT) if index else 0.0
         return min(middle, self.norms.max)
 
 
 def _bins(norms: np.ndarray) -> np.ndarray:
-    """(R,) the bin of each norm."""
+    """The bin of each norm, (R,)."""
     with np.errstate(divide="ignore"):
         above = np.floor(BINS_PER_DOUBLING * (np.log2(norms) - LEAST_EXPONENT))
     return np.where(norms > 0, above + 1, 0).astype(np.int64)

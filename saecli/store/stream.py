@@ -1,8 +1,8 @@
 """Streams of rows, in stored order or shuffled, read ahead by threads in constant memory.
 
-A stream is a series of blocks, each some whole batches, filled by tasks of a small thread pool: reading, gathering
-and decoding are calls of NumPy and PyTorch that let other threads run. A few blocks are under way while one is
-consumed, in buffers that take turns.
+A stream is a series of blocks of whole batches, filled by tasks of a small thread pool: reading, gathering and decoding
+are NumPy and PyTorch calls that release the GIL. A few blocks are being filled while one is consumed, in buffers used
+in turn.
 
 Legend: B rows of a batch, R rows, D = d_in.
 """
@@ -26,13 +26,13 @@ READERS = 2
 BLOCK_BYTES = 4 << 20
 AHEAD_BYTES = 32 << 20
 LOAD_BYTES = 4 << 20
-RUN_BYTES = 1 << 20  # about what stays in a core's own cache
+RUN_BYTES = 1 << 20  # about the size of a core's own cache
 
-Buffer = tuple[list[Future[None]], np.ndarray]  # what fills it, and its rows, (R, D)
+Buffer = tuple[list[Future[None]], np.ndarray]  # the tasks that fill it, and its rows, (R, D)
 
 
 class StoredChunks(Protocol):
-    """A store's chunks, and the shards that hold them, as `ActivationStore` gives them."""
+    """The part of `ActivationStore` that streams read."""
 
     meta: StoreMeta
 
@@ -58,18 +58,18 @@ class StoredChunks(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One of several equal parts of things in a row, which different processes take.
+    """One of several equal, contiguous parts, each for another process.
 
     Args:
-        number: which, from 0.
-        parts: how many there are.
+        number: which part, from 0.
+        parts: number of parts.
     """
 
     number: int = 0
     parts: int = 1
 
     def of(self, count: int) -> tuple[int, int]:
-        """The first of so many things that belong to it, and the one after the last."""
+        """Where this part of `count` items begins and ends."""
         return count * self.number // self.parts, count * (self.number + 1) // self.parts
 
 
@@ -82,8 +82,8 @@ class Source:
 
     Args:
         store: the store.
-        counts: (chunks,) how many rows of each chunk are wanted.
-        kept: chunk number -> indices of the rows that are wanted, ascending; None for all of them.
+        counts: (chunks,) number of wanted rows in each chunk.
+        kept: chunk number -> ascending indices of its wanted rows; None for all.
     """
 
     store: StoredChunks
@@ -101,7 +101,7 @@ class Source:
         return DTYPES[self.store.dtype]
 
     def rows(self, chunk: int, begin: int, end: int) -> np.ndarray:
-        """Wanted rows of one chunk, counted among the wanted, as stored; a view where all are wanted."""
+        """Wanted rows `begin` to `end` of a chunk, in the storage dtype; a view where all are wanted."""
         rows, kept = self.store.chunk(chunk), self.kept(chunk)
         return rows[begin:end] if kept is None else rows[kept[begin:end]]
 
@@ -111,8 +111,8 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
 
     Args:
         source: where they come from.
-        batch_size: rows of a batch; the last may be short.
-        part: of the batches, which lie one after the other.
+        batch_size: rows per batch; the last may be short.
+        part: of the sequence of batches.
 
     Yields:
         (B, D) float32, valid until the next is asked for.
@@ -141,15 +141,15 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
 def shuffled(source: Source, deal: Deal, batch_size: int, part: Part) -> Iterator[np.ndarray]:
     """The wanted rows once each, shuffled.
 
-    Where the store lies in memory already, in the system's page cache, batches are gathered from there. Else each row
-    is brought to its place in a window, by reading that goes forward through the store, and the window is then handed
-    out while the next one is filled, a little with every block. The rows are the same, in the same order.
+    Where the store is in the system's page cache, batches are gathered from there. Otherwise the rows of a window are
+    read forward through the store into memory, in shuffled order, and yielded while the next window is filled, a
+    little with every block. Both give the same rows in the same order.
 
     Args:
         source: where they come from.
-        deal: which rows each window takes, and their order.
-        batch_size: rows of a batch; the last may be short.
-        part: of the rows of every batch; one that it has no rows of is left out.
+        deal: the rows of each window, and their order.
+        batch_size: rows per batch; the last may be short.
+        part: of the rows of every batch; a batch without rows in it is skipped.
 
     Yields:
         (B, D) float32, valid until the next is asked for.
@@ -175,7 +175,10 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part) -> Iterato
                 memory[turn % 2] = np.empty((len(leaving), source.d_in), source.stored.storage)
             following = memory[turn % 2][: len(leaving)]
             loads = _loads(source, leaving, following)
-            decode = partial(_decode_part, window)
+
+            def decode(begin: int, end: int, out: np.ndarray, window: np.ndarray = window) -> None:
+                _decode(window[begin:end], out)
+
             begins = range(0, len(window), buffers.rows)
             loaded, decoded = [], []
             for number, begin in enumerate(begins, 1):
@@ -195,7 +198,7 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part) -> Iterato
 
 
 def _part_of_batches(leaving: np.ndarray, batch_size: int, part: Part) -> np.ndarray:
-    """Of rows in the order in which they leave, those that are a part of each batch."""
+    """The rows of a part of each batch, from all rows in the order in which they leave."""
     if part.parts == 1:
         return leaving
     whole = len(leaving) - len(leaving) % batch_size
@@ -207,8 +210,8 @@ def _part_of_batches(leaving: np.ndarray, batch_size: int, part: Part) -> np.nda
 def _leaving(deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
     """The rows of each window in the order in which they leave, (R,) numbers; dealt ahead.
 
-    What does not fill a batch at a window's end leaves with the next. Within a batch, where order matters to nobody,
-    each run of so many rows is sorted, so that reading one goes forward.
+    Rows that do not fill a batch at a window's end leave with the next window. Within a batch, whose order does not
+    matter, runs of `run` rows are sorted, so that they are read forward.
     """
     dealt = deque(pool.submit(deal.window, number) for number in range(min(2, deal.windows)))
     rest = np.empty(0, np.int64)
@@ -223,14 +226,14 @@ def _leaving(deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor) ->
 
 
 def _runs(rows: int, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
-    """Where runs of at most so many rows begin and end, none of which reaches into two batches."""
+    """Begin and end of runs of at most `run` rows, none of which spans two batches."""
     for batch in range(0, rows, batch_size):
         end = min(batch + batch_size, rows)
         yield from ((begin, min(begin + run, end)) for begin in range(batch, end, run))
 
 
 def _ascending(rows: np.ndarray, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
-    """Where runs begin and end: a part of a batch may take the end of one sorted run and the beginning of another."""
+    """Begin and end of ascending runs: a part of a batch may hold the end of a sorted run and the start of the next."""
     for begin, end in _runs(len(rows), batch_size, run):
         falls = np.flatnonzero(np.diff(rows[begin:end]) < 0) + 1 + begin
         yield from pairwise([begin, *falls.tolist(), end])
@@ -238,7 +241,7 @@ def _ascending(rows: np.ndarray, batch_size: int, run: int) -> Iterator[tuple[in
 
 def _gather(source: Source, shards: Sequence[np.ndarray], leaving: np.ndarray, batch_size: int, run: int, begin: int,
             end: int, out: np.ndarray) -> None:
-    """Decode rows `begin` to `end` of those that leave a window, from shards in memory, run by run."""
+    """Decode rows `begin` to `end` of a window's order, from shards in memory, run by run."""
     starts = source.store.shard_starts
     scratch = np.empty((min(run, end - begin), source.d_in), source.stored.storage)
     for start, stop in _ascending(leaving[begin:end], batch_size, run):
@@ -251,50 +254,46 @@ def _gather(source: Source, shards: Sequence[np.ndarray], leaving: np.ndarray, b
 
 
 def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callable[[], None]]:
-    """What has to be done to bring rows, (R,) numbers, into out, (R, D), in any order; each part reads forward."""
+    """Tasks that copy rows, (R,) numbers, into out, (R, D), to be run in any order; each reads forward."""
     order = np.argsort(leaving)
-    whole = np.dtype((np.void, source.store.meta.row_bytes))  # NumPy moves a row faster as one value
-    places = out.view(whole)[:, 0]
+    whole = np.dtype((np.void, source.store.meta.row_bytes))  # NumPy copies a row faster as one value
+    targets = out.view(whole)[:, 0]
 
     def load(part: np.ndarray) -> None:
         chunks, within = source.store.locate(leaving[part])
         ends = np.flatnonzero(np.diff(chunks, append=-1)) + 1
-        for end in ends.tolist():  # all at once, where each alone would be waited for
+        for end in ends.tolist():  # all at once, so as not to wait for each
             source.store.expect(int(chunks[end - 1]))
         for begin, end in pairwise([0, *ends.tolist()]):
             rows = source.store.chunk(int(chunks[begin])).take(within[begin:end], axis=0)
-            places[part[begin:end]] = rows.view(whole)[:, 0]
+            targets[part[begin:end]] = rows.view(whole)[:, 0]
 
     step = max(1, LOAD_BYTES // source.store.meta.row_bytes)
     return [partial(load, order[begin : begin + step]) for begin in range(0, len(order), step)]
 
 
-def _decode_part(window: np.ndarray, begin: int, end: int, out: np.ndarray) -> None:
-    _decode(window[begin:end], out)
-
-
 def _decode(rows: np.ndarray, out: np.ndarray) -> None:
-    """Decode rows as stored, (R, D), into out, float32, both contiguous: in one pass, where NumPy takes several."""
-    import torch  # here, since listing and writing stores takes none
+    """Decode rows as stored, (R, D), into out, float32, both contiguous; in one pass, where NumPy takes several."""
+    import torch  # here, since listing and writing stores do not need it
 
     if rows.dtype == np.float32:
         np.copyto(out, rows)
         return
     bits, kind = rows.view(np.int16), torch.float16 if rows.dtype == np.float16 else torch.bfloat16
-    if not bits.flags.writeable:  # PyTorch would warn of it, although it only reads
+    if not bits.flags.writeable:  # PyTorch would warn, although it only reads
         there = bits.__array_interface__
         bits = np.asarray(SimpleNamespace(__array_interface__={**there, "data": (there["data"][0], False)}))
     torch.from_numpy(out).copy_(torch.from_numpy(bits).view(kind))
 
 
 class _Buffers:
-    """The memory of a stream's blocks, which take turns.
+    """The memory of a stream's blocks, used in turn.
 
     Args:
-        source: whose rows they take.
+        source: the source of the rows.
         batch_size: a block is a multiple of it.
         total: rows in the whole stream.
-        run: where a block of one large batch is filled in parts, they are multiples of it.
+        run: the parts in which a block of one large batch is filled are multiples of it.
     """
 
     def __init__(self, source: Source, batch_size: int, total: int, run: int = 1) -> None:
@@ -303,13 +302,13 @@ class _Buffers:
         self.ahead = max(1, min(READERS + 2, AHEAD_BYTES // (self.rows * 4 * source.d_in)))
         self._part = self.rows if batch_bytes <= BLOCK_BYTES else run * -(-self.rows // (READERS * run))
         shape = (min(self.rows, total), source.d_in)
-        # One more than are under way: the one that the consumer holds.
+        # One more than are being filled: the one that the consumer holds.
         self._blocks = [np.empty(shape, np.float32) for _ in range(self.ahead + 1)]
         self._turn = 0
 
     def fill(self, pool: ThreadPoolExecutor, fill: Callable[[int, int, np.ndarray], None], begin: int,
              end: int) -> Buffer:
-        """Have `fill` put rows `begin` to `end` into the next block, which comes again after `ahead` others."""
+        """Have `fill` write rows `begin` to `end` into the next block, which is reused after `ahead` others."""
         self._turn += 1
         out = self._blocks[self._turn % len(self._blocks)][: end - begin]
         return [pool.submit(fill, part, min(part + self._part, end), out[part - begin : part - begin + self._part])
@@ -318,17 +317,17 @@ class _Buffers:
 
 def _read_ahead(blocks: Callable[[ThreadPoolExecutor], Iterator[Buffer]], ahead: int,
                 batch_size: int) -> Iterator[np.ndarray]:
-    """Hand out blocks batch by batch, with `ahead` of them under way; a task's error is raised here."""
+    """Yield blocks batch by batch, with `ahead` of them being filled; a task's error is raised here."""
     import torch
 
     threads = torch.get_num_threads()
-    # PyTorch would start helpers for each of these threads. What it is told in one holds for all that begin later.
+    # PyTorch would start helpers for each of these threads. A number set in one holds for all threads started later.
     pool = ThreadPoolExecutor(READERS, "sae-read", torch.set_num_threads, (1,))
     try:
         series = blocks(pool)
         under_way = deque(islice(series, ahead))
         while True:
-            # Only now is the block before this one free: its last batch was valid until this was asked for.
+            # Only now is the previous block free: its last batch was valid until the next was asked for.
             under_way.extend(islice(series, 1))
             if not under_way:
                 return

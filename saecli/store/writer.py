@@ -1,4 +1,4 @@
-"""Writing a store so that whatever kills the process, the same producer run again completes it identically.
+"""Writing a store so that after any kill the same producer, run again, completes it identically.
 
 Legend: R rows, D = d_in.
 """
@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..errors import StoreError
+from ..errors import StoreError, StoreOptionError
 from ..home import STORE_MARKER
 from .admission import Admission
 from .checks import no_show, suspect
@@ -32,9 +32,9 @@ SOURCE_CHANGED = "the source has changed, so remove the store and make it again"
 class StoreWriter(ClaimedStore):
     """Appends a producer's blocks of rows to a store, in shards that appear whole or not at all.
 
-    A producer is anything that yields deterministic blocks, each at a cursor: a small JSON object from which
-    it can yield that block, and those after it, again. It starts at `writer.cursor`, once for each shard that is
-    damaged or missing, and once for the store's end:
+    A producer yields deterministic blocks, each at a cursor: a small JSON object from which it can yield that block and
+    the following ones again. It starts at `writer.cursor`, once per damaged or missing shard, and once for the store's
+    end:
 
         with StoreWriter.open(path, meta) as writer:
             while not writer.complete:
@@ -44,17 +44,17 @@ class StoreWriter(ClaimedStore):
                         break
                 meta = writer.finish()
 
-    After an interruption the first block comes a second time; the writer discards of it what is stored. The rows of
-    an unfinished shard are stored once a minute, and by an exception that ends the `with`, an interrupt among them.
-    Leaving it without `finish` and without an exception drops what came since; a store without a row is removed.
+    After an interruption the first block comes a second time; the writer skips its rows that are stored. The rows of an
+    unfinished shard are saved once a minute, and when an exception, such as an interrupt, ends the `with`. Leaving it
+    without `finish` and without an exception drops the rows since then; a store without rows is removed.
 
-    A finished store that several ranks wrote is opened to write damaged shards anew: the producer of each is the one of
-    the rank that `rank` names.
+    A finished store of several ranks can be opened to rewrite damaged shards: each needs the producer of the rank
+    `rank`.
 
     Attributes:
         path: the store's folder.
-        altered: damaged shards that were written anew, but not with the bytes that were recorded, as another machine
-            rounds in other ways.
+        altered: damaged shards that were rewritten with other bytes than recorded, as another machine may round
+            differently.
     """
 
     def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int | None, damaged: Iterable[int],
@@ -74,17 +74,17 @@ class StoreWriter(ClaimedStore):
         self._shard = None
         before = self._meta.before(self._index)
         self._resume = before.resume if before else None
-        self._mended = False  # whether the damaged shard that this was about is whole
+        self._mended = False  # whether this pass's damaged shard has been rewritten
         self._last: Resume | None = None  # where the last row stored came from
         self._ended = Dropped()  # in blocks that ended since the last shard
-        self._onward: tuple[Resume, Dropped] | None = None  # where to go on from here, and what was left out by then
-        self._current = Dropped()  # in the block that came last
+        self._onward: tuple[Resume, Dropped] | None = None  # where to resume from here, and the rows dropped by then
+        self._current = Dropped()  # in the latest block
         self._saved = self._appended = time.monotonic()
         if self._meta.partial and not self._damaged:
             self._take_up(self._meta.partial)
 
     def _take_up(self, partial: Partial) -> None:
-        """Go on with an unfinished shard."""
+        """Resume an unfinished shard."""
         self._shard = taken_up(self.path, self._meta)
         if self._shard is None:
             self._meta = dataclasses.replace(self._meta, partial=None)
@@ -94,19 +94,19 @@ class StoreWriter(ClaimedStore):
         self._ended = Dropped(partial.shard.dropped, partial.shard.dropped_norms)
         self._onward = partial.onward, self._ended
         if not partial.onward.skip and self._limit is not None and self.rows >= self._limit:
-            self._resume = None  # full, with the whole of its last block: nothing of the next is wanted or counted
+            self._resume = None  # full at the end of a block: nothing of the next is wanted or counted
 
     @classmethod
     def open(cls, path: Path, meta: StoreMeta, *, limit: int | None = None, save_seconds: float = SAVE_SECONDS,
              show: Callable[[float], None] = no_show) -> Self:
-        """Begin a store, or go on with one that was interrupted, or of which shards are damaged.
+        """Begin a store, or resume one that was interrupted or has damaged shards.
 
         Args:
-            path: the store's folder; made if need be.
-            meta: what it is to hold; `created`, `dropped` and `shards` are an interrupted store's own.
+            path: the store's folder; created if missing.
+            meta: what it is to hold; `created`, `dropped` and `shards` are taken from an interrupted store.
             limit: the number of rows after which the store is full; None for no limit.
-            save_seconds: after how long the rows of an unfinished shard are stored.
-            show: told how many bytes are read to check shards that may have changed since they were written.
+            save_seconds: interval at which the rows of an unfinished shard are saved.
+            show: called with the number of bytes read to check shards that may have changed since they were written.
 
         Returns:
             A context manager that holds the store's lock until it exits.
@@ -124,7 +124,7 @@ class StoreWriter(ClaimedStore):
                  trace: TracebackType | None) -> None:
         try:
             if error is not None and not self._failed:
-                with suppress(OSError):  # what ended it is what is told; what is stored already stays
+                with suppress(OSError):  # report the error that ended it; what is stored stays
                     self._save()
         finally:
             try:
@@ -136,7 +136,7 @@ class StoreWriter(ClaimedStore):
 
     @property
     def damaged(self) -> list[str]:
-        """The shards that are still to be written anew, by the names of their files."""
+        """The names of the shard files that are still to be rewritten."""
         return [self._meta.shards[index].file for index in self._damaged]
 
     @property
@@ -146,7 +146,7 @@ class StoreWriter(ClaimedStore):
 
     @property
     def cursor(self) -> dict[str, Any] | None:
-        """Where the producer must start: None for its beginning."""
+        """Where the producer must start; None for its beginning."""
         if self._meta.partial and not self._damaged:
             return self._meta.partial.onward.cursor
         before = self._meta.before(self._index)
@@ -154,56 +154,55 @@ class StoreWriter(ClaimedStore):
 
     @property
     def rows(self) -> int:
-        """Rows stored, without those of damaged shards, with those of the unfinished shard."""
+        """Rows stored, including the unfinished shard's, without damaged shards'."""
         lost = sum(self._meta.shards[index].rows for index in self._damaged)
         return self._meta.rows - lost + (self._shard.rows if self._shard else 0)
 
     @property
     def full(self) -> bool:
-        """Whether no more rows are wanted from here; never before the block at `cursor` has come again."""
+        """Whether this pass needs no more rows; never before the block at `cursor` has come again."""
         if self._damaged or self._mended:
             return self._mended
         return self._limit is not None and self._resume is None and self.rows >= self._limit
 
     @property
     def complete(self) -> bool:
-        """Whether all rows are there."""
+        """Whether all rows are stored."""
         return self._meta.complete and not self._damaged
 
     @property
     def _index(self) -> int:
-        """The number of the shard that is written."""
+        """The number of the shard being written."""
         return self._damaged[0] if self._damaged else len(self._meta.shards)
 
     @property
     def _room(self) -> int:
-        """How many rows that shard is to have."""
+        """The number of rows that shard is to have."""
         return self._meta.shards[self._index].rows if self._damaged else self._meta.shard_rows
 
     def append(self, activations: np.ndarray, columns: Mapping[str, np.ndarray], cursor: dict[str, Any],
                dropped: Mapping[str, np.ndarray] | None = None, after: dict[str, Any] | None = None) -> None:
-        """Append one block; rows that are not finite in the stored type or too large are dropped and counted.
+        """Append one block; drop and count rows that are not finite in the stored type, or too large.
 
-        Too large is a norm above `max_norm_multiple` times the median norm of the first block that has a finite row.
-        That median is noted with the first shard and stands from then on; with producers whose blocks are always the
-        same, a store is then the same however often it was interrupted.
+        A row is too large if its norm exceeds `max_norm_multiple` times the median norm of the first block that has a
+        finite row. That median is recorded with the first shard and kept, so that a store does not depend on
+        interruptions.
 
         Args:
             activations: (R, D) float, or uint16 bits where the store is bfloat16; R may be 0.
             columns: (R,) integers for each of the store's columns.
             cursor: where this block begins, a JSON object.
-            dropped: norms of the rows of this block that the producer itself left out, by reason; NaN for a row
-                whose norm it does not know.
-            after: where the next block begins, if there is one; None where the producer does not know.
+            dropped: norms of the rows of this block that the producer itself dropped, by reason; NaN where unknown.
+            after: where the next block begins; None where the producer does not know.
 
         Raises:
-            StoreError: the disk refuses it (whole shards stay, and the store can be gone on with), or the
-                producer does not go on where the interrupted store ends.
+            StoreError: the write fails (whole shards stay, and the store can be resumed), or the producer does not
+                resume where the interrupted store ends.
             ValueError: shapes or types do not fit the store.
         """
         if self.complete and not self._mended:
-            raise StoreError(f"{self.path} is complete, with {self.rows} rows; expected one to go on with; "
-                             "choose another --name, or remove that store")
+            raise StoreOptionError(None, "{path} is complete, with {count} rows; expected one to go on with",
+                                   "choose another {name}, or remove that store", path=self.path, count=self.rows)
         rows, columns, left_out = self._admit(activations, columns, dropped or {})
         cursor = json.loads(json.dumps(cursor))
         self._ended, self._current = self._ended + self._current, left_out
@@ -216,15 +215,15 @@ class StoreWriter(ClaimedStore):
             self._store(rows, columns, begin, end, cursor, after)
 
     def finish(self) -> StoreMeta:
-        """Say that the producer has ended, or was stopped as no more was wanted.
+        """End a pass of the producer, at its end or once the store is `full`.
 
-        Unless that was for a damaged shard, the last shard is written and the store marked complete.
+        Unless the pass was for a damaged shard, write the last shard and mark the store complete.
 
         Returns:
             The store's `store.json`.
 
         Raises:
-            StoreError: there are no rows at all, or fewer than there were, or the disk refuses it.
+            StoreError: there are no rows at all, or fewer than there were, or the write fails.
         """
         if self._mended:
             self._begin()
@@ -239,10 +238,10 @@ class StoreWriter(ClaimedStore):
         return self._meta
 
     def _after_stored(self, kept: int, cursor: dict[str, Any]) -> int:
-        """How many of the block's kept rows are stored already, as those before an interruption are."""
+        """How many of the block's kept rows were stored before an interruption."""
         if self._resume is None:
             return 0
-        if Resume(cursor, self._resume.skip).place != self._resume.place or kept < self._resume.skip:
+        if Resume(cursor, self._resume.skip).position != self._resume.position or kept < self._resume.skip:
             raise self._differs(f"{kept} rows at {cursor}")
         skip, self._resume = self._resume.skip, None
         return skip
@@ -250,7 +249,7 @@ class StoreWriter(ClaimedStore):
     def _store(self, rows: np.ndarray, columns: Mapping[str, np.ndarray], begin: int, end: int,
                cursor: dict[str, Any], after: dict[str, Any] | None) -> None:
         some = begin < end
-        onward, self._onward = self._onward, None  # in the midst of it there is no place to go on from
+        onward, self._onward = self._onward, None  # one cannot resume while this block is being stored
         while begin < end:
             if self._shard is None:
                 self._shard = ShardWriter(self.path / SHARDS / shard_name(self._index), self._meta)
@@ -266,12 +265,13 @@ class StoreWriter(ClaimedStore):
         elif some:
             onward = Resume(cursor, end), self._ended
         self._onward, now = onward, time.monotonic()
-        if 2 * now - self._saved - self._appended >= self._save_seconds:  # or will be by when as long has passed again
+        # Due now, or before the next block if that takes as long as this one.
+        if 2 * now - self._saved - self._appended >= self._save_seconds:
             self._save()
         self._appended = now
 
     def _save(self) -> None:
-        """Store the rows of the unfinished shard, where there are some that are not."""
+        """Save the rows of the unfinished shard, if some are not saved."""
         before = self._meta.partial
         if (self._shard is None or self._onward is None or self._damaged or self._mended
                 or self._shard.rows <= (before.rows if before else 0)):
@@ -288,10 +288,10 @@ class StoreWriter(ClaimedStore):
         self._meta, self._saved = meta, time.monotonic()
 
     def _mend(self) -> None:
-        """Put the shard in the place of the damaged one that it stands for."""
+        """Replace the damaged shard by the rewritten one."""
         assert self._shard and self._last
         old = self._meta.shards[self._index]
-        if self._last.place != old.resume.place:
+        if self._last.position != old.resume.position:
             self._drop_shard()
             raise StoreError(f"cannot mend shard {old.file} of {self.path}: expected its last row to be row "
                              f"{old.resume.skip} of {old.resume.cursor}, got row {self._last.skip} of "
@@ -307,14 +307,14 @@ class StoreWriter(ClaimedStore):
             self.altered.append(old.file)
         if not self._damaged:
             suspect(self.path / STORE_MARKER)
-        for index in self._damaged:  # they must stay younger than `store.json`
+        for index in self._damaged:  # their `ctime` must stay later than that of `store.json`
             suspect(self.path / SHARDS / self._meta.shards[index].file)
 
     def _record(self, complete: bool = False) -> None:
-        """Close the shard, if there is one, and say so in `store.json`.
+        """Commit the shard, if there is one, and record it in `store.json`.
 
-        The last shard and the store's completion are said in one: a short shard in a store that is not
-        complete would have its dropped rows counted twice when the producer comes back.
+        The last shard and the store's completion are recorded together: if a short shard were in an unfinished store,
+        resuming would count its dropped rows twice.
         """
         shards = self._meta.shards
         if self._shard:

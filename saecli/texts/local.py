@@ -1,4 +1,4 @@
-"""Texts that need no library to read: the standard library's docstrings, .txt and .jsonl files."""
+"""Texts that are read without a library: the standard library's docstrings, .txt and .jsonl files."""
 
 import ast
 import inspect
@@ -14,12 +14,12 @@ from ..errors import ModelError, one_line
 
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
 _DOCSTRING_MIN_CHARS = 40
-ENOUGH_LINES, MOST_BAD = 100, 0.01  # of a .jsonl file: from how many lines on, what share may be left out
+ENOUGH_LINES, MOST_BAD = 100, 0.01  # from 100 lines on, a .jsonl file is refused if over 1% of them hold no text
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def stdlib_docstrings() -> Iterator[str]:
-    """The docstrings of Python's standard library, each once, in the order of its files."""
+    """The distinct docstrings of Python's standard library, in the order of its files."""
     root = Path(sysconfig.get_path("stdlib"))
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
@@ -36,7 +36,7 @@ def stdlib_docstrings() -> Iterator[str]:
 
 
 def _docstrings(source: bytes) -> Iterator[str]:
-    with warnings.catch_warnings(action="ignore"):  # old modules hold invalid escapes, which are no concern here
+    with warnings.catch_warnings(action="ignore"):  # old modules have invalid escapes
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError):  # templates and other files that only look like modules
@@ -47,7 +47,7 @@ def _docstrings(source: bytes) -> Iterator[str]:
 
 
 def txt_texts(path: Path) -> Iterator[str]:
-    """The paragraphs of a file, or its lines where no blank line parts any."""
+    """The paragraphs of a file, or its lines if no blank lines separate paragraphs."""
     if not _has_blank_line(path):
         yield from (line for line in _lines(path) if line.strip())
         return
@@ -82,16 +82,15 @@ def _lines(path: Path, errors: str = "strict") -> Iterator[str]:
 
 
 def jsonl_texts(path: Path, column: str, note: Callable[[str], None]) -> Iterator[str]:
-    """One column of a file with a JSON object a line; lines that hold no text are left out, up to 1% of them.
+    """One column of a file with one JSON object per line; up to 1% of the lines, if without text, are skipped.
 
     Args:
-        path: The file.
-        column: The key of the text.
-        note: Told, when reading ends, how many lines were left out.
+        path: the file.
+        column: the key of the text.
+        note: called when reading ends with a message on the lines skipped, if any.
 
     Raises:
-        ModelError: More lines than that hold no text, of the lines up to one that is the 100th or a later one, or of a
-            file of fewer.
+        ModelError: more lines hold no text, checked from the 100th line on and at the end.
     """
     lines, bad, refused = 0, 0, False
     first: ModelError | None = None
@@ -113,7 +112,7 @@ def jsonl_texts(path: Path, column: str, note: Callable[[str], None]) -> Iterato
             raise first if bad == lines else ModelError(
                 f"{first}; bad lines: {bad:,} of the first {lines:,}, and no more than {MOST_BAD:.0%} are left out"
             )
-    finally:  # also where enough was read before the file's end
+    finally:  # also if reading stops before the file's end
         if bad and not refused:
             note(f"left out {bad:,} of {lines:,} lines, the first: {first}")
 
@@ -123,19 +122,19 @@ def _text_in(line: str, column: str, place: str) -> str:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{place} cannot be read; expected one JSON object a line, got {one_line(error)}; "
+        raise ModelError(f"{place} cannot be read; expected one JSON object per line, got {one_line(error)}; "
                          "correct the line") from error
     text = text_of(row, column, place)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ModelError(f"{place} cannot be read; expected UTF-8, got bytes or escapes that are no letters; "
+        raise ModelError(f"{place} cannot be read; expected UTF-8, got bytes or escapes that are no characters; "
                          "correct the line") from error
     return text
 
 
 def text_of(row: Any, column: str, place: str) -> str:
-    """The text in a column of a row; `place` says in messages where the row is."""
+    """The text in a column of a row; `place` names the row in messages."""
     if not isinstance(row, dict):
         raise ModelError(f"{place} has no columns; expected a JSON object, got {type(row).__name__}; correct it")
     if column not in row:

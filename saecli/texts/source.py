@@ -1,7 +1,7 @@
 """Where documents come from.
 
-A source is a numbered sequence of texts. The numbers count every document, also blank ones, so that a later pass
-continues an earlier one exactly where it stopped.
+A source is a numbered sequence of texts. Every document has a number, including blank ones, so that a later pass
+resumes exactly where an earlier one stopped.
 """
 
 import glob
@@ -21,7 +21,7 @@ from .streamed import Streamed, commit_of, unreachable
 
 STDLIB_DOCS = "stdlib-docs"
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
-DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # used where the user names none
+DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # if the user names none
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class TextSource:
 
     Args:
         dataset: `stdlib-docs`, the path of a .txt, .jsonl or .parquet file, or a Hugging Face dataset id.
-        config: The dataset's configuration, for dataset ids.
-        split: The dataset's split, for dataset ids.
-        column: The column that holds the text; .txt files and `stdlib-docs` have none.
-        revision: The dataset's commit, branch or tag, for dataset ids; None for its newest state.
+        config: the dataset's configuration, for dataset ids.
+        split: the dataset's split, for dataset ids.
+        column: the column that holds the text; .txt files and `stdlib-docs` have none.
+        revision: the dataset's commit, branch or tag, for dataset ids; None for its newest state.
     """
 
     dataset: str
@@ -43,21 +43,21 @@ class TextSource:
     revision: str | None = None
 
     def pinned(self, note: Callable[[str], None]) -> Self:
-        """The source with its revision a commit, where the hub can be asked for one; `note` is told where the network
-        fails and another try is made. Raises ModelError where the hub has no such dataset or revision."""
+        """The source with its revision resolved to a commit, if the hub can be reached; `note` is called before each
+        retry. ModelError if the hub has no such dataset or revision."""
         if self.dataset == STDLIB_DOCS or _is_local(self.dataset):
             return self
         return replace(self, revision=commit_of(self.dataset, self.revision, note))
 
     def identity(self) -> dict[str, Any]:
-        """What decides the documents, as part of a request's hash.
+        """The part of a request's hash that determines the documents.
 
         Returns:
             A JSON-able dictionary: for a local file its resolved name, size and SHA-256, for `stdlib-docs`
             the Python version, for a dataset id the id, configuration, split and revision; with the column, if any.
 
         Raises:
-            ModelError: The local file does not exist or is of an unknown kind.
+            ModelError: the local file does not exist or is of an unknown kind.
         """
         if self.dataset == STDLIB_DOCS:
             return {"dataset": STDLIB_DOCS, "python": platform.python_version()}
@@ -70,15 +70,15 @@ class TextSource:
 
     def documents(self, start: int = 0, mark: Mark | None = None,
                   note: Callable[[str], None] = lambda _: None) -> Iterator[Document]:
-        """Yields the documents from number `start` on, blank ones too.
+        """The documents from number `start` on, including blank ones.
 
         Args:
-            start: The number of the first document wanted; all documents of the source count, from 0.
-            mark: That of an earlier pass' document at or before it, which spares reading what came before.
-            note: Told where the network fails and another try is made, and of lines of a .jsonl file that are left out.
+            start: number of the first document, from 0.
+            mark: the mark of an earlier pass's document at or before `start`, from which to read.
+            note: called with a message before each retry of the network, and on skipped lines of a .jsonl file.
 
         Raises:
-            ModelError: The source cannot be found, reached or read as text.
+            ModelError: the source cannot be found, reached or read as text.
         """
         if self.dataset == STDLIB_DOCS:
             texts = stdlib_docstrings()
@@ -97,8 +97,8 @@ class TextSource:
 
     def _on_hub(self) -> Streamed:
         what = f"the dataset {self.dataset}"
-        # without a network `datasets` fails as well, but only after half a minute; told to be offline, it gives up
-        # at once, and may still find the dataset in its cache
+        # Without a network `datasets` fails too, but only after half a minute. With HF_HUB_OFFLINE set it does not try,
+        # and may still find the dataset in its cache.
         from huggingface_hub.constants import HF_HUB_OFFLINE
 
         if not HF_HUB_OFFLINE and (reason := why_unreachable()):
@@ -108,7 +108,7 @@ class TextSource:
 
 
 def _parquet(path: Path, column: str) -> Streamed:
-    # load_dataset takes file names for patterns, so the special characters of a real name are escaped
+    # load_dataset treats file names as glob patterns.
     request = {"path": "parquet", "data_files": glob.escape(str(path)), "split": "train"}
     return Streamed(f"the text file {path}", request, column, "write it as Parquet again")
 

@@ -1,4 +1,4 @@
-"""Going on after failures of the network, a bounded number of times."""
+"""Retrying after network failures, a bounded number of times."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from ..errors import one_line
 
-PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further try
+PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each retry
 NETWORK_LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests", "urllib3"}
-PASSING_STATUSES = {408, 425, 429}  # of HTTP, beside those from 500 on
+PASSING_STATUSES = {408, 425, 429}  # HTTP statuses, beside those from 500 on
 
-Mark = dict[str, Any]  # {"document": its number, "state": what the library gave when that one was next}
+Mark = dict[str, Any]  # {"document": number, "state": the library's state before that document}
 
 
 class Document(NamedTuple):
@@ -19,8 +19,8 @@ class Document(NamedTuple):
 
     Args:
         number: its number within the source.
-        text: what it says, perhaps nothing.
-        mark: where a later pass may begin to read in order to come to it; None for the source's beginning.
+        text: its text, which may be empty.
+        mark: from where a later pass can read to reach it; None for the source's beginning.
     """
 
     number: int
@@ -29,14 +29,14 @@ class Document(NamedTuple):
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether another try may not meet an error, as it is, or came of, a lost connection, a timeout or a busy hub."""
+    """Whether a retry may succeed: the error is, or was caused by, a lost connection, a timeout or a busy hub."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     link: BaseException | None = error
     while link is not None and not HF_HUB_OFFLINE:
         if _is_passing(link):
             return True
-        # What could not be fetched for a moment, `datasets` says could not be found.
+        # `datasets` reports files that it could not fetch as not found.
         link = link.__cause__ or link.__context__
     return False
 
@@ -50,18 +50,18 @@ def _is_passing(error: BaseException) -> bool:
 
 
 class Patience:
-    """Counts failures in a row, and waits after each.
+    """Counts consecutive failures, and waits after each.
 
     Args:
-        note: told of every failure that is waited after.
-        pauses: seconds before each further try.
+        note: called with a message before each wait.
+        pauses: seconds before each retry.
     """
 
     def __init__(self, note: Callable[[str], None], pauses: Sequence[float] = PAUSES) -> None:
         self._note, self._pauses, self.tried = note, pauses, 0
 
     def waits(self, error: BaseException) -> bool:
-        """Wait, if the error may pass and a try is left; whether it is worth another."""
+        """Wait if the error may pass and a retry is left; returns whether to retry."""
         if not may_pass(error) or self.tried == len(self._pauses):
             return False
         pause, left = self._pauses[self.tried], len(self._pauses) - self.tried
@@ -74,17 +74,17 @@ class Patience:
 
 def steadily(open_at: Callable[[int, Mark | None], Iterator[Document]], start: int, mark: Mark | None,
              failures: tuple[type[Exception], ...], patience: Patience) -> Iterator[Document]:
-    """Documents of a source that may break, opened again where it broke.
+    """Documents of a source that may fail, reopened where it failed.
 
     Args:
         open_at: the documents from a number on, read from a mark at or before it.
-        start: number of the first.
+        start: number of the first document.
         mark: the newest mark at or before it.
-        failures: errors that may be worth another try.
-        patience: waits before it; a document that comes ends its count.
+        failures: errors that may be worth a retry.
+        patience: waits before each retry; every document resets its count.
 
     Raises:
-        The last error, where the tries are used up or it will not pass.
+        The last error, if no retry is left or it will not pass.
     """
     while True:
         try:

@@ -1,7 +1,7 @@
 """Texts streamed by the `datasets` library, from the Hugging Face hub or from a Parquet file.
 
-The library can say where in its files it stands, and go on from there without reading, or downloading, what came
-before. Such a mark is taken every `MARK_EVERY` rows; from a mark to the row wanted, rows are read and skipped.
+The library can save its position in the files, and resume there without reading or downloading what came before. Such a
+mark is taken every `MARK_EVERY` rows; rows between a mark and the row wanted are read and skipped.
 """
 
 import re
@@ -25,10 +25,10 @@ class Streamed:
     """A dataset to stream.
 
     Args:
-        what: what it is called in messages.
+        what: its name in messages.
         request: arguments of `datasets.load_dataset`.
         column: the column that holds the text.
-        advice: what to do where it cannot be read.
+        advice: what to do if it cannot be read.
     """
 
     what: str
@@ -37,8 +37,8 @@ class Streamed:
     advice: str
 
     def documents(self, start: int, mark: Mark | None, note: Callable[[str], None]) -> Iterator[Document]:
-        """The documents from number `start` on; where the network fails, tried again a few times. Raises ModelError
-        where the dataset cannot be found, reached or read as text."""
+        """The documents from number `start` on, with a few retries if the network fails; ModelError if the dataset
+        cannot be found, reached or read as text."""
         failures = _failures()
         try:
             yield from steadily(self._open, start, mark, failures, Patience(note))
@@ -50,15 +50,15 @@ class Streamed:
     def _open(self, start: int, mark: Mark | None) -> Iterator[Document]:
         import datasets
 
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs of a damaged file, it raises as well
-        # Its own tries are silent, twenty of up to a minute each; `steadily` says what it waits for.
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also raises what it logs on damaged files
+        # Its own twenty retries, of up to a minute each, are silent; `steadily` reports its own.
         datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
         data = datasets.load_dataset(**self.request, streaming=True)
         number = 0
         if mark is not None:
             data.load_state_dict(mark["state"])
             number = mark["document"]
-        with closing(iter(data)) as rows:  # left to the interpreter's end, the library's readers complain there
+        with closing(iter(data)) as rows:  # else the library's readers print errors at interpreter exit
             for row in rows:
                 if number >= start:
                     yield Document(number, text_of(row, self.column, f"row {number} of {self.what}"), mark)
@@ -68,15 +68,15 @@ class Streamed:
 
 
 def commit_of(dataset: str, revision: str | None, note: Callable[[str], None]) -> str | None:
-    """The commit of a hub dataset that a branch, a tag or, where None is given, its newest state stands for.
+    """The commit of a hub dataset's revision.
 
     Args:
         dataset: its id.
         revision: a branch, tag or commit; None for the newest state.
-        note: told where the network fails and another try is made.
+        note: called with a message before each retry.
 
     Returns:
-        The commit; what was given where the hub cannot be reached.
+        The commit; `revision` itself if the hub cannot be reached.
 
     Raises:
         ModelError: the hub has no such dataset or revision, or fails.
@@ -95,9 +95,9 @@ def commit_of(dataset: str, revision: str | None, note: Callable[[str], None]) -
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What `datasets` and the hub's client raise by design."""
-    import datasets  # takes seconds, and most sources do without
-    from huggingface_hub.errors import HTTPError  # of whichever library the client stands on
+    """The exceptions that `datasets` and the hub's client raise by design."""
+    import datasets  # takes seconds to import, and most sources do not need it
+    from huggingface_hub.errors import HTTPError  # from whichever HTTP library the client uses
 
     return (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, HTTPError)
 
@@ -115,6 +115,6 @@ def explained(what: str, error: Exception, advice: str) -> ModelError:
 
 
 def unreachable(what: str, got: str) -> ModelError:
-    """What to say of a dataset behind a network that is not there."""
+    """The error for a dataset when there is no network."""
     return ModelError(f"{what} cannot be fetched; expected a network connection to the Hugging Face Hub, got: {got}; "
                       f"connect, or {WITHOUT_NETWORK}")
