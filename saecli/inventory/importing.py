@@ -44,8 +44,8 @@ class ImportConfig(Config):
     max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
     dtype: str | None = option(None, "Precision of the stored rows; default: the file's own where it is float16 or "
                                      "bfloat16, else float32.", choices=tuple(DTYPES))
-    shard_rows: int | None = option(None, "Rows in a shard file; default: as many as take 256 MiB.", minimum=1,
-                                    maximum=2**31 - 1)
+    shard_rows: int | None = option(None, "Rows in a shard file; default: as many as take 256 MiB, with synthetic "
+                                          "about 32,768.", minimum=1, maximum=2**31 - 1)
 
 
 def import_array(file: str | Path, name: str | None = None, *, key: str | None = None, labels: str | None = None,
@@ -95,7 +95,8 @@ def imported(file: str, config: ImportConfig, name: str | None, home: Home,
         array = open_array(file, config.key, config.labels, config.flatten)
         folders.append(folder)
         meta = _meta(file, array, config)
-        _check_room(folder, array, meta.dtype)
+        beside = sum(COLUMNS[name].itemsize for name in meta.columns)
+        check_room(folder, array.rows, array.features * DTYPES[meta.dtype].storage.itemsize + beside)
         if (finished := finished_store(folder, meta.request_hash, listener)) is not None:
             return finished, True
         with (StoreWriter.open(folder, meta) as writer,
@@ -121,20 +122,25 @@ def _meta(file: str, array: ArraySource, config: ImportConfig) -> StoreMeta:
                      max_norm_multiple=config.max_norm_multiple)
 
 
-def _check_room(folder: Path, array: ArraySource, dtype: str) -> None:
-    """Refuse rows that the disk has no room for, before the first is read: a header can claim any number of them.
-    Raises StoreError."""
-    rows = array.rows
+def check_room(folder: Path, rows: int, row_bytes: int) -> None:
+    """Refuse rows that the disk has no room for, before the first is there: a header can claim any number of them.
+
+    Args:
+        folder: the store's; rows that it has already need no room.
+        rows: how many it is to have.
+        row_bytes: what one takes.
+
+    Raises:
+        StoreError: there is not so much.
+    """
     if (folder / STORE_MARKER).exists():
         store = ActivationStore.open(folder)
         rows = 0 if store.complete else rows - store.rows
-    columns = sum(COLUMNS[name].itemsize for name in array.columns(0, 0))
-    needed = rows * (array.features * DTYPES[dtype].storage.itemsize + columns)
+    needed = rows * row_bytes
     free = shutil.disk_usage(next(place for place in folder.absolute().parents if place.exists())).free
     if needed > free:
         raise StoreError(f"cannot store {folder.name}: expected {size_words(needed)} of free disk for "
-                         f"{counted(rows, 'row')} of {array.features:,} dimensions, got {size_words(free)}; free some, "
-                         f"or choose another --home")
+                         f"{counted(rows, 'row')}, got {size_words(free)}; free some, or choose another --home")
 
 
 def _identity(file: str, array: ArraySource) -> dict[str, Any]:
