@@ -58,10 +58,10 @@ def import_synthetic(source: str | Path = SYNTHETIC, name: str | None = None, *,
         StoreError: the name is another store's, or the disk has no room.
     """
     known = [*options_of(SyntheticConfig), *OF_ROWS]
-    for option in options:
-        if option not in known:
-            advice = did_you_mean(option, known) or "expected one of `sae import synthetic`'s"
-            raise ConfigError(None, "import_synthetic has no option {option}", "{advice}", option=option, advice=advice)
+    for word in options:
+        if word not in known:
+            advice = did_you_mean(word, known) or "expected one of `sae import synthetic`'s"
+            raise ConfigError(None, "import_synthetic has no option {word}", "{advice}", word=word, advice=advice)
     config = SyntheticConfig(**{key: options[key] for key in options_of(SyntheticConfig) if key in options})
     shape = ImportConfig(dtype=options.get("dtype"), shard_rows=options.get("shard_rows"))
     if not is_world(str(source)):

@@ -88,7 +88,7 @@ class ShardWriter:
         """
         for name, parts in self._columns.items():
             column = columns[name]
-            parts.append(column if isinstance(column, SparseRows) else column.astype(COLUMNS[name]))
+            parts.append(column.copy() if isinstance(column, SparseRows) else column.astype(COLUMNS[name]))
         self.rows += len(rows)
         while len(rows):
             room = len(self._chunk) - self._filled

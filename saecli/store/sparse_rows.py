@@ -56,6 +56,10 @@ class SparseRows:
         entries = kept[self.rows]
         return SparseRows(offsets_of(self.counts[kept]), self.indices[entries], self.values[entries])
 
+    def copy(self) -> "SparseRows":
+        """The same in memory of their own, whatever becomes of the file or block that they are a part of."""
+        return SparseRows(self.offsets.copy(), self.indices.copy(), self.values.copy())
+
     def active(self, features: int) -> np.ndarray:
         """Which of so many features each row is made of, a mask, (R, features)."""
         mask = np.zeros((len(self), features), bool)
