@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, random_sae
+from homes import CommandLine, make_run, make_store, random_sae
+from reports import pages_of
 from storing import collect
 
 import saecli
@@ -138,6 +139,22 @@ def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):
     shown = sae("eval", "run", "random").out
     assert "known features" in shown and "uniqueness" in shown
     assert "mcc" not in saecli.evaluate("run", np.ones((5, D)) * np.arange(5)[:, None], home=sae.home)
+
+
+def test_report_names_the_feature_nearest_to_each_latent_and_its_cosine(sae, tmp_path):
+    sae("import", "synthetic", *SMALL)
+    world, mine = CONFIG.world(), random_sae(d_in=D)
+    make_run(sae.home, "run", mine, data="synthetic")
+    done = sae("report", "run", "--out", tmp_path / "pages", "--json")
+    assert done.json["measures"]["mcc"] == sae("eval", "run", "--json").json["runs"][0]["mcc"]
+    W_dec = torch.nn.functional.normalize(mine.W_dec, dim=1).numpy()
+    cosines = W_dec @ world.directions.T
+    for latent, page in pages_of(tmp_path / "pages").items():
+        feature = int(np.abs(cosines[latent]).argmax())
+        assert page["feature"] == [feature, pytest.approx(cosines[latent, feature], rel=1e-3)]
+    make_store(sae.home, "plain", collect(opened(sae).split("all").sequential(100)))
+    sae("report", "run", "--data", "plain", "--out", tmp_path / "plain")
+    assert not any("feature" in page for page in pages_of(tmp_path / "plain").values())
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
