@@ -21,7 +21,7 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the store.", s
 
 @configured(ImportConfig, SyntheticConfig)
 def command(ctx: typer.Context, file: File, options: Given, name: Name = None, json: Json = False) -> None:
-    """Put an array of activations or images, or rows made of known features, into the store.
+    """Put an array, or rows made of known features, into the store.
 
     An array of more than two dimensions needs --flatten. Nothing in the file is executed, and no other file that it
     names is opened. The same command again goes on where an interrupted one stopped, and does nothing where it is
@@ -31,8 +31,6 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
     (arXiv:2602.14687): Zipfian frequencies, a hierarchy, correlations.
 
     Example: sae import train-images-idx3-ubyte.gz --labels train-labels-idx1-ubyte.gz --name mnist
-
-    Example: sae import synthetic --features 1536 --d-in 192 --no-hierarchy --l0 23 --name flat
     """
     session = start(ctx, json)
     config = options.config(ImportConfig)

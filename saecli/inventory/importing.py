@@ -96,7 +96,7 @@ def imported(file: str, config: ImportConfig, name: str | None, home: Home,
         folders.append(folder)
         meta = _meta(file, array, config)
         beside = sum(COLUMNS[name].itemsize for name in meta.columns)
-        check_room(folder, array.rows, array.features * DTYPES[meta.dtype].storage.itemsize + beside)
+        check_room(folder, array.rows, meta, beside)
         if (finished := finished_store(folder, meta.request_hash, listener)) is not None:
             return finished, True
         with (StoreWriter.open(folder, meta) as writer,
@@ -122,13 +122,14 @@ def _meta(file: str, array: ArraySource, config: ImportConfig) -> StoreMeta:
                      max_norm_multiple=config.max_norm_multiple)
 
 
-def check_room(folder: Path, rows: int, row_bytes: int) -> None:
+def check_room(folder: Path, rows: int, meta: StoreMeta, beside: int) -> None:
     """Refuse rows that the disk has no room for, before the first is there: a header can claim any number of them.
 
     Args:
         folder: the store's; rows that it has already need no room.
         rows: how many it is to have.
-        row_bytes: what one takes.
+        meta: what it holds.
+        beside: bytes of what is kept beside a row.
 
     Raises:
         StoreError: there is not so much.
@@ -136,11 +137,12 @@ def check_room(folder: Path, rows: int, row_bytes: int) -> None:
     if (folder / STORE_MARKER).exists():
         store = ActivationStore.open(folder)
         rows = 0 if store.complete else rows - store.rows
-    needed = rows * row_bytes
+    needed = rows * (meta.row_bytes + beside)
     free = shutil.disk_usage(next(place for place in folder.absolute().parents if place.exists())).free
     if needed > free:
         raise StoreError(f"cannot store {folder.name}: expected {size_words(needed)} of free disk for "
-                         f"{counted(rows, 'row')}, got {size_words(free)}; free some, or choose another --home")
+                         f"{counted(rows, 'row')} of {meta.d_in:,} dimensions, got {size_words(free)}; free some, "
+                         f"or choose another --home")
 
 
 def _identity(file: str, array: ArraySource) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from ..files import file_sha256
 from ..home import Home, checked_name
 from ..store import (
     CODES,
-    DTYPES,
     ActivationStore,
     SparseRows,
     StoreMeta,
@@ -25,6 +24,7 @@ from ..store import (
     rows_per_chunk,
     rows_per_shard,
 )
+from ..store.sparse_rows import INDEX, OFFSET, VALUE
 from ..worlds import SyntheticConfig, World, is_saved_world, read_saelens, world_files
 from .filling import DERIVED, filling, finished_store, told_when_stopped
 from .importing import ImportConfig, check_room
@@ -110,7 +110,8 @@ def imported_world(source: str, config: SyntheticConfig, shape: ImportConfig, gi
         record = WorldRecord(world.features, hashlib.sha256(content).hexdigest())
         shard_rows = shape.shard_rows or _shard_rows(world.d_in, dtype)
         meta = StoreMeta(wanted, request, dtype, world.d_in, shard_rows, world=record)
-        check_room(folder, config.rows, world.d_in * DTYPES[dtype].storage.itemsize)
+        entries = world.firing_probabilities.sum()  # of a row, in the mean, or in a saved world more
+        check_room(folder, config.rows, meta, OFFSET.itemsize + int(entries * (INDEX.itemsize + VALUE.itemsize)))
         with (StoreWriter.open(folder, meta) as writer,
               filling([writer], "sampling", config.rows, listener) as show):
             if writer.meta.world != record:
