@@ -27,10 +27,10 @@ class SyntheticConfig(Config):
 
     The structure is SynthSAEBench's: Zipfian firing probabilities (exponent 0.5, at most 0.4, both as there), trees of
     which a feature fires only with its parent (4 children each, two thirds of all features in trees, as there), a
-    Gaussian copula of rank 25, unit directions made nearly orthogonal, noisy magnitudes, a bias. Other than there, a
-    tree is two levels deep below its root, and siblings do not exclude each other: features then fire as often as
-    Zipf's law says, and in the mean as many as are asked for, but for what the correlation of a child's Gaussian with
-    its parent's adds or takes (of 1,024 features at the defaults, up to a fifth of a child's rate, 2% of L0).
+    Gaussian copula of rank 25, unit directions made nearly orthogonal, noisy magnitudes (of mean 1 and of a standard
+    deviation |N(0.2, 0.1)|, another for each feature), a bias of norm 1. Other than there, trees end two levels below
+    their roots, siblings do not exclude each other, and a feature's Gaussian is uncorrelated with those of its
+    ancestors: so each fires as often as Zipf's law says, and as many as are asked for are active in the mean.
 
     Source: D. Chanin and A. Garriga-Alonso, "SynthSAEBench: Evaluating Sparse Autoencoders on Scalable Realistic
     Synthetic Data", 2026, arXiv:2602.14687.
@@ -80,6 +80,8 @@ class SyntheticConfig(Config):
         if not self.correlation:
             return np.empty((self.features, 0))
         factor = np.random.default_rng((self.seed, CORRELATIONS)).standard_normal((self.features, RANK))
+        if self.hierarchy:
+            _part_from_ancestors(factor, forest(self.features))
         return factor * (np.sqrt(self.correlation) / np.linalg.norm(factor, axis=1, keepdims=True))
 
 
@@ -119,6 +121,19 @@ def forest(features: int) -> np.ndarray:
         parents[children] = begin + (children - end) // BRANCHES
         begin, end = end, end + len(children)
     return parents
+
+
+def _part_from_ancestors(factor: np.ndarray, parents: np.ndarray) -> None:
+    """Make the loadings of each feature, (G, R), orthogonal to those of its ancestors, in place: where Gaussians are
+    independent, the probabilities of firing multiply."""
+    depth = (parents >= 0).astype(int) + (parents[parents] >= 0) * (parents >= 0)
+    for level in range(1, DEPTH + 1):
+        at = np.flatnonzero(depth == level)
+        above = parents[at]
+        for _ in range(level):  # the ancestors of one feature are orthogonal to each other by now
+            unit = factor[above] / np.linalg.norm(factor[above], axis=1, keepdims=True)
+            factor[at] -= (factor[at] * unit).sum(1, keepdims=True) * unit
+            above = parents[above]
 
 
 def tight_frame(vectors: np.ndarray) -> np.ndarray:

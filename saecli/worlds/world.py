@@ -46,7 +46,7 @@ class World:
         scaled: whether a feature's magnitude is multiplied by that of its parent over its parent's mean, (G,), bool.
 
     Source: D. Chanin and A. Garriga-Alonso, "SynthSAEBench: Evaluating Sparse Autoencoders on Scalable Realistic
-    Synthetic Data", 2026, arXiv:2602.14687, section on the generative model, as SAELens 6.54 has it.
+    Synthetic Data", 2026, arXiv:2602.14687; details as in SAELens 6.54, `sae_lens.synthetic`.
     """
 
     directions: np.ndarray
@@ -77,8 +77,8 @@ class World:
 
     @cached_property
     def levels(self) -> list[np.ndarray]:
-        """The features without a parent, (G,) bool each, then those whose parent is among these, and so on; the first
-        only where some of them exclude each other, and there is something to do."""
+        """Masks, (G,) each, of features without a parent, of their children, and so on; the first only where some of
+        them exclude each other."""
         depth, above = np.zeros(self.features, int), self.parents
         while (above >= 0).any():
             depth += above >= 0
@@ -93,6 +93,9 @@ class World:
             seed: at least 0.
             block: the number of the block, from 0.
 
+        Returns:
+            Those of `block_rows` rows; equal on one machine however many blocks were sampled before.
+
         Cost: B G Gaussians.
         """
         random = np.random.default_rng((seed, block))
@@ -102,7 +105,7 @@ class World:
             gaussians *= self._own_part
             gaussians += shared @ self.factor.T
         fires = gaussians > self._thresholds
-        for level in self.levels:  # of most features that fire alone the parent does not: that costs little here
+        for level in self.levels:  # before magnitudes are drawn: of most children the parent does not fire
             below = np.flatnonzero(level & (self.parents >= 0))
             fires[:, below] &= fires[:, self.parents[below]]
         rows, features = fires.nonzero()
@@ -119,8 +122,7 @@ class World:
         return SparseRows(offsets_of(counts), features[kept].astype(np.int32), values[kept])
 
     def rows(self, codes: SparseRows) -> np.ndarray:
-        """`codes directions + bias`, (R, D) float32: each row's terms are added one after the other, so that nothing
-        depends on threads."""
+        """`codes directions + bias`, (R, D) float32; a row's terms are added in order, whatever the threads."""
         matrix = csr_array((codes.values, codes.indices, codes.offsets), shape=(len(codes), self.features))
         return matrix @ self.directions + self.bias
 
