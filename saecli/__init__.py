@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .html_report.report import report
     from .inventory.importing import import_array
     from .inventory.listing import list_home
+    from .inventory.synthetic import import_synthetic
     from .publishing.export import export
     from .publishing.push import push
     from .spline_measures.geometry import geometry
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["SAE", "ActivationStore", "SaeError", "compare", "evaluate", "export", "extract", "fit", "geometry",
-           "import_array", "list_home", "load_sae", "open_store", "push", "report", "save_sae", "sparsity",
-           "stability"]
+           "import_array", "import_synthetic", "list_home", "load_sae", "open_store", "push", "report", "save_sae",
+           "sparsity", "stability"]
 
 _MODULES = {
     "SAE": "dictionary",
@@ -50,6 +51,7 @@ _MODULES = {
     "extract": "harvest",
     "geometry": "spline_measures.geometry",
     "import_array": "inventory.importing",
+    "import_synthetic": "inventory.synthetic",
     "list_home": "inventory.listing",
     "push": "publishing.push",
     "report": "html_report.report",

@@ -27,7 +27,7 @@ from .torchrun import rank, world
 
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
-    "import": "Put an array of activations or images into the store.",
+    "import": "Put an array, or rows made of known features, into the store.",
     "train": "Train a sparse autoencoder from a store.",
     "eval": "Measure reconstruction, sparsity and the effect on the model.",
     "sparsity": "Show how often latents fire, which are silent and which dense.",

@@ -6,7 +6,7 @@ Shapes: B rows, D = d_in, F = d_sae. A latent fires on a row when its code is no
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .dictionary import Dictionary
 from .distributed import ALONE, Communicator
 from .errors import ConfigError
 
+Watch = Callable[[Codes], None]
 DENSE_FREQUENCY = 0.1  # a latent that fires on a larger fraction of the rows counts as dense
 
 
@@ -96,16 +97,17 @@ class Reconstruction:
 
 
 @torch.no_grad()
-def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Communicator = ALONE) -> dict[str, Any]:
+def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Communicator = ALONE,
+                   watch: Watch | None = None) -> dict[str, Any]:
     """`Reconstruction.result` of an SAE over batches of rows, (B, D), of its dtype and device, and over all processes
-    of the communicator; one pass."""
-    (found,) = reconstructions([sae], batches, communicator)
+    of the communicator; one pass. `watch` is called with the codes of each batch."""
+    (found,) = reconstructions([sae], batches, communicator, watch)
     return found
 
 
 @torch.no_grad()
 def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
-                    communicator: Communicator = ALONE) -> list[dict[str, Any]]:
+                    communicator: Communicator = ALONE, watch: Watch | None = None) -> list[dict[str, Any]]:
     """`reconstruction` of each of several SAEs, in one pass; batches are converted to each SAE's dtype and device."""
     found = [Reconstruction(sae.d_in, sae.d_sae) for sae in saes]
     for batch in batches:
@@ -113,6 +115,8 @@ def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
             x = batch.to(sae.W_enc)
             z = sae.codes(x)
             own.update(x, sae.decode_codes(z), z)
+            if watch is not None:
+                watch(z)
     for sae, own in zip(saes, found, strict=True):
         own.all_reduce(communicator, sae.W_enc.device)
     return [own.result() for own in found]

@@ -5,13 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, F, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 from reports import NASTY, WORDS, Texts, index_of, make_text_run, make_text_store, pages_of, save_model
 
 from saecli.activations import AbsTopK, Relu
 from saecli.dictionary import SAE
 from saecli.html_report import write_pages
 from saecli.latent_survey import bin_edges
+from saecli.store import ActivationStore
+from saecli.worlds import World
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +237,18 @@ def test_a_report_that_is_stopped_half_way_leaves_nothing(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         write_pages(tmp_path / "out", "title", {}, stopped())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pages_name_the_known_feature_nearest_to_each_latent_and_its_cosine(sae: CommandLine, tmp_path: Path):
+    sae("import", "synthetic", "--features", "40", "--d-in", str(D), "--l0", "4", "--rows", "500")
+    store, mine = ActivationStore.open(sae.home / "activations" / "synthetic"), random_sae()
+    make_run(sae.home, "run", mine, data="synthetic")
+    done = sae("report", "run", "--out", tmp_path / "pages", "--json")
+    assert done.json["measures"]["mcc"] == sae("eval", "run", "--json").json["runs"][0]["mcc"]
+    cosines = torch.nn.functional.normalize(mine.W_dec, dim=1).numpy() @ World.of_store(store).directions.T
+    for latent, page in pages_of(tmp_path / "pages").items():
+        feature = int(np.abs(cosines[latent]).argmax())
+        assert page["feature"] == [feature, pytest.approx(cosines[latent, feature], rel=1e-3)]
+    make_store(sae.home, "plain", next(store.split("all").sequential(500)))
+    sae("report", "run", "--data", "plain", "--out", tmp_path / "plain")
+    assert not any("feature" in page for page in pages_of(tmp_path / "plain").values())

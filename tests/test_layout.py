@@ -18,7 +18,7 @@ FLOORS = [
     {"batch", "codes"},
     {"encoding"},
     {"activations", "arrays", "devices", "language_model", "ridge", "store", "texts"},
-    {"dictionary"},
+    {"dictionary", "worlds"},
     {"inventory"},
     {"harvest"},
     {"formats", "metrics", "spline"},

@@ -15,6 +15,8 @@ from device_cases import ACTS, ROWS, SOLVERS, trained
 from saecli.metrics import firing, reconstruction
 from saecli.solvers.base import Solver
 from saecli.solvers.optimizers import Adam
+from saecli.worlds import SyntheticConfig
+from saecli.worlds.scores import Alignment, FeatureScores
 
 simulated_gpu.register()
 CASES = [case for case in itertools.product(SOLVERS, ACTS)  # soft-topk's small products take long here
@@ -91,6 +93,23 @@ def test_measuring_does_not_wait_for_the_device() -> None:
         with simulated_gpu.waits_within() as many:
             measure(sae, batches)
         assert few == many
+
+
+@pytest.mark.parametrize("act", ["relu", "topk"])
+def test_known_features_are_scored_on_a_device_as_on_the_cpu(act: str) -> None:
+    world = SyntheticConfig(features=40, d_in=ROWS.shape[1], l0=4).world()
+    truth = world.codes(0, 0)[:600]
+    sae, _ = trained("cpu", "sgd", act, {})
+    found = []
+    for device in ("cpu", "gpu"):
+        mine = sae.copy_to(device)
+        scores = FeatureScores(Alignment.of(mine.W_dec, torch.from_numpy(world.directions)), device)
+        x = torch.from_numpy(world.rows(truth)).to(device)
+        for begin in (0, 300):
+            scores.update(mine.codes(x[begin : begin + 300]), truth[begin : begin + 300])
+        found.append(scores.result())
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
+    assert found[0]["f1"] > 0
 
 
 def test_the_device_refuses_what_cuda_refuses() -> None:

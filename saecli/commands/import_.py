@@ -7,23 +7,37 @@ import typer
 from ..arrays import SUFFIXES
 from ..inventory.importing import ImportConfig, imported
 from ..inventory.listing import stored
+from ..inventory.synthetic import imported_world, is_world, refuse_options_of_worlds
 from ..options import Given, Json, configured, start
+from ..worlds import SyntheticConfig
 
 File = Annotated[str, typer.Argument(
     help=f"A file ({SUFFIXES}); or digits: scikit-learn's handwritten digits; or patches: 16x16 grey patches of its "
-         "two photographs, each less its mean, 8 per square of 32x32 pixels, which is trained on or held out whole.")]
+         "two photographs, each less its mean, 8 per square of 32x32 pixels, which is trained on or held out whole; or "
+         "synthetic: rows made of known features, which are stored beside them; or a folder in which SAELens saved "
+         "such a world.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the store.", show_default="the file's name")]
 
 
-@configured(ImportConfig)
+@configured(ImportConfig, SyntheticConfig)
 def command(ctx: typer.Context, file: File, options: Given, name: Name = None, json: Json = False) -> None:
-    """Put an array of activations or images into the store.
+    """Put an array, or rows made of known features, into the store.
 
     An array of more than two dimensions needs --flatten. Nothing in the file is executed, and no other file that it
     names is opened. The same command again resumes an interrupted import, and does nothing for a finished one.
 
+    Of rows made of known features, `sae eval` tells which of them an SAE has found. Their structure is SynthSAEBench's
+    (arXiv:2602.14687): Zipfian frequencies, a hierarchy, correlations.
+
     Example: sae import train-images-idx3-ubyte.gz --labels train-labels-idx1-ubyte.gz --name mnist
     """
     session = start(ctx, json)
-    document, tables = stored([imported(file, options.config(ImportConfig), name, session.home, session.console)])
+    config = options.config(ImportConfig)
+    if is_world(file):
+        found = imported_world(file, options.config(SyntheticConfig), config, options.given, name, session.home,
+                               session.console)
+    else:
+        refuse_options_of_worlds(file, options.given)
+        found = imported(file, config, name, session.home, session.console)
+    document, tables = stored([found])
     session.console.result(document, *tables)

@@ -70,6 +70,7 @@ def meaning(run: Mapping[str, Any]) -> str:
 RECONSTRUCTION = ("l0", "fvu", "explained_variance", "mse", "cosine", "l1", "silent_fraction", "dead_fraction", "rows",
                   "split", "data")
 EFFECT = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "tokens")
+FEATURES = ("mcc", "f1", "precision", "recall", "uniqueness", "true_l0")
 SPARSITY = ("l0", "l0_std", "density", "silent", "dense", "dead_fraction", "rows", "split", "data")
 LISTED = 12  # latents that a list names before it says how many more there are
 
@@ -80,11 +81,14 @@ def sparsest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> list[RenderableType]:
-    """The tables of `sae eval` from measures, sparsest first: one of reconstruction, and one of the effect on the
-    language model, unless that is None."""
+    """The tables of `sae eval` from measures, sparsest first: one of reconstruction, one of the known features
+    found, where rows are made of such, and one of the effect on the language model, unless that is None."""
     order = "sparsest first" if len(ranked) > 1 else None
     compared = any(run["unbeaten"] is not None for run in ranked)
     shown = [comparison(ranked, RECONSTRUCTION, f"{order}; {meaning(ranked[0])}" if compared else order)]
+    if of_worlds := [run for run in ranked if "mcc" in run]:
+        shown.append(comparison(of_worlds, FEATURES, "known features: f1, precision and recall of latents as detectors "
+                                                     "of the feature nearest to each"))
     if model is not None:
         shown.append(comparison(ranked, EFFECT, f"with the SAE's reconstructions in {model}; in nats a token"))
     return shown

@@ -14,6 +14,7 @@ from ..home import Home
 from ..metrics import Firing, doubts, firing, reconstruction
 from ..store import Rows
 from ..wording import counted
+from ..worlds.scores import FeatureScores
 from .comparing import marked
 from .sae_and_rows import Measured, RowsLike, SAELike, all_measured, by_rows, measured
 
@@ -101,8 +102,8 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
 
     Returns:
         The document that `sae eval --json` prints for a run: `run`, `data` and `split`, the measures of
-        `Reconstruction.result`, `dead_fraction`, with a model the measures of `splice.effects`, and `unbeaten`, None
-        for a single SAE.
+        `Reconstruction.result`, `dead_fraction`, on rows made of known features (`sae import synthetic`) the measures
+        of `FeatureScores.result`, with a model those of `splice.effects`, and `unbeaten`, None for a single SAE.
 
     Raises:
         ConfigError: an argument that cannot work, or that does nothing with the others.
@@ -154,12 +155,23 @@ def evaluated(everything: Sequence[Measured], model: str | None, tokens: int | N
         ConfigError, StoreError, ModelError: the model is missing, or did not produce the rows.
     """
     splices = [] if model is None else _splices(everything, model, listener)
-    found = [one.heading | reconstruction(one.sae, one.batches(listener)) | {"dead_fraction": one.subject.dead_fraction}
-             for one in everything]
+    found = [one.heading | _reconstructed(one, listener) for one in everything]
     if model is None:
         return found
     effects = _effects(everything, splices, tokens or TOKENS, listener)
     return [run | effect for run, effect in zip(found, effects, strict=True)]
+
+
+def _reconstructed(one: Measured, listener: Listener) -> dict[str, Any]:
+    """The document that `sae eval` prints for an SAE without a model; with `FeatureScores.result` where its rows are
+    made of known features."""
+    dead = {"dead_fraction": one.subject.dead_fraction}
+    alignment = one.alignment()
+    if alignment is None:
+        return reconstruction(one.sae, one.batches(listener)) | dead
+    scores, truth = FeatureScores(alignment, one.sae.W_dec.device), one.of_store.codes(one.batch_rows)
+    measures = reconstruction(one.sae, one.batches(listener), watch=lambda z: scores.update(z, next(truth)))
+    return measures | dead | scores.result()
 
 
 def warnings(found: Sequence[dict[str, Any]], everything: Sequence[Measured]) -> list[str]:

@@ -24,6 +24,8 @@ from ..hub import Address, fetch, is_cached
 from ..inventory.filling import open_store
 from ..store import ActivationStore, Rows
 from ..training.rows import ArrayLike, ArrayRows
+from ..worlds import World
+from ..worlds.scores import Alignment
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,13 @@ class Measured:
     def store(self) -> ActivationStore:
         """The rows' store; for rows in memory, ConfigError as of `of_store`."""
         return self.of_store.store
+
+    def alignment(self) -> Alignment | None:
+        """The alignment of the SAE's decoder with the features that the rows are made of; None if these are unknown.
+        Raises StoreError if the store's file of them is damaged."""
+        if isinstance(self.rows, ArrayRows) or self.store.meta.world is None:
+            return None
+        return Alignment.of(self.sae.W_dec, torch.from_numpy(World.of_store(self.store).directions))
 
     @property
     def heading(self) -> dict[str, str | None]:

@@ -50,12 +50,14 @@ class Readings:
         neighbours: cosines and latents, (C, n) each; see `latent_survey.neighbours`.
         texts: of the tokens; unused if the store has none.
         outputs: the tokens that each latent promotes and suppresses; None without a model.
+        features: the known feature nearest to each latent, and its cosine, (C,) each; None if the rows have none.
     """
 
     chosen: Sequence[int]
     neighbours: tuple[Tensor, Tensor]
     texts: Texts
     outputs: "OutputTokens | None"
+    features: tuple[Tensor, Tensor] | None = None
 
 
 class Details:
@@ -100,6 +102,9 @@ class Details:
                 "neighbours": list(zip(others[place].tolist(), rounded(cosines[place]), strict=True)), "scale": scale,
                 "examples": [self._example(place, which, scale, strings)
                              for which in range(int((self._found["size"][place] > 0).sum()))]}
+        if self._readings.features is not None:
+            feature, cosine = (values[place] for values in self._readings.features)
+            page["feature"] = [int(feature), float(f"{cosine:.4g}")]
         if (outputs := self._readings.outputs) is not None:
             for name, tokens, logits in (("promoted", outputs.promoted, outputs.promoted_logits),
                                          ("suppressed", outputs.suppressed, outputs.suppressed_logits)):

@@ -261,7 +261,9 @@ def _readings(one: Measured, chosen: list[int], words: Words, listener: Listener
     if words.unembedding is not None:
         with listener.progress("reading off output tokens", len(chosen), "latents") as show:
             outputs = words.unembedding.output_tokens(W_dec[numbers], OUTPUT_TOKENS, show)
-    return Readings(chosen, near, words.texts, outputs)
+    alignment = one.alignment()
+    features = None if alignment is None else (alignment.nearest[chosen], alignment.nearest_cosines[chosen])
+    return Readings(chosen, near, words.texts, outputs, features)
 
 
 def _heading(one: Measured) -> dict[str, Any]:

@@ -44,8 +44,8 @@ class ImportConfig(Config):
     max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
     dtype: str | None = option(None, "Precision of the stored rows; default: the file's own if it is float16 or "
                                      "bfloat16, else float32.", choices=tuple(DTYPES))
-    shard_rows: int | None = option(None, "Rows in a shard file; default: 256 MiB of them.", minimum=1,
-                                    maximum=2**31 - 1)
+    shard_rows: int | None = option(None, "Rows in a shard file; default: 256 MiB of them, with synthetic about "
+                                          "32,768.", minimum=1, maximum=2**31 - 1)
 
 
 def import_array(file: str | Path, name: str | None = None, *, key: str | None = None, labels: str | None = None,
@@ -95,7 +95,8 @@ def imported(file: str, config: ImportConfig, name: str | None, home: Home,
         array = open_array(file, config.key, config.labels, config.flatten)
         folders.append(folder)
         meta = _meta(file, array, config)
-        _check_room(folder, array, meta.dtype)
+        beside = sum(COLUMNS[name].itemsize for name in meta.columns)
+        check_room(folder, array.rows, meta, beside)
         if (finished := finished_store(folder, meta.request_hash, listener)) is not None:
             return finished, True
         with (StoreWriter.open(folder, meta) as writer,
@@ -121,20 +122,28 @@ def _meta(file: str, array: ArraySource, config: ImportConfig) -> StoreMeta:
                      max_norm_multiple=config.max_norm_multiple)
 
 
-def _check_room(folder: Path, array: ArraySource, dtype: str) -> None:
-    """Raise a StoreError if the disk has no room for the rows, before reading any: a header can claim any number."""
-    rows = array.rows
+def check_room(folder: Path, rows: int, meta: StoreMeta, beside: int) -> None:
+    """Refuse rows that the disk has no room for, before reading any: a header can claim any number.
+
+    Args:
+        folder: the store's; rows that it holds already need no room.
+        rows: number of rows it is to hold.
+        meta: its `store.json`.
+        beside: bytes stored beside each row.
+
+    Raises:
+        StoreError: the disk has no room.
+    """
     if (folder / STORE_MARKER).exists():
         store = ActivationStore.open(folder)
         rows = 0 if store.complete else rows - store.rows
-    columns = sum(COLUMNS[name].itemsize for name in array.columns(0, 0))
-    needed = rows * (array.features * DTYPES[dtype].storage.itemsize + columns)
+    needed = rows * (meta.row_bytes + beside)
     free = shutil.disk_usage(next(parent for parent in folder.absolute().parents if parent.exists())).free
     if needed > free:
         raise StoreOptionError(None, "cannot store {folder}: expected {needed} of free disk for {rows} of {features} "
                                      "dimensions, got {free}", "free some, or choose another {home}",
                                folder=folder.name, needed=size_words(needed), rows=counted(rows, "row"),
-                               features=f"{array.features:,}", free=size_words(free))
+                               features=f"{meta.d_in:,}", free=size_words(free))
 
 
 def _identity(file: str, array: ArraySource) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from .dtypes import DTYPES
 from .schema import StoreMeta
+from .sparse_rows import SparseRows
 from .statistics import Dropped, row_norms
 
 NONFINITE = "nonfinite"
@@ -18,7 +19,7 @@ MAX_NORM_HELP = ("Drop and count rows whose norm exceeds this multiple of the me
                  "about 10,000 rows, or 16 MiB of an imported file), which the store records; dictionary_learning's "
                  "max_activation_norm_multiple; default: no limit.")
 
-Columns = Mapping[str, np.ndarray]
+Columns = Mapping[str, np.ndarray | SparseRows]
 
 
 class Admission:
@@ -50,7 +51,7 @@ class Admission:
 
         Args:
             activations: (R, D) float, or uint16 bits where the store is bfloat16; R may be 0.
-            columns: (R,) integers for each of the store's columns.
+            columns: (R,) integers for each of the store's columns, and true codes if it has them.
             dropped: norms of the rows of this block that the producer itself dropped, by reason; NaN where unknown.
 
         Raises:
@@ -70,10 +71,12 @@ class Admission:
         if activations.ndim != 2 or activations.shape[1] != meta.d_in:
             raise ValueError(f"a block does not fit {self._path}: expected shape (rows, {meta.d_in}), "
                              f"got {activations.shape}")
-        if columns.keys() != set(meta.columns):
-            raise ValueError(f"a block does not fit {self._path}: expected columns {list(meta.columns)}, "
+        if columns.keys() != set(meta.beside):
+            raise ValueError(f"a block does not fit {self._path}: expected columns {list(meta.beside)}, "
                              f"got {list(columns)}")
         for name, column in columns.items():
+            if isinstance(column, SparseRows):
+                continue
             if column.shape != (len(activations),) or column.dtype.kind not in "iu":
                 raise ValueError(f"column {name} does not fit {self._path}: expected {len(activations)} integers, "
                                  f"got {column.dtype} of shape {column.shape}")
@@ -90,7 +93,7 @@ class Admission:
         if not unwanted.any():
             return rows, columns, out
         out += Dropped.of({reason: self._row_norms(rows[unwanted])})
-        return rows[~unwanted], {name: columns[name][~unwanted] for name in self._meta.columns}, out
+        return rows[~unwanted], {name: columns[name][~unwanted] for name in self._meta.beside}, out
 
     def _row_norms(self, rows: np.ndarray) -> np.ndarray:
         """Norms, (R,), of undecoded rows; infinite for rows with a NaN or infinity in the stored type."""

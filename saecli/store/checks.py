@@ -20,10 +20,12 @@ from pathlib import Path
 from xxhash import xxh3_64
 
 from ..errors import StoreError
+from ..files import file_sha256
 from ..home import STORE_MARKER
-from .schema import SHARDS, StoreMeta
+from .schema import SHARDS, WORLD_FILE, StoreMeta
 
 MEND_SHARD = "run the command that made the store again, which rewrites that shard"
+MEND_WORLD = "run the command that made the store again, which rewrites that file"
 PIECE_BYTES = 4 << 20
 THREADS = 4
 
@@ -81,6 +83,24 @@ def find_damage(store: Path, meta: StoreMeta, shards: Iterable[int],
     for index in damaged:
         suspect(store / SHARDS / meta.shards[index].file)
     return damaged
+
+
+def damaged_world(store: Path, meta: StoreMeta) -> list[str]:
+    """A sentence if the file of the features that a store's rows are made of is missing or damaged; none if it is
+    whole, or the store has no such file.
+
+    Cost: one read of the file.
+    """
+    if meta.world is None:
+        return []
+    path = store / WORLD_FILE
+    try:
+        got = file_sha256(path)
+    except OSError as error:
+        return [f"cannot read {path}: {error.strerror or error}; {MEND_WORLD}"]
+    if got == meta.world.sha256:
+        return []
+    return [f"{path} is damaged: expected SHA-256 {meta.world.sha256}, got {got}; {MEND_WORLD}"]
 
 
 def remembers(store: Path) -> bool:

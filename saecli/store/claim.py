@@ -13,7 +13,7 @@ from ..errors import StoreError, StoreOptionError
 from ..files import LOCK, lock_folder
 from ..home import STORE_MARKER
 from .checks import changed, find_damage
-from .schema import RANKS, SHARDS, StoreMeta, read_meta, write_meta
+from .schema import RANKS, SHARDS, WORLD_FILE, StoreMeta, read_meta, write_meta
 
 
 class ClaimedStore:
@@ -104,6 +104,7 @@ def remove_empty(path: Path) -> None:
             if folder.exists():
                 shutil.rmtree(folder)
         (path / STORE_MARKER).unlink(missing_ok=True)
+        (path / WORLD_FILE).unlink(missing_ok=True)
     forsake(path)
 
 

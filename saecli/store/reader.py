@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from ..errors import ConfigError, StoreError, StoreOptionError
-from .checks import changed, find_damage, no_show
+from .checks import changed, damaged_world, find_damage, no_show
 from .schema import SHARDS, StoreMeta, read_meta
 from .shard import MappedShards, demand_room, read_layout
 from .shard_statistics import stored_statistics
 from .shuffle import Deal
+from .sparse_rows import CODES, SparseRows, stacked
 from .split import TEST_FRACTION, Split, Which
 from .statistics import Spread
 from .stream import WHOLE, Part, Source, in_order, shuffled
@@ -128,17 +129,26 @@ class Rows:
         starts = np.cumsum(self.store.chunk_sizes) - self.store.chunk_sizes
         return self._beside(lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size)
 
-    def _beside(self, of_chunk: Callable[[int], np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
+    def codes(self, batch_size: int) -> Iterator[SparseRows]:
+        """The true codes of these rows, in stored order, in batches as of `column`; StoreError if there are none, or a
+        shard is missing or damaged."""
+        _check_batch_size(batch_size)
+        if self.store.meta.world is None:
+            raise StoreError(f"{self.store.path} has no true codes; expected a store of rows made of known features")
+        return self._beside(lambda chunk: self.store.chunk_column(chunk, CODES), batch_size)
+
+    def _beside(self, of_chunk: Callable[[int], Any], batch_size: int) -> Iterator[Any]:
         """Values of these rows in batches; `of_chunk` gives those of all rows of a chunk."""
-        waiting = np.empty(0, np.int64)
+        waiting = None
         for chunk in np.flatnonzero(self._counts):
             kept = self._kept(int(chunk))
             values = of_chunk(int(chunk))
-            waiting = np.concatenate([waiting, values if kept is None else values[kept]])
+            values = values if kept is None else values[kept]
+            waiting = values if waiting is None else stacked([waiting, values])
             whole = len(waiting) - len(waiting) % batch_size
-            yield from np.split(waiting[:whole], range(batch_size, whole, batch_size)) if whole else ()
+            yield from (waiting[begin : begin + batch_size] for begin in range(0, whole, batch_size))
             waiting = waiting[whole:]
-        if len(waiting):
+        if waiting is not None and len(waiting):
             yield waiting
 
     def _kept(self, chunk: int) -> np.ndarray | None:
@@ -310,7 +320,8 @@ class ActivationStore:
         return list(find_damage(self.path, self.meta, chosen, show).values())
 
     def misfits(self) -> list[str]:
-        """A sentence for the first shard that differs from its description in `store.json`; none where all agree.
+        """A sentence for the first shard, or for `world.safetensors`, if it differs from its description in
+        `store.json`; none where all agree.
 
         Cost: opens every shard, and reads no activations.
         """
@@ -319,7 +330,7 @@ class ActivationStore:
                 read_layout(self.path / SHARDS / shard.file, self.meta, shard)
         except StoreError as error:
             return [str(error)]
-        return []
+        return damaged_world(self.path, self.meta)
 
     def chunk(self, chunk: int) -> np.ndarray:
         """The rows of a chunk, by its number within the store, in the storage dtype; a read-only view."""

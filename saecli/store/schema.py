@@ -23,6 +23,11 @@ The format, version 1:
   `sum_i (x_i - mean)^2`; attributes `norm_mean` and `norm_max` of their Euclidean norms, float64; and a histogram of
   these norms, `norm_bin`, (K,) int32 ascending, and `norm_count`, (K,) int64 above 0: bin 0 is for norms of 0, bin i
   for norms in `[2^((i - 1) / 40 - 149), 2^(i / 40 - 149))`.
+- A store of rows made of known features has a `world`: the file `world.safetensors` in its folder has that `sha256`,
+  and `directions` (G, d_in), `bias` (d_in,) and `firing_probabilities` (G,), float32, of G `features`. Then every shard
+  has a group `codes` of contiguous datasets: `offset` (rows + 1,) int64 from 0, `index` (n,) int32 in [0, G) ascending
+  within a row, `value` (n,) float32 above 0. Row i, before rounding to the stored type, is `bias` plus the sum of
+  `value[j] directions[index[j]]` over j in [`offset[i]`, `offset[i + 1]`).
 - `store.json` MAY lack `max_norm_multiple`, `median_norm`, `norms`, `norm_quantiles`, `dropped_norms` and a shard's
   `frame`: older versions wrote none of them.
 - `store.json` MAY have a `partial`: a `shard`, in the form of the other shards' entries, that holds the first rows of
@@ -51,11 +56,13 @@ from ..errors import ConfigError, StoreError
 from ..files import regular, write_json
 from ..home import STORE_MARKER, UNREADABLE, now
 from .dtypes import DTYPES
+from .sparse_rows import CODES
 from .statistics import Norms
 
 FORMAT_VERSION = 1
 SHARDS = "shards"
 RANKS = "ranks"
+WORLD_FILE = "world.safetensors"
 ACTIVATIONS = "activations"
 CHUNK_CHECKSUMS = "chunk_xxh3"
 CHECKSUM = np.dtype("<u8")
@@ -174,6 +181,19 @@ class RankShards:
 
 
 @dataclass(frozen=True)
+class WorldRecord:
+    """The features that a store's rows are made of.
+
+    Args:
+        features: G, their number.
+        sha256: hash of the bytes of `world.safetensors`.
+    """
+
+    features: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class StoreMeta:
     """The contents of `store.json`.
 
@@ -196,6 +216,7 @@ class StoreMeta:
         shards: the finished shards, in the order of their rows.
         partial: the stored rows of the next shard, while the store is not complete.
         ranks: each rank's rows and shards, where several write the store; see `ranks.py`.
+        world: the known features that the rows are made of, whose true codes are stored too; None if there are none.
         format_version: version of the format.
     """
 
@@ -217,6 +238,7 @@ class StoreMeta:
     shards: tuple[ShardRecord, ...] = ()
     partial: Partial | None = None
     ranks: tuple[RankShards, ...] = ()
+    world: WorldRecord | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -253,6 +275,11 @@ class StoreMeta:
         """Bytes per row of activations as stored."""
         return self.d_in * DTYPES[self.dtype].storage.itemsize
 
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The names of the values stored beside each row: the columns, and true codes."""
+        return (*self.columns, CODES) if self.world else self.columns
+
     def rank_of(self, shard: int) -> int:
         """The rank that wrote a shard; 0 where there is one process."""
         return next((rank for rank, end in enumerate(self._ends) if shard < end), 0)
@@ -273,12 +300,13 @@ class StoreMeta:
     def request(self) -> dict[str, Any]:
         """The entries that must agree for an interrupted store to be resumed."""
         names = ("dtype", "d_in", "shard_rows", "chunk_rows", "columns", "max_norm_multiple", "request_hash")
-        return {**self.source, **{name: getattr(self, name) for name in names}}
+        features = {"features": self.world.features} if self.world else {}
+        return {**self.source, **features, **{name: getattr(self, name) for name in names}}
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `store.json`."""
         document = dataclasses.asdict(self)
-        for name in ("partial", "ranks"):
+        for name in ("partial", "ranks", "world"):
             if not document[name]:
                 del document[name]
         return {name: document[name] for name in ("format_version", "created", "complete", *document)}

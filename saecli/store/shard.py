@@ -24,6 +24,7 @@ from ..home import STORE_MARKER, UNREADABLE
 from .checks import MEND_SHARD, damage, found_file, frame_checksum, open_shard
 from .dtypes import DTYPES
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, ShardRecord, StoreMeta
+from .sparse_rows import CODES, INDEX, OFFSET, VALUE, SparseRows
 
 # What h5py raises, unpredictably, for damaged or foreign files.
 HDF5_ERRORS = (OSError, RuntimeError, KeyError, TypeError, ValueError)
@@ -40,6 +41,7 @@ class Layout:
         chunk_rows: rows in a chunk; the last may be padded.
         chunks: (chunks,) byte offset of each chunk of activations.
         columns: byte offset of each column.
+        codes: byte offset, type and length of each dataset of true codes; empty if the store has none.
         checksums: byte offset of the chunks' checksums; None where the whole file has been checked.
         end: the file's minimum size in bytes.
         checked: (chunks,) whether a chunk's checksum has been verified.
@@ -50,6 +52,7 @@ class Layout:
     chunk_rows: int
     chunks: np.ndarray
     columns: dict[str, int]
+    codes: dict[str, tuple[int, np.dtype, int]]
     checksums: int | None
     end: int
     checked: np.ndarray
@@ -181,11 +184,17 @@ def _checked_layout(file: h5py.File, meta: StoreMeta, record: ShardRecord, found
         return offset
 
     columns = {name: place(name, rows, COLUMNS[name]) for name in meta.columns}
+    codes = {}
+    _expect("known features", meta.world is not None, CODES in file)
+    if meta.world:
+        entries = len(file[CODES]["index"])
+        for name, length, kind in (("offset", rows + 1, OFFSET), ("index", entries, INDEX), ("value", entries, VALUE)):
+            codes[name] = (place(f"{CODES}/{name}", length, kind) if length else 0, kind, length)
     checksums = place(CHUNK_CHECKSUMS, count, CHECKSUM) if record.frame else None
     if found[1] < max(ends):
         raise ValueError(f"truncated file: expected {max(ends)} bytes or more, got {found[1]}")
     checked = np.full(count, record.frame is None)
-    return Layout(rows, chunk_rows, chunks, columns, checksums, max(ends), checked, found)
+    return Layout(rows, chunk_rows, chunks, columns, codes, checksums, max(ends), checked, found)
 
 
 def _expect(what: str, said: object, held: object) -> None:
@@ -273,8 +282,8 @@ class MappedShards:
                 return False
         return True
 
-    def column(self, shard: int, name: str) -> np.ndarray:
-        """A column of a shard.
+    def column(self, shard: int, name: str) -> np.ndarray | SparseRows:
+        """A column of a shard, or its true codes.
 
         Returns:
             (rows,) of the column's type, read-only.
@@ -283,6 +292,9 @@ class MappedShards:
             StoreError: the shard is missing, damaged or foreign.
         """
         layout, mapped = self._open(shard)
+        if name == CODES:
+            return SparseRows(*(np.ndarray((length,), kind, mapped, offset)
+                                for offset, kind, length in layout.codes.values()))
         return np.ndarray((layout.rows,), COLUMNS[name], mapped, layout.columns[name])
 
     def _open(self, shard: int) -> tuple[Layout, mmap.mmap]:

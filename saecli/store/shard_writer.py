@@ -40,6 +40,7 @@ from .schema import (
 )
 from .shard import MappedShards
 from .shard_statistics import put_statistics
+from .sparse_rows import CODES, INDEX, OFFSET, VALUE, SparseRows, stacked
 from .statistics import Dropped, Statistics
 
 ALIGNMENT = 64  # bytes; NumPy is slow on unaligned numbers
@@ -68,7 +69,7 @@ class ShardWriter:
         self._decoded = np.empty(self._chunk.shape, np.float32)
         self._scratch = np.empty(self._chunk.shape, np.float64)
         self._filled = 0  # rows of the chunk being gathered
-        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in meta.columns}
+        self._columns: dict[str, list[np.ndarray | SparseRows]] = {name: [] for name in meta.beside}
         self._checksums: list[int] = []  # per chunk
         _, self._start = _headers(meta, meta.shard_rows)
         self._end = self._start
@@ -76,18 +77,19 @@ class ShardWriter:
         self._file_path = partial_path(path)
         self._file = os.open(self._file_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
 
-    def append(self, rows: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
+    def append(self, rows: np.ndarray, columns: Mapping[str, np.ndarray | SparseRows]) -> None:
         """Add rows.
 
         Args:
             rows: (R, D) in the storage dtype.
-            columns: (R,) for each of the store's columns.
+            columns: (R,) for each of the store's columns, and true codes if it has them.
 
         Raises:
             OSError: the write fails.
         """
         for name, parts in self._columns.items():
-            parts.append(columns[name].astype(COLUMNS[name]))
+            column = columns[name]
+            parts.append(column.copy() if isinstance(column, SparseRows) else column.astype(COLUMNS[name]))
         self.rows += len(rows)
         while len(rows):
             room = len(self._chunk) - self._filled
@@ -111,7 +113,7 @@ class ShardWriter:
                 self._chunk = self._chunk[: self.rows]
             self._chunk[self._filled :] = 0
             self._flush_chunk()
-        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        columns = {name: stacked(parts) for name, parts in self._columns.items()}
         columns[CHUNK_CHECKSUMS] = np.array(self._checksums, CHECKSUM)
         assert self.statistics is not None
         image, start = _headers(self._meta, self.rows, columns, self.statistics)
@@ -127,11 +129,11 @@ class ShardWriter:
         settle(self._file_path, self.path)
         return digest, frame
 
-    def parts(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    def parts(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray | SparseRows]]]:
         """The rows appended so far and their columns, chunk by chunk: (R, D) in the storage dtype, and (R,) each."""
         shape = (self.rows - self._filled, self._meta.d_in)
         whole = np.memmap(self._file_path, self._chunk.dtype, "r", self._start, shape) if shape[0] else self._chunk[:0]
-        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        columns = {name: stacked(parts) for name, parts in self._columns.items()}
         for begin in range(0, self.rows, len(self._chunk)):
             rows = whole[begin : begin + len(self._chunk)] if begin < len(whole) else self._chunk[: self._filled]
             yield rows, {name: column[begin : begin + len(rows)] for name, column in columns.items()}
@@ -199,7 +201,7 @@ class _Image(io.RawIOBase):
         return self.size
 
 
-def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | None = None,
+def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray | SparseRows] | None = None,
              statistics: Statistics | None = None) -> tuple[_Image, int]:
     """All bytes of a shard but its activations.
 
@@ -209,7 +211,8 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | Non
     Args:
         meta: the store's `store.json`.
         rows: number of rows.
-        columns: (rows,) for each of the store's columns, and the chunks' checksums; None leaves them out.
+        columns: (rows,) for each of the store's columns, the chunks' checksums, and true codes if it has them; None
+            leaves them out.
         statistics: of the rows; None leaves them out.
 
     Returns:
@@ -223,11 +226,24 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray] | Non
         _create(file, CHUNK_CHECKSUMS, h5py.h5t.py_create(CHECKSUM), (-(-rows // chunk[0]),))
         activations = _create(file, ACTIVATIONS, DTYPES[meta.dtype].hdf5, (rows, meta.d_in), chunk)
         for name, column in (columns or {}).items():
-            file[name][...] = column
+            if isinstance(column, SparseRows):
+                _put_codes(file, column)
+            else:
+                file[name][...] = column
         if statistics is not None:
             put_statistics(file, statistics)
         start = activations.get_chunk_info_by_coord((0, 0)).byte_offset
     return image, start
+
+
+def _put_codes(file: h5py.File, codes: SparseRows) -> None:
+    """Write a shard's true codes into it, as `schema.py` says."""
+    creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    creation.set_obj_track_times(False)
+    group = h5py.Group(h5py.h5g.create(file.id, CODES.encode(), gcpl=creation))
+    for name, values, kind in (("offset", codes.offsets, OFFSET), ("index", codes.indices, INDEX),
+                               ("value", codes.values, VALUE)):
+        group.create_dataset(name, data=values.astype(kind), track_times=False)
 
 
 def _open(image: _Image) -> h5py.File:
@@ -291,7 +307,7 @@ def taken_up(path: Path, meta: StoreMeta) -> ShardWriter | None:
     stored = MappedShards(path, dataclasses.replace(meta, shards=(record,)))
     shard = ShardWriter(path / SHARDS / shard_name(len(meta.shards)), meta)
     try:
-        columns = {name: stored.column(0, name) for name in meta.columns}
+        columns = {name: stored.column(0, name) for name in meta.beside}
         for chunk, begin in enumerate(range(0, record.rows, meta.chunk_rows)):
             rows = stored.chunk(0, chunk)
             shard.append(rows, {name: column[begin : begin + len(rows)] for name, column in columns.items()})

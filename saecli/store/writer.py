@@ -24,6 +24,7 @@ from .dtypes import DTYPES
 from .schema import SHARDS, Partial, Resume, ShardRecord, StoreMeta, shard_name, write_meta
 from .shard_statistics import norm_fields, with_shard
 from .shard_writer import SAVE_SECONDS, ShardWriter, remove_partials, store_partial, taken_up
+from .sparse_rows import SparseRows
 from .statistics import Dropped, Statistics
 
 SOURCE_CHANGED = "the source has changed, so remove the store and make it again"
@@ -180,7 +181,7 @@ class StoreWriter(ClaimedStore):
         """The number of rows that shard is to have."""
         return self._meta.shards[self._index].rows if self._damaged else self._meta.shard_rows
 
-    def append(self, activations: np.ndarray, columns: Mapping[str, np.ndarray], cursor: dict[str, Any],
+    def append(self, activations: np.ndarray, columns: Mapping[str, np.ndarray | SparseRows], cursor: dict[str, Any],
                dropped: Mapping[str, np.ndarray] | None = None, after: dict[str, Any] | None = None) -> None:
         """Append one block; drop and count rows that are not finite in the stored type, or too large.
 
@@ -190,7 +191,7 @@ class StoreWriter(ClaimedStore):
 
         Args:
             activations: (R, D) float, or uint16 bits where the store is bfloat16; R may be 0.
-            columns: (R,) integers for each of the store's columns.
+            columns: (R,) integers for each of the store's columns, and true codes if it has them.
             cursor: where this block begins, a JSON object.
             dropped: norms of the rows of this block that the producer itself dropped, by reason; NaN where unknown.
             after: where the next block begins; None where the producer does not know.
@@ -246,7 +247,7 @@ class StoreWriter(ClaimedStore):
         skip, self._resume = self._resume.skip, None
         return skip
 
-    def _store(self, rows: np.ndarray, columns: Mapping[str, np.ndarray], begin: int, end: int,
+    def _store(self, rows: np.ndarray, columns: Mapping[str, np.ndarray | SparseRows], begin: int, end: int,
                cursor: dict[str, Any], after: dict[str, Any] | None) -> None:
         some = begin < end
         onward, self._onward = self._onward, None  # one cannot resume while this block is being stored
@@ -255,7 +256,7 @@ class StoreWriter(ClaimedStore):
                 self._shard = ShardWriter(self.path / SHARDS / shard_name(self._index), self._meta)
             stop = min(end, begin + self._room - self._shard.rows)
             self._shard.append(self._as_stored(rows[begin:stop]),
-                               {name: columns[name][begin:stop] for name in self._meta.columns})
+                               {name: columns[name][begin:stop] for name in self._meta.beside})
             self._last = Resume(cursor, stop)
             if self._shard.rows == self._room:
                 (self._mend if self._damaged else self._record)()

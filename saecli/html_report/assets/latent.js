@@ -78,6 +78,7 @@ function latentPage(data, latent, content) {
   const share = latents.frequency[latent], largest = latents.largest[latent];
   const figures = [["fires on", percent(share)], ["rows", number(Math.round(share * data.measures.rows))],
     ["mean", number(latents.mean[latent])], ["largest", number(largest)]];
+  if (page.feature) figures.push(["nearest feature", `${page.feature[0]}`], ["its cosine", page.feature[1].toFixed(3)]);
   const histogram = card("Activations", page.counts.length ? bars("histogram of activations", { log: true,
     label: "rows by size of the activation" }, edges.slice(page.low, page.low + page.counts.length + 1), page.counts, "rows",
   (low, high) => `${number(low)} to ${number(high)}`) : muted("It fires on none of these rows."));
