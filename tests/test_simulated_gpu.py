@@ -76,7 +76,7 @@ def test_what_follows_a_revival_does_not_wait_for_the_device() -> None:
     adam.descend(lambda: (tensors["W_enc"] * torch.arange(6.0, device="gpu")).sum(), 0.1)
     with simulated_gpu.waits_within() as waits:
         adam.forget(dead, {"W_enc": 1}.get)
-        adam.rescale(2.0)
+        adam.rescale(dict.fromkeys(adam.tensors, 2.0))
     assert waits == {}
     state = adam.state()
     torch.testing.assert_close(state["adam.exp_avg.W_enc"].cpu()[0], torch.tensor([0, 0.05, 0, 0.15, 0, 0.25]))

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from saecli.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from saecli.batch import Batch
-from saecli.solvers import WIDEST
+from saecli.solvers import WIDEST, Solver, SolverConfig
+from saecli.solvers.base import MOST_INNER_STEPS
 from saecli.solvers.maintenance import directions_of_worst
-from saecli.solvers.pam_sgd import MOST_INNER_STEPS, PamSgd, PamSgdSolver
+from saecli.solvers.pam_sgd import PamSgd
 from saecli.solvers.sgd import Sgd
 from saecli.solvers.smoothing import Smoothing, default_width
 from saecli.training.rows import HIGHEST_RATE, fitted_learning_rate
@@ -90,8 +91,9 @@ def test_where_there_is_nothing_to_move_along_rows_stay(x):
 def test_the_default_width_is_widest_up_to_as_many_rows_as_latents_and_falls_from_there():
     assert [default_width(rows, 8, 100) for rows in (1, 100)] == [WIDEST, WIDEST]
     assert default_width(400, 8, 100) == default_width(400, 25, 10) == pytest.approx(WIDEST / 2)
-    assert PamSgd().default_smoothing(400, 8, 100) == default_width(400, 8, 100)
-    assert Sgd().default_smoothing(400, 8, 100) == PamSgd(optimizer="lbfgs").default_smoothing(400, 8, 100) == 0
+    for solver in (Sgd, PamSgd):
+        assert solver().default_smoothing(400, 8, 100) == default_width(400, 8, 100)
+        assert solver(optimizer="lbfgs").default_smoothing(400, 8, 100) == 0
 
 
 def test_the_fitted_learning_rate_is_that_of_its_formula():
@@ -119,31 +121,35 @@ def test_the_fitted_learning_rate_of_rows_that_are_zero_is_the_highest():
 
 
 @pytest.mark.parametrize(("batches", "inner"), [(None, 1), (10, MOST_INNER_STEPS), (800, 5), (4000, 1), (90_000, 1)])
-def test_inner_steps_make_up_for_few_batches(batches, inner):
-    assert PamSgd().resolved(batches).inner_steps == inner
-    assert PamSgd(inner_steps=7).resolved(batches).inner_steps == 7
-    assert PamSgd(optimizer="lbfgs").resolved(batches).inner_steps == 1
+@pytest.mark.parametrize("solver", [Sgd, PamSgd])
+def test_inner_steps_make_up_for_few_batches(solver, batches, inner):
+    assert solver().resolved(batches).inner_steps == inner
+    assert solver(inner_steps=7).resolved(batches).inner_steps == 7
+    assert solver(optimizer="lbfgs").resolved(batches).inner_steps == 1
 
 
-def smoothing_solver(data: RowsInMemory, activation: Activation, seed: int = 0, **options: object) -> PamSgdSolver:
-    return started(PamSgd(**options), data, activation, epochs=6, smoothing=0.3, seed=seed)
+def smoothing_solver(data: RowsInMemory, activation: Activation, seed: int = 0, kind: type[SolverConfig] = PamSgd,
+                     **options: object) -> Solver:
+    return started(kind(**options), data, activation, epochs=6, smoothing=0.3, seed=seed)
 
 
-def kill(solver: PamSgdSolver) -> None:
+def kill(solver: Solver) -> None:
     with torch.no_grad():
         solver.dictionary.W_enc[:, DEAD] = 0
         solver.dictionary.b_enc[DEAD] = -100
 
 
-def firing(solver: PamSgdSolver, data: RowsInMemory) -> Tensor:
+def firing(solver: Solver, data: RowsInMemory) -> Tensor:
     return (solver.sae().encode(data.x) != 0).any(0)[DEAD]
 
 
 @pytest.mark.parametrize("activation", [Relu(), TopK(k=3), JumpRelu(), BatchTopK(k=3)], ids=lambda one: one.name)
-@pytest.mark.parametrize("decoder", ["residual", "free"])
-def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, decoder):
+@pytest.mark.parametrize(("kind", "options"), [
+    (PamSgd, {}), (PamSgd, {"decoder": "free"}), (PamSgd, {"release": 0.0}), (Sgd, {}), (Sgd, {"tied": True})],
+    ids=["residual", "free", "released", "untied", "tied"])
+def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, kind, options):
     data = sparse_mixture()
-    solver = smoothing_solver(data, activation, decoder=decoder)
+    solver = smoothing_solver(data, activation, kind=kind, **options)
     kill(solver)
     one_epoch(solver, data)
     assert firing(solver, data).all()
@@ -153,14 +159,15 @@ def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, decoder)
     assert firing(solver, data).all()
 
 
-@pytest.mark.parametrize(("rows", "options", "share"), [(300, {"revive": False}, 0.0), (31, {}, 0.0), (300, {}, 0.9)],
-                         ids=["--no-revive", "fewer than two rows a latent", "the last tenth of steps"])
-def test_where_latents_are_not_revived(rows, options, share):
+@pytest.mark.parametrize("kind", [PamSgd, Sgd])
+@pytest.mark.parametrize(("rows", "options", "steps"), [(300, {"revive": False}, 0.0), (31, {}, 0.0), (300, {}, 0.9)],
+                         ids=["--no-revive", "fewer than two rows per latent", "the last tenth of steps"])
+def test_where_latents_are_not_revived(kind, rows, options, steps):
     data = sparse_mixture(rows)
-    solver = smoothing_solver(data, Relu(), **options)
+    solver = smoothing_solver(data, Relu(), kind=kind, **options)
     kill(solver)
-    solver.steps = math.ceil(share * solver.task.steps)
-    solve_decoder(solver, data, last=False)
+    solver.steps = math.ceil(steps * solver.task.steps)
+    one_epoch(solver, data)
     assert not firing(solver, data).any()
     assert solver.revived == 0
 

@@ -174,7 +174,8 @@ def test_balancing_and_revival_leave_every_optimiser_with_state_that_fits(optimi
     after = solver.optimizer.state()
     assert after.keys() == before.keys()
     if optimizer == "sgd":
-        assert after["sgd.scale"].item() == pytest.approx(factor)
+        assert after["sgd.scale.W_enc"].item() == pytest.approx(factor)
+        assert after["sgd.scale.b_dec"].item() == 1
     if optimizer == "adam":
         expected = before["adam.exp_avg.W_enc"] / factor
         expected[:, :2] = 0

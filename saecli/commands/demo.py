@@ -54,8 +54,7 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
     session.console.result(
         {"runs": results, "measures": measured, "pictures": paths}, "",
         comparison(lines, SIDE_BY_SIDE, f"both SAEs on the same held-out rows, after {EPOCHS} passes over the others"),
-        Text(meaning(measured[0])), Text("PAM-SGD makes several encoder steps on each batch (--inner-steps)."), "",
-        "pictures:", *paths)
+        Text(meaning(measured[0])), "", "pictures:", *paths)
 
 
 def chain(store: str, sgd: str, pam: str, pictures: Path, measures: Path) -> list[tuple[str, Sequence[str]]]:

@@ -21,6 +21,7 @@ class DecoderState:
         Delta: `W - c T0`, (F, E), float64; W itself without a direction.
         b: bias, (E,), float64.
         alpha: for which it is optimal.
+        relative_alpha: alpha over the mean diagonal of A.
         ridge: alpha + mu of the factorisation.
         raised: whether the ridge is larger than asked for, because that did not factorise.
         condition: estimate of the condition number; see `Factorisation.condition`.
@@ -32,6 +33,7 @@ class DecoderState:
     Delta: Tensor
     b: Tensor
     alpha: float
+    relative_alpha: float
     ridge: float
     raised: bool
     condition: float
@@ -78,8 +80,9 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
     b = terms.bare_bias(rows, y_bar) - terms.rows_fraction(rows) * (system.z_bar @ W)
     Delta = W if terms.direction is None else W.sub_(T0, alpha=c)
     dof = math.nan if z is None else effective_dof(factorisation, terms, z)
-    return DecoderState(c, Delta, b, factorisation.alpha, factorisation.ridge, factorisation.raised,
-                        factorisation.condition(), factorisation.residual(), dof)
+    scale = max(system.scale(terms.shrink(rows)), torch.finfo(torch.float64).tiny)
+    return DecoderState(c, Delta, b, factorisation.alpha, factorisation.alpha / scale, factorisation.ridge,
+                        factorisation.raised, factorisation.condition(), factorisation.residual(), dof)
 
 
 def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> tuple[float, float]:

@@ -3,11 +3,12 @@
 To add one, write its file (a configuration whose `build` makes a `Solver`) and a line in `SOLVERS`.
 """
 
-from .base import DECAY, DEFAULT_STEPS, PENALTY_WARM_UP, WARM_UP, Solver, SolverConfig, StepReport, Task
+from .base import Solver, SolverConfig
 from .optimizers import OPTIMIZERS
 from .pam_sgd import PamSgd
 from .sgd import Sgd
 from .smoothing import WIDEST
+from .task import DECAY, DEFAULT_STEPS, PENALTY_WARM_UP, WARM_UP, StepReport, Task
 
 SOLVERS: dict[str, type[SolverConfig]] = {kind.name: kind for kind in (Sgd, PamSgd)}
 

@@ -6,96 +6,30 @@ Shapes: B rows, D = d_in, F = d_sae. All rows are normalised (see `training/rows
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from ..batch import Batch
+from ..batch import Batch, mixed
 from ..codes import Codes
 from ..config import PAPER, Config, option
 from ..dictionary import SAE, Dictionary, Loss
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
+from .maintenance import directions_of_worst, revive
 from .optimizers import OPTIMIZERS, check_schedule, weight_at
-from .smoothing import Smoothing
+from .smoothing import Smoothing, default_width
+from .task import DEFAULT_STEPS, StepReport, Task
 
-DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
-WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
-DECAY = 0.5  # last fraction of all steps, over which it falls to zero
-PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
+WINDOW = 16  # batches among which inner steps mix rows
+MOST_INNER_STEPS = 10
+REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
+REVIVAL_ROWS = 2  # rows per latent, from which on they are: with fewer, latents stay idle because rows are few
+DECODER_STEP, REVIVING, MIXING = 1, 2, 3  # kinds of draws besides those of steps
+COUNTERS = ("steps", "outer", "revived")  # of a solver, which a checkpoint keeps
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
-
-
-@dataclass(frozen=True)
-class Task:
-    """The training problem: its objective and its length.
-
-    The loss of a batch is the mean over its rows of `||x_hat - x||^2 + sparsity_weight * penalty`; terms
-    that the paper adds to the sum over all N rows are divided by N.
-
-    Args:
-        rows: N, the number of training rows.
-        steps: optimiser steps in all of training.
-        lr: the peak learning rate.
-        sparsity: the activation's penalty, or `none`.
-        sparsity_weight: its weight.
-        sample: some training rows, spread over all, (n, D): smoothing takes differences of them, and an activation's
-            estimates are set on them at the end; empty if neither is needed.
-        smoothing: width of smoothing (see `smoothing.py`); 0 for none.
-        seed: of the solver's random numbers.
-        batches: per epoch.
-        penalty_warm_up: fraction of all steps over which the sparsity penalty rises.
-        lr_warm_up: fraction of all steps over which the learning rate rises.
-        lr_decay: last fraction of all steps, over which it falls to zero.
-        memory: bytes that the solver may use.
-    """
-
-    rows: int
-    steps: int
-    lr: float
-    sparsity: str
-    sparsity_weight: float
-    sample: Tensor = field(default_factory=lambda: torch.empty(0, 0))
-    smoothing: float = 0.0
-    seed: int = 0
-    batches: int = 1
-    penalty_warm_up: float = PENALTY_WARM_UP
-    lr_warm_up: float = WARM_UP
-    lr_decay: float = DECAY
-    memory: float = math.inf
-
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, from 0: a short linear rise, a plateau, and a linear fall to zero."""
-        rise = (step + 1) / max(1, math.ceil(self.lr_warm_up * self.steps))
-        fall = (self.steps - step) / max(1, math.ceil(self.lr_decay * self.steps))
-        return self.lr * min(1.0, rise, fall)
-
-    def penalty_weight(self, step: int) -> float:
-        """The penalty's weight at a step, from 0."""
-        return self.sparsity_weight * min(1.0, (step + 1) / max(1, math.ceil(self.penalty_warm_up * self.steps)))
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """Measures of one smoothed batch before its step; tensors, so that the host does not wait for the device.
-
-    With several processes each reports its part of the measures, from its rows, and the parts sum to the batch's.
-
-    Args:
-        step: the step's number, from 1.
-        rows: B.
-        loss: the batch's loss, penalty and proximal terms included.
-        squared_error: mean over rows of `||x_hat - x||^2`.
-        l0: mean number of non-zero codes.
-    """
-
-    step: int
-    rows: int
-    loss: Tensor
-    squared_error: Tensor
-    l0: Tensor
 
 
 class Solver(ABC):
@@ -132,7 +66,9 @@ class Solver(ABC):
                               communicator.all_reduce if communicator.world_size > 1 else None)
         self.steps = 0
         self.outer = 0
+        self.revived = 0
         self._outers = outers
+        self._window: list[Batch] = []
         self._hold_encoder()
 
     @property
@@ -149,14 +85,54 @@ class Solver(ABC):
         """Begin a pass over the rows."""
         self._batches = 0  # of the epoch, taken so far
 
-    @abstractmethod
     def step(self, batch: Batch) -> list[StepReport]:
-        """Train on a batch of the epoch. Returns the reports of the optimiser steps taken: none if the task's steps are
-        used up, or if the solver collects several batches first."""
+        """Collect a batch of the epoch, and train once there is a window of them.
 
-    @abstractmethod
+        Returns:
+            The reports of the optimiser steps taken: none if the task's steps are used up, or if more batches are
+            collected first.
+        """
+        if self.finished:
+            return []
+        self._batches += 1
+        self._window.append(batch)
+        enough = len(self._window) >= (1 if self.config.inner_steps == 1 else WINDOW)
+        return self._inner_steps() if enough or self._closes_window() else []
+
     def end_epoch(self) -> list[StepReport]:
         """End the pass. Returns the reports of the steps on batches collected so far."""
+        return self._inner_steps()
+
+    def _closes_window(self) -> bool:
+        """Whether the batches collected so far are to be trained on, however few."""
+        return False
+
+    def _inner_steps(self) -> list[StepReport]:
+        """`inner_steps` rounds over the collected batches, their rows mixed anew in each: as many consecutive steps on
+        one batch would overfit to that batch, the more so with a decoder that is held fixed."""
+        batches, self._window = self._window, []
+        if not batches:
+            return []
+        waiting, inner, size, reports = len(batches), self.config.inner_steps, batches[0].size, []
+        whole = Batch.joined(batches) if inner > 1 else None
+        rounds = min(inner, math.ceil((self.task.steps - self.steps) / waiting))
+        for round_ in range(rounds):
+            if whole is not None:
+                order = torch.randperm(whole.size, generator=self.draws(self.steps, MIXING))
+                batches = mixed(whole, order, size)
+            for batch in batches:
+                if self.finished:
+                    break
+                report, smoothed, codes = self.descend(batch)
+                reports.append(report)
+                if round_ == rounds - 1:
+                    self._trained(codes, smoothed, waiting)
+        return reports
+
+    @abstractmethod
+    def _trained(self, codes: Codes, batch: Batch, waiting: int) -> None:
+        """Take the codes, (b, F), that a batch had in the last round over a window of `waiting` batches: each row of an
+        epoch comes here once."""
 
     def begin_pass(self, again: Callable[[], Iterable[Batch]]) -> None:
         """Begin the decoder step that is due; `again` gives the pass' batches once more, for an iterative solve."""
@@ -190,9 +166,37 @@ class Solver(ABC):
         self._held = {name: getattr(self.dictionary, name).detach().clone() for name, weight in PROXIMAL.items()
                       if getattr(self.config, weight)}
 
+    def revive(self, fired: Tensor, rows: float) -> Tensor | None:
+        """Re-aim latents that did not fire on enough rows at the sampled rows reconstructed worst, unless training is
+        about to end.
+
+        Args:
+            fired: the latents that fired on any row, a mask, (F,), of all processes' rows.
+            rows: the number of rows.
+
+        Returns:
+            A mask of the revived latents, (F,); None if none were.
+        """
+        sample, dead = self.task.sample, ~fired
+        if (not self.config.revive or not len(sample) or rows < REVIVAL_ROWS * len(dead)
+                or self.steps >= REVIVAL * self.task.steps):
+            return None
+        count = int(dead.sum())
+        if not 0 < count < len(dead):
+            return None
+        with torch.no_grad():
+            residuals = sample - self.dictionary(sample)
+            if not residuals.isfinite().all():  # training has diverged, and whoever measures its loss will say so
+                return None
+            directions = directions_of_worst(residuals, count, self.draws(self.steps, REVIVING))
+            revive(self.dictionary, dead, self.communicator.broadcast(directions))
+        self.optimizer.forget(dead, self.dictionary.latent_dimension)
+        self.revived += count
+        return dead
+
     def record(self) -> dict[str, float]:
-        """The solver's own measures for `metrics.jsonl` and the final summary."""
-        return {}
+        """The solver's own measures for `metrics.jsonl` and the final summary: how many times a latent was revived."""
+        return {"revived": self.revived}
 
     def notes(self) -> list[str]:
         """Sentences for the user at the end of training."""
@@ -241,11 +245,12 @@ class Solver(ABC):
     def state(self) -> dict[str, Tensor]:
         """All tensors needed to resume, by name."""
         own = {f"dictionary.{name}": tensor.detach() for name, tensor in self.dictionary.named_parameters()}
-        return own | self.optimizer.state() | {"steps": torch.tensor(self.steps), "outer": torch.tensor(self.outer)}
+        return own | self.optimizer.state() | {name: torch.tensor(getattr(self, name)) for name in COUNTERS}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Resume from the tensors of `state`."""
-        self.steps, self.outer = int(state["steps"]), int(state["outer"])
+        for name in COUNTERS:
+            setattr(self, name, int(state[name]))
         with torch.no_grad():
             for name, tensor in self.dictionary.named_parameters():
                 tensor.copy_(state[f"dictionary.{name}"])
@@ -280,15 +285,22 @@ class SolverConfig(Config, ABC):
                                    "A,B,... (one each, then the last)")
     nu_enc: float | str = proximal("b_enc - b_enc^t", ", as --mu-enc")
 
-    @property
-    def steps_per_batch(self) -> int:
-        """Optimiser steps on each batch."""
-        return 1
+    inner_steps: int | str = option("auto", f"Optimiser steps per batch. auto: about {DEFAULT_STEPS} in all of "
+                                            f"training, at most {MOST_INNER_STEPS} per batch; with --steps, 1.",
+                                    choices=("auto",), minimum=1)
+    revive: bool = option(True, "Re-aim dead latents at the rows reconstructed worst, where there are at least "
+                                f"{REVIVAL_ROWS} rows per latent.", advanced=True)
 
     def resolved(self, batches: int | None) -> Self:
-        """The same, with the defaults filled in that depend on the number of batches in all of training; None if
-        training is given in optimiser steps."""
-        return self
+        """The same with `inner_steps` a number: little data is no reason for few steps.
+
+        Args:
+            batches: the number of batches in all of training; None if training is given in optimiser steps.
+        """
+        if self.inner_steps != "auto":
+            return self
+        wanted = round(DEFAULT_STEPS / batches) if batches and not OPTIMIZERS[self.optimizer].to_tolerance else 1
+        return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
 
     def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
         """Refuse training settings that cannot work with the solver's options, by a ConfigError; see
@@ -297,10 +309,19 @@ class SolverConfig(Config, ABC):
         if OPTIMIZERS[self.optimizer].to_tolerance and self.clip_norm is not None:
             raise ConfigError("clip_norm", "does nothing with {optimizer} {given}, whose line search finds its steps",
                               "leave it out, or use {optimizer} adam or sgd", given=self.optimizer)
+        if OPTIMIZERS[self.optimizer].to_tolerance and self.inner_steps not in ("auto", 1):
+            raise ConfigError("inner_steps", "{given} does nothing with {optimizer} {name}, whose one step solves for "
+                                             "the encoder to tolerance", "leave it out", given=self.inner_steps,
+                              name=self.optimizer)
 
     def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
-        """The width of smoothing when the user gives none."""
-        return 0.0
+        """The width of smoothing when the user gives none: the wider, the more latents there are per row (see
+        `smoothing.py`)."""
+        return 0.0 if OPTIMIZERS[self.optimizer].to_tolerance else default_width(rows, d_in, d_sae)
+
+    def window(self, rows: int, batch_size: int, d_in: int) -> int:
+        """Bytes of the window in which inner steps mix rows: apart, joined, mixed."""
+        return 0 if self.inner_steps == 1 else 3 * 4 * min(rows, WINDOW * batch_size) * d_in
 
     @abstractmethod
     def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> Solver:

@@ -37,9 +37,10 @@ def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generato
 
 @torch.no_grad()
 def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor) -> None:
-    """Re-aim the encoder of dead latents, with the mean norm and the mean parameters of the others.
+    """Re-aim dead latents, with the mean norms and the mean parameters of the others.
 
-    Their decoder is solved for at the next decoder step; until then it is tied, or zero if the decoder is free.
+    A decoder that descends is aimed as the encoder is. One that is solved for waits for the next decoder step, until
+    when it is tied, or zero if it is free.
 
     Args:
         dictionary: changed in place.
@@ -55,6 +56,10 @@ def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor) -> None:
     for name, parameter in dictionary.activation_parameters.items():
         if dictionary.latent_dimension(name) is not None:
             parameter.masked_fill_(dead, mean_of_others(parameter))
+    for name, parameter in dictionary.named_parameters():
+        if name in ("W_dec", "Delta"):
+            norm = mean_of_others(parameter.norm(dim=1)) if parameter.requires_grad else 0.0
+            parameter[dead] = norm * directions
 
 
 @torch.no_grad()
@@ -97,18 +102,18 @@ def penalty_decay(W_dec: Tensor, weights: Tensor, size: float) -> Tensor:
 
 @torch.no_grad()
 def balance(dictionary: Coupled, size: float) -> float | None:
-    """Scale the codes so that encoder and decoder have one norm; the caller divides the decoder by the factor.
+    """Scale the codes, and the decoder by the inverse, so that encoder and decoder have one norm.
 
     Otherwise a penalty shrinks the codes a little in each encoder step, the decoder step compensates, and after some
     hundred iterations Adam's steps are large compared to the encoder. Under a penalty too strong for any code this
     stops at `LEAST_SIZE`, so that biases can silence the codes.
 
     Args:
-        dictionary: its encoder and the activation's parameters are changed in place.
+        dictionary: changed in place.
         size: the encoder's norm at the start of training.
 
     Returns:
-        The factor; None if there is none, as for an activation that cannot be rescaled.
+        The codes' factor; None if there is none, as for an activation that cannot be rescaled.
     """
     norm = dictionary.W_enc.norm().item()
     tiny = torch.finfo(dictionary.W_enc.dtype).tiny
@@ -123,4 +128,6 @@ def balance(dictionary: Coupled, size: float) -> float | None:
     dictionary.b_enc.mul_(factor)
     for name, value in rescaled.items():
         getattr(dictionary, name).copy_(value)
+    dictionary.c /= factor**2
+    dictionary.Delta.div_(factor)
     return factor

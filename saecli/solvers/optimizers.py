@@ -159,8 +159,12 @@ class Optimizer:
         """Reset the moments of latents, a mask (F,), that were moved otherwise; `dimension` gives the latent dimension
         of a tensor, by name."""
 
-    def rescale(self, factor: float) -> None:
-        """Follow tensors that were multiplied by a factor without changing the loss."""
+    def include(self, name: str, tensor: Tensor) -> None:
+        """Move another tensor, which needs a gradient, from now on."""
+        self.tensors[name] = tensor
+
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Keep in step with tensors that were multiplied by a factor each, the loss staying the same."""
 
 
 class Adam(Optimizer):
@@ -176,9 +180,16 @@ class Adam(Optimizer):
                  all_reduce: AllReduce | None = None) -> None:
         super().__init__(tensors, clip_norm, all_reduce)
         # The fused step needs a tensor and its moments to have the same strides.
-        self._average = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
-        self._square = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
-        self._steps = {name: torch.zeros((), device=tensor.device) for name, tensor in self.tensors.items()}
+        self._average: dict[str, Tensor] = {}
+        self._square: dict[str, Tensor] = {}
+        self._steps: dict[str, Tensor] = {}
+        for name, tensor in self.tensors.items():
+            self.include(name, tensor)
+
+    def include(self, name: str, tensor: Tensor) -> None:
+        super().include(name, tensor)
+        self._average[name], self._square[name] = torch.zeros_like(tensor), torch.zeros_like(tensor)
+        self._steps[name] = torch.zeros((), device=tensor.device)
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
         for tensor in self.tensors.values():
@@ -210,11 +221,11 @@ class Adam(Optimizer):
             square.copy_(torch.where(latents, mean, square))
 
     @torch.no_grad()
-    def rescale(self, factor: float) -> None:
+    def rescale(self, factors: Mapping[str, float]) -> None:
         """Gradients shrink by the factor by which tensors grow."""
         for name in self.tensors:
-            self._average[name] /= factor
-            self._square[name] /= factor**2
+            self._average[name] /= factors[name]
+            self._square[name] /= factors[name] ** 2
 
 
 class GradientDescent(Optimizer):
@@ -228,7 +239,11 @@ class GradientDescent(Optimizer):
     def __init__(self, tensors: Mapping[str, Tensor], clip_norm: float = math.inf,
                  all_reduce: AllReduce | None = None) -> None:
         super().__init__(tensors, clip_norm, all_reduce)
-        self._scale = torch.ones((), dtype=torch.float64)
+        self._scales = {name: torch.ones((), dtype=torch.float64) for name in self.tensors}
+
+    def include(self, name: str, tensor: Tensor) -> None:
+        super().include(name, tensor)
+        self._scales[name] = torch.ones((), dtype=torch.float64)
 
     @classmethod
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
@@ -241,17 +256,18 @@ class GradientDescent(Optimizer):
         gradients = self._gradients(loss())
         self._clip(gradients)
         with torch.no_grad():
-            for tensor, gradient in zip(self.tensors.values(), gradients, strict=True):
+            for (name, tensor), gradient in zip(self.tensors.items(), gradients, strict=True):
                 if gradient is not None:
-                    tensor -= lr * self._scale.item() ** 2 * gradient
+                    tensor -= lr * self._scales[name].item() ** 2 * gradient
 
     def state(self) -> dict[str, Tensor]:
-        """The product of all factors."""
-        return {"sgd.scale": self._scale}
+        """The product of each tensor's factors."""
+        return {f"sgd.scale.{name}": scale for name, scale in self._scales.items()}
 
-    def rescale(self, factor: float) -> None:
-        """A tensor grows by the factor and its gradient shrinks by it, while its step should grow."""
-        self._scale *= factor
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """A tensor `factor` times as large has gradients 1 / factor as large, and wants steps factor times as large."""
+        for name, scale in self._scales.items():
+            scale *= factors[name]
 
 
 class Lbfgs(Optimizer):

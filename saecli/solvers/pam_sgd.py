@@ -9,8 +9,13 @@ may follow schedules in t.
 
 The paper's decoder, `free`, is the unknown W_dec itself. The default, `residual`, has the unknown Delta in
 `W_dec = c W_enc' + Delta`: the decoder step solves for Delta, c and b_dec with the ridge alpha on Delta, and the
-encoder step holds them fixed and differentiates through c W_enc'. As alpha grows it tends to SGD with tied
+encoder step holds Delta and c fixed and differentiates through c W_enc'. As alpha grows it tends to SGD with tied
 weights, as alpha falls to the free decoder.
+
+Held to the end, alternating minimisation moves slowly along valleys that joint descent follows. From some step on the
+decoder is therefore released: W_dec becomes a parameter of its own, which descends beside the encoder, and is replaced
+by the decoder step's optimum at the end of each pass as before. Where leave-one-out chooses a large alpha the rows
+don't support a decoder far from the tie, and it is held to the end (`--release`).
 """
 
 import math
@@ -21,28 +26,25 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..batch import Batch, mixed
+from ..batch import Batch
 from ..codes import Codes
 from ..config import PAPER, option
 from ..dictionary import SAE, Coupled
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
 from ..ridge import DecoderState, Plan, Terms, choose_alpha, plan, solve
-from .base import DEFAULT_STEPS, Solver, SolverConfig, StepReport, Task, proximal
+from .base import DECODER_STEP, Solver, SolverConfig, proximal
 from .decoder_pass import SAMPLED_ROWS, DecoderPass, Observed, broadcast, notes_on
-from .maintenance import balance, directions_of_worst, penalty_decay, revive, silence
+from .maintenance import balance, penalty_decay, silence
 from .optimizers import OPTIMIZERS, is_choosing_step, outer_iterations
 from .running import Running
-from .smoothing import default_width
+from .task import StepReport, Task
 
 LAST_ROWS = 32  # rows per latent that the last decoder step takes where rows are read once
 RUNNING_ROWS = 8  # rows per latent, of the latest steps, that a decoder step without a pass takes
-WINDOW = 16  # batches among which inner steps mix rows
-REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
-REVIVAL_ROWS = 2  # rows per latent, at least, for revival: with fewer, latents are dead because rows are few
-DECODER_STEP, REVIVING, MIXING = 1, 2, 3  # kinds of draws besides encoder steps'
+RELEASE = 0.5  # fraction of all steps after which the decoder may be released
+RELEASED_BELOW = 0.3  # alpha over the Gram matrix's mean diagonal, from which up it is held to the end
 DOF_ROWS = 512  # sample of rows for the effective degrees of freedom
-MOST_INNER_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -65,51 +67,30 @@ class PamSgd(SolverConfig):
                                 "must be a number.", choices=("joint", "after"), **PAPER)
     mu_dec: float | str = proximal("W_dec - W_dec^t", ", as --mu-enc")
     nu_dec: float | str = proximal("b_dec - b_dec^t", ", as --mu-enc")
-    inner_steps: int | str = option("auto", f"Encoder steps per batch. auto: about {DEFAULT_STEPS} in all of training, "
-                                            f"at most {MOST_INNER_STEPS} per batch; with --steps, 1.",
-                                    choices=("auto",), minimum=1)
     decoder_every: int | str = option("epoch", "When to solve for the decoder. epoch: after each epoch, by a pass over "
                                                "all rows. N: also every N batches, from recent codes.",
                                       choices=("epoch",), minimum=1, metavar="epoch|N")
+    release: float | str = option("auto", "Fraction of the steps after which the decoder descends beside the encoder, "
+                                          "untied, and is solved for after each epoch as before. auto: "
+                                          f"{RELEASE}, with --decoder residual and if alpha is then below "
+                                          f"{RELEASED_BELOW} of the Gram matrix's mean diagonal. 1: never.",
+                                  choices=("auto",), minimum=0, maximum=1, advanced=True)
     decoder_first: bool = option(False, "Solve for the decoder before the encoder steps of each epoch, not after them, "
                                         "as in the paper's code for language models.", **PAPER)
     solve: str = option("auto", "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix; "
                                 "iterative, without that matrix, to a residual of 1e-4. auto: direct where the matrix "
                                 "fits in memory.", choices=("auto", "direct", "iterative"), advanced=True)
-    revive: bool = option(True, "Re-aim dead latents at the rows reconstructed worst, where there are at least "
-                                f"{REVIVAL_ROWS} rows per latent.", advanced=True)
-
-    @property
-    def steps_per_batch(self) -> int:
-        return self.inner_steps
-
-    def resolved(self, batches: int | None) -> "PamSgd":
-        """The same with `inner_steps` a number: with few batches, more steps on each."""
-        if self.inner_steps != "auto":
-            return self
-        if OPTIMIZERS[self.optimizer].to_tolerance:
-            return replace(self, inner_steps=1)
-        wanted = round(DEFAULT_STEPS / batches) if batches else 1
-        return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
 
     def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
         """Refuse training settings that cannot work with the optimiser, and options that contradict each other, by a
         ConfigError."""
         super().check(rows, batch_size, lr, smoothing)
-        if OPTIMIZERS[self.optimizer].to_tolerance and self.inner_steps not in ("auto", 1):
-            raise ConfigError("inner_steps", "{given} does nothing with {optimizer} {name}, whose one step solves for "
-                                             "the encoder to tolerance", "leave it out", given=self.inner_steps,
-                              name=self.optimizer)
         if self.bias == "after" and self.alpha == "auto":
             raise ConfigError("bias", "after cannot be used with {alpha} auto, which chooses for the bias that is "
                                       "joint with W_dec", "give a number, such as {alpha} 1, or use {bias} joint")
         if self.decoder_first and self.decoder_every != "epoch":
             raise ConfigError("decoder_first", "cannot be used with {decoder_every}, which adds decoder steps after "
                                                "encoder steps", "use one of them")
-
-    def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
-        """Wider with more latents per row (see `smoothing.py`)."""
-        return 0.0 if OPTIMIZERS[self.optimizer].to_tolerance else default_width(rows, d_in, d_sae)
 
     def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "PamSgdSolver":
         return PamSgdSolver(initial, task, self, communicator)
@@ -124,9 +105,9 @@ class PamSgd(SolverConfig):
         """Bytes besides the decoder step's: the sample on which alpha is chosen, the encoder's weights and optimiser,
         and the window in which inner steps mix rows."""
         choosing = 4 * 4 * min(rows, SAMPLED_ROWS) * (d_sae + d_in)
-        weights = 4 * (4 + OPTIMIZERS[self.optimizer].vectors) * d_in * d_sae
-        window = 0 if self.inner_steps == 1 else 3 * 4 * min(rows, WINDOW * batch_size) * d_in  # apart, joined, mixed
-        return choosing + weights + window
+        moved = 1 if self.release == 1 else 2  # matrices that have a gradient and an optimiser's state
+        weights = 4 * (3 + moved * (1 + OPTIMIZERS[self.optimizer].vectors)) * d_in * d_sae
+        return choosing + weights + self.window(rows, batch_size, d_in)
 
 
 class PamSgdSolver(Solver):
@@ -138,15 +119,15 @@ class PamSgdSolver(Solver):
         dictionary = Coupled(start, c, Delta)
         self._every = math.inf if config.decoder_every == "epoch" else config.decoder_every  # batches
         outers = outer_iterations(math.ceil(task.steps / config.inner_steps), task.batches, self._every)
-        super().__init__(dictionary, ("Delta", "b_dec"), task, config, outers, communicator)
+        held = ("Delta",) if config.decoder == "residual" else ("Delta", "b_dec")
+        super().__init__(dictionary, held, task, config, outers, communicator)
         nan = math.nan
         self.decoder = DecoderState(c, dictionary.Delta.detach(), dictionary.b_dec.detach(),
-                                    nan if config.alpha == "auto" else config.alpha, nan, False, nan, nan, nan)
+                                    nan if config.alpha == "auto" else config.alpha, nan, nan, False, nan, nan, nan)
+        self.released = False
         self.raised = 0.0
-        self.revived = 0
         self._size = dictionary.W_enc.norm().item()
         self._running: Running | None = None
-        self._window: list[Batch] = []
         self._due: int | None = None
         self._last = self._silenced = False
         d_in, d_sae, batch_size = initial.d_in, initial.d_sae, math.ceil(task.rows / task.batches)
@@ -166,22 +147,18 @@ class PamSgdSolver(Solver):
             self._due = self.task.rows
 
     def step(self, batch: Batch) -> list[StepReport]:
-        """Collect a batch, and take encoder steps once there is a window of them."""
-        if self.finished:
-            return []
-        self._batches += 1
-        self._window.append(batch)
-        solves = self._batches % self._every == 0
-        if not solves and len(self._window) < (1 if self.config.inner_steps == 1 else WINDOW):
-            return []
-        reports = self._inner_steps()
-        if solves and self._batches < self.task.batches and not self.finished:
+        """Take encoder steps as any solver, and ask for a decoder step after every so many batches."""
+        reports = super().step(batch)
+        if self._closes_window() and self._batches < self.task.batches and not self.finished:
             self._due = 0 if self._running is not None else self.task.rows
         return reports
 
+    def _closes_window(self) -> bool:
+        return self._batches % self._every == 0
+
     def end_epoch(self) -> list[StepReport]:
         """Take steps on the batches collected, and ask for the epoch's decoder step."""
-        reports = self._inner_steps()
+        reports = super().end_epoch()
         if self.config.decoder_first:
             if self.finished:
                 self.calibrate()
@@ -208,28 +185,10 @@ class PamSgdSolver(Solver):
             return None
         return Running(self.dictionary, self.task.sparsity, window, self.communicator)
 
-    def _inner_steps(self) -> list[StepReport]:
-        """`inner_steps` rounds over the batches collected, their rows shuffled in each: consecutive steps on one batch
-        would overfit the encoder to it, and drift while the decoder is fixed."""
-        batches, self._window = self._window, []
-        if not batches:
-            return []
-        inner, size, reports = self.config.inner_steps, batches[0].size, []
-        whole = Batch.joined(batches) if inner > 1 else None
-        near = self._running is not None and self._batches_left(len(batches)) * size < self._running.window
-        rounds = min(inner, math.ceil((self.task.steps - self.steps) / len(batches)))
-        for round_ in range(rounds):
-            if whole is not None:
-                order = torch.randperm(whole.size, generator=self.draws(self.steps, MIXING))
-                batches = mixed(whole, order, size)
-            for batch in batches:
-                if self.finished:
-                    break
-                report, smoothed, codes = self.descend(batch)
-                reports.append(report)
-                if near and round_ == rounds - 1:  # each row once
-                    self._running.add(codes, smoothed)
-        return reports
+    def _trained(self, codes: Codes, batch: Batch, waiting: int) -> None:
+        """Count a batch's codes towards the next decoder step, if it is to come soon."""
+        if self._running is not None and self._batches_left(waiting) * batch.size < self._running.window:
+            self._running.add(codes, batch)
 
     def _batches_left(self, waiting: int) -> float:
         """The number of batches before the next decoder step, those collected left out."""
@@ -278,11 +237,12 @@ class PamSgdSolver(Solver):
             self._silenced = True
             return
         self._due = None
-        self._apply(self._solved(observed))
+        state = self._solved(observed)
+        if self._releases(state):
+            self._release()
+        self._apply(state)
         self.outer += 1
-        enough = observed.rows >= REVIVAL_ROWS * self.dictionary.d_sae
-        if self.config.revive and enough and self.steps < REVIVAL * self.task.steps:
-            self._revive(observed)
+        self.revive(observed.fired, observed.rows)
         self._balance()
         self._hold_encoder()
 
@@ -328,43 +288,53 @@ class PamSgdSolver(Solver):
             state = replace(state, dof=self.decoder.dof)
         if state.raised:
             self.raised = max(self.raised, state.ridge)
-        self.decoder = state
-        self.dictionary.c = state.c
-        self.dictionary.Delta.data, self.dictionary.b_dec.data = state.Delta, state.b
+        self.decoder, dictionary = state, self.dictionary
+        dictionary.b_dec.data = state.b
+        if self.released:
+            dictionary.Delta.copy_(torch.add(state.Delta, dictionary.W_enc.T, alpha=state.c))
+        else:
+            dictionary.c, dictionary.Delta.data = state.c, state.Delta
 
-    def _revive(self, observed: Observed) -> None:
-        """Re-aim latents that never fired at the rows reconstructed worst."""
-        dead = ~observed.fired
-        count = int(dead.sum())
-        if not 0 < count < len(dead):
-            return
-        W_dec = self.dictionary.decoder()
-        directions = W_dec.new_empty(count, W_dec.shape[1])
-        if self.communicator.is_main:  # which has the rows
-            residuals = observed.y - observed.z @ W_dec - self.dictionary.b_dec
-            directions.copy_(directions_of_worst(residuals, count, self.draws(self.outer, REVIVING)))
-        revive(self.dictionary, dead, self.communicator.broadcast(directions))
-        self._apply(replace(self.decoder, Delta=self.decoder.Delta.masked_fill(dead[:, None], 0)))
-        self.optimizer.forget(dead, self.dictionary.latent_dimension)
-        self.revived += count
+    def _releases(self, state: DecoderState) -> bool:
+        """Whether the decoder is to be released now that it has been solved for."""
+        config = self.config
+        if self.released or self.finished:
+            return False
+        if config.release != "auto":
+            return self.steps >= config.release * self.task.steps
+        may = config.decoder == "residual" and not config.decoder_first and not self.optimizer.to_tolerance
+        return may and self.steps >= RELEASE * self.task.steps and state.relative_alpha < RELEASED_BELOW
+
+    @torch.no_grad()
+    def _release(self) -> None:
+        """Turn `c W_enc' + Delta` into a parameter that descends: Delta, with c = 0."""
+        dictionary = self.dictionary
+        dictionary.Delta.data = dictionary.decoder().contiguous()
+        dictionary.c, self.released = 0.0, True
+        for name in ("Delta", "b_dec"):
+            tensor = getattr(dictionary, name).requires_grad_(True)
+            if name not in self.optimizer.tensors:
+                self.optimizer.include(name, tensor)
 
     def _balance(self) -> None:
         """Give encoder and decoder one norm, unless alpha is fixed, which determines their ratio."""
         if self.config.alpha == "auto" and (factor := balance(self.dictionary, self._size)):
             state = self.decoder
-            self._apply(replace(state, c=state.c / factor**2, Delta=state.Delta / factor,
-                                alpha=state.alpha * factor**2))
-            self.optimizer.rescale(factor)
+            self.decoder = replace(state, c=state.c / factor**2, alpha=state.alpha * factor**2)
+            factors = {"Delta": 1 / factor, "b_dec": 1.0}  # the others are the codes'
+            self.optimizer.rescale({name: factors.get(name, factor) for name in self.optimizer.tensors})
             if self._running is not None:
                 self._running.rescale(factor)
 
     def record(self) -> dict[str, float]:
-        """The decoder step's alpha, relative to a sum over normalised rows; its condition estimate; the number of
-        revivals; its residual, if solved by iteration; and at the end the effective degrees of freedom."""
+        """The decoder step's alpha, beside a sum over normalised rows, and over the Gram matrix's mean diagonal; its
+        condition estimate; whether the decoder is released; the number of revivals; the residual of an iterative
+        solve; and at the end the effective degrees of freedom."""
         state = self.decoder
         known = {name: value for name, value in (("residual", state.residual), ("dof", state.dof))
                  if not math.isnan(value)}
-        return {"alpha": state.alpha, "condition": state.condition, "revived": self.revived} | known
+        return super().record() | {"alpha": state.alpha, "relative_alpha": state.relative_alpha,
+                                   "condition": state.condition, "released": int(self.released)} | known
 
     def notes(self) -> list[str]:
         """Sentences on the last decoder step; see `notes_on`."""
@@ -376,14 +346,18 @@ class PamSgdSolver(Solver):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Resume from the tensors of `state`, taken after a decoder step."""
+        if state["decoder.released"]:
+            self._release()
         super().restore(state)
         numbers = {name: state[f"decoder.{name}"].item() for name in self._numbers()}
-        self.raised, self.revived = numbers.pop("most_raised"), int(numbers.pop("revived"))
+        self.raised, _ = numbers.pop("most_raised"), numbers.pop("released")
         self.decoder = replace(self.decoder, **numbers, Delta=self.dictionary.Delta.detach(),
                                b=self.dictionary.b_dec.detach())
-        self.dictionary.c = self.decoder.c
+        if not self.released:
+            self.dictionary.c = self.decoder.c
 
     def _numbers(self) -> dict[str, float]:
         """The decoder's numbers in a checkpoint, beside its tensors."""
-        own = {name: getattr(self.decoder, name) for name in ("c", "alpha", "ridge", "condition", "residual", "dof")}
-        return own | {"most_raised": self.raised, "revived": self.revived}
+        own = {name: getattr(self.decoder, name) for name in ("c", "alpha", "relative_alpha", "ridge", "condition",
+                                                              "residual", "dof")}
+        return own | {"most_raised": self.raised, "released": self.released}

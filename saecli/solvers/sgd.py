@@ -4,12 +4,18 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from ..batch import Batch
+from ..codes import Codes
 from ..config import option
 from ..dictionary import SAE, Coupled, Dictionary
 from ..distributed import ALONE, Communicator
-from .base import Solver, SolverConfig, StepReport, Task
+from .base import Solver, SolverConfig
 from .optimizers import OPTIMIZERS
+from .task import StepReport, Task
+
+REVIVALS = 20  # looks for dead latents in all of training, at least one per epoch
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Sgd(SolverConfig):
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
         """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
         matrices = (2 + OPTIMIZERS[self.optimizer].vectors) * (1 if self.tied else 2) + bool(self.mu_enc)
-        return 4 * matrices * d_in * d_sae
+        return 4 * matrices * d_in * d_sae + self.window(rows, batch_size, d_in)
 
 
 class SgdSolver(Solver):
@@ -36,13 +42,44 @@ class SgdSolver(Solver):
     def __init__(self, dictionary: Dictionary, task: Task, config: Sgd, communicator: Communicator = ALONE) -> None:
         super().__init__(dictionary, (), task, config, math.ceil(task.steps / task.batches), communicator)
 
+    def begin_epoch(self) -> None:
+        """Begin a pass over the rows, after each of a few parts of which dead latents are revived."""
+        super().begin_epoch()
+        steps_per_epoch = self.task.batches * self.config.inner_steps
+        looks = max(1, round(steps_per_epoch * REVIVALS / self.task.steps))
+        self._look_every = math.ceil(self.task.batches / looks)  # batches
+        self._begin_look()
+
+    def _begin_look(self) -> None:
+        self._seen, self._fired = 0, torch.zeros_like(self.dictionary.b_enc, dtype=torch.bool)
+
+    def _trained(self, codes: Codes, batch: Batch, waiting: int) -> None:
+        """Note which latents fire, and revive the others once in a while."""
+        self._seen += batch.size
+        self._fired |= codes.fired()
+
     def step(self, batch: Batch) -> list[StepReport]:
-        return [] if self.finished else [self.descend(batch)[0]]
+        reports = super().step(batch)
+        if self._closes_window() and not self.finished:
+            self._look()
+        return reports
+
+    def _closes_window(self) -> bool:
+        return self._batches % self._look_every == 0
+
+    def _look(self) -> None:
+        """Revive latents that did not fire since the last look."""
+        if self.config.revive:
+            fired = self.communicator.all_reduce(self._fired.to(torch.int32)) > 0
+            self.revive(fired, self._seen)
+        self._begin_look()
 
     def end_epoch(self) -> list[StepReport]:
-        """Nothing waits; after the last epoch the activation's estimates are set."""
+        """End the pass; after the last epoch the activation's estimates are set."""
+        reports = super().end_epoch()
+        self._look()
         self.outer += 1
         self._hold_encoder()
         if self.finished:
             self.calibrate()
-        return []
+        return reports

@@ -367,8 +367,9 @@ class ActivationStore:
         shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
         within = rows - self.shard_starts[shards]
         ends = np.flatnonzero(np.diff(shards, append=-1)) + 1
-        return np.concatenate([self._shards.column(int(shards[begin]), "document")[within[begin:end]]
-                               for begin, end in pairwise([0, *ends.tolist()])])
+        none = np.empty(0, np.int64)
+        return np.concatenate([none, *(self._shards.column(int(shards[begin]), "document")[within[begin:end]]
+                                       for begin, end in pairwise([0, *ends.tolist()]))])
 
     def in_memory(self) -> bool:
         """Whether all shards can be read from the system's page cache at once."""

@@ -38,9 +38,8 @@ class TrainingConfig(Config):
     lr_decay: float = option(DECAY, "Fraction of all steps, the last ones, over which the learning rate falls to 0.",
                              minimum=0, maximum=1, advanced=True)
     smoothing: float | str = option("auto", "Noise against overfitting: each training row is moved along differences "
-                                            "of other rows, by this fraction of its norm. auto: 0 with sgd; with "
-                                            f"pam-sgd {WIDEST}, falling as 1/sqrt(rows) once there are more rows than "
-                                            "latents and than 4 d_in.",
+                                            f"of other rows, by this fraction of its norm. auto: {WIDEST}, falling as "
+                                            "1/sqrt(rows) once there are more rows than latents and than 4 d_in.",
                                     choices=("auto",), minimum=0, maximum=10, advanced=True)
     sparsity: str | None = option(None, "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of "
                                         "active latents; kl, divergence of firing rates from --target-rate; l1-codes, "

@@ -85,7 +85,7 @@ class Trainer:
         self._demand_processes(trainings)
         self.memory = self._demand_memory(trainings)
         self.batches = training.epoch_batches(self.train_rows.rows)
-        per_epoch = self.batches * plan.solver.steps_per_batch
+        per_epoch = self.batches * plan.solver.inner_steps
         self.steps = training.steps or training.epochs * per_epoch
         self.epochs = math.ceil(self.steps / per_epoch)
         self.kept = Progress()  # as of the last checkpoint
