@@ -100,6 +100,10 @@ class Activation(Config):
         none."""
         return parameters
 
+    def expected_l0(self, d_in: int) -> float:
+        """A guess, before training, at the number of latents active per row."""
+        return d_in / 8
+
     def default_weight(self, sparsity: str, d_in: int) -> float:
         """The penalty's weight when the user gives none, for rows of mean squared norm `d_in`."""
         return {"none": 0.0, "l1": 0.1 * math.sqrt(d_in), "l1-codes": 0.1 * math.sqrt(d_in)}[sparsity]

@@ -19,6 +19,10 @@ class KeepsK(Activation):
 
     k: int = option(32, "Active latents per row; with batchtopk on average, with soft-topk in expectation.", minimum=1)
 
+    def expected_l0(self, d_in: int) -> float:
+        """k."""
+        return self.k
+
     def check(self, d_sae: int) -> None:
         """Refuse to keep more latents than there are."""
         if self.k > d_sae:

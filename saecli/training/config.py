@@ -31,7 +31,8 @@ class TrainingConfig(Config):
                                       f"most {MOST_DEFAULT_EPOCHS}.", minimum=1, once=True)
     steps: int | None = option(None, "Optimiser steps, in place of --epochs.", minimum=1, once=True)
     batch_size: int = option(256, "Rows per batch.", minimum=1, once=True)
-    lr: float | str = option("auto", "Peak learning rate. auto: for Adam, from the scale and spread of the rows.",
+    lr: float | str = option("auto", "Peak learning rate. auto: for Adam, from the spread of the rows and "
+                                     "how often latents fire.",
                              choices=("auto",), above=0)
     lr_warm_up: float = option(WARM_UP, "Fraction of all steps over which the learning rate rises from 0.",
                                minimum=0, maximum=1, advanced=True)

@@ -103,7 +103,8 @@ class Trainer:
         self.rows = shared if checkpoint is None and shared else self._normalised_rows(checkpoint and checkpoint[0])
         sample, self.normalisation = self.rows.sample, self.rows.normalisation
         self.worst = DIVERGED * max(1.0, (sample.square().sum(1).mean() / self.normalisation.variance).item())
-        lr = fitted_learning_rate(sample) if training.lr == "auto" else training.lr
+        expected = self.plan.activation.expected_l0(sample.shape[1]) / training.d_sae  # firing rate
+        lr = fitted_learning_rate(sample, training.batch_size * expected) if training.lr == "auto" else training.lr
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
                     sample, training.smoothing, training.seed, self.batches,
                     training.sparsity_warm_up, training.lr_warm_up, training.lr_decay, self.memory)
