@@ -206,6 +206,7 @@ def test_pickled_objects_are_refused_and_never_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("keep", [0, 3, 0.5, 0.98])
 def test_truncated_files_are_refused_by_name(tmp_path, name, keep):

@@ -52,6 +52,7 @@ def test_blocks_are_the_rows_of_a_reshape_each_number_read_once_and_begin_again_
         np.testing.assert_array_equal(rest, values.reshape(-1, shape[-1])[start:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("values", [ACTS, DEEP], ids=["three", "four"])
 @pytest.mark.parametrize("block", [1, 13, 1 << 20])

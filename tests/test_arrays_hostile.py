@@ -94,6 +94,7 @@ HDF5 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", HDF5)
 def test_hdf5_that_leads_elsewhere_or_was_not_written_is_refused(tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
@@ -257,6 +258,7 @@ WHOLE = {  # a file, and how many times it is damaged
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_damage_is_told_in_one_sentence_or_does_not_matter(tmp_path, name):
     content, times = WHOLE[name]

@@ -92,6 +92,7 @@ def test_every_page_has_one_example_that_the_command_takes(name: str):
     command.make_context(name, words)  # exits where an option is unknown or its value cannot be
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "absent"), [
     (["--help"], ("torch", "transformers", "h5py", "numpy", "rich.console")),
     (["list"], ("torch", "transformers")),
@@ -180,6 +181,7 @@ def test_an_unexpected_error_is_named_as_a_bug_and_shown_whole_on_demand(sae: Co
         sae("train")
 
 
+@pytest.mark.slow
 def test_the_home_comes_from_the_option_else_the_environment_else_the_folder(sae, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = {**os.environ, "SAE_HOME": str(tmp_path / "b")}
@@ -220,6 +222,7 @@ def test_memory_that_was_refused_is_told_from_other_errors_that_speak_of_memory(
     assert sentence is None if said is None else sentence.startswith(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [100, 410, 980, 2047])  # MiB; by 410 and 980 a library aborts as it is loaded
 def test_too_little_address_space_is_told_in_a_sentence(tmp_path: Path, limit: int):
     def limited() -> None:

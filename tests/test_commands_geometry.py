@@ -212,6 +212,7 @@ def test_people_see_a_table(sae: CommandLine) -> None:
     assert "hyperplanes within" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "words"), [
     ("x.png", []), pytest.param("x.svg", ["--slice", "0,7,5"], marks=pytest.mark.slow)])
 def test_a_picture_is_drawn(sae: CommandLine, tmp_path: Path, name: str, words: list[str]) -> None:

@@ -267,6 +267,7 @@ def test_check_names_every_damaged_shard_and_unreadable_store(sae, as_json):
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", ['{"created": 5}', "[]", "{"])
 def test_a_damaged_entry_blocks_only_the_commands_that_name_it(sae, damaged):
     sae("import", "digits")

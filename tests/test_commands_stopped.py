@@ -79,6 +79,7 @@ def test_an_extraction_that_was_stopped_says_what_is_saved_and_goes_on_from_ther
     assert f"going on after {saved:,} rows" in again.err if saved else "going on" not in again.err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not tell what a process has mapped")
 @pytest.mark.parametrize("words", [["train", "--epochs", "100"], EXTRACT[:-1]], ids=["train", "extract"])
 def test_a_command_stopped_while_it_imports_torch_says_that_nothing_was_changed(sae: CommandLine, words: list):

@@ -38,6 +38,7 @@ def completed(sae: CommandLine, monkeypatch, capsys):
     return complete
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 def test_names_of_commands_come_without_importing_one(shell: str):
     script = ("import atexit, sys\n"

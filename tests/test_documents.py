@@ -80,6 +80,7 @@ def test_a_configuration_of_another_library_with_any_entry_changed_is_read_or_re
     assert taken and refused > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_a_native_header_with_any_entry_changed_is_read_or_refused(tmp_path: Path, act: str):
     kind = ACTIVATIONS[act]

@@ -37,6 +37,7 @@ def old_torch(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [*FORMATS, old_torch], ids=lambda write: getattr(write, "__name__", write))
 def test_damage_is_told_in_one_sentence_that_names_the_place_or_does_not_matter(
         tmp_path: Path, write: str | Callable[[Path], Path]) -> None:

@@ -46,6 +46,7 @@ def test_a_stream_that_fits_is_kept_whole_and_in_order(batch: int) -> None:
     np.testing.assert_array_equal(reservoir.rows, stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 13, 60])
 def test_every_row_of_a_longer_stream_is_kept_equally_often(batch: int) -> None:
     kept = np.zeros(60)

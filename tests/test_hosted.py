@@ -61,6 +61,7 @@ def test_an_address_is_read_as_the_hub_writes_them(text: str, address: Address |
     assert Address.parse(text) == address
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("activation", "form", "files"), [
     (Relu(), "auto", ["cfg.json", "sae_weights.safetensors"]), (SoftTopK(k=4), "auto", ["sae.safetensors"]),
     (JumpRelu(), "gemma-scope", ["params.npz"]), (Relu(), "dictionary-learning", ["ae.pt", "config.json"])],
@@ -141,6 +142,7 @@ def test_no_path_of_this_machine_is_pushed(sae: CommandLine, hub: ModelHub, form
     assert ModelCard(files["README.md"].decode()).data.base_model is None
 
 
+@pytest.mark.slow
 def test_a_signed_topk_is_native_where_saelens_would_change_rows_and_says_so(sae: CommandLine, hub: ModelHub) -> None:
     make_store(sae.home, "rows", some_rows())
     mine = random_sae(TopK(k=4))

@@ -67,6 +67,7 @@ def test_a_module_imports_only_floors_below_its_own(path: Path):
         assert floor_of(name) < floor_of(unit(path)), f"{path} imports {name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ALONE)
 def test_a_heavy_library_has_one_door(library: str):
     users = {unit(path) for path in MODULES

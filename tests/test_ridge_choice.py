@@ -170,6 +170,7 @@ def test_alpha_is_as_good_where_the_multiple_of_the_direction_is_taken_from_mixe
     assert press(system, terms, z, x, chosen) <= 1.01 * min(scores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_fresh_rows_are_reconstructed_better_than_with_generalised_cross_validation(seed):
     z, x, direction = (part.double() for part in encoded(inputs(5000, 16, seed, 0.6), 128, 16, seed))

@@ -67,6 +67,7 @@ def test_import_drops_outliers_and_says_so_everywhere(sae: CommandLine, tmp_path
         assert "there is a store named 'a' already, made from something else" in sae(*words[:2], *other).err
 
 
+@pytest.mark.slow
 def test_extract_drops_rows_above_the_limit_and_stores_as_many_as_were_asked_for(sae: CommandLine):
     words = ("extract", "--model", "tiny-gemma2", "--rows", "1200", "--context", "32", "--dtype", "float32", "--json")
     every = sae(*words, "--name", "every").json

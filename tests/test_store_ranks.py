@@ -219,6 +219,7 @@ def test_a_store_json_whose_ranks_do_not_fit_its_shards_is_refused(tmp_path: Pat
             ActivationStore.open(tmp_path / "s")
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_shards_of_uneven_sizes_are_read_as_the_rows_that_they_hold(data):
     counts = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any))

@@ -88,6 +88,7 @@ def documents(tmp_path_factory, request):
     return make_store(folder, rows, block=8000, documents=of_rows, shard_rows=25_000, chunk_rows=256), of_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 4, 30, 200])
 def test_a_batch_holds_few_pairs_of_one_document_however_many_windows_there_are(documents, parts):
     store, of_rows = documents

@@ -136,6 +136,7 @@ def test_the_case_of_a_suffix_does_not_matter(tmp_path, suffix):
     assert documents(source) == ([(0, "one"), (1, "two")] if suffix == ".txt" else TABLE_DOCUMENTS)
 
 
+@pytest.mark.slow
 def test_a_damaged_parquet_file_is_told_of_once(tmp_path):
     path = write(tmp_path / "a.parquet", b"PAR1 no more")
     program = (f"from saecli.texts import TextSource\ntry:\n    list(TextSource({path!r}).documents())\n"
@@ -293,6 +294,7 @@ def error_from_hub(tmp_path: Path, **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [{"HF_ENDPOINT": "http://hub.invalid"}, {"HF_HUB_OFFLINE": "1"}])
 def test_without_network_the_error_names_the_sources_that_need_none(tmp_path, environment):
     message = error_from_hub(tmp_path, **environment)
@@ -300,6 +302,7 @@ def test_without_network_the_error_names_the_sources_that_need_none(tmp_path, en
     assert "--dataset stdlib-docs or a local .txt, .jsonl or .parquet file" in message
 
 
+@pytest.mark.slow
 def test_a_dataset_that_the_hub_does_not_have_is_said_to_be_missing(tmp_path, hub):
     message = error_from_hub(tmp_path, HF_ENDPOINT=hub)
     assert "some/dataset cannot be found" in message

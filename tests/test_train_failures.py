@@ -216,6 +216,7 @@ def test_a_run_cut_short_before_its_last_file_is_completed_by_resume(sae: Comman
     assert json.loads((folder / "run.json").read_text())["complete"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalize", ["scale", "standardize"])
 def test_rows_all_but_zero_get_a_sentence_that_says_so_and_nearly_so_small_ones_train(sae: CommandLine, normalize: str):
     rows = some_rows(1000) - np.float32(1.5)
@@ -277,6 +278,7 @@ def test_a_run_killed_at_any_moment_begins_again_under_its_name_or_is_resumed(pr
         assert kills > 3 and ways >= {(False, True), (True, False)}
 
 
+@pytest.mark.slow
 def test_a_finished_run_without_its_checkpoint_is_not_taken_for_one_that_was_killed(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
     assert sae("train", "--name", "run", *QUICK).status == 0

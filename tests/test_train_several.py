@@ -36,6 +36,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return begun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [
     ("--solver", "pam-sgd", "--act", "topk", "--k", "2", "--k", "4"),
     pytest.param(("--solver", "pam-sgd", "--act", "relu", "--sparsity-weight", "0.1", "--sparsity-weight", "1"),
