@@ -29,7 +29,7 @@ def stored(sae: CommandLine, name: str) -> tuple[np.ndarray, ActivationStore]:
     return collect(store.split("all").sequential(100)), store
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_import_of_the_digits_from_a_shell(tmp_path):
     home = tmp_path / "home"
     command = shell("--home", home, "import", "digits", "--json")

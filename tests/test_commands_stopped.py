@@ -65,7 +65,7 @@ def test_an_import_that_was_stopped_says_what_is_saved_and_goes_on_from_there(sa
     assert f"going on after {saved:,} rows" in again.err if saved else "going on" not in again.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("shard_rows", "file", "size"), [
     pytest.param(30_000, "store.json", 1, marks=pytest.mark.long), (30_000, "shards/.00000.h5.partial", 1_000_000),
     pytest.param(500, "shards/00001.h5", 1, marks=pytest.mark.long)])

@@ -26,7 +26,7 @@ def environment(hub: ModelHub, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("library", "activation"), [
-    ("saelens", BatchTopK(k=4)), ("sparsify", ReluTopK(k=4))],
+    ("saelens", BatchTopK(k=4)), pytest.param("sparsify", ReluTopK(k=4), marks=pytest.mark.long)],
     ids=lambda value: getattr(value, "name", value))
 def test_a_pushed_run_loads_from_the_hub_in_the_library_and_here(
         tmp_path: Path, library: str, activation: Activation) -> None:

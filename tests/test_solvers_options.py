@@ -278,7 +278,7 @@ def test_a_penalty_too_strong_for_any_code_ends_them_all(weight):
     assert all(tensor.isfinite().all() for tensor in sae.tensors().values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("decoder", "activation", "rows"),
                          grid(["free", "residual"], [Relu(), TopK(k=3)], [300, 20]), ids=str)
 def test_without_room_for_the_gram_matrix_an_iteration_trains_to_the_same_error(decoder, activation, rows):

@@ -51,7 +51,7 @@ def stdlib() -> list[tuple[int, str]]:
     return documents(STDLIB_DOCS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stdlib_docs_hold_what_inspect_reads_from_imported_modules(stdlib):
     texts = {text for _, text in stdlib}
     for thing in (json, json.dumps, argparse.ArgumentParser, ast.walk, fractions.Fraction.limit_denominator):
@@ -59,7 +59,7 @@ def test_stdlib_docs_hold_what_inspect_reads_from_imported_modules(stdlib):
     assert inspect.getdoc(math) not in texts  # compiled modules have no source to read
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stdlib_docs_are_distinct_trimmed_and_numbered_without_gaps(stdlib):
     texts = [text for _, text in stdlib]
     assert [number for number, _ in stdlib] == list(range(len(texts)))
@@ -146,7 +146,7 @@ def test_a_damaged_parquet_file_is_told_of_once(tmp_path):
     assert done.stderr == ""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_starting_later_in_stdlib_docs_gives_the_tail(stdlib):
     assert documents(STDLIB_DOCS, 1000) == stdlib[1000:]
 

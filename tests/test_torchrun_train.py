@@ -135,7 +135,7 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
         "stopped; `sae train --resume --name stopped` goes on after the last whole epoch"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("words", "sentence"), [
     (("--sparsity", "kl", "--act", "relu"), "--sparsity kl takes each batch as a whole"),
     (("--device", "cuda:1"), "--device cuda:1 gives one GPU to all 2 processes of this machine"),

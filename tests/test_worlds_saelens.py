@@ -54,6 +54,7 @@ def test_every_score_agrees_with_saelens_scorer_on_the_same_sae_and_rows(sae: Co
         assert 0.2 < found["mcc"] < 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["flat", "tree", "exclusive"])
 def test_a_world_that_saelens_saved_gives_rows_of_the_same_distribution(sae: CommandLine, tmp_path: Path, kind: str):
     saelens("save", tmp_path / kind, kind, str(ROWS))
@@ -82,6 +83,7 @@ def test_a_world_that_saelens_saved_gives_rows_of_the_same_distribution(sae: Com
     agree(collect(store.split("all").sequential(1000)), theirs["x"])
 
 
+@pytest.mark.long
 def test_a_saved_world_is_recognised_by_folder_or_file_and_takes_no_other_options(sae: CommandLine, tmp_path: Path):
     saelens("save", tmp_path / "tree", "tree", "10")
     files = ["synthetic_model.safetensors", "synthetic_model_config.json"]

@@ -9,8 +9,8 @@ may follow schedules in t.
 
 The paper's decoder, `free`, is the unknown W_dec itself. The default, `residual`, has the unknown Delta in
 `W_dec = c W_enc' + Delta`: the decoder step solves for Delta, c and b_dec with the ridge alpha on Delta, and the
-encoder step holds Delta and c fixed and differentiates through c W_enc'. As alpha grows it tends to SGD with tied
-weights, as alpha falls to the free decoder.
+encoder step holds Delta and c fixed and differentiates through c W_enc'; it moves b_dec too, if no term weighs that.
+As alpha grows it tends to SGD with tied weights, as alpha falls to the free decoder.
 
 Held to the end, alternating minimisation moves slowly along valleys that joint descent follows. From some step on the
 decoder is therefore released: W_dec becomes a parameter of its own, which descends beside the encoder, and is replaced
@@ -119,7 +119,8 @@ class PamSgdSolver(Solver):
         dictionary = Coupled(start, c, Delta)
         self._every = math.inf if config.decoder_every == "epoch" else config.decoder_every  # batches
         outers = outer_iterations(math.ceil(task.steps / config.inner_steps), task.batches, self._every)
-        held = ("Delta",) if config.decoder == "residual" else ("Delta", "b_dec")
+        free = config.decoder == "residual" and not config.beta and not config.nu_dec  # terms that encoder steps lack
+        held = ("Delta",) if free else ("Delta", "b_dec")
         super().__init__(dictionary, held, task, config, outers, communicator)
         nan = math.nan
         self.decoder = DecoderState(c, dictionary.Delta.detach(), dictionary.b_dec.detach(),
