@@ -80,8 +80,7 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
     b = terms.bare_bias(rows, y_bar) - terms.rows_fraction(rows) * (system.z_bar @ W)
     Delta = W if terms.direction is None else W.sub_(T0, alpha=c)
     dof = math.nan if z is None else effective_dof(factorisation, terms, z)
-    scale = max(system.scale(terms.shrink(rows)), torch.finfo(torch.float64).tiny)
-    return DecoderState(c, Delta, b, factorisation.alpha, factorisation.alpha / scale, factorisation.ridge,
+    return DecoderState(c, Delta, b, factorisation.alpha, factorisation.relative_alpha, factorisation.ridge,
                         factorisation.raised, factorisation.condition(), factorisation.residual(), dof)
 
 

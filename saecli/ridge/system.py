@@ -5,6 +5,7 @@ float64. Symbols as in the package's docstring; `shrink` is s.
 """
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -111,10 +112,12 @@ class System(ABC):
             TrainingError: the matrix is not finite, or after rounding no ridge makes it positive definite.
         """
         shrink = terms.shrink(self.rows)
-        alpha = min(terms.alpha, INFINITE_ALPHA * self.scale(shrink)) or terms.alpha
+        scale = self.scale(shrink)
+        alpha = min(terms.alpha, INFINITE_ALPHA * scale) or terms.alpha
         self.changed()
         found = self._factorise(alpha + terms.mu, shrink, terms.decay)
         found.alpha = alpha + (found.ridge - (alpha + terms.mu))  # ridge - mu would lose alpha to a large mu
+        found.relative_alpha = found.alpha / max(scale, sys.float_info.min)
         return found
 
     @abstractmethod
@@ -156,7 +159,10 @@ class Factorisation(ABC, Generic[S]):
 
     Attributes:
         alpha: the part of the ridge that is not mu.
+        relative_alpha: alpha over A's mean diagonal.
     """
+
+    relative_alpha: float
 
     def __init__(self, system: S, ridge: float, raised: bool) -> None:
         self.ridge = self.alpha = ridge

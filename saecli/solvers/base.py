@@ -51,6 +51,8 @@ class Solver(ABC):
         communicator: of the processes that train on other parts of each batch.
     """
 
+    _every: float = math.inf  # batches in a part of an epoch, after each of which but the last `_end_part` is called
+
     def __init__(self, dictionary: Dictionary, held: Collection[str], task: Task, config: "SolverConfig", outers: int,
                  communicator: Communicator = ALONE) -> None:
         kind = OPTIMIZERS[config.optimizer]
@@ -97,15 +99,15 @@ class Solver(ABC):
         self._batches += 1
         self._window.append(batch)
         enough = len(self._window) >= (1 if self.config.inner_steps == 1 else WINDOW)
-        return self._inner_steps() if enough or self._closes_window() else []
+        ends = self._batches % self._every == 0
+        reports = self._inner_steps() if enough or ends else []
+        if ends and self._batches < self.task.batches and not self.finished:
+            self._end_part()
+        return reports
 
     def end_epoch(self) -> list[StepReport]:
         """End the pass. Returns the reports of the steps on batches collected so far."""
         return self._inner_steps()
-
-    def _closes_window(self) -> bool:
-        """Whether the batches collected so far are to be trained on, however few."""
-        return False
 
     def _inner_steps(self) -> list[StepReport]:
         """`inner_steps` rounds over the collected batches, their rows mixed anew in each: as many consecutive steps on
@@ -133,6 +135,10 @@ class Solver(ABC):
     def _trained(self, codes: Codes, batch: Batch, waiting: int) -> None:
         """Take the codes, (b, F), that a batch had in the last round over a window of `waiting` batches: each row of an
         epoch comes here once."""
+
+    @abstractmethod
+    def _end_part(self) -> None:
+        """A part of an epoch is over, its batches trained on; the last part ends with the epoch."""
 
     def begin_pass(self, again: Callable[[], Iterable[Batch]]) -> None:
         """Begin the decoder step that is due; `again` gives the pass' batches once more, for an iterative solve."""
@@ -166,33 +172,29 @@ class Solver(ABC):
         self._held = {name: getattr(self.dictionary, name).detach().clone() for name, weight in PROXIMAL.items()
                       if getattr(self.config, weight)}
 
-    def revive(self, fired: Tensor, rows: float) -> Tensor | None:
+    def revive(self, fired: Tensor, rows: float) -> None:
         """Re-aim latents that did not fire on enough rows at the sampled rows reconstructed worst, unless training is
         about to end.
 
         Args:
             fired: the latents that fired on any row, a mask, (F,), of all processes' rows.
             rows: the number of rows.
-
-        Returns:
-            A mask of the revived latents, (F,); None if none were.
         """
         sample, dead = self.task.sample, ~fired
         if (not self.config.revive or not len(sample) or rows < REVIVAL_ROWS * len(dead)
                 or self.steps >= REVIVAL * self.task.steps):
-            return None
+            return
         count = int(dead.sum())
         if not 0 < count < len(dead):
-            return None
+            return
         with torch.no_grad():
             residuals = sample - self.dictionary(sample)
             if not residuals.isfinite().all():  # training has diverged, and whoever measures its loss will say so
-                return None
+                return
             directions = directions_of_worst(residuals, count, self.draws(self.steps, REVIVING))
             revive(self.dictionary, dead, self.communicator.broadcast(directions))
         self.optimizer.forget(dead, self.dictionary.latent_dimension)
         self.revived += count
-        return dead
 
     def record(self) -> dict[str, float]:
         """The solver's own measures for `metrics.jsonl` and the final summary: how many times a latent was revived."""

@@ -119,8 +119,9 @@ class PamSgdSolver(Solver):
         dictionary = Coupled(start, c, Delta)
         self._every = math.inf if config.decoder_every == "epoch" else config.decoder_every  # batches
         outers = outer_iterations(math.ceil(task.steps / config.inner_steps), task.batches, self._every)
-        free = config.decoder == "residual" and not config.beta and not config.nu_dec  # terms that encoder steps lack
-        held = ("Delta",) if free else ("Delta", "b_dec")
+        held = ["Delta"]
+        if config.decoder == "free" or config.beta or config.nu_dec:  # terms on b_dec, which encoder steps lack
+            held.append("b_dec")
         super().__init__(dictionary, held, task, config, outers, communicator)
         nan = math.nan
         self.decoder = DecoderState(c, dictionary.Delta.detach(), dictionary.b_dec.detach(),
@@ -147,15 +148,9 @@ class PamSgdSolver(Solver):
         if self.config.decoder_first:
             self._due = self.task.rows
 
-    def step(self, batch: Batch) -> list[StepReport]:
-        """Take encoder steps as any solver, and ask for a decoder step after every so many batches."""
-        reports = super().step(batch)
-        if self._closes_window() and self._batches < self.task.batches and not self.finished:
-            self._due = 0 if self._running is not None else self.task.rows
-        return reports
-
-    def _closes_window(self) -> bool:
-        return self._batches % self._every == 0
+    def _end_part(self) -> None:
+        """Ask for a decoder step within the epoch."""
+        self._due = 0 if self._running is not None else self.task.rows
 
     def end_epoch(self) -> list[StepReport]:
         """Take steps on the batches collected, and ask for the epoch's decoder step."""

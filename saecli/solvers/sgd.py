@@ -15,7 +15,7 @@ from .base import Solver, SolverConfig
 from .optimizers import OPTIMIZERS
 from .task import StepReport, Task
 
-REVIVALS = 20  # looks for dead latents in all of training, at least one per epoch
+REVIVALS = 20  # times that dead latents are looked for in all of training, at least once per epoch
 
 
 @dataclass(frozen=True)
@@ -47,37 +47,28 @@ class SgdSolver(Solver):
         super().begin_epoch()
         steps_per_epoch = self.task.batches * self.config.inner_steps
         looks = max(1, round(steps_per_epoch * REVIVALS / self.task.steps))
-        self._look_every = math.ceil(self.task.batches / looks)  # batches
-        self._begin_look()
+        self._every = math.ceil(self.task.batches / looks)
+        self._forget_firing()
 
-    def _begin_look(self) -> None:
+    def _forget_firing(self) -> None:
         self._seen, self._fired = 0, torch.zeros_like(self.dictionary.b_enc, dtype=torch.bool)
 
     def _trained(self, codes: Codes, batch: Batch, waiting: int) -> None:
-        """Note which latents fire, and revive the others once in a while."""
+        """Note which latents fire."""
         self._seen += batch.size
         self._fired |= codes.fired()
 
-    def step(self, batch: Batch) -> list[StepReport]:
-        reports = super().step(batch)
-        if self._closes_window() and not self.finished:
-            self._look()
-        return reports
-
-    def _closes_window(self) -> bool:
-        return self._batches % self._look_every == 0
-
-    def _look(self) -> None:
-        """Revive latents that did not fire since the last look."""
+    def _end_part(self) -> None:
+        """Revive latents that did not fire in this part of the epoch."""
         if self.config.revive:
             fired = self.communicator.all_reduce(self._fired.to(torch.int32)) > 0
             self.revive(fired, self._seen)
-        self._begin_look()
+        self._forget_firing()
 
     def end_epoch(self) -> list[StepReport]:
         """End the pass; after the last epoch the activation's estimates are set."""
         reports = super().end_epoch()
-        self._look()
+        self._end_part()
         self.outer += 1
         self._hold_encoder()
         if self.finished:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from ..codes import Codes, SparseCodes
@@ -53,6 +52,8 @@ class Alignment:
 
         Cost: the Hungarian algorithm, of the cube of that number at worst; some seconds at 4,096.
         """
+        from scipy.optimize import linear_sum_assignment  # a fifth of a second that only this needs
+
         sizes = self.cosines.abs().numpy()
         return float(sizes[linear_sum_assignment(sizes, maximize=True)].mean(dtype=np.float64))
 

@@ -10,18 +10,17 @@ PAM-SGD and SGD with the half width of its 95% interval over seeds, which decide
 """
 
 import argparse
-import json
-import multiprocessing
-import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import t
+from solver_grid import Log, workers
 
 MODEL = "tiny-gemma2"
 MEASURES = ("fvu", "ce_recovered", "kl", "mcc", "f1")
@@ -51,60 +50,53 @@ CELLS = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
-    """A training: of a cell, by a solver, at a learning rate, with a seed."""
+class Job(NamedTuple):
+    """A training: of a cell, by a solver, at a learning rate, with a seed, as written."""
 
     cell: str
     solver: str
-    lr: float | str
-    seed: int
+    lr: str
+    seed: str
 
 
 def run(job: Job, home: Path) -> dict[str, Any]:
-    """Train and measure on the held-out rows; the job with its measures, steps and seconds of processor time."""
+    """Train and measure on the held-out rows; its measures and seconds of processor time."""
     import saecli
 
-    cell = CELLS[job.cell]
+    cell, seed = CELLS[job.cell], int(job.seed)
     store = saecli.open_store(job.cell, home)
+    lr = job.lr if job.lr == "auto" else float(job.lr)
     began = time.process_time()
-    sae = saecli.fit(store, solver=job.solver, lr=job.lr, seed=job.seed, shuffle_seed=job.seed, **cell.options)
+    sae = saecli.fit(store, solver=job.solver, lr=lr, seed=seed, shuffle_seed=seed, **cell.options)
     seconds = time.process_time() - began
     found = saecli.evaluate(sae, store, model=cell.model)
-    return asdict(job) | {"seconds": seconds, "l0": found["l0"]} | {name: found[name] for name in MEASURES
-                                                                  if name in found}
+    return {"seconds": seconds, "l0": found["l0"]} | {name: found[name] for name in MEASURES if name in found}
 
 
-def fill(jobs: Sequence[Job], home: Path, log: Path, processes: int) -> list[dict[str, Any]]:
+def fill(jobs: Sequence[Job], home: Path, log: Log, processes: int) -> dict[Job, dict[str, Any]]:
     """The results of all jobs; those that the log has are not run again."""
-    done = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    known = {Job(**{name: result[name] for name in Job.__dataclass_fields__}) for result in done}
-    missing = [job for job in jobs if job not in known]
-    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that are about to start
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=8) as pool:
-        waiting = [pool.apply_async(run, (job, home)) for job in missing]
-        for number, result in enumerate(waiting, 1):
-            done.append(result.get())
-            with log.open("a") as file:
-                file.write(json.dumps(done[-1]) + "\n")
+    missing = [job for job in jobs if job not in log.results]
+    with workers(processes) as pool:
+        running = {pool.submit(run, job, home): job for job in missing}
+        for number, future in enumerate(as_completed(running), 1):
+            log.add(running[future], future.result())
             print(f"{number} of {len(missing)}", file=sys.stderr, flush=True)
-    wanted = set(jobs)
-    return [result for result in done if Job(**{name: result[name] for name in Job.__dataclass_fields__}) in wanted]
+    return {job: log.results[job] for job in jobs}
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def table(results: Mapping[Job, Mapping[str, Any]]) -> str:
     """A row per cell and measure, in Markdown."""
     lines = ["| data | measure | sgd | pam-sgd | difference | processor time |", "|---|---|---|---|---|---|"]
     for cell in CELLS:
-        ours = {one["seed"]: one for one in results if (one["cell"], one["solver"]) == (cell, "pam-sgd")}
-        theirs: dict[Any, dict[int, dict[str, Any]]] = {}
-        for one in results:
-            if (one["cell"], one["solver"]) == (cell, "sgd"):
-                theirs.setdefault(one["lr"], {})[one["seed"]] = one
-        if not ours or not theirs:
+        ours = {job.seed: one for job, one in results.items() if (job.cell, job.solver) == (cell, "pam-sgd")}
+        theirs: dict[str, dict[str, Mapping[str, Any]]] = {}
+        for job, one in results.items():
+            if (job.cell, job.solver) == (cell, "sgd"):
+                theirs.setdefault(job.lr, {})[job.seed] = one
+        if not ours:
             continue
         best = min(theirs, key=lambda lr: np.mean([one["fvu"] for one in theirs[lr].values()]))
-        seeds = sorted(ours.keys() & theirs[best].keys())
+        seeds = sorted(ours)
         time_ratio = np.mean([ours[seed]["seconds"] / theirs[best][seed]["seconds"] for seed in seeds])
         for measure in MEASURES:
             if measure not in ours[seeds[0]]:
@@ -114,7 +106,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             error = difference.std(ddof=1) / len(seeds) ** 0.5 if len(seeds) > 1 else np.nan
             half = t.ppf(0.975, len(seeds) - 1) * error
             means = pairs.mean(0)
-            lines.append(f"| {cell}, {len(seeds)} seeds, sgd at {best} | {measure} | {means[0]:.4f} | {means[1]:.4f} | "
+            lines.append(f"| {cell}, {len(seeds)} seed{"s" * (len(seeds) != 1)}, sgd at {best} | {measure} | {means[0]:.4f} | {means[1]:.4f} | "
                          f"{difference.mean():+.4f} ± {half:.4f} | {time_ratio:.2f} |")
     return "\n".join(lines)
 
@@ -138,10 +130,10 @@ def main() -> None:
     for cell in cells:
         function, arguments = CELLS[cell].make
         getattr(saecli, function)(**arguments, name=cell, home=home)
-    rates = [float(rate) for rate in chosen.rates.split(",") if rate]
-    jobs = [Job(cell, solver, lr, seed) for seed in range(chosen.seeds) for cell in cells
+    rates = [rate for rate in chosen.rates.split(",") if rate]
+    jobs = [Job(cell, solver, lr, str(seed)) for seed in range(chosen.seeds) for cell in cells
             for solver, lr in [("sgd", "auto"), ("pam-sgd", "auto"), *(("sgd", rate) for rate in rates)]]
-    print(table(fill(jobs, home, chosen.out / "runs.jsonl", chosen.jobs)))
+    print(table(fill(jobs, home, Log(chosen.out / "runs.jsonl"), chosen.jobs)))
 
 
 if __name__ == "__main__":

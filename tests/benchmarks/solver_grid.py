@@ -266,11 +266,16 @@ class Log:
             file.write(json.dumps({"words": key, "result": result}) + "\n")
 
 
-def fill(grid: Grid, cells: list[Cell], log: Log, home: Path, jobs: int) -> None:
-    """Run what is missing, cell by cell, in worker processes of one thread each; a line on stderr for each run."""
+def workers(jobs: int) -> ProcessPoolExecutor:
+    """Processes of one thread each, which end with this one."""
     os.environ["OMP_NUM_THREADS"] = "1"  # spawned workers read it when they load torch
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_die_with_parent)
+    return ProcessPoolExecutor(jobs, mp_context=context, initializer=_die_with_parent)
+
+
+def fill(grid: Grid, cells: list[Cell], log: Log, home: Path, jobs: int) -> None:
+    """Run what is missing, cell by cell, in worker processes of one thread each; a line on stderr for each run."""
+    pool = workers(jobs)
     waiting = deque(_missing(grid, cells, log))
     running: dict[Future, tuple[Cell, Key]] = {}
     done = 0
