@@ -5,14 +5,14 @@ and batchtopk know theirs without a search. With sparse codes a training step co
 pre-activations, instead of 10 D F. Non-zeros are searched for on a CPU only, and used if they are few: on a GPU the
 host would have to wait for their count.
 
-Shapes: B rows, n entries, D = d_in, F = d_sae, C columns of a right side.
+Shapes: B rows, n entries, D = d_in, F = d_sae, C columns of a right side, L prefixes.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ PAIRS = 1 << 19  # pairs of entries multiplied at a time
 PAIRS_FRACTION = 0.2  # number of pairs over the Gram matrix' size, up to which products are added pair by pair
 CACHED_CODES = 1 << 18  # 1 MiB in float32
 PANEL, SPARSE_PANEL = 256, 1024  # columns of a Gram matrix at a time; wider panels pay off for sparse codes
+
+
+Prefixes = tuple[int, ...]  # numbers of leading latents, ascending, the last being F; none if there is but one
 
 
 class Codes(ABC):
@@ -51,6 +54,28 @@ class Codes(ABC):
     @abstractmethod
     def transposed_times(self, right: Tensor) -> Tensor:
         """`z' right`, (F, C), for (B, C)."""
+
+    def prefix_times(self, right: Tensor, prefixes: Prefixes) -> Tensor:
+        """`z[:, :m] right[:m]` for each prefix of m latents, (B, L, C), for (F, C); differentiable in both. Without
+        prefixes `z right`, (B, 1, C).
+
+        Cost: that of `times`, since a prefix adds to the one before.
+        """
+        return self._block_times(right, prefixes).cumsum(1) if prefixes else self.times(right)[:, None]
+
+    def prefix_transposed_times(self, right: Tensor, prefixes: Prefixes) -> Tensor:
+        """`sum_l Z_l' right_l`, (F, C), for (B, L, C): Z_l are the codes with those outside prefix l set to zero."""
+        if not prefixes:
+            return self.transposed_times(right[:, 0])
+        return self._block_transposed_times(right.flip(1).cumsum(1).flip(1), prefixes)
+
+    @abstractmethod
+    def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
+        """What the latents of each block, which end before `ends`, contribute to `z right`, (B, L, C), for (F, C)."""
+
+    @abstractmethod
+    def _block_transposed_times(self, right: Tensor, ends: Prefixes) -> Tensor:
+        """`z' right` with a right side for each block of latents, (F, C), for (B, L, C)."""
 
     @abstractmethod
     def sums(self) -> Tensor:
@@ -133,6 +158,17 @@ class DenseCodes(Codes):
     def transposed_times(self, right: Tensor) -> Tensor:
         return self.values.T @ right if self._few is None else self._few.transposed_times(right)
 
+    def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
+        if self._few is not None:
+            return self._few._block_times(right, ends)
+        return torch.stack([self.values[:, begin:end] @ right[begin:end] for begin, end in pairwise((0, *ends))], 1)
+
+    def _block_transposed_times(self, right: Tensor, ends: Prefixes) -> Tensor:
+        if self._few is not None:
+            return self._few._block_transposed_times(right, ends)
+        blocks = zip(pairwise((0, *ends)), right.unbind(1), strict=True)
+        return torch.cat([self.values[:, begin:end].T @ one for (begin, end), one in blocks])
+
     def sums(self) -> Tensor:
         return self.values.sum(0)
 
@@ -207,6 +243,19 @@ class SparseCodes(Codes):
     def transposed_times(self, right: Tensor) -> Tensor:
         rows, values, offsets = self._by_latent
         return embedding_bag(rows, right, offsets, mode="sum", per_sample_weights=values)
+
+    def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
+        return self._by_block(ends).times(right).view(len(self.offsets), len(ends), right.shape[1])
+
+    def _block_transposed_times(self, right: Tensor, ends: Prefixes) -> Tensor:
+        return self._by_block(ends).transposed_times(right.flatten(0, 1))
+
+    def _by_block(self, ends: Prefixes) -> "SparseCodes":
+        """Each row split into one for each block of latents, (B L, F)."""
+        blocks = torch.bucketize(self.indices, self.indices.new_tensor(ends), right=True)
+        rows, order = (self.rows * len(ends) + blocks).sort(stable=True)
+        return SparseCodes(offsets_of(rows, len(self.offsets) * len(ends)), self.indices[order], self.values[order],
+                           self.width)
 
     def sums(self) -> Tensor:
         return self.values.new_zeros(self.width).index_add(0, self.indices, self.values)

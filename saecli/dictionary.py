@@ -5,7 +5,11 @@
 The encoder does not subtract `b_dec`, so that the decoder step changes no code. `SAE` holds W_dec itself; `Coupled`,
 used in training, derives it from W_enc. To add a kind, subclass `Dictionary` and write its `decoder`.
 
-Shapes: B rows, D = d_in, F = d_sae.
+A dictionary may be nested: each of some prefixes of its latents is then trained to reconstruct the rows by itself.
+Source: Bussmann, Nabeshima, Karvonen and Nanda, "Learning Multi-Level Features with Matryoshka Sparse Autoencoders"
+(2025), equation 5.
+
+Shapes: B rows, D = d_in, F = d_sae, L prefixes; one, of all latents, if the dictionary is not nested.
 """
 
 import math
@@ -19,7 +23,7 @@ from torch.nn import Module, Parameter
 
 from .activations import Activation, KeepsK, Parameters
 from .batch import Batch
-from .codes import Codes
+from .codes import Codes, Prefixes
 from .encoding import pre_activations
 from .errors import ConfigError
 
@@ -29,7 +33,8 @@ class Loss:
     """The loss of a batch; with several processes, this process' part, and the parts sum to the batch's.
 
     Args:
-        value: squared error plus weighted penalty, mean over the rows of the batch.
+        value: squared error, of a nested dictionary its mean over prefixes, plus weighted penalty, mean over the rows
+            of the batch.
         squared_error: mean over rows of `||y_hat - y||^2`.
         codes: of this process' rows, (b, F).
     """
@@ -50,14 +55,15 @@ class Dictionary(Module, ABC):
         b_dec: decoder bias, (D,).
         activation: maps pre-activations to codes.
         activation_parameters: the activation's parameters, by names that differ from the other tensors'.
+        prefixes: of a nested dictionary, the number of latents in each prefix, ascending, the last being F.
     """
 
     LATENT_DIMENSIONS: ClassVar[dict[str, int]] = {"W_enc": 1, "b_enc": 0, "W_dec": 0, "Delta": 0}
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, activation: Activation,
-                 activation_parameters: Parameters | None = None) -> None:
+                 activation_parameters: Parameters | None = None, prefixes: Prefixes = ()) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.prefixes = activation, tuple(prefixes)
         self._learned = tuple(activation_parameters or {})
         for name, tensor in {"W_enc": W_enc, "b_enc": b_enc, "b_dec": b_dec, **(activation_parameters or {})}.items():
             self.register_parameter(name, Parameter(tensor.detach(), requires_grad=False))
@@ -99,8 +105,13 @@ class Dictionary(Module, ABC):
         """`z @ W_dec + b_dec`, (B, D)."""
         return codes.times(self.decoder()) + self.b_dec
 
+    def squared_errors(self, codes: Codes, y: Tensor, W_dec: Tensor) -> Tensor:
+        """`||y_hat - y||^2` of each prefix, a sum over rows, (L,), for targets (B, D)."""
+        return (codes.prefix_times(W_dec, self.prefixes) + (self.b_dec - y)[:, None]).square().sum(-1).sum(0)
+
     def loss(self, batch: Batch, sparsity: str = "none", weight: float = 0.0) -> Loss:
-        """`mean over rows of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters.
+        """`mean over rows of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters; of a nested
+        dictionary, the first term is the mean over its prefixes, each of which reconstructs by its own latents alone.
 
         Args:
             batch: of which this process may hold no rows.
@@ -113,12 +124,12 @@ class Dictionary(Module, ABC):
             nothing = 0.0 * self.b_enc.sum()
             return Loss(nothing, nothing, codes)
         W_dec = self.decoder()
-        squared_error = (codes.times(W_dec) + self.b_dec - batch.y).square().sum(-1).sum() / batch.size
-        value = squared_error
+        errors = self.squared_errors(codes, batch.y, W_dec) / batch.size
+        value = errors.mean()
         if sparsity != "none":  # a mean over this process' rows
             penalty = self.activation.penalty(sparsity, pre, codes, W_dec, self.activation_parameters)
             value = value + weight * (len(batch.x) / batch.size) * penalty
-        return Loss(value, squared_error, codes)
+        return Loss(value, errors[-1], codes)
 
     def encode(self, x: Tensor) -> Tensor:
         """The codes of raw activations, `act(x @ W_enc + b_enc)`.
@@ -159,13 +170,14 @@ class Dictionary(Module, ABC):
         """A frozen copy as an `SAE`."""
         return SAE(*(tensor.detach().clone() for tensor in (self.W_enc, self.b_enc, self.decoder(), self.b_dec)),
                    self.activation, {name: tensor.detach().clone() for name, tensor in
-                                     self.activation_parameters.items()})
+                                     self.activation_parameters.items()}, self.prefixes)
 
     def __repr__(self) -> str:
         kept = f", k={self.activation.k}" if isinstance(self.activation, KeepsK) else ""
+        nested = f", prefixes={self.prefixes}" if self.prefixes else ""
         dtype = str(self.W_enc.dtype).removeprefix("torch.")
-        return (f"{type(self).__name__}({self.activation.name}{kept}, d_in={self.d_in}, d_sae={self.d_sae}, {dtype}, "
-                f"{self.W_enc.device})")
+        return (f"{type(self).__name__}({self.activation.name}{kept}, d_in={self.d_in}, d_sae={self.d_sae}{nested}, "
+                f"{dtype}, {self.W_enc.device})")
 
     def _rows(self, verb: str, given: Tensor, width: int) -> Tensor:
         """A given tensor, (..., width), as rows, (B, width), in the dictionary's dtype."""
@@ -194,11 +206,12 @@ class SAE(Dictionary):
         b_dec: decoder bias, (D,).
         activation: maps pre-activations to codes.
         activation_parameters: the activation's parameters, by name.
+        prefixes: of a nested SAE, the number of latents in each prefix, ascending, the last being F.
     """
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, W_dec: Tensor, b_dec: Tensor, activation: Activation,
-                 activation_parameters: Parameters | None = None) -> None:
-        super().__init__(W_enc, b_enc, b_dec, activation, activation_parameters)
+                 activation_parameters: Parameters | None = None, prefixes: Prefixes = ()) -> None:
+        super().__init__(W_enc, b_enc, b_dec, activation, activation_parameters, prefixes)
         self.register_parameter("W_dec", Parameter(W_dec.detach(), requires_grad=False))
 
     def decoder(self) -> Tensor:
@@ -212,7 +225,8 @@ class SAE(Dictionary):
         """The same with another activation or other tensors, named as in `tensors`."""
         new = self.tensors() | tensors
         learned = {name: new.pop(name) for name in self._learned}
-        return type(self)(**new, activation=activation or self.activation, activation_parameters=learned)
+        return type(self)(**new, activation=activation or self.activation, activation_parameters=learned,
+                          prefixes=self.prefixes)
 
     def copy_to(self, *args: torch.device | torch.dtype | str) -> Self:
         """A copy on another device or in another dtype; arguments as of `Tensor.to`."""
@@ -244,7 +258,8 @@ class Coupled(Dictionary):
     """
 
     def __init__(self, start: SAE, c: float, Delta: Tensor | None) -> None:
-        super().__init__(start.W_enc, start.b_enc, start.b_dec, start.activation, start.activation_parameters)
+        super().__init__(start.W_enc, start.b_enc, start.b_dec, start.activation, start.activation_parameters,
+                         start.prefixes)
         self.c = c
         self.register_parameter("Delta", None if Delta is None else Parameter(Delta, requires_grad=False))
 

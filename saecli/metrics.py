@@ -2,7 +2,7 @@
 
 Each accumulator takes any number of batches in constant memory; its result is that of one batch of all rows, to
 rounding. Sums are float64 and stay on the device of the first batch: nothing synchronises with it until `result`.
-Shapes: B rows, D = d_in, F = d_sae. A latent fires on a row when its code is not zero.
+Shapes: B rows, D = d_in, F = d_sae, L prefixes. A latent fires on a row when its code is not zero.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codes import Codes
+from .codes import Codes, Prefixes
 from .dictionary import Dictionary
 from .distributed import ALONE, Communicator
 from .errors import ConfigError
@@ -33,21 +33,25 @@ class Reconstruction:
     Args:
         d_in: width of the rows.
         d_sae: number of latents.
+        prefixes: of a nested SAE; none otherwise.
     """
 
-    def __init__(self, d_in: int, d_sae: int) -> None:
+    def __init__(self, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> None:
         self.rows = 0
+        self._prefixes = prefixes
+        self._nested = torch.zeros(2, len(prefixes), dtype=torch.float64)  # of each prefix: squared error, l0
         self._mean = torch.zeros(d_in, dtype=torch.float64)
         self._sums = torch.zeros(5, dtype=torch.float64)  # scatter, squared error, cosine; l0, l1
         self._fired = torch.zeros(d_sae, dtype=torch.bool)
 
     @torch.no_grad()
-    def update(self, x: Tensor, x_hat: Tensor, z: Codes) -> None:
-        """Count a batch of rows and their reconstructions, (B, D) each, and codes, (B, F)."""
+    def update(self, x: Tensor, x_hat: Tensor, z: Codes, errors: Tensor | None = None) -> None:
+        """Count a batch of rows and their reconstructions, (B, D) each, and codes, (B, F); of a nested SAE also the
+        squared error of each prefix, a sum over rows, (L,)."""
         if not len(x):
             return
         if not self.rows:
-            self._mean, self._sums, self._fired = (t.to(x.device) for t in (self._mean, self._sums, self._fired))
+            self._to(x.device)
         x, x_hat = x.double(), x_hat.double()
         mean = x.mean(0)
         shift = mean - self._mean
@@ -57,6 +61,9 @@ class Reconstruction:
         counts = z.latent_counts()
         self._sums += torch.stack([scatter, (x_hat - x).square().sum(), ((x * x_hat).sum(1) / norms).sum(),
                                    counts.sum().double(), z.l1()])
+        if errors is not None:
+            last = counts.new_tensor(self._prefixes) - 1
+            self._nested += torch.stack([errors.double(), counts.cumsum(0)[last].double()])
         self._fired |= counts > 0
         self._mean += shift * (len(x) / total)
         self.rows = total
@@ -65,12 +72,13 @@ class Reconstruction:
         """Merge the counts of all processes, on each of them; sums move to this device."""
         if communicator.world_size == 1:
             return
-        self._mean, self._sums, self._fired = (t.to(device) for t in (self._mean, self._sums, self._fired))
+        self._to(device)
         counts = communicator.all_reduce(torch.cat([self._mean * self.rows, self._mean.new_tensor([self.rows])]))
         mean = counts[:-1] / counts[-1].clamp(min=1)
         self._sums[0] += self.rows * (self._mean - mean).square().sum()  # the scatter, now about the mean of all
         self._mean, self.rows = mean, int(counts[-1])
         communicator.all_reduce(self._sums)
+        communicator.all_reduce(self._nested)
         self._fired = communicator.all_reduce(self._fired.to(torch.int32)) > 0
 
     def result(self) -> dict[str, Any]:
@@ -85,15 +93,25 @@ class Reconstruction:
             l0: latents that fire, mean over rows.
             l1: sum of the codes' magnitudes, mean over rows.
             silent_fraction: fraction of the latents that fire on none of these rows; on training rows, dead latents.
+            prefixes: of a nested SAE, for each prefix its number of `latents`, its `l0`, and its `fvu` without the
+                other latents.
 
         Raises:
             ConfigError: no row was counted.
         """
         _demand_rows(self.rows)
+        by_prefix = zip(self._prefixes, (self._nested[1] / self.rows).tolist(),
+                        (self._nested[0] / self._sums[0]).tolist(), strict=True)
+        nested = [{"latents": latents, "l0": l0, "fvu": fvu} for latents, l0, fvu in by_prefix]
         _, error, cosine, l0, l1 = (self._sums / self.rows).tolist()
         fvu = float(self._sums[1] / self._sums[0])
         return {"rows": self.rows, "mse": error / len(self._mean), "fvu": fvu, "explained_variance": 1 - fvu,
-                "cosine": cosine, "l0": l0, "l1": l1, "silent_fraction": 1 - float(self._fired.double().mean())}
+                "cosine": cosine, "l0": l0, "l1": l1, "silent_fraction": 1 - float(self._fired.double().mean()),
+                **({"prefixes": nested} if nested else {})}
+
+    def _to(self, device: torch.device) -> None:
+        self._mean, self._sums, self._fired, self._nested = (
+            tensor.to(device) for tensor in (self._mean, self._sums, self._fired, self._nested))
 
 
 @torch.no_grad()
@@ -109,12 +127,12 @@ def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Com
 def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
                     communicator: Communicator = ALONE, watch: Watch | None = None) -> list[dict[str, Any]]:
     """`reconstruction` of each of several SAEs, in one pass; batches are converted to each SAE's dtype and device."""
-    found = [Reconstruction(sae.d_in, sae.d_sae) for sae in saes]
+    found = [Reconstruction(sae.d_in, sae.d_sae, sae.prefixes) for sae in saes]
     for batch in batches:
         for sae, own in zip(saes, found, strict=True):
             x = batch.to(sae.W_enc)
             z = sae.codes(x)
-            own.update(x, sae.decode_codes(z), z)
+            own.update(x, sae.decode_codes(z), z, sae.squared_errors(z, x, sae.decoder()) if sae.prefixes else None)
             if watch is not None:
                 watch(z)
     for sae, own in zip(saes, found, strict=True):

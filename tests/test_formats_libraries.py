@@ -44,6 +44,11 @@ def sae_with(kind: type[Activation]) -> SAE:
     return SAE(*(torch.randn(shape, generator=generator) for shape in shapes), activation, parameters)
 
 
+def nested(sae: SAE) -> SAE:
+    """The same with prefixes, for which dictionary_learning has a class of its own."""
+    return SAE(sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, sae.activation, sae.activation_parameters, (7, 20, F))
+
+
 @pytest.fixture(scope="module", params=LIBRARIES)
 def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exchange:
     python = python_with(LIBRARIES[request.param])
@@ -52,6 +57,8 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     rows = torch.randn(500, D, generator=torch.Generator().manual_seed(2)) + torch.linspace(-3, 3, D)
     np.save(folder / "rows.npy", rows.numpy())
     ours = {kind.name: sae_with(kind) for kind in FORMATS[request.param].activations}
+    if request.param == "dictionary-learning":
+        ours["nested"] = nested(ours["batchtopk"])
     for name, sae in ours.items():
         save(SavedSAE(sae, ORIGIN), request.param, folder / "ours" / name)
     script = Path(__file__).parent / "libraries" / f"{request.param.replace('-', '_')}.py"

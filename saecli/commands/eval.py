@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..evaluation.comparing import draw_frontier, evaluation_tables, marked, meaning, sparsest_first
+from ..evaluation.comparing import draw_frontier, evaluation_tables, flat, marked, meaning, sparsest_first
 from ..evaluation.evaluate import TOKENS, check_tokens_of_model, evaluated, warnings
 from ..evaluation.sae_and_rows import all_measured
 from ..evaluation.stability import (
@@ -85,6 +85,6 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
         if stability:
             session.console.note(f"drew {draw_stability(plot, document['stability'])}")
     if csv is not None:
-        write_csv(csv, ranked)
+        write_csv(csv, [flat(run) for run in ranked])
         session.console.note(f"wrote {csv}")
     session.console.result(document, *tables)

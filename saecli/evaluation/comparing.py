@@ -86,6 +86,9 @@ def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> li
     order = "sparsest first" if len(ranked) > 1 else None
     compared = any(run["unbeaten"] is not None for run in ranked)
     shown = [comparison(ranked, RECONSTRUCTION, f"{order}; {meaning(ranked[0])}" if compared else order)]
+    if nested := [[run["run"], prefix["latents"], prefix["l0"], prefix["fvu"]]
+                  for run in ranked for prefix in run.get("prefixes", ())]:
+        shown.append(table("by the first latents alone", ["run", "latents", "l0", "fvu"], nested))
     if of_worlds := [run for run in ranked if "mcc" in run]:
         shown.append(comparison(of_worlds, FEATURES, "known features: f1, precision and recall of latents as detectors "
                                                      "of the feature nearest to each"))
@@ -108,11 +111,20 @@ def draw_frontier(path: Path, ranked: Sequence[dict[str, Any]], everything: Sequ
     frontier(path, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})
 
 
+def flat(run: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's measures as a line of a table: those of a prefix of latents as `l0_first_N` and `fvu_first_N`."""
+    line = dict(run)
+    for prefix in line.pop("prefixes", ()):
+        line |= {f"{name}_first_{prefix['latents']}": prefix[name] for name in ("l0", "fvu")}
+    return line
+
+
 def read_measures(path: Path) -> list[dict[str, Any]]:
     """The file that `sae eval --csv` wrote, a mapping per run: names as text, `unbeaten` as bool, all else as float."""
     kinds = {"run": str, "data": str, "split": str, "unbeaten": "True".__eq__}
     with path.open(encoding="utf-8", newline="") as file:
-        return [{name: kinds.get(name, float)(word) for name, word in line.items()} for line in csv.DictReader(file)]
+        return [{name: kinds.get(name, lambda word: float(word or "nan"))(word) for name, word in line.items()}
+                for line in csv.DictReader(file)]
 
 
 def sparsity_table(runs: Sequence[dict[str, Any]]) -> RenderableType:

@@ -7,6 +7,7 @@ Several libraries subtract the decoder bias from a row before encoding it; this 
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from ..activations import Activation
 from ..arrays.array import check_memory, naming
 from ..arrays.formats import list_npz, load_torch
+from ..codes import Prefixes
 from ..dictionary import SAE
 from ..documents import Origin, read_json
 from ..errors import ConfigError, FormatError, one_line
@@ -52,7 +54,8 @@ class SavedSAE:
         return cls(sae, {name: value for name, value in asdict(origin).items() if value is not None})
 
 
-def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, subtracts: bool = False) -> SAE:
+def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, subtracts: bool = False,
+             prefixes: Prefixes = ()) -> SAE:
     """Make an SAE from the tensors of a file, in at least float32.
 
     Args:
@@ -60,10 +63,11 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
         tensors: the weights and the activation's parameters, by this tool's names.
         activation: the activation.
         subtracts: whether the file's encoder subtracts `b_dec` from rows.
+        prefixes: of a nested SAE; none otherwise.
 
     Raises:
-        FormatError: names or shapes do not match, a number is not finite, or the activation does not work with this
-            number of latents.
+        FormatError: names or shapes do not match, a number is not finite, or the activation or the prefixes do not work
+            with this number of latents.
     """
     expect_names(path, tensors, {*WEIGHTS, *activation.parameters(1)})
     if tensors["W_enc"].ndim != 2 or not tensors["W_enc"].numel():
@@ -85,9 +89,11 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
         activation.check(d_sae)
     except ConfigError as error:
         raise FormatError(f"{path}: {error}") from error
+    if prefixes and (prefixes[-1] != d_sae or any(b <= a for a, b in pairwise((0, *prefixes)))):
+        raise FormatError(f"{path}: expected prefixes that rise to d_sae, {d_sae}, got {list(prefixes)}")
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     weights = {name: ready.pop(name) for name in WEIGHTS}
-    sae = SAE(**weights, activation=activation, activation_parameters=ready)
+    sae = SAE(**weights, activation=activation, activation_parameters=ready, prefixes=prefixes)
     if not subtracts:
         return sae
     shift = sae.b_dec.double() @ sae.W_enc.double()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation, BatchTopK, JumpRelu, KeepsK, Relu, ReluTopK
+from ..codes import Prefixes
 from ..dictionary import SAE
 from ..errors import ConfigError, FormatError
 from ..files import write_json
@@ -115,8 +116,17 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
                for theirs, ours in layout.names.items()}
     if "threshold" in activation.parameters(1):
         tensors["threshold"] = extras["threshold"]
-    return SavedSAE.of(assemble(folder / TENSORS, tensors, activation, layout.subtracts),
+    prefixes = _prefixes(folder / TENSORS, extras["group_sizes"]) if "group_sizes" in extras else ()
+    return SavedSAE.of(assemble(folder / TENSORS, tensors, activation, layout.subtracts, prefixes),
                        origin_from({"model": trainer.lm_name, "layer": trainer.layer}))
+
+
+def _prefixes(path: Path, sizes: Tensor) -> Prefixes:
+    """The prefixes that groups of these sizes make up."""
+    if sizes.ndim != 1 or sizes.is_floating_point() or sizes.is_complex():
+        raise FormatError(f"{path}: expected whole numbers in group_sizes, got {sizes.dtype} of shape "
+                          f"{tuple(sizes.shape)}")
+    return tuple(sizes.cumsum(0).tolist()) if len(sizes) > 1 else ()
 
 
 def _auto_encoder(sae: SAE) -> dict[str, Tensor]:
@@ -141,6 +151,13 @@ def _batch_top_k_sae(sae: SAE) -> dict[str, Tensor]:
     return _auto_encoder_top_k(sae) | {"threshold": sae.activation_parameters["threshold"].clamp(min=0)}
 
 
+def _matryoshka_batch_top_k_sae(sae: SAE) -> dict[str, Tensor]:
+    extras = {name: _batch_top_k_sae(sae)[name] for name in ("k", "threshold")}
+    return {name: getattr(sae, name) for name in WEIGHTS} | extras | {
+        "b_enc": bias_with_subtraction(sae.b_enc, sae.b_dec, sae.W_enc),
+        "group_sizes": torch.diff(torch.tensor((0, *sae.prefixes), dtype=torch.int))}
+
+
 def _jump_relu_auto_encoder(sae: SAE) -> dict[str, Tensor]:
     return sae.tensors() | {"threshold": sae.activation.thresholds(sae.activation_parameters, sae.d_sae)}
 
@@ -151,6 +168,8 @@ WRITTEN_AS: dict[type[Activation], tuple[str, str, Callable[[SAE], dict[str, Ten
     BatchTopK: ("BatchTopKSAE", "BatchTopKTrainer", _batch_top_k_sae),
     JumpRelu: ("JumpReluAutoEncoder", "JumpReluTrainer", _jump_relu_auto_encoder),
 }
+NESTED: dict[type[Activation], tuple[str, str, Callable[[SAE], dict[str, Tensor]]]] = {
+    BatchTopK: ("MatryoshkaBatchTopKSAE", "MatryoshkaBatchTopKTrainer", _matryoshka_batch_top_k_sae)}
 
 
 def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
@@ -162,7 +181,8 @@ def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
         folder: an existing folder.
     """
     sae, origin = saved.sae.copy_to(torch.float32), saved.origin
-    name, trainer, tensors_of = WRITTEN_AS[type(sae.activation)]
+    classes = WRITTEN_AS | NESTED if sae.prefixes else WRITTEN_AS
+    name, trainer, tensors_of = classes[type(sae.activation)]
     config: dict[str, Any] = {"dict_class": name, "trainer_class": trainer, "activation_dim": sae.d_in,
                               "dict_size": sae.d_sae, "lm_name": origin.get("model"), "layer": origin.get("layer"),
                               "submodule_name": origin.get("site")}

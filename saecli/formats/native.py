@@ -1,8 +1,9 @@
 """This tool's own format.
 
 One file, `sae.safetensors`, whose tensors are `SAE.tensors()` and whose header entry `saecli` is a JSON object
-with `format_version`, `activation` and `origin`. It MUST hold W_enc (d_in, d_sae), b_enc, W_dec and b_dec in one
-floating dtype, and the activation's parameters beside them; it acts on raw activations.
+with `format_version`, `activation` and `origin`; for a nested SAE `prefixes` too, the numbers of latents. It MUST
+hold W_enc (d_in, d_sae), b_enc, W_dec and b_dec in one floating dtype, and the activation's parameters beside them; it
+acts on raw activations.
 """
 
 from dataclasses import dataclass
@@ -26,16 +27,18 @@ class Header:
     Args:
         activation: the activation's name and settings.
         origin: where the training rows came from.
+        prefixes: of a nested SAE.
     """
 
     activation: dict[str, Any]
     origin: Origin
+    prefixes: tuple[int, ...] = ()
 
 
 def save_native(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE in this tool's own format, atomically."""
     header = {"format_version": FORMAT_VERSION, "activation": activation_to_json(saved.sae.activation),
-              "origin": saved.origin}
+              "origin": saved.origin} | ({"prefixes": saved.sae.prefixes} if saved.sae.prefixes else {})
     write_safetensors(folder / FILE_NAME, saved.sae.tensors(), {"saecli": to_json(header)})
 
 
@@ -52,4 +55,4 @@ def load_native(folder: Path) -> SavedSAE:
         activation = activation_from_json(header.activation)
     except ValueError as error:
         raise FormatError(f"{path}: {error}") from error
-    return SavedSAE.of(assemble(path, tensors, activation), header.origin)
+    return SavedSAE.of(assemble(path, tensors, activation, prefixes=header.prefixes), header.origin)

@@ -14,6 +14,13 @@ Source: the paper's theorem on the optimal decoding, which states it with a stac
 columns, T = 0 and no decay. Here T may be a multiple of a given direction, T = c T0, with c optimal jointly with W.
 If b is fitted after W (`Terms.joint` false), W is solved with s = t = 0, and b follows by the last formula.
 
+Of a nested dictionary, the squared error is the mean over prefixes, whose masks are Q_l, of `||z Q_l W + b - y||^2`.
+With q_i the fraction of the prefixes that latent i is in, and u = q z_bar, all of the above holds with
+
+    A_ij = min(q_i, q_j) (sum z z')_ij - s N u_i u_j      C_i = q_i (sum z y')_i - N u_i (s y_bar + t b_t)'
+
+and with u in place of z_bar in b: one solution of the same size.
+
     system = plan(rows, d_sae, d_out, free_memory).system(W_t, codes_again)
     for codes, y in blocks:
         system.add(codes, y)

@@ -19,7 +19,18 @@ and at alpha + d both are modelled as rational functions of d with one pole, giv
 The model is exact if psi_i lies in one eigenspace of A, and exact to first order always: if the modelled PRESS has its
 minimum at d = 0, so has PRESS.
 
-Shapes: N rows in all, n sampled, F = d_sae, E targets.
+A row of a nested dictionary has a psi, a residual and an error in each of L prefixes, and is left out of all at once:
+
+    PRESS(alpha) = mean_i ||(I - H_i)^-1 r_i||^2 / L      H_i = (psi_i M psi_i' + 1 1' / (N + beta + nu)) / L
+
+with psi_i, u_i' and r_i of L rows. With axes Y and L poles rho such that `psi_i M psi_i' / L = Y Y'` and
+`u_i' u_i / L = Y diag(rho) Y'`, the model is
+
+    H_i(d) = H_i(0) - Y diag(rho d / (1 + rho d)) Y'      r_i(d) = r_i(0) + Y diag(d / (1 + rho d)) Y^+ r_i'
+
+With L = 1 these are the formulas above.
+
+Shapes: N rows in all, n sampled, F = d_sae, E targets, L prefixes; 1 without.
 """
 
 from collections.abc import Callable
@@ -41,39 +52,41 @@ STEPS = 41  # alphas at which a model is evaluated to find its minimum
 GAIN = 1e-3  # relative gain in PRESS below which a search stops
 WARM_GAIN = 1e-2  # the same at the previous alpha, since the next outer iteration continues the search
 LOOKS = 12  # factorisations per search at most
-LEAST_ROWS, FRACTION, MOST_ROWS = 128, 8, 256  # sampled rows: one in 8, between these numbers
+LEAST_ROWS, FRACTION, MOST_ROWS = 128, 8, 256  # sampled rows: one in 8, between these numbers; nested, the least
+NULL = 1e-12  # fraction of a row's largest leverage below which an axis is rounding
 MIXED = 64  # random sums of columns that determine c
 UNIFORM = 0.5  # fraction of the sampling probability that is uniform; the rest is by squared norm
 
 
 @dataclass(frozen=True)
 class Model:
-    """PRESS around a factorised alpha; vectors have an entry per row, (n,).
+    """PRESS around a factorised alpha.
 
     Args:
         decades: log10 of alpha over A's mean diagonal.
         alpha: the alpha.
-        slack: 1 - h_i.
-        leverage: psi_i' u_i.
-        pole: rho_i.
-        squares: squared norm of r_i, its product with the derivative of r_i, and that derivative's squared norm, each
-            times the row's weight, (3, n).
+        slack: I - H_i, (n, L, L).
+        axes: Y_i, (n, L, L).
+        poles: rho_i, (n, L).
+        squares: products of r_i and of Y_i^+ r_i', one below the other, with themselves, times the row's weight,
+            (n, 2 L, 2 L).
     """
 
     decades: float
     alpha: float
     slack: Tensor
-    leverage: Tensor
-    pole: Tensor
+    axes: Tensor
+    poles: Tensor
     squares: Tensor
 
     def press(self, alphas: Tensor) -> Tensor:
         """PRESS at alphas, (k,), up to a factor common to all models of a sample."""
-        d = (alphas - self.alpha)[:, None]
-        step = d / (1 + self.pole * d)
-        slack = (self.slack + self.leverage * self.pole * step).clamp(min=LEAST_SLACK)
-        squares = self.squares[0] + 2 * step * self.squares[1] + step.square() * self.squares[2]
-        return (squares / slack.square()).sum(1)
+        d = (alphas - self.alpha)[:, None, None]
+        step = d / (1 + self.poles * d)  # (k, n, L)
+        slack = self.slack + (self.axes * (self.poles * step)[..., None, :]) @ self.axes.mT
+        moved = self.axes * step[..., None, :]
+        errors = inverse(slack) @ torch.cat([torch.eye(step.shape[-1]).to(moved).expand_as(moved), moved], -1)
+        return ((errors @ self.squares) * errors).sum((1, 2, 3))
 
     @property
     def value(self) -> float:
@@ -156,7 +169,7 @@ class Press:
         index: their numbers among the system's rows, (n,); None if unknown.
         weight: of each row's error, (n,).
         centre: subtracted from targets, (E,).
-        right: `C + mu W_t`, (F, E).
+        right: the system's `cross` plus `mu W_t`, (F, E).
         mixed: T0 and `right` with their columns mixed into p, each (F, p); empty without T0.
     """
 
@@ -174,7 +187,8 @@ class Press:
     def of(cls, system: System, terms: Terms, z: Tensor, y: Tensor) -> Self:
         """On a sample of the given rows, (n, F) and (n, E); if n = N, all rows in the system's order."""
         rows, y_bar = system.rows, system.y_bar
-        index, weight = sample_rows(y, y_bar, int(min(max(LEAST_ROWS, rows // FRACTION), MOST_ROWS)))
+        most = LEAST_ROWS if system.prefixes else MOST_ROWS
+        index, weight = sample_rows(y, y_bar, int(min(max(LEAST_ROWS, rows // FRACTION), most)))
         centre = terms.centre(rows, y_bar)
         right = system.cross(centre).add_(terms.W_t.double(), alpha=terms.mu)
         mixed: tuple[Tensor, ...] = ()
@@ -191,15 +205,18 @@ class Press:
         follow from `psi' M = u'`. c is computed from the mixed columns, and hardly depends on the mixing.
         """
         terms, alpha = self.terms, factorisation.alpha
-        psi = self.z - terms.shrink(self.system.rows) * self.system.z_bar
+        psi = self.system.design(self.z, terms.shrink(self.system.rows))
+        rows, prefixes, _ = psi.shape
+        psi = psi.flatten(0, 1)
         own = None if self.index is None else factorisation.own(self.index)
         if own is not None:
-            u, slack = own.u(), own.slack
+            u, slack = own.u(), own.slack[:, None, None]
             residual = own.residual(self.centre) - terms.mu * (u.T @ terms.W_t.double())
         else:
             u = factorisation.solve(psi.T)
-            slack = 1 - 1 / (self.system.rows + terms.beta + terms.nu) - (psi * u.T).sum(1)
-            residual = self.y - self.centre - u.T @ self.right  # y - b - psi' W
+            bias = 1 / (self.system.rows + terms.beta + terms.nu)
+            slack = torch.eye(prefixes).to(psi) - (products(psi, u.T, rows) + bias / prefixes)
+            residual = (self.y - self.centre).repeat_interleave(prefixes, 0) - u.T @ self.right  # y - b - psi' W
         v = factorisation.solve(u)
         falling = v.T @ self.right  # its derivative
         if terms.direction is not None:
@@ -209,10 +226,35 @@ class Press:
             towards = u.T @ T0
             residual -= c * alpha * towards
             falling += c * alpha * (v.T @ T0) - (c + slope * alpha) * towards
-        leverage = (psi * u.T).sum(1)
-        pole = torch.where(leverage > 0, u.square().sum(0) / leverage, 0.0)
-        squares = torch.stack([residual.square().sum(1), (residual * falling).sum(1), falling.square().sum(1)])
-        return Model(decades, alpha, slack, leverage, pole, self.weight * squares)
+        axes, inverse_axes, poles = axes_and_poles(products(psi, u.T, rows), products(u.T, u.T, rows))
+        both = torch.cat([residual.view(rows, prefixes, -1), inverse_axes @ falling.view(rows, prefixes, -1)], 1)
+        return Model(decades, alpha, slack, axes, poles, self.weight[:, None, None] * (both @ both.mT))
+
+
+def products(left: Tensor, right: Tensor, rows: int) -> Tensor:
+    """The products of the L vectors that each of n rows has on the left, (n L, F), with those on the right, over L,
+    (n, L, L)."""
+    left, right = left.reshape(rows, -1, left.shape[-1]), right.reshape(rows, -1, right.shape[-1])
+    return left @ right.mT / left.shape[1]
+
+
+def axes_and_poles(K: Tensor, falling: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Y, its pseudo-inverse, (n, L, L) each, and rho, (n, L), with `K = Y Y'` and `falling = Y diag(rho) Y'`, positive
+    semidefinite matrices of one range."""
+    values, vectors = torch.linalg.eigh(K)
+    root = values.clamp(min=0).sqrt()[:, None]
+    kept = values > NULL * values.amax(1, keepdim=True)
+    inverse_root = torch.where(kept[:, None], 1 / root, 0.0)
+    rho, turn = torch.linalg.eigh((vectors * inverse_root).mT @ falling @ (vectors * inverse_root))
+    return (vectors * root) @ turn, turn.mT @ (vectors * inverse_root).mT, rho.clamp(min=0)
+
+
+def inverse(slack: Tensor) -> Tensor:
+    """The inverses of symmetric matrices, (..., L, L), of which no eigenvalue counts as less than `LEAST_SLACK`."""
+    if slack.shape[-1] == 1:
+        return 1 / slack.clamp(min=LEAST_SLACK)
+    values, vectors = torch.linalg.eigh(slack)
+    return (vectors / values.clamp(min=LEAST_SLACK)[..., None, :]) @ vectors.mT
 
 
 def _mixing(columns: int) -> Tensor:

@@ -2,11 +2,11 @@
 
     A + diag(d) + sum_k w_k u_k u_k' = R' R
 
-A is stored on and below the diagonal of an array (F, F + 1), R on and above it, one column to the right: neither is
-stored twice, and A stays intact for another factorisation with another diagonal. Panels of rows are taken from A in
-turn: the contribution of earlier panels is subtracted, and the rest solved with the Cholesky factor of the panel's
-diagonal block (Golub and Van Loan, "Matrix Computations", section 4.2). Nearly all of the work is matrix products, as
-fast as LAPACK's.
+with A_ij times the weight of the later of its two rows, if rows have weights. A is stored on and below the diagonal of
+an array (F, F + 1), R on and above it, one column to the right: neither is stored twice, and A stays intact for another
+factorisation with another diagonal. Panels of rows are taken from A in turn: the contribution of earlier panels is
+subtracted, and the rest solved with the Cholesky factor of the panel's diagonal block (Golub and Van Loan, "Matrix
+Computations", section 4.2). Nearly all of the work is matrix products, as fast as LAPACK's.
 
 Shapes: F the matrix' side, p a panel's rows, C columns. All is float64.
 """
@@ -33,6 +33,7 @@ class Cholesky:
     Args:
         side: F.
         device: of the array.
+        weights: of rows, (F,), positive and not increasing; None for 1.
 
     Attributes:
         matrix: A on and below the diagonal, (F, F); the entries above it belong to the factor.
@@ -40,7 +41,8 @@ class Cholesky:
     Memory: 8 F (F + 1) bytes.
     """
 
-    def __init__(self, side: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, side: int, device: torch.device | str = "cpu", weights: Tensor | None = None) -> None:
+        self._weights = weights
         both = torch.zeros(side, side + 1, dtype=torch.float64, device=device)
         self.matrix = both[:, :-1]
         self._factor = both[:, 1:]  # R; below the diagonal stands A
@@ -73,7 +75,7 @@ class Cholesky:
         Cost: F^3 / 3 operations per attempt.
         """
         diagonal = diagonal + sum((weight * vector.square() for weight, vector in updates), start=0.0)
-        mean = (self.matrix.diagonal() + diagonal).abs().mean().item()
+        mean = (self._diagonal() + diagonal).abs().mean().item()
         ridge = max(ridge, resolution * (mean or 1.0))
         for attempt in range(RAISES):
             if self._factorised(diagonal + ridge, updates):
@@ -91,11 +93,13 @@ class Cholesky:
         R, sums, whole = self._factor, torch.zeros_like(diagonal), True
         for begin, end in self._panels():
             panel = self.matrix[begin:, begin:end].T.clone()  # (p, F - begin)
+            if self._weights is not None:
+                panel *= self._weights[begin:]
             own = panel[:, : end - begin]
             own.copy_(own.triu() + own.triu(1).T)
             for weight, vector in updates:
                 panel.addr_(vector[begin:end], vector[begin:], alpha=weight)
-            own.diagonal().copy_(self.matrix.diagonal()[begin:end] + diagonal[begin:end])
+            own.diagonal().copy_(self._diagonal()[begin:end] + diagonal[begin:end])
             sizes = panel.abs()
             sums[begin:end] += sizes.sum(1)
             sums[end:] += sizes[:, end - begin :].sum(0)
@@ -144,6 +148,10 @@ class Cholesky:
             right[begin:end].addmm_(self._factor[:begin, begin:end].T, right[:begin], alpha=-1)
             right[begin:end] = torch.linalg.solve_triangular(self._corner(begin, end).T, right[begin:end], upper=False)
         return right
+
+    def _diagonal(self) -> Tensor:
+        """The weighted matrix' diagonal, (F,)."""
+        return self.matrix.diagonal() if self._weights is None else self._weights * self.matrix.diagonal()
 
     def _corner(self, begin: int, end: int) -> Tensor:
         return self._factor[begin:end, begin:end].triu()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..codes import Codes, SparseCodes, joined
+from ..codes import Codes, Prefixes, SparseCodes, joined
 from ..errors import TrainingError
 from .system import NOT_FINITE, AllReduce, Factorisation, System, reduced
 
@@ -110,24 +110,26 @@ def _condition(steps: list[tuple[Tensor, Tensor]], column: int) -> float:
 class StreamedCodes(System):
     """Normal equations whose matrix is given by its products with vectors, computed from the codes block by block.
 
-    With v = z V - z_bar' V, `A V = sum (z - z_bar) v' + (1 - s) N z_bar (z_bar' V)`: for K entries per row, 4 K C
-    operations per row and iteration, where encoding takes 2 D F. Codes are kept if they fit in memory; if not, every
-    iteration encodes all rows again.
+    With v = z V - u' V, z being the codes of one prefix, `A V = mean_l sum (z - u) v' + (1 - s) N u (u' V)`: for K
+    entries per row, 4 K C operations per row and iteration, where encoding takes 2 D F. Codes are kept if they fit in
+    memory; if not, every iteration encodes all rows again.
 
     Args:
         start: a first guess of the decoder, (F, E), such as the last one, in the codes' precision.
         again: gives the codes of all blocks once more, as they were given to `add`.
         budget: bytes that the kept codes may take.
+        prefixes: of a nested dictionary; none otherwise.
     """
 
-    def __init__(self, start: Tensor, again: Callable[[], Iterator[Codes]], budget: float) -> None:
+    def __init__(self, start: Tensor, again: Callable[[], Iterator[Codes]], budget: float,
+                 prefixes: Prefixes = ()) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=start.device)
 
         d_sae, d_out = start.shape
         self.count = zeros(1)
         self.sum_z, self.sum_y, self.squares, self.zy = zeros(d_sae), zeros(d_out), zeros(d_sae), zeros(d_sae, d_out)
-        self.start = start
+        self.start, self.prefixes = start, prefixes
         self.streams = False  # whether codes did not fit, in any process, and every iteration encodes again
         self._again, self._room = again, budget
         self._kept: list[Codes] | None = []
@@ -184,14 +186,14 @@ class StreamedCodes(System):
         return self.sum_y / self.count
 
     def cross(self, centre: Tensor) -> Tensor:
-        return torch.addr(self.zy, self.sum_z, centre, alpha=-1)
+        return torch.addr(self.zy, self.sum_z, centre, alpha=-1).mul_(self.membership[..., None])
 
     def scale(self, shrink: float) -> float:
         return max(self.diagonal(shrink).mean().item(), 0.0)
 
     def diagonal(self, shrink: float) -> Tensor:
         """A's diagonal, (F,), which rounding may leave below 0."""
-        return self.squares - shrink * self.count * self.z_bar.square()
+        return self.membership * self.squares - shrink * self.count * self.u.square()
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Iterative":
         self._join()
@@ -199,17 +201,17 @@ class StreamedCodes(System):
 
     def times(self, V: Tensor, shrink: float) -> Tensor:
         """`A V`, (F, C), with products in the codes' precision and sums in float64."""
-        z_bar = self.z_bar
-        apart = z_bar @ V  # (C,)
+        u, prefixes = self.u, max(1, len(self.prefixes))
+        apart = u @ V  # (C,)
         narrow, offset = V.to(self.start.dtype), apart.to(self.start.dtype)
         both = V.new_zeros(len(V) + 1, V.shape[1])
         total, sums = both[:-1], both[-1]
         for codes in self._again() if self._kept is None else self._kept:
-            v = codes.times(narrow) - offset
-            total += codes.transposed_times(v)
-            sums += v.sum(0, dtype=torch.float64)
-        both = self._all_reduce(both)
-        return both[:-1].addr_(z_bar, (1 - shrink) * self.count * apart - both[-1])
+            v = codes.prefix_times(narrow, self.prefixes) - offset  # (B, L, C)
+            total += codes.prefix_transposed_times(v, self.prefixes)
+            sums += v.sum((0, 1), dtype=torch.float64)
+        both = self._all_reduce(both) / prefixes
+        return both[:-1].addr_(u, (1 - shrink) * self.count * apart - both[-1])
 
 
 class Iterative(Factorisation[StreamedCodes]):

@@ -77,7 +77,7 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
         along = factorisation.solve(T0)
         c, _ = best_multiple(T0, W, along, factorisation.alpha)
         W.add_(along, alpha=c * factorisation.alpha)
-    b = terms.bare_bias(rows, y_bar) - terms.rows_fraction(rows) * (system.z_bar @ W)
+    b = terms.bare_bias(rows, y_bar) - terms.rows_fraction(rows) * (system.u @ W)
     Delta = W if terms.direction is None else W.sub_(T0, alpha=c)
     dof = math.nan if z is None else effective_dof(factorisation, terms, z)
     return DecoderState(c, Delta, b, factorisation.alpha, factorisation.relative_alpha, factorisation.ridge,
@@ -108,7 +108,8 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
 
 
 def effective_dof(factorisation: Factorisation[Any], terms: Terms, z: Tensor) -> float:
-    """The decoder's effective degrees of freedom: the trace of the matrix that maps targets to reconstructions.
+    """The decoder's effective degrees of freedom: the trace of the matrix that maps targets to reconstructions, those
+    of all prefixes.
 
     `sum_i h_i` over all rows, with c fixed: from 1, the bias alone, to min(N, F + 1), a fit without a ridge.
 
@@ -120,21 +121,24 @@ def effective_dof(factorisation: Factorisation[Any], terms: Terms, z: Tensor) ->
     Cost: n F^2 operations.
     """
     system = factorisation.system
-    most = min(system.rows, len(system.z_bar) + 1)
+    prefixes, rows = max(1, len(system.prefixes)), system.rows
+    most = min(prefixes * rows, len(system.u) + 1)
     if terms.joint:
-        return min(system.rows * (1 - slack_of(factorisation, terms, z)).mean().item(), most)
-    fitted = factorisation.quadratic(z.double()).mean() * system.rows
-    overlap = terms.rows_fraction(system.rows) * (1 - system.rows * factorisation.quadratic(system.z_bar[None]))
+        return min(rows * (1 - slack_of(factorisation, terms, z)).mean().item(), most)
+    fitted = factorisation.quadratic(system.design(z, 0.0).flatten(0, 1)).mean() * rows
+    overlap = terms.rows_fraction(rows) * (1 - rows * factorisation.quadratic(system.u[None]))
     return min((fitted + overlap).item(), most)
 
 
 def slack_of(factorisation: Factorisation[Any], terms: Terms, z: Tensor) -> Tensor:
     """`1 - h_i`, (n,), of rows with codes z, (n, F); if n = N, of all rows in the system's order. h_i is the leverage,
-    `1 / (N + beta + nu) + psi_i' (A + diag(decay) + r I)^-1 psi_i` with psi_i = z_i - s z_bar."""
+    `1 / (N + beta + nu) + psi_i' (A + diag(decay) + r I)^-1 psi_i` with psi_i = z_i - s z_bar; with prefixes the trace
+    of `choice`'s H_i."""
     system = factorisation.system
     if len(z) == system.rows:
         own = [factorisation.own(some) for some in torch.arange(len(z), device=z.device).split(PIECE)]
         if own[0] is not None:
             return torch.cat([rows.slack for rows in own])
-    psi = z.double() - terms.shrink(system.rows) * system.z_bar
-    return 1 - 1 / (system.rows + terms.beta + terms.nu) - factorisation.quadratic(psi)
+    psi = system.design(z, terms.shrink(system.rows))
+    leverages = factorisation.quadratic(psi.flatten(0, 1)).view(psi.shape[:2]).mean(1)
+    return 1 - 1 / (system.rows + terms.beta + terms.nu) - leverages

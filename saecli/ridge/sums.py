@@ -6,7 +6,7 @@ Shapes: B rows in a block, N rows in all, F = d_sae, E targets. Symbols as in th
 import torch
 from torch import Tensor
 
-from ..codes import Codes, DenseCodes
+from ..codes import Codes, DenseCodes, Prefixes
 from .cholesky import Cholesky
 from .system import PIECE, AllReduce, Factorisation, System, reduced
 
@@ -19,25 +19,30 @@ class Sums(System):
 
     Blocks are multiplied in their own precision and summed in float64. The sums are of z - z_0 and y - y_0, to avoid
     cancellation: z_0 and y_0 are the first block's means where they are large compared to its spread, else 0, as for
-    latents that rarely fire. With d = z_bar - z_0, `A = S - N d d' + (1 - s) N z_bar z_bar'`.
+    latents that rarely fire. With d = z_bar - z_0, `A = S - N d d' + (1 - s) N z_bar z_bar'`. With prefixes, whose
+    masks are Q_l, the first two terms are means over them:
+
+        A = mean_l (Q_l (S - N d d') Q_l + N (Q_l z_bar - u) (Q_l z_bar - u)') + (1 - s) N u u'
 
     Args:
         d_sae: F.
         d_out: E.
         device: of the sums.
+        prefixes: of a nested dictionary; none otherwise.
 
     Cost per row: `F^2 + 2 E F` operations for dense codes; `K^2 + 2 E K`, or `2 F K + 2 E K`, for K entries.
     Memory: 8 F (F + 1) + 8 F E bytes.
     """
 
-    def __init__(self, d_sae: int, d_out: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, d_sae: int, d_out: int, device: torch.device | str = "cpu", prefixes: Prefixes = ()) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
         self.count = zeros(1)
         self.z_0, self.y_0 = zeros(d_sae), zeros(d_out)
         self.sum_z, self.sum_y = zeros(d_sae), zeros(d_out)
-        self.gram = Cholesky(d_sae, device)
+        self.prefixes = prefixes
+        self.gram = Cholesky(d_sae, device, self.membership if prefixes else None)
         self.zy = zeros(d_sae, d_out)
         self._is_empty = True
         self._codes_are_offset = False
@@ -109,18 +114,21 @@ class Sums(System):
 
     def cross(self, centre: Tensor) -> Tensor:
         about_means = torch.addr(self.zy, self.sum_z / self.count, self.sum_y, alpha=-1)
-        return about_means.addr_(self.z_bar, self.y_bar - centre, alpha=self.rows)
+        return about_means.addr_(self.z_bar, self.y_bar - centre, alpha=self.rows).mul_(self.membership[..., None])
 
     def scale(self, shrink: float) -> float:
         about_mean = self.gram.matrix.diagonal() - self.sum_z.square() / self.count
-        diagonal = about_mean + (1 - shrink) * self.count * self.z_bar.square()
-        return max(diagonal.mean().item(), 0.0)
+        between = self.membership * self.z_bar.square() - shrink * self.u.square()
+        return max((self.membership * about_mean + self.count * between).mean().item(), 0.0)
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Direct":
         """By Cholesky in F dimensions; F^3 / 3 operations."""
-        updates = [(-self.rows, self.sum_z / self.count)]
+        masks = self.masks
+        updates = [(-self.rows / len(masks), mask * (self.sum_z / self.count)) for mask in masks]
+        if self.prefixes:
+            updates += [(self.rows / len(masks), mask * self.z_bar - self.u) for mask in masks]
         if shrink < 1:
-            updates.append(((1 - shrink) * self.rows, self.z_bar))
+            updates.append(((1 - shrink) * self.rows, self.u))
         return Direct(self, *self.gram.factorise(ridge, decay, updates, RESOLUTION))
 
 

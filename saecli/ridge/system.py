@@ -1,7 +1,7 @@
 """The normal equations of one decoder step, the other quadratic terms, and their factorisation.
 
-Shapes: B rows in a block, N rows in all, F = d_sae, E targets, C columns of a right side. Sums and solutions are
-float64. Symbols as in the package's docstring; `shrink` is s.
+Shapes: B rows in a block, N rows in all, F = d_sae, E targets, C columns of a right side, L prefixes; 1 without. Sums
+and solutions are float64. Symbols as in the package's docstring; `shrink` is s.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..codes import Codes
+from ..codes import Codes, Prefixes
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,12 @@ class System(ABC):
     """Normal equations, collected block by block: `Sums`, `HeldRows` or `StreamedCodes`.
 
     A system has storage for one factorisation: the next one, and every change to the system, supersede it.
+
+    Args:
+        prefixes: of a nested dictionary; none otherwise.
     """
 
+    prefixes: Prefixes = ()
     version = 0  # incremented whenever a factorisation is superseded
 
     @abstractmethod
@@ -91,13 +95,35 @@ class System(ABC):
         """Mean code, (F,)."""
 
     @property
+    def u(self) -> Tensor:
+        """The mean over rows and prefixes of the codes that a prefix has, (F,); `z_bar` without prefixes."""
+        return self.membership * self.z_bar
+
+    @property
+    def membership(self) -> Tensor:
+        """The fraction of the prefixes that each latent is in, (F,), not increasing; a scalar 1 without prefixes."""
+        return self.masks.mean(0) if self.prefixes else self.z_bar.new_ones(())
+
+    @property
+    def masks(self) -> Tensor:
+        """Whether each latent is in each prefix, 1 or 0, (L, F)."""
+        z_bar = self.z_bar
+        ends = z_bar.new_tensor(self.prefixes or (len(z_bar),))
+        return (torch.arange(len(z_bar), device=z_bar.device) < ends[:, None]).to(z_bar)
+
+    def design(self, z: Tensor, shrink: float) -> Tensor:
+        """psi, the centred codes that each prefix has of rows z, (n, F): (n, L, F), float64."""
+        parts = z.double()[:, None]
+        return (parts * self.masks if self.prefixes else parts) - shrink * self.u
+
+    @property
     @abstractmethod
     def y_bar(self) -> Tensor:
         """Mean target, (E,)."""
 
     @abstractmethod
     def cross(self, centre: Tensor) -> Tensor:
-        """`sum z (y - centre)'`, (F, E), for a centre of shape (E,)."""
+        """`sum z (y - centre)'`, (F, E), for a centre of shape (E,), each latent times its `membership`."""
 
     @abstractmethod
     def scale(self, shrink: float) -> float:
@@ -184,7 +210,7 @@ class Factorisation(ABC, Generic[S]):
         """`(A + diag(decay) + ridge I)^-1 G`, (F, C), for a right side G of that shape."""
 
     def solve_cross(self, centre: Tensor) -> Tensor:
-        """The solution for `sum z (y - centre)'`, (F, E), given a centre, (E,)."""
+        """The solution for the system's `cross`, (F, E), given a centre, (E,)."""
         return self.solve(self.system.cross(centre))
 
     def quadratic(self, psi: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch, mixed
-from ..codes import Codes
+from ..codes import Codes, Prefixes
 from ..config import PAPER, Config, option
 from ..dictionary import SAE, Dictionary, Loss
 from ..distributed import ALONE, Communicator
@@ -330,5 +330,5 @@ class SolverConfig(Config, ABC):
         """A solver that starts from a copy of `initial`, alone or with the communicator's other processes."""
 
     @abstractmethod
-    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
+    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
         """The solver's peak memory per process in bytes, without the codes of a batch."""

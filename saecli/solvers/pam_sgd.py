@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..batch import Batch
-from ..codes import Codes
+from ..codes import Codes, Prefixes
 from ..config import PAPER, option
 from ..dictionary import SAE, Coupled
 from ..distributed import ALONE, Communicator
@@ -95,11 +95,11 @@ class PamSgd(SolverConfig):
     def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "PamSgdSolver":
         return PamSgdSolver(initial, task, self, communicator)
 
-    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
+    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
         """The decoder step's memory, solved in the way that takes least, and `beside`."""
         ways = (self.solve,) if self.solve != "auto" else ("direct", "iterative")
-        return min(plan(rows, d_sae, d_in, solve=way).bytes for way in ways) + self.beside(rows, batch_size, d_in,
-                                                                                          d_sae)
+        solving = min(plan(rows, d_sae, d_in, solve=way, prefixes=prefixes).bytes for way in ways)
+        return solving + self.beside(rows, batch_size, d_in, d_sae)
 
     def beside(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
         """Bytes besides the decoder step's: the sample on which alpha is chosen, the encoder's weights and optimiser,
@@ -171,7 +171,8 @@ class PamSgdSolver(Solver):
         return reports
 
     def _plan(self, rows: int) -> Plan:
-        return plan(rows, self.dictionary.d_sae, self.dictionary.d_in, self._memory, self.config.solve)
+        dictionary = self.dictionary
+        return plan(rows, dictionary.d_sae, dictionary.d_in, self._memory, self.config.solve, dictionary.prefixes)
 
     def _running_sums(self) -> Running | None:
         """The sums over encoder steps' codes, if there are decoder steps within epochs, enough rows, and memory for a

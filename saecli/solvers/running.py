@@ -34,7 +34,7 @@ class Running:
         self.window = window
         self._dictionary, self._sparsity, self._communicator = dictionary, sparsity, communicator
         device = dictionary.W_enc.device
-        self._sums = Sums(dictionary.d_sae, len(dictionary.b_dec), device)
+        self._sums = Sums(dictionary.d_sae, len(dictionary.b_dec), device, dictionary.prefixes)
         self._norm_weights = torch.zeros(dictionary.d_sae, dtype=torch.float64, device=device)
         self._pending: list[tuple[Codes, Tensor]] = []
         self._begin()

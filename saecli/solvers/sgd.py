@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from ..batch import Batch
-from ..codes import Codes
+from ..codes import Codes, Prefixes
 from ..config import option
 from ..dictionary import SAE, Coupled, Dictionary
 from ..distributed import ALONE, Communicator
@@ -30,7 +30,7 @@ class Sgd(SolverConfig):
         start = initial.sae()
         return SgdSolver(Coupled(start, 1.0, None) if self.tied else start, task, self, communicator)
 
-    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
+    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
         """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
         matrices = (2 + OPTIMIZERS[self.optimizer].vectors) * (1 if self.tied else 2) + bool(self.mu_enc)
         return 4 * matrices * d_in * d_sae + self.window(rows, batch_size, d_in)

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import torch
 
 from ..activations import Activation, sparsity_names
+from ..codes import Prefixes
 from ..config import Config, option
 from ..errors import ConfigError
 from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP, WIDEST, SolverConfig
@@ -17,7 +19,17 @@ from .rows import NORMALISATIONS, ArrayRows
 
 MOST_DEFAULT_EPOCHS = 100
 SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # fractions of all steps
+AUTO_PREFIXES = (16, 4, 2, 1)  # latents per latent of each prefix
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def check_prefixes(text: str) -> None:
+    """Refuse a text that does not say how a dictionary is nested, by a ValueError whose message completes "the option
+    must be"."""
+    words = text.split(",")
+    numbers = [int(word) for word in words if word.strip().isdecimal()]
+    if text != "auto" and (len(numbers) < len(words) or any(b <= a for a, b in pairwise((0, *numbers)))):
+        raise ValueError("auto, or numbers of latents with commas between, each larger than the one before")
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,10 @@ class TrainingConfig(Config):
     panel: ClassVar[str] = "Training"
 
     d_sae: int | None = option(None, "Number of latents; default: 4 d_in.", minimum=1)
+    prefixes: str | None = option(None, "Nested (Matryoshka) dictionary: train the first latents, as many as each of "
+                                        "these numbers says, to reconstruct rows without the others. auto: a 16th, a "
+                                        "quarter and half of d_sae. Default: not nested.",
+                                  check=check_prefixes, metavar="auto|N,N,...")
     epochs: int | None = option(None, f"Passes over the training rows; default: enough for {DEFAULT_STEPS} batches, at "
                                       f"most {MOST_DEFAULT_EPOCHS}.", minimum=1, once=True)
     steps: int | None = option(None, "Optimiser steps, in place of --epochs.", minimum=1, once=True)
@@ -61,7 +77,7 @@ class TrainingConfig(Config):
     shuffle_seed: int = option(0, "Seed of the order of the rows.", minimum=0, once=True, advanced=True)
     normalize: str = option("scale", "Normalisation of the rows, folded into the saved weights: scale centres them and "
                                      "divides by one number; standardize gives each dimension unit variance.",
-                            choices=NORMALISATIONS, once=True)
+                            choices=NORMALISATIONS, once=True, advanced=True)
     keep_every: int | None = option(None, "Also keep the SAE of every N-th epoch, as RUN/kept/epoch-N, which eval, "
                                           "sparsity and geometry take.",
                                     minimum=1, once=True, metavar="N", advanced=True)
@@ -82,6 +98,11 @@ class TrainingConfig(Config):
         if missing:
             raise ConfigError(None, "{config} does not match: missing {missing}", config=cls.__name__, missing=missing)
         return super().from_json(document)
+
+    @property
+    def nested(self) -> Prefixes:
+        """The prefixes of a resolved configuration; none if the dictionary is not nested."""
+        return tuple(map(int, self.prefixes.split(","))) if self.prefixes else ()
 
     def rows_of(self, store: ActivationStore) -> Rows:
         """The rows of a store to train on; StoreError if the split leaves none."""
@@ -107,6 +128,7 @@ class TrainingConfig(Config):
                               "leave it out, or name a penalty")
         weight = self.sparsity_weight
         d_sae = self.d_sae or 4 * d_in
+        prefixes = None if self.prefixes is None else self._prefixes(d_sae)
         activation.check(d_sae)
         solver.check(rows, self.batch_size, self.lr, self.smoothing)
         for name, default in SCHEDULE.items():
@@ -116,9 +138,17 @@ class TrainingConfig(Config):
                                   given=solver.optimizer)
         epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / self.epoch_batches(rows)))
         return replace(
-            self, d_sae=d_sae, sparsity=sparsity, epochs=None if self.steps else epochs,
+            self, d_sae=d_sae, prefixes=prefixes, sparsity=sparsity, epochs=None if self.steps else epochs,
             smoothing=solver.default_smoothing(rows, d_in, d_sae) if self.smoothing == "auto" else self.smoothing,
             sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
+
+    def _prefixes(self, d_sae: int) -> str:
+        """The numbers of latents of all prefixes, the last being all; ConfigError if one is larger."""
+        numbers = ([math.ceil(d_sae / latents) for latents in AUTO_PREFIXES] if self.prefixes == "auto" else
+                   [int(word) for word in self.prefixes.split(",")])
+        if max(numbers) > d_sae:
+            raise ConfigError("prefixes", "must be at most {d_sae}, {most}, got {got}", most=d_sae, got=max(numbers))
+        return ",".join(str(number) for number in sorted({*numbers, d_sae}))
 
     def batches(self, rows: int) -> int | None:
         """Batches in all of a resolved training; None if it is given in optimiser steps."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..batch import Batch
+from ..codes import Prefixes
 from ..devices import moved
 from ..dictionary import SAE
 from ..distributed import ALONE, Communicator
@@ -255,7 +256,7 @@ def raw_batches(stored: StoredRows | ArrayRows, communicator: Communicator = ALO
     return map(torch.from_numpy, stored.sequential(STREAMED_ROWS, **part))
 
 
-def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) -> SAE:
+def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int, prefixes: Prefixes = ()) -> SAE:
     """An SAE with random unit directions, decoder and encoder aligned, its scale fitted to a batch.
 
     If the activation is linear on pairs of opposites and there are at least two latents per dimension, half of the
@@ -268,6 +269,7 @@ def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) ->
         d_sae: F.
         batch: normalised rows, (B, D).
         seed: of the directions.
+        prefixes: of a nested SAE; none otherwise.
     """
     d_in = batch.shape[1]
     directions = torch.randn(d_in, d_sae, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -280,7 +282,8 @@ def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int) ->
     size = x_hat.square().sum()
     fit = ((batch * x_hat).sum() / size).clamp(min=1e-3) if size > 0 else batch.new_ones(())
     W_enc = W_enc * fit.sqrt()
-    return SAE(W_enc, batch.new_zeros(d_sae), W_enc.T.contiguous(), batch.new_zeros(d_in), activation, parameters)
+    return SAE(W_enc, batch.new_zeros(d_sae), W_enc.T.contiguous(), batch.new_zeros(d_in), activation, parameters,
+               prefixes)
 
 
 def fitted_learning_rate(batch: Tensor, firings: float) -> float:

@@ -108,7 +108,7 @@ class Trainer:
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
                     sample, training.smoothing, training.seed, self.batches,
                     training.sparsity_warm_up, training.lr_warm_up, training.lr_decay, self.memory)
-        initial = initial_sae(self.plan.activation, training.d_sae, sample, training.seed)
+        initial = initial_sae(self.plan.activation, training.d_sae, sample, training.seed, training.nested)
         self.solver: Solver = self.plan.solver.build(initial, task, self.communicator)
         self.progress = Progress()
         if checkpoint is not None:
@@ -233,9 +233,11 @@ class Trainer:
 
     def _demand_memory(self, trainings: int) -> int:
         """The bytes that are free for the solver, one of `trainings`; ConfigError if it needs more."""
-        solver, d_sae = self.plan.solver, self.plan.training.d_sae
-        batch = 3 * 4 * max(self.plan.training.batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
-        needed = solver.memory(self.train_rows.rows, self.plan.training.batch_size, self.train_rows.d_in, d_sae) + batch
+        solver, training = self.plan.solver, self.plan.training
+        d_sae = training.d_sae
+        batch = 3 * 4 * max(training.batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
+        needed = batch + solver.memory(self.train_rows.rows, training.batch_size, self.train_rows.d_in, d_sae,
+                                       training.nested)
         free = (torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else
                 available_memory() // (local_world() if self.communicator.world_size > 1 else 1))
         free = int(self.communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min").item()) // trainings
