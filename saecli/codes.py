@@ -48,6 +48,10 @@ class Codes(ABC):
         """The matrix, (B, F)."""
 
     @abstractmethod
+    def dense_rows(self, numbers: Tensor) -> Tensor:
+        """The rows of the matrix with these numbers, (m,), distinct: (m, F)."""
+
+    @abstractmethod
     def times(self, right: Tensor) -> Tensor:
         """`z right`, (B, C), for (F, C); differentiable in both."""
 
@@ -152,6 +156,9 @@ class DenseCodes(Codes):
     def dense(self) -> Tensor:
         return self.values
 
+    def dense_rows(self, numbers: Tensor) -> Tensor:
+        return self.values[numbers]
+
     def times(self, right: Tensor) -> Tensor:
         return self.values @ right if self._few is None else self._few.times(right)
 
@@ -236,6 +243,15 @@ class SparseCodes(Codes):
         """The matrix, (B, F), zero where there is no entry."""
         flat = self.values.new_zeros(self.shape[0] * self.width)
         return flat.scatter(0, self.rows * self.width + self.indices, self.values).view(self.shape)
+
+    def dense_rows(self, numbers: Tensor) -> Tensor:
+        places = self.rows.new_full((len(self.offsets),), -1)
+        places[numbers] = torch.arange(len(numbers), device=places.device)
+        places = places[self.rows]
+        kept = places >= 0
+        found = self.values.new_zeros(len(numbers), self.width)
+        found[places[kept], self.indices[kept]] = self.values[kept]
+        return found
 
     def times(self, right: Tensor) -> Tensor:
         return embedding_bag(self.indices, right, self.offsets, mode="sum", per_sample_weights=self.values)

@@ -52,6 +52,8 @@ def test_products_equal_those_with_the_matrix(density: float, form: Callable[[Te
     codes = form(dense)
     assert codes.shape == (B, F)
     assert torch.equal(codes.dense(), dense)
+    some = torch.tensor([4, 1, 29, 7])
+    assert torch.equal(codes.dense_rows(some), dense[some])
     torch.testing.assert_close(codes.times(right), dense @ right)
     torch.testing.assert_close(codes.transposed_times(below), dense.T @ below)
     torch.testing.assert_close(codes.sums(), dense.sum(0))

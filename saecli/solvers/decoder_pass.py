@@ -79,7 +79,7 @@ class DecoderPass:
         sampled = (numbers % (1 if self._holds else self._stride) == 0).nonzero()[:, 0]
         if len(sampled):
             here = sampled.to(batch.y.device)
-            self._z.append(codes.dense()[here])
+            self._z.append(codes.dense_rows(here))
             self._y.append(batch.y[here])
             self._numbers.append(numbers[sampled])
         if not self._holds:
