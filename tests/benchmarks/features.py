@@ -2,28 +2,43 @@
 known features.
 
     PYTHONPATH=. python tests/benchmarks/features.py [--data docs,world] [--seeds 5] [--rates 1e-3,3e-3] [--out FOLDER]
+                                                     [--saelens [--saelens-python PYTHON]]
 
-Needs no network. Every run is a training on one thread, with as many passes and steps for either solver, and is written
-to FOLDER/runs.jsonl as it ends; the same command resumes. --rates also trains SGD at these learning rates, and compares
-with the one of its least mean FVU, which flatters it. The table has means over seeds, and the mean difference of
-PAM-SGD and SGD with the half width of its 95% interval over seeds, which decide weights and the order of rows.
+Needs no network, but for --saelens without --saelens-python. Every run is a training on one thread, with as many passes
+and steps for either solver, and is written to FOLDER/runs.jsonl as it ends; the same command resumes. --rates also
+trains SGD at these learning rates, and compares with the one of its least mean FVU, which flatters it. The table has
+means over seeds, and the mean difference of PAM-SGD and SGD with the half width of its 95% interval over seeds, which
+decide weights and the order of rows; processor time is PAM-SGD's over the other's.
+
+--saelens also trains `SAELENS_CASES` of SAELens at `SAELENS_RATES`, from memory, on the same rows, normalised alike, in
+batches of as many rows, with as many steps as either solver takes; see `saelens_training.py`. Its SAEs are saved in its
+own format, with the threshold it has found, read by `load_sae` and measured by the same `evaluate`. The table has the
+best of them, by mean mcc where there is one, else by mean FVU, which flatters it. Its processor time is of its training
+alone. Without --saelens-python, an environment with sae-lens is made, and removed at the end.
 """
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from scipy.stats import t
 from solver_grid import Log, workers
 
+if TYPE_CHECKING:
+    from saecli import SAE, ActivationStore
+
 MODEL = "tiny-gemma2"
-MEASURES = ("fvu", "ce_recovered", "kl", "mcc", "f1")
+MEASURES = ("l0", "fvu", "ce_recovered", "kl", "mcc", "f1")
+SAELENS_CASES, SAELENS_RATES = ("batchtopk", "matryoshka"), ("3e-4", "1e-3", "3e-3")
+SAELENS_DECAY = 1 / 3  # last fraction of its steps, over which its learning rate falls to zero
 
 
 @dataclass(frozen=True)
@@ -47,11 +62,16 @@ CELLS = {
     "world": Cell(("import_synthetic", {"rows": 111_000, "seed": 5}), {"act": "batchtopk", "k": 10, "d_sae": 1024}),
     "flat": Cell(("import_synthetic", {"rows": 111_000, "features": 1536, "d_in": 192, "l0": 23.0, "hierarchy": False,
                                        "seed": 6}), {"act": "batchtopk", "k": 23, "d_sae": 1536}),
+    "world-20k": Cell(("import_synthetic", {"rows": 22_200, "seed": 5}), {"act": "batchtopk", "k": 10, "d_sae": 1024}),
+    "world-correlated": Cell(("import_synthetic", {"rows": 111_000, "correlation": 0.75, "seed": 7}),
+                             {"act": "batchtopk", "k": 10, "d_sae": 1024}),
 }
+BySeed = Mapping[str, Mapping[str, Any]]
+Results = Mapping["Job", Mapping[str, Any]]
 
 
 class Job(NamedTuple):
-    """A training: of a cell, by a solver, at a learning rate, with a seed, as written."""
+    """A training: of a cell, by a solver or one of SAELens' cases, at a learning rate, with a seed, as written."""
 
     cell: str
     solver: str
@@ -59,56 +79,106 @@ class Job(NamedTuple):
     seed: str
 
 
-def run(job: Job, home: Path) -> dict[str, Any]:
+def run(job: Job, home: Path, saelens: Path | None) -> dict[str, Any]:
     """Train and measure on the held-out rows; its measures and seconds of processor time."""
     import saecli
 
     cell, seed = CELLS[job.cell], int(job.seed)
     store = saecli.open_store(job.cell, home)
-    lr = job.lr if job.lr == "auto" else float(job.lr)
-    began = time.process_time()
-    sae = saecli.fit(store, solver=job.solver, lr=lr, seed=seed, shuffle_seed=seed, **cell.options)
-    seconds = time.process_time() - began
+    if job.solver in SAELENS_CASES:
+        sae, known = by_saelens(job, store, saelens)
+    else:
+        lr = job.lr if job.lr == "auto" else float(job.lr)
+        began = time.process_time()
+        sae = saecli.fit(store, solver=job.solver, lr=lr, seed=seed, shuffle_seed=seed, **cell.options)
+        known = {"seconds": time.process_time() - began}
     found = saecli.evaluate(sae, store, model=cell.model)
-    return {"seconds": seconds, "l0": found["l0"]} | {name: found[name] for name in MEASURES if name in found}
+    return known | {name: found[name] for name in MEASURES if name in found}
 
 
-def fill(jobs: Sequence[Job], home: Path, log: Log, processes: int) -> dict[Job, dict[str, Any]]:
+def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE", dict[str, float]]:
+    """SAELens' SAE, with its seconds of processor time and the fraction of its latents that it counts as dead."""
+    from saelens_saes import trained_by_saelens
+
+    options = CELLS[job.cell].options
+    with tempfile.TemporaryDirectory() as folder:
+        ((sae, found),) = trained_by_saelens(python, store, Path(folder), f"{job.solver}-{options['k']}",
+                                             options["d_sae"], steps(store, options), [job.lr], seed=int(job.seed),
+                                             decay=SAELENS_DECAY)
+    return sae, {"seconds": found["processor"], "dead": found["dead"]}
+
+
+def steps(store: "ActivationStore", options: Mapping[str, Any]) -> int:
+    """Optimiser steps that either solver takes by default."""
+    from saecli.activations import ACTIVATIONS
+    from saecli.solvers import SOLVERS
+    from saecli.training import Plan, TrainingConfig
+
+    rows = store.split("train")
+    plan = Plan.resolved(rows, None, TrainingConfig(d_sae=options["d_sae"]), SOLVERS["sgd"](),
+                         ACTIVATIONS[options["act"]](k=options["k"]))
+    return plan.training.batches(rows.rows) * plan.solver.inner_steps
+
+
+def fill(jobs: Sequence[Job], home: Path, log: Log, processes: int, saelens: Path | None) -> Results:
     """The results of all jobs; those that the log has are not run again."""
     missing = [job for job in jobs if job not in log.results]
     with workers(processes) as pool:
-        running = {pool.submit(run, job, home): job for job in missing}
+        running = {pool.submit(run, job, home, saelens): job for job in missing}
         for number, future in enumerate(as_completed(running), 1):
             log.add(running[future], future.result())
             print(f"{number} of {len(missing)}", file=sys.stderr, flush=True)
     return {job: log.results[job] for job in jobs}
 
 
-def table(results: Mapping[Job, Mapping[str, Any]]) -> str:
-    """A row per cell and measure, in Markdown."""
-    lines = ["| data | measure | sgd | pam-sgd | difference | processor time |", "|---|---|---|---|---|---|"]
+def table(results: Results) -> str:
+    """A row per cell and measure, in Markdown; with SAELens' columns where results have it."""
+    saelens = any(job.solver in SAELENS_CASES for job in results)
+    heads = ["data", "measure", "sgd", "pam-sgd", "difference", "processor time"]
+    heads += ["SAELens", "difference", "processor time"] if saelens else []
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for cell in CELLS:
-        ours = {job.seed: one for job, one in results.items() if (job.cell, job.solver) == (cell, "pam-sgd")}
-        theirs: dict[str, dict[str, Mapping[str, Any]]] = {}
-        for job, one in results.items():
-            if (job.cell, job.solver) == (cell, "sgd"):
-                theirs.setdefault(job.lr, {})[job.seed] = one
+        ours = by_way(results, cell, ["pam-sgd"]).get(("pam-sgd", "auto"))
         if not ours:
             continue
-        best = min(theirs, key=lambda lr: np.mean([one["fvu"] for one in theirs[lr].values()]))
-        seeds = sorted(ours)
-        time_ratio = np.mean([ours[seed]["seconds"] / theirs[best][seed]["seconds"] for seed in seeds])
-        for measure in MEASURES:
-            if measure not in ours[seeds[0]]:
-                continue
-            pairs = np.array([(theirs[best][seed][measure], ours[seed][measure]) for seed in seeds])
-            difference = pairs[:, 1] - pairs[:, 0]
-            error = difference.std(ddof=1) / len(seeds) ** 0.5 if len(seeds) > 1 else np.nan
-            half = t.ppf(0.975, len(seeds) - 1) * error
-            means = pairs.mean(0)
-            lines.append(f"| {cell}, {len(seeds)} seed{"s" * (len(seeds) != 1)}, sgd at {best} | {measure} | {means[0]:.4f} | {means[1]:.4f} | "
-                         f"{difference.mean():+.4f} ± {half:.4f} | {time_ratio:.2f} |")
+        known = [measure for measure in MEASURES if all(measure in one for one in ours.values())]
+        (_, rate), sgd = best(by_way(results, cell, ["sgd"]), "fvu")
+        heading, others = f"{cell}, {len(ours)} seed{'s' * (len(ours) != 1)}, sgd at {rate}", [sgd]
+        if saelens:
+            (case, rate), theirs = best(by_way(results, cell, SAELENS_CASES), "mcc" if "mcc" in known else "fvu")
+            heading, others = f"{heading}, SAELens' {case} at {rate}", [sgd, theirs]
+        for measure in known:
+            columns = [column for other in others for column in compared(ours, other, measure)]
+            columns.insert(1, f"{np.mean([one[measure] for one in ours.values()]):.4f}")
+            lines.append(f"| {' | '.join([heading, measure, *columns])} |")
     return "\n".join(lines)
+
+
+def by_way(results: Results, cell: str, solvers: Sequence[str]) -> dict[tuple[str, str], BySeed]:
+    """A cell's results of some solvers, by solver and learning rate, then by seed."""
+    found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for job, one in results.items():
+        if job.cell == cell and job.solver in solvers:
+            found.setdefault((job.solver, job.lr), {})[job.seed] = one
+    return found
+
+
+def best(ways: Mapping[tuple[str, str], BySeed], measure: str) -> tuple[tuple[str, str], BySeed]:
+    """The solver and learning rate of the best mean of a measure, the least fvu or the greatest mcc; its results."""
+    sign = 1 if measure == "fvu" else -1
+    return min(ways.items(), key=lambda way: sign * np.mean([one[measure] for one in way[1].values()]))
+
+
+def compared(ours: BySeed, theirs: BySeed, measure: str) -> tuple[str, str, str]:
+    """The others' mean, the mean difference from it to ours with half of its 95% interval, and the mean ratio of
+    processor time."""
+    seeds = sorted(ours)
+    pairs = np.array([(theirs[seed][measure], ours[seed][measure]) for seed in seeds])
+    difference = pairs[:, 1] - pairs[:, 0]
+    error = difference.std(ddof=1) / len(seeds) ** 0.5 if len(seeds) > 1 else np.nan
+    half = t.ppf(0.975, len(seeds) - 1) * error
+    seconds = np.mean([ours[seed]["seconds"] / theirs[seed]["seconds"] for seed in seeds])
+    return f"{pairs[:, 0].mean():.4f}", f"{difference.mean():+.4f} ± {half:.4f}", f"{seconds:.2f}"
 
 
 def main() -> None:
@@ -118,6 +188,8 @@ def main() -> None:
     parser.add_argument("--rates", default="", help="further learning rates for sgd, with commas between")
     parser.add_argument("--out", type=Path, default=Path("feature-benchmark"), help="folder of stores and runs")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
+    parser.add_argument("--saelens", action="store_true", help="train SAELens too")
+    parser.add_argument("--saelens-python", type=Path, help="Python of an environment that has sae-lens")
     chosen = parser.parse_args()
     cells = chosen.data.split(",")
     unknown = set(cells) - CELLS.keys()
@@ -130,10 +202,20 @@ def main() -> None:
     for cell in cells:
         function, arguments = CELLS[cell].make
         getattr(saecli, function)(**arguments, name=cell, home=home)
-    rates = [rate for rate in chosen.rates.split(",") if rate]
-    jobs = [Job(cell, solver, lr, str(seed)) for seed in range(chosen.seeds) for cell in cells
-            for solver, lr in [("sgd", "auto"), ("pam-sgd", "auto"), *(("sgd", rate) for rate in rates)]]
-    print(table(fill(jobs, home, Log(chosen.out / "runs.jsonl"), chosen.jobs)))
+    ways = [("sgd", "auto"), ("pam-sgd", "auto"), *(("sgd", rate) for rate in chosen.rates.split(",") if rate)]
+    ways += product(SAELENS_CASES, SAELENS_RATES) if chosen.saelens else []
+    jobs = [Job(cell, *way, str(seed)) for seed in range(chosen.seeds) for cell in cells for way in ways]
+    log = Log(chosen.out / "runs.jsonl")
+
+    def report(python: Path | None) -> None:
+        print(table(fill(jobs, home, log, chosen.jobs, python)))
+
+    if chosen.saelens:
+        from training_speed import with_saelens
+
+        with_saelens(chosen.saelens_python, report)
+    else:
+        report(None)
 
 
 if __name__ == "__main__":

@@ -12,36 +12,30 @@ k. The first length that reaches it counts; "not reached" means not before a run
 
 Seconds are of training alone, as `sae train --json` has them, reading from the store included; for SAELens those of
 `SAETrainer.fit`. Each side's are the least of three: SAELens' over its rates, which do the same work, ours over
-repetitions. Both sides' SAEs are measured on the held-out rows by `saecli.metrics`; SAELens', read by `saecli.formats`,
-must come to what its own encoding and decoding does. The two never train at the same time. Timings need a quiet
+repetitions. L0 and FVU are of the held-out rows; SAELens' SAEs are measured by its own encoding and decoding, with
+which `saecli.metrics` must agree. The two never train at the same time. Timings need a quiet
 machine. Without --saelens-python, an environment with sae-lens is made in a folder that is removed at the end.
 """
 
 import argparse
-import json
 import math
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import torch
+from saelens_saes import trained_by_saelens
 from solver_grid import STORES, sae
 from training_speed import SAELENS, with_saelens
 
-from saecli import formats
-from saecli.metrics import reconstruction
-from saecli.store import ActivationStore, spread_of
-from saecli.training.rows import Normalisation, fit_normalisation
+from saecli import ActivationStore
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1)
 SOLVERS = ("pam-sgd", "sgd")
 FACTORS = tuple(2 ** (place / 2) for place in range(-2, 11))  # of L1's weight against SAELens' coefficient
 REPETITIONS = 3
-AGREEMENT = 1e-3  # relative, between SAELens' own measures of an SAE and ours
 
 
 @dataclass(frozen=True)
@@ -77,30 +71,11 @@ class Comparison:
 
     def theirs(self, python: Path, folder: Path) -> list[Run]:
         """SAELens' runs, one a rate."""
-        train, test = self.store.split("train"), self.store.split("test")
-        normalisation = fit_normalisation("scale", spread_of(train), torch.float32)
-        for name, rows in (("train", train), ("test", test)):
-            every = torch.cat([torch.from_numpy(batch.copy()) for batch in rows.sequential(2048)])
-            np.save(folder / f"{name}.npy", normalisation(every).numpy())
         chosen = self.chosen
-        words = (folder, self.case, chosen.d_sae, chosen.steps, chosen.batch, chosen.threads, self.weight,
-                 *chosen.rates)
-        done = subprocess.run([python, Path(__file__).with_name("saelens_training.py"), *map(str, words)], text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-        found = json.loads(done.stdout.splitlines()[-1])
-        seconds = min(run["seconds"] for run in found)
-        return [self._measured(folder, normalisation, run, seconds) for run in found]
-
-    def _measured(self, folder: Path, normalisation: Normalisation, run: dict, seconds: float) -> Run:
-        """One of SAELens' runs by our measures, which must agree with its own."""
-        theirs = formats.load(folder / run["rate"]).sae.copy_to(torch.float64)
-        ours = theirs.on_raw_rows(normalisation.mean.double(), normalisation.scale.double()).copy_to(torch.float32)
-        found = reconstruction(ours, map(torch.from_numpy, self.store.split("test").sequential(2048)))
-        for name in ("fvu", "l0"):
-            if abs(found[name] - run[name]) > AGREEMENT * run[name]:
-                raise RuntimeError(f"{name} of SAELens' SAE: expected {run[name]}, as it measures itself, "
-                                   f"got {found[name]}")
-        return Run(f"lr {run['rate']}", self.chosen.steps, seconds, found["l0"], found["fvu"])
+        found = trained_by_saelens(python, self.store, folder, self.case, chosen.d_sae, chosen.steps, chosen.rates,
+                                   chosen.batch, threads=chosen.threads, l1=self.weight)
+        seconds = min(run["seconds"] for _, run in found)
+        return [Run(f"lr {run['rate']}", chosen.steps, seconds, run["l0"], run["fvu"]) for _, run in found]
 
     def ours(self, solver: str, target: Run) -> Run | None:
         """The shortest length's run that reaches a target, at its fastest; None where none does in SAELens' seconds."""
