@@ -1,12 +1,15 @@
 """The release: when the decoder of PAM-SGD begins to descend, and what it does then."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from test_solvers import RowsInMemory, one_epoch, solve_decoder, sparse_mixture, started
+from test_solvers import F, RowsInMemory, decoder_steps, one_epoch, solve_decoder, sparse_mixture, started
 
 from saecli.activations import Relu, TopK
 from saecli.batch import Batch
-from saecli.solvers.pam_sgd import RELEASED_BELOW, PamSgd
+from saecli.solvers.base import Solver
+from saecli.solvers.pam_sgd import PASS_ROWS, RELEASED_BELOW, PamSgd
 
 
 @pytest.fixture
@@ -63,3 +66,38 @@ def test_a_released_decoder_takes_the_gradient_step_of_its_own_and_is_then_solve
     scale = state.c * W_enc.T  # after balancing, c is that of the balanced encoder
     assert (dictionary.decoder() - scale).norm() < (dictionary.decoder() + scale).norm()
     assert state.c > 0 and dictionary.c == 0
+
+
+def many_rows() -> RowsInMemory:
+    return replace(sparse_mixture(2 * PASS_ROWS * F), batch_size=256)
+
+
+def rows_observed(solver: Solver, data: RowsInMemory, epochs: range) -> list[int]:
+    """The rows that the decoder step after each epoch observes."""
+    found = []
+    for epoch in epochs:
+        solver.begin_epoch()
+        for batch in data.shuffled(epoch):
+            solver.step(batch)
+        solver.end_epoch()
+        found.append(solver.due)
+        decoder_steps(solver, data)
+    return found
+
+
+@pytest.mark.parametrize(("options", "whole"), [
+    ({}, {2, 5}), ({"release": 1.0}, {5}), ({"release": 0.3}, {5}), ({"decoder": "free"}, set(range(6)))])
+def test_decoder_steps_take_some_rows_but_for_the_one_that_decides_and_the_last(options, whole):
+    data = many_rows()
+    found = rows_observed(started(PamSgd(**options), data, TopK(k=3), 6), data, range(6))
+    assert found == [data.rows if epoch in whole else PASS_ROWS * F for epoch in range(6)]
+
+
+def test_a_release_that_was_decided_against_is_not_decided_again_after_a_checkpoint():
+    data = many_rows()
+    first, second = (started(PamSgd(alpha=1e9), data, TopK(k=3), 6) for _ in range(2))
+    rows_observed(first, data, range(3))
+    second.restore(first.state())
+    assert rows_observed(first, data, range(3, 6)) == rows_observed(second, data, range(3, 6))
+    assert not first.released and not second.released
+    torch.testing.assert_close(first.sae().W_dec, second.sae().W_dec, rtol=0, atol=0)

@@ -13,7 +13,7 @@ from saecli.dictionary import SAE
 from saecli.distributed import ALONE
 from saecli.ridge import Sums
 from saecli.solvers import Task
-from saecli.solvers.pam_sgd import LAST_ROWS, RUNNING_ROWS, PamSgd
+from saecli.solvers.pam_sgd import PASS_ROWS, RUNNING_ROWS, PamSgd
 from saecli.solvers.running import Running
 from saecli.training.rows import initial_sae
 
@@ -75,14 +75,14 @@ class Counted(RowsInMemory):
 
     passes = 0
 
-    def some(self, count: int) -> Iterator[Batch]:
+    def some(self, count: int, epoch: int = 0) -> Iterator[Batch]:
         self.passes += count == self.rows
-        return super().some(count)
+        return super().some(count, epoch)
 
 
 @pytest.mark.parametrize("inner_steps", [1, 3])
 def test_one_pass_over_many_rows_is_the_only_one_and_its_decoder_is_that_of_its_codes(inner_steps):
-    data = Counted(sparse_mixture(3 * LAST_ROWS * F).x, 32)
+    data = Counted(sparse_mixture(3 * PASS_ROWS * F).x, 32)
     solver = started(PamSgd(decoder_every=5, inner_steps=inner_steps), data, TopK(k=3), epochs=1)
     sae = trained(solver, data, 1)
     batches_ = -(-data.rows // 32)

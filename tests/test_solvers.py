@@ -39,7 +39,7 @@ class RowsInMemory:
         order = torch.randperm(len(self.x), generator=torch.Generator().manual_seed(epoch))
         return map(Batch.of, self.x[order].split(self.batch_size))
 
-    def some(self, count: int) -> Iterator[Batch]:
+    def some(self, count: int, epoch: int = 0) -> Iterator[Batch]:
         return map(Batch.of, self.x[:count].split(40) if count else ())
 
 

@@ -65,15 +65,15 @@ class Loop:
     def _epoch(self, epoch: int, running: Sequence[Trainer]) -> None:
         rows = running[0].rows
         self._each(Trainer.begin_epoch, running)
-        self._decoder_steps(running)
+        self._decoder_steps(epoch, running)
         with closing(rows.shuffled(epoch)) as batches:
             for batch in batches:
                 self._each(Trainer.step, running, batch)
-                self._decoder_steps(running)
+                self._decoder_steps(epoch, running)
                 if all(trainer.solver.finished for trainer in self._live(running)):
                     break
         self._each(Trainer.end_epoch, running)
-        self._decoder_steps(running)
+        self._decoder_steps(epoch, running)
         saes = {trainer: trainer.sae for trainer in self._live(running)}
         self._each(lambda trainer: trainer.demand_convergence(saes[trainer]), running)
         live = self._live(running)
@@ -84,12 +84,12 @@ class Loop:
             tests = dict(zip(live, self._measured([saes[trainer] for trainer in live], live[0].test_rows), strict=True))
         self._each(lambda trainer: trainer.keep(saes[trainer], tests.get(trainer)), live)
 
-    def _decoder_steps(self, running: Sequence[Trainer]) -> None:
+    def _decoder_steps(self, epoch: int, running: Sequence[Trainer]) -> None:
         """Make the passes for due decoder steps, one for all that have the same number of rows due."""
         while due := {trainer.solver.due for trainer in self._live(running)} - {None}:
             wanted = due.pop()
             members = [trainer for trainer in self._live(running) if trainer.solver.due == wanted]
-            passes: Callable[[], Iterable[Batch]] = partial(members[0].rows.some, wanted)
+            passes: Callable[[], Iterable[Batch]] = partial(members[0].rows.some, wanted, epoch)
             self._each(lambda trainer, again: trainer.solver.begin_pass(again), members, passes)
             for batch in passes():
                 self._each(lambda trainer, batch: trainer.solver.observe(batch), members, batch)

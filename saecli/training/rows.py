@@ -194,13 +194,13 @@ class TrainingRows:
             x = next(own) if stop > first else self._nothing()
             yield Batch(x, x, size, torch.arange(first, stop))
 
-    def some(self, count: int) -> Iterator[Batch]:
-        """`count` of the rows once, in larger batches: all in stored order, or fewer in shuffled order."""
+    def some(self, count: int, epoch: int) -> Iterator[Batch]:
+        """`count` of the rows once, in larger batches: all in stored order, or the first in an epoch's order."""
         if count == self.rows:
             yield from self._sequential()
             return
         left, pending = count, []
-        for batch in self.shuffled(0):
+        for batch in self.shuffled(epoch):
             if not left:
                 return
             pending.append(batch.first(left))
