@@ -5,7 +5,7 @@ Shapes: B rows, D = d_in, F = d_sae. Latent i is active on a row when its code i
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -58,6 +58,18 @@ class Activation(Config):
         """The parameters at the start of training; none for most activations."""
         return {}
 
+    def training_parameters(self, d_sae: int) -> Parameters:
+        """Further parameters, `estimates`, that only training needs and a trained SAE is without; none by default."""
+        return {}
+
+    def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
+        """The parameters at the start of training, given the pre-activations of some rows, (n, F)."""
+        return parameters
+
+    def resolved(self, sparsity: str) -> Self:
+        """The same with the settings filled in that depend on the penalty; idempotent."""
+        return self
+
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """The codes of pre-activations.
 
@@ -75,9 +87,15 @@ class Activation(Config):
         """The codes of a training batch, (B, F), which may depend on the batch as a whole."""
         return self(pre, parameters)
 
-    def estimated(self, codes: Codes, parameters: Parameters) -> Parameters:
-        """New values of the `estimates` that a training step changes, given the `training_codes` of this process' rows,
-        (B, F); several processes average them. Empty by default."""
+    def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
+        """New values of parameters that a training step changes otherwise than by its gradient, empty by default;
+        several processes average them.
+
+        Args:
+            codes: the `training_codes` of this process' rows, (B, F).
+            parameters: as they are.
+            progress: fraction of all steps that are done.
+        """
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:

@@ -206,7 +206,7 @@ class Solver(ABC):
 
     def sae(self) -> SAE:
         """The current SAE, acting on normalised rows."""
-        return self.dictionary.sae()
+        return self.dictionary.sae().without_training_parameters()
 
     def descend(self, batch: Batch) -> tuple[StepReport, Batch, Codes]:
         """One step of the optimiser on a batch: its report, the batch smoothed, and its codes."""
@@ -223,9 +223,9 @@ class Solver(ABC):
         first, latest = evaluations[0], evaluations[-1]
         with torch.no_grad():
             activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
-            for name, value in activation.estimated(latest.codes, parameters).items():
+            self.steps += 1
+            for name, value in activation.estimated(latest.codes, parameters, self.steps / self.task.steps).items():
                 parameters[name].copy_(self.communicator.mean(value))
-        self.steps += 1
         report = StepReport(self.steps, batch.size, first.value, first.squared_error,
                             first.codes.count().double() / batch.size)
         return report, batch, latest.codes
