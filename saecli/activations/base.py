@@ -66,8 +66,8 @@ class Activation(Config):
         """The parameters at the start of training, given the pre-activations of some rows, (n, F)."""
         return parameters
 
-    def resolved(self, sparsity: str) -> Self:
-        """The same with the settings filled in that depend on the penalty; idempotent."""
+    def resolved(self, sparsity: str, d_sae: int) -> Self:
+        """The same with the settings filled in that depend on those of training; idempotent."""
         return self
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:

@@ -1,13 +1,13 @@
 """JumpReLU: a learned threshold per latent, with a target for the number of active latents.
 
-With `--sparsity target-l0` training solves `min squared error, subject to L0 = L` by the method of multipliers (Hestenes,
-"Multiplier and gradient methods", 1969). To the squared error it adds `weight` times
+With `--sparsity target-l0`, training minimises the squared error subject to L0 = L by the method of multipliers
+(Hestenes, "Multiplier and gradient methods", 1969). It adds to the squared error, times a weight,
 
     e^2 + 2 m e,    e = (L0 - aim) / L
 
-in which the aim falls from several times L to L; the multiplier m takes over the pressure that a quadratic alone exerts
-only where L0 exceeds its target. What Adam's small steps leave of an excess is met at once by one factor on all
-thresholds. Steps are not differentiable: gradients are straight-through estimates.
+where the aim falls from several times L to L. The quadratic alone exerts pressure only while L0 is above its target;
+the multiplier m, which sums up past excess, holds L0 there. One factor on all thresholds, changed after each step,
+removes at once the excess that Adam's small steps would leave. Gradients of steps are straight-through estimates.
 
 Sources: Rajamanoharan et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse Autoencoders"
 (2024), equations 8 to 12, and the quadratic of its appendix on training to a fixed sparsity, which Gemma Scope 2 uses;
@@ -30,13 +30,13 @@ from ..errors import ConfigError
 from .base import Parameters, TargetsRate
 from .thresholded import Thresholded
 
-TARGET_L0 = 32.0
+TARGET_L0, TARGET_RATE = 32.0, 1 / 8  # the default target, and the largest fraction of the latents that it may be
 THRESHOLD = 0.1  # at the start, unless fitted to a target
 BANDWIDTH, RELATIVE_BANDWIDTH = 0.3, 0.5  # without a target, and with one, over the threshold
 
-# Choices by the FVU of 2,000 steps of SGD in a world of known features at L0 10; batchtopk 0.177.
-DENSE = 4.0  # the first aim over the target: latents first find directions, then become sparse
-FALL = 0.5  # fraction of all steps over which the aim falls to the target
+# Latents find directions while many are active, and then become sparse. FVU in a world of known features at L0 10,
+# after 2,000 steps of SGD: 0.165 with the fall over 0.2 of the steps, 0.160 over 0.5 (batchtopk: 0.174).
+DENSE, FALL = 4.0, 0.5  # the first aim over the target; the fraction of all steps over which it falls to the target
 MULTIPLIER_RATE = 0.05  # change of m per step, over the relative excess of L0
 THRESHOLD_RATE = 0.05  # relative change of all thresholds per step, over the same
 
@@ -91,7 +91,7 @@ class JumpRelu(Thresholded, TargetsRate):
     sparsities: ClassVar[tuple[str, ...]] = ("target-l0", "l0", "l1", "l1-codes", "kl", "none")
 
     target_l0: float | None = option(None, "Active latents per row, on average, that --sparsity target-l0 trains to; "
-                                           f"default: {TARGET_L0:g}.", above=0)
+                                           f"default: {TARGET_L0:g}, at most an eighth of the latents.", above=0)
     threshold: float | None = option(None, "Initial threshold of every latent, in units of the normalised rows; "
                                            f"default: {THRESHOLD}, with --sparsity target-l0 fitted to the rows.",
                                      minimum=0, advanced=True)
@@ -115,7 +115,7 @@ class JumpRelu(Thresholded, TargetsRate):
         """Refuse a target above the number of latents."""
         if self.target_l0 is not None and self.target_l0 > d_sae:
             raise ConfigError("target_l0", "must be at most {d_sae}, {most}, got {got}",
-                              "lower {target_l0} or raise {d_sae}", most=d_sae, got=self.target_l0)
+                              "lower {target_l0} or raise {d_sae}", most=d_sae, got=f"{self.target_l0:g}")
 
     def check_sparsity(self, sparsity: str) -> None:
         """Refuse penalties on L0 with fixed thresholds, and settings without effect on the penalty."""
@@ -131,9 +131,11 @@ class JumpRelu(Thresholded, TargetsRate):
             raise ConfigError("threshold", "does nothing with {sparsity} target-l0, which fits thresholds to the rows",
                               "leave it out, or use another {sparsity}")
 
-    def resolved(self, sparsity: str) -> Self:
+    def resolved(self, sparsity: str, d_sae: int) -> Self:
         """With the target that `target-l0` has by default."""
-        return replace(self, target_l0=TARGET_L0) if sparsity == "target-l0" and self.target_l0 is None else self
+        if sparsity != "target-l0" or self.target_l0 is not None:
+            return self
+        return replace(self, target_l0=min(TARGET_L0, TARGET_RATE * d_sae))
 
     def expected_l0(self, d_in: int) -> float:
         """The target, if there is one."""
@@ -191,12 +193,13 @@ class JumpRelu(Thresholded, TargetsRate):
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
         """With a target, the controller's step: thresholds and multiplier follow the excess of L0 over the aim."""
         rows, d_sae = codes.shape
-        if self.target_l0 is None or not rows:
-            return {name: parameters[name] for name in self.training_parameters(d_sae)}
-        excess = (codes.count() / (rows * parameters["aim"]) - 1).clamp(max=1.0)
+        if self.target_l0 is None:
+            return {}
+        aim = parameters["aim"]
+        excess = (codes.count() / (rows * aim) - 1).clamp(max=1.0) if rows else torch.zeros_like(aim)
         return {"threshold": parameters["threshold"] * (THRESHOLD_RATE * excess).exp(),
                 "multiplier": parameters["multiplier"] + MULTIPLIER_RATE * excess,
-                "aim": torch.full_like(parameters["aim"], self._aim(progress, d_sae))}
+                "aim": torch.full_like(aim, self._aim(progress, d_sae))}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
         """The thresholds scaled; None if they are fixed.
