@@ -57,11 +57,11 @@ def test_batchtopk_passes_gradient_to_what_it_keeps_and_to_nothing_else() -> Non
 def test_batchtopk_calibrated_on_rows_keeps_k_of_them_on_average() -> None:
     pre, parameters = random_pre() + 0.5, {"threshold": torch.tensor(9.0, dtype=torch.float64)}
     for k in (1, K, 6):
-        assert BatchTopK(k=k)(pre, BatchTopK(k=k).calibrated(pre, parameters)).count() == B * k
+        assert BatchTopK(k=k)(pre, BatchTopK(k=k).calibrated(pre, parameters, lambda _: pre)).count() == B * k
     few = (pre > 0).sum() // B + 1
-    kept_all = BatchTopK(k=int(few))(pre, BatchTopK(k=int(few)).calibrated(pre, parameters)).dense()
+    kept_all = BatchTopK(k=int(few))(pre, BatchTopK(k=int(few)).calibrated(pre, parameters, lambda _: pre)).dense()
     assert torch.equal(kept_all, pre.relu())
-    assert BatchTopK(k=F).calibrated(pre, parameters)["threshold"] == 0
+    assert BatchTopK(k=F).calibrated(pre, parameters, lambda _: pre)["threshold"] == 0
 
 
 def test_opposites_of_activations_that_say_so_are_linear_together() -> None:

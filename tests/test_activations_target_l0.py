@@ -102,6 +102,14 @@ def test_too_many_active_latents_raise_thresholds_and_multiplier_and_too_few_low
     assert torch.equal(nothing["threshold"], given["threshold"])
 
 
+def test_calibrated_on_rows_smoothed_less_as_many_latents_stay_active() -> None:
+    pre, given = normal(B, F, seed=5), parameters()
+    smoothed = {np.inf: 1.5 * pre, 0.2: pre}
+    found = JumpRelu(target_l0=L).calibrated(pre, given, smoothed.__getitem__)["threshold"]
+    assert (pre > found).sum() == (1.5 * pre > given["threshold"]).sum() > (pre > given["threshold"]).sum()
+    torch.testing.assert_close(found, given["threshold"] / 1.5, rtol=0.01, atol=0)
+
+
 def test_training_starts_with_the_first_aim_as_its_l0() -> None:
     x = normal(2000, D, seed=6)
     start = initial_sae(JumpRelu(target_l0=3.0), F, x, seed=0)

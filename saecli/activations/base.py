@@ -4,6 +4,7 @@ Shapes: B rows, D = d_in, F = d_sae. Latent i is active on a row when its code i
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -98,9 +99,14 @@ class Activation(Config):
         """
         return {}
 
-    def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """The values of the `estimates` that suit some rows best, given their pre-activations, (n, F). Empty by
-        default."""
+    def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
+        """The values of parameters at the end of training that suit some rows best. Empty by default.
+
+        Args:
+            pre: the rows' pre-activations, (n, F).
+            parameters: as trained.
+            smoothed: the pre-activations of the same rows smoothed as in training, but at most by a width.
+        """
         return {}
 
     def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ Sparsity via Constrained Optimization" (2022), for multipliers on L0.
 Shapes: B rows, F = d_sae, n entries of codes.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -39,6 +41,9 @@ BANDWIDTH, RELATIVE_BANDWIDTH = 0.3, 0.5  # without a target, and with one, over
 DENSE, FALL = 4.0, 0.5  # the first aim over the target; the fraction of all steps over which it falls to the target
 MULTIPLIER_RATE = 0.05  # change of m per step, over the relative excess of L0
 THRESHOLD_RATE = 0.05  # relative change of all thresholds per step, over the same
+# Smoothing at which training rows have about as many active latents as rows held out. Wider smoothing activates more:
+# where it is 0.31 in training (6,000 rows, 2,048 latents), held-out rows had 0.84 of the target.
+HELD_OUT_WIDTH = 0.2
 
 
 class _Gate(torch.autograd.Function):
@@ -200,6 +205,18 @@ class JumpRelu(Thresholded, TargetsRate):
         return {"threshold": parameters["threshold"] * (THRESHOLD_RATE * excess).exp(),
                 "multiplier": parameters["multiplier"] + MULTIPLIER_RATE * excess,
                 "aim": torch.full_like(aim, self._aim(progress, d_sae))}
+
+    def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
+        """With a target, the thresholds times the factor that leaves as many active on rows smoothed as little as rows
+        held out seem, as were on rows smoothed as in training, whose L0 the controller holds."""
+        if self.target_l0 is None:
+            return {}
+        thresholds = self.thresholds(parameters, pre.shape[-1])
+        kept = int((smoothed(math.inf) > thresholds).sum())
+        ratios = (smoothed(HELD_OUT_WIDTH) / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)).flatten()
+        if not 0 < kept < len(ratios):
+            return {}
+        return {"threshold": thresholds * ratios.topk(kept + 1).values[-2:].mean().clamp(min=0)}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
         """The thresholds scaled; None if they are fixed.

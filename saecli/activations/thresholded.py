@@ -1,6 +1,7 @@
 """Activations whose latents switch independently: relu, batchtopk; jumprelu is in `jumprelu.py`. Shapes: B rows,
 F = d_sae."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -84,7 +85,7 @@ class BatchTopK(Thresholded, KeepsK):
         moved = torch.where(threshold > 0, threshold.lerp(smallest, THRESHOLD_RATE), smallest)
         return {"threshold": torch.where(smallest.isfinite(), moved, threshold)}
 
-    def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
+    def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
         """The threshold that `k` pre-activations per row exceed, on average; 0 if fewer are positive."""
         kept = self.k * len(pre)
         if kept >= pre.numel():

@@ -27,7 +27,7 @@ WINDOW = 16  # batches among which inner steps mix rows
 MOST_INNER_STEPS = 10
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
 REVIVAL_ROWS = 2  # rows per latent, from which on they are: with fewer, latents stay idle because rows are few
-DECODER_STEP, REVIVING, MIXING = 1, 2, 3  # kinds of draws besides those of steps
+DECODER_STEP, REVIVING, MIXING, CALIBRATING = 1, 2, 3, 4  # kinds of draws besides those of steps
 COUNTERS = ("steps", "outer", "revived")  # of a solver, which a checkpoint keeps
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
 
@@ -232,12 +232,17 @@ class Solver(ABC):
 
     @torch.no_grad()
     def calibrate(self) -> None:
-        """Set the activation's estimates on unsmoothed rows; training estimated them on smoothed ones."""
+        """Set the activation's estimates for unsmoothed rows; training estimated them on smoothed ones."""
         activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
-        if not activation.estimates or not len(self.task.sample):
+        sample, encoded = self.task.sample, self.dictionary.pre_activations
+        if not activation.estimates or not len(sample):
             return
-        pre = self.dictionary.pre_activations(self.task.sample)
-        for name, value in activation.calibrated(pre, parameters).items():
+
+        def smoothed(width: float) -> Tensor:
+            narrower = Smoothing(min(width, self.smoothing.width), sample)
+            return encoded(narrower(Batch.of(sample), self.draws(self.steps, CALIBRATING)))
+
+        for name, value in activation.calibrated(encoded(sample), parameters, smoothed).items():
             parameters[name].copy_(value)
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:
