@@ -228,6 +228,11 @@ class SAE(Dictionary):
         return type(self)(**new, activation=activation or self.activation, activation_parameters=learned,
                           prefixes=self.prefixes)
 
+    def without_training_parameters(self) -> Self:
+        """The same without the activation's parameters that only training needs."""
+        kept = {name: getattr(self, name) for name in self.activation.parameters(1)}
+        return type(self)(self.W_enc, self.b_enc, self.W_dec, self.b_dec, self.activation, kept, self.prefixes)
+
     def copy_to(self, *args: torch.device | torch.dtype | str) -> Self:
         """A copy on another device or in another dtype; arguments as of `Tensor.to`."""
         return self.changed(**{name: tensor.to(*args) for name, tensor in self.tensors().items()})

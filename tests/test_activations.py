@@ -57,11 +57,11 @@ def test_batchtopk_passes_gradient_to_what_it_keeps_and_to_nothing_else() -> Non
 def test_batchtopk_calibrated_on_rows_keeps_k_of_them_on_average() -> None:
     pre, parameters = random_pre() + 0.5, {"threshold": torch.tensor(9.0, dtype=torch.float64)}
     for k in (1, K, 6):
-        assert BatchTopK(k=k)(pre, BatchTopK(k=k).calibrated(pre, parameters)).count() == B * k
+        assert BatchTopK(k=k)(pre, BatchTopK(k=k).calibrated(pre, parameters, lambda _: pre)).count() == B * k
     few = (pre > 0).sum() // B + 1
-    kept_all = BatchTopK(k=int(few))(pre, BatchTopK(k=int(few)).calibrated(pre, parameters)).dense()
+    kept_all = BatchTopK(k=int(few))(pre, BatchTopK(k=int(few)).calibrated(pre, parameters, lambda _: pre)).dense()
     assert torch.equal(kept_all, pre.relu())
-    assert BatchTopK(k=F).calibrated(pre, parameters)["threshold"] == 0
+    assert BatchTopK(k=F).calibrated(pre, parameters, lambda _: pre)["threshold"] == 0
 
 
 def test_opposites_of_activations_that_say_so_are_linear_together() -> None:
@@ -87,12 +87,12 @@ def test_batchtopk_threshold_starts_at_the_first_batch_and_moves_as_a_running_me
         codes = activation.training_codes(random_pre(seed), parameters)
         dense = codes.dense()
         smallest.append(dense[dense > 0].min().item())
-        parameters = activation.estimated(codes, parameters)
+        parameters = activation.estimated(codes, parameters, 0.5)
     expected = smallest[0]
     for value in smallest[1:]:
         expected = 0.7 * expected + 0.3 * value
     assert parameters["threshold"].item() == pytest.approx(expected, rel=1e-12)
-    silent = activation.estimated(DenseCodes(torch.zeros(B, F, dtype=torch.float64)), parameters)
+    silent = activation.estimated(DenseCodes(torch.zeros(B, F, dtype=torch.float64)), parameters, 0.5)
     assert torch.equal(silent["threshold"], parameters["threshold"])
 
 
@@ -149,7 +149,13 @@ def test_more_latents_kept_than_there_are_is_refused(kind: type[Activation]) -> 
     (TopK(k=3), "kl", "sparsity kl cannot be used with act topk; use one of none, l1"),
     (Relu(target_rate=0.1), None, "target_rate does nothing with sparsity l1; leave it out, or use sparsity kl"),
     (Swish(target_rate=0.1), None, "target_rate does nothing with sparsity none"),
-    (JumpRelu(fixed_threshold=True), "l0", "sparsity l0 trains nothing but thresholds"),
+    (JumpRelu(fixed_threshold=True), "target-l0", "sparsity target-l0 trains thresholds, which fixed_threshold holds"),
+    (JumpRelu(fixed_threshold=True, target_l0=5), None, "target_l0 does nothing with sparsity l1; leave"),
+    (JumpRelu(target_l0=5), "l1", "target_l0 does nothing with sparsity l1"),
+    (JumpRelu(target_l0=5), "l0", "target_l0 does nothing with sparsity l0"),
+    (JumpRelu(threshold=0.2), None, "threshold does nothing with sparsity target-l0"),
+    (JumpRelu(target_l0=33), None, "target_l0 must be at most d_sae, 32, got 33; lower target_l0 or raise d_sae"),
+    (JumpRelu(fixed_threshold=True), "l0", "sparsity l0 trains thresholds, which fixed_threshold holds"),
 ], ids=str)
 def test_penalties_and_their_settings_that_do_nothing_are_refused(
         activation: Activation, sparsity: str | None, message: str) -> None:
@@ -166,5 +172,6 @@ def test_a_target_rate_that_no_rate_can_meet_is_refused(rate: float) -> None:
 def test_defaults_of_the_penalty_fit_the_activation() -> None:
     chosen = {str(activation): TrainingConfig().resolved(activation, Sgd(), 100, 64) for activation in
               (Relu(), JumpRelu(), JumpRelu(fixed_threshold=True), Swish(), BatchTopK(k=3), SoftTopK(k=3))}
-    assert [one.sparsity for one in chosen.values()] == ["l1", "l0", "l1", "none", "none", "none"]
+    assert [one.sparsity for one in chosen.values()] == ["l1", "target-l0", "l1", "none", "none", "none"]
     assert TrainingConfig(sparsity="kl").resolved(Relu(), Sgd(), 100, 64).sparsity_weight == pytest.approx(0.64)
+    assert TrainingConfig().resolved(JumpRelu(), Sgd(), 100, 64).sparsity_weight == pytest.approx(3.2)

@@ -21,7 +21,8 @@ VARIANTS = {
     "l1": ("--act", "relu", "--sparsity-weight", "3", "--inner-steps", "2", "--batch-size", "500"),
     "dead-latents": ("--act", "topk", "--k", "1", "--lr", "0.1", "--inner-steps", "1", "--batch-size",
                      "1000", "--epochs", "3"),
-    "jumprelu-clipped": ("--act", "jumprelu", "--clip-norm", "0.5", "--optimizer", "sgd", "--lr", "0.01"),
+    "jumprelu-clipped": ("--act", "jumprelu", "--sparsity", "l0", "--clip-norm", "0.5", "--optimizer", "sgd",
+                         "--lr", "0.01"),
     "from-running-sums": ("--act", "topk", "--k", "3", "--decoder-every", "7", "--inner-steps", "1", "--epochs", "1"),
     "nested": ("--act", "topk", "--k", "3", "--prefixes", "4,16", "--inner-steps", "1"),
     "one-block": ("--fraction", "0.1", "--act", "swish", "--inner-steps", "2"),  # of sums: one process has none
@@ -99,6 +100,17 @@ def test_batchtopk_keeps_k_latents_a_row_by_each_process_own_part_of_a_batch(sae
     done = together(2, "--home", sae.home, *words, "--name", "two")
     assert done.status == 0, done.err
     assert all(line["batch_l0"] <= 3 + 1e-9 for line in lines(sae.home, "two") if "batch_l0" in line)
+    assert done.json["final"]["test_l0"] == pytest.approx(3, rel=0.05)
+    assert done.json["final"]["test_fvu"] == pytest.approx(one["final"]["test_fvu"], rel=0.1)
+
+
+@pytest.mark.long
+def test_jumprelu_reaches_its_target_by_each_process_own_part_of_a_batch(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows())
+    words = ("train", *COMMON, "--steps", "200", "--act", "jumprelu", "--target-l0", "3")
+    one = sae(*words, "--name", "one").json
+    done = together(2, "--home", sae.home, *words, "--name", "two")
+    assert done.status == 0, done.err
     assert done.json["final"]["test_l0"] == pytest.approx(3, rel=0.05)
     assert done.json["final"]["test_fvu"] == pytest.approx(one["final"]["test_fvu"], rel=0.1)
 

@@ -7,9 +7,10 @@ its gradient, its sparsity penalties and the shape of its cells. To add one, wri
 
 from ..errors import unknown_choice
 from .base import Activation, Parameters
+from .jumprelu import JumpRelu
 from .largest import AbsTopK, KeepsK, Largest, ReluTopK, TopK
 from .smooth import SoftTopK, Swish
-from .thresholded import BatchTopK, JumpRelu, Relu, Thresholded
+from .thresholded import BatchTopK, Relu, Thresholded
 
 __all__ = ["ACTIVATIONS", "AbsTopK", "Activation", "BatchTopK", "JumpRelu", "KeepsK", "Largest", "Parameters", "Relu",
            "ReluTopK", "SoftTopK", "Swish", "Thresholded", "TopK", "activation_from_json", "activation_to_json",

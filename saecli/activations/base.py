@@ -4,8 +4,9 @@ Shapes: B rows, D = d_in, F = d_sae. Latent i is active on a row when its code i
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -58,6 +59,18 @@ class Activation(Config):
         """The parameters at the start of training; none for most activations."""
         return {}
 
+    def training_parameters(self, d_sae: int) -> Parameters:
+        """Further parameters, `estimates`, that only training needs and a trained SAE is without; none by default."""
+        return {}
+
+    def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
+        """The parameters at the start of training, given the pre-activations of some rows, (n, F)."""
+        return parameters
+
+    def resolved(self, sparsity: str, d_sae: int) -> Self:
+        """The same with the settings filled in that depend on those of training; idempotent."""
+        return self
+
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """The codes of pre-activations.
 
@@ -75,14 +88,25 @@ class Activation(Config):
         """The codes of a training batch, (B, F), which may depend on the batch as a whole."""
         return self(pre, parameters)
 
-    def estimated(self, codes: Codes, parameters: Parameters) -> Parameters:
-        """New values of the `estimates` that a training step changes, given the `training_codes` of this process' rows,
-        (B, F); several processes average them. Empty by default."""
+    def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
+        """New values of parameters that a training step changes otherwise than by its gradient, empty by default;
+        several processes average them.
+
+        Args:
+            codes: the `training_codes` of this process' rows, (B, F).
+            parameters: as they are.
+            progress: fraction of all steps that are done.
+        """
         return {}
 
-    def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """The values of the `estimates` that suit some rows best, given their pre-activations, (n, F). Empty by
-        default."""
+    def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
+        """The values of parameters at the end of training that suit some rows best. Empty by default.
+
+        Args:
+            pre: the rows' pre-activations, (n, F).
+            parameters: as trained.
+            smoothed: the pre-activations of the same rows smoothed as in training, but at most by a width.
+        """
         return {}
 
     def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:

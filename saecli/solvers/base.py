@@ -27,7 +27,7 @@ WINDOW = 16  # batches among which inner steps mix rows
 MOST_INNER_STEPS = 10
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
 REVIVAL_ROWS = 2  # rows per latent, from which on they are: with fewer, latents stay idle because rows are few
-DECODER_STEP, REVIVING, MIXING = 1, 2, 3  # kinds of draws besides those of steps
+DECODER_STEP, REVIVING, MIXING, CALIBRATING = 1, 2, 3, 4  # kinds of draws besides those of steps
 COUNTERS = ("steps", "outer", "revived")  # of a solver, which a checkpoint keeps
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
 
@@ -206,7 +206,7 @@ class Solver(ABC):
 
     def sae(self) -> SAE:
         """The current SAE, acting on normalised rows."""
-        return self.dictionary.sae()
+        return self.dictionary.sae().without_training_parameters()
 
     def descend(self, batch: Batch) -> tuple[StepReport, Batch, Codes]:
         """One step of the optimiser on a batch: its report, the batch smoothed, and its codes."""
@@ -223,21 +223,26 @@ class Solver(ABC):
         first, latest = evaluations[0], evaluations[-1]
         with torch.no_grad():
             activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
-            for name, value in activation.estimated(latest.codes, parameters).items():
+            self.steps += 1
+            for name, value in activation.estimated(latest.codes, parameters, self.steps / self.task.steps).items():
                 parameters[name].copy_(self.communicator.mean(value))
-        self.steps += 1
         report = StepReport(self.steps, batch.size, first.value, first.squared_error,
                             first.codes.count().double() / batch.size)
         return report, batch, latest.codes
 
     @torch.no_grad()
     def calibrate(self) -> None:
-        """Set the activation's estimates on unsmoothed rows; training estimated them on smoothed ones."""
+        """Set the activation's estimates for unsmoothed rows; training estimated them on smoothed ones."""
         activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
-        if not activation.estimates or not len(self.task.sample):
+        sample, encoded = self.task.sample, self.dictionary.pre_activations
+        if not activation.estimates or not len(sample):
             return
-        pre = self.dictionary.pre_activations(self.task.sample)
-        for name, value in activation.calibrated(pre, parameters).items():
+
+        def smoothed(width: float) -> Tensor:
+            narrower = Smoothing(min(width, self.smoothing.width), sample)
+            return encoded(narrower(Batch.of(sample), self.draws(self.steps, CALIBRATING)))
+
+        for name, value in activation.calibrated(encoded(sample), parameters, smoothed).items():
             parameters[name].copy_(value)
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:

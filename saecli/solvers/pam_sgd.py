@@ -73,7 +73,7 @@ class PamSgd(SolverConfig):
     decoder_every: int | str = option("epoch", "When to solve for the decoder. epoch: after each epoch, by a pass over "
                                                f"{PASS_ROWS} rows per latent, at the end over all. N: also every N "
                                                "batches, from recent codes.",
-                                      choices=("epoch",), minimum=1, metavar="epoch|N")
+                                      choices=("epoch",), minimum=1, metavar="epoch|N", advanced=True)
     release: float | str = option("auto", "Fraction of the steps after which the decoder descends beside the encoder, "
                                           "untied, and is solved for after each epoch as before. auto: "
                                           f"{RELEASE}, with --decoder residual and if alpha is then below "

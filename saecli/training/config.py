@@ -59,13 +59,13 @@ class TrainingConfig(Config):
                                             "1/sqrt(rows) once there are more rows than latents and than 4 d_in.",
                                     choices=("auto",), minimum=0, maximum=10, advanced=True)
     sparsity: str | None = option(None, "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of "
-                                        "active latents; kl, divergence of firing rates from --target-rate; l1-codes, "
-                                        "sum of |z_i|, as in the paper. Default: l1 with relu, l0 with jumprelu, else "
-                                        "none.",
+                                        "active latents; target-l0, square of its excess over --target-l0; kl, "
+                                        "divergence of firing rates from --target-rate; l1-codes, sum of |z_i|. "
+                                        "Default: l1 with relu, target-l0 with jumprelu, else none.",
                                   choices=sparsity_names())
     sparsity_weight: float | None = option(
         None, "Weight of the penalty beside the squared error of a row, rows having a mean squared norm of d_in. "
-              "Default: l1 0.1 sqrt(d_in), l0 0.001 d_in, kl 0.01 d_in.",
+              "Default: l1 0.1 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in, kl 0.01 d_in.",
         minimum=0)
     sparsity_warm_up: float = option(PENALTY_WARM_UP, "Fraction of all steps over which the penalty's weight rises "
                                                       "from 0.", minimum=0, maximum=1, advanced=True)
@@ -183,4 +183,5 @@ class Plan:
         """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
         together."""
         training = training.resolved(activation, solver, train_rows.rows, train_rows.d_in)
-        return cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)), activation)
+        return cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)),
+                   activation.resolved(training.sparsity, training.d_sae))

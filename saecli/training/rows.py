@@ -277,11 +277,13 @@ def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int, pr
         half = d_sae // 2
         directions[:, half:2 * half] = -directions[:, :half]
     W_enc = (directions / directions.norm(dim=0)).to(batch)
-    parameters = {name: tensor.to(batch) for name, tensor in activation.parameters(d_sae).items()}
+    start = activation.parameters(d_sae) | activation.training_parameters(d_sae)
+    parameters = activation.fitted(batch @ W_enc, {name: tensor.to(batch) for name, tensor in start.items()})
     x_hat = activation.training_codes(batch @ W_enc, parameters).times(W_enc.T)
     size = x_hat.square().sum()
     fit = ((batch * x_hat).sum() / size).clamp(min=1e-3) if size > 0 else batch.new_ones(())
     W_enc = W_enc * fit.sqrt()
+    parameters = activation.fitted(batch @ W_enc, parameters)
     return SAE(W_enc, batch.new_zeros(d_sae), W_enc.T.contiguous(), batch.new_zeros(d_in), activation, parameters,
                prefixes)
 
