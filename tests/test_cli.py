@@ -133,7 +133,7 @@ def test_python_m_saecli_is_sae():
 
 @pytest.mark.parametrize(("words", "status", "said"), [
     (("--help",), 0, "sae train --solver pam-sgd --act relu"),
-    (("train", "--help"), 0, "--decoder-every"),
+    (("train", "--help"), 0, "--alpha"),
     (("no-such",), 2, "No such command 'no-such'"),
     (("train", "--no-such"), 2, "--no-such"),
     (("train", "--alpha", "many"), 2, "neither a number nor auto"),
