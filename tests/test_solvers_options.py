@@ -27,7 +27,7 @@ from saecli.dictionary import SAE
 from saecli.errors import ConfigError
 from saecli.solvers import SolverConfig, Task
 from saecli.solvers.optimizers import OPTIMIZERS, outer_iterations, weight_at
-from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver
+from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver, batches_between_decoder_steps
 from saecli.solvers.sgd import Sgd
 from saecli.training import RunRecord
 from saecli.training.checkpoints import Progress
@@ -82,8 +82,23 @@ def test_outer_iterations_are_as_many_as_foretold(options, steps):
     solver = config.build(initial_sae(Relu(), F, data.x, seed=1), task)
     trained(solver, data, math.ceil(steps / (5 * config.inner_steps)))
     assert solver.steps == steps
-    every = math.inf if config.decoder_every == "epoch" else config.decoder_every
+    every = math.inf if isinstance(config.decoder_every, str) else config.decoder_every
     assert solver.outer == outer_iterations(math.ceil(steps / config.inner_steps), 5, every) == solver._outers
+
+
+@pytest.mark.parametrize(("options", "rows", "epochs", "d_sae", "expected"), [
+    ({}, 60_000, 17, 512, math.inf),  # often enough after epochs
+    ({}, 1_000_000, 2, 512, 489),  # 8 times in each of two epochs
+    ({}, 1_000_000, 1, 512, 245),
+    ({}, 1_000_000, 1, 4096, 1954),  # twice, since a pass takes an eighth of the rows
+    ({}, 1_000_000, 1, 16_384, math.inf),
+    ({"decoder_every": "epoch"}, 1_000_000, 2, 512, math.inf), ({"decoder_every": 7}, 1_000_000, 2, 512, 7),
+    ({"decoder": "free"}, 1_000_000, 2, 512, math.inf), ({"decoder_first": True}, 1_000_000, 2, 512, math.inf),
+    ({"optimizer": "lbfgs"}, 1_000_000, 2, 512, math.inf)])
+def test_where_epochs_are_few_decoder_steps_come_within_them(options, rows, epochs, d_sae, expected):
+    config, batches = PamSgd(**options).resolved(None), -(-rows // 256)
+    task = Task(rows, epochs * batches * config.inner_steps, 1e-2, "none", 0.0, batches=batches)
+    assert batches_between_decoder_steps(task, config, d_sae) == expected
 
 
 def test_each_outer_iteration_has_the_weights_of_its_schedule():

@@ -23,7 +23,7 @@ VARIANTS = {
                      "1000", "--epochs", "3"),
     "jumprelu-clipped": ("--act", "jumprelu", "--sparsity", "l0", "--clip-norm", "0.5", "--optimizer", "sgd",
                          "--lr", "0.01"),
-    "from-running-sums": ("--act", "topk", "--k", "3", "--decoder-every", "7", "--inner-steps", "1", "--epochs", "1"),
+    "within-epochs": ("--act", "topk", "--k", "3", "--decoder-every", "7", "--inner-steps", "1", "--epochs", "1"),
     "nested": ("--act", "topk", "--k", "3", "--prefixes", "4,16", "--inner-steps", "1"),
     "one-block": ("--fraction", "0.1", "--act", "swish", "--inner-steps", "2"),  # of sums: one process has none
     "iterative": ("--solve", "iterative", "--act", "topk", "--k", "3", "--inner-steps", "2"),

@@ -62,16 +62,6 @@ class Sums(System):
         codes.add_gram(self.gram.matrix)
         self.zy += codes.transposed_times(y)
 
-    def fade(self, keep: float, factor: float) -> None:
-        """Scale the weights of all rows so far by `keep`, and their codes by `factor`."""
-        self.changed()
-        self.count *= keep
-        self.z_0 *= factor
-        for sums, scale in ((self.sum_z, factor), (self.sum_y, 1.0), (self.zy, factor),
-                            (self.gram.matrix, factor**2)):
-            sums *= keep * scale
-        self._is_empty = self._is_empty or keep == 0
-
     def recentre(self, z_0: Tensor, y_0: Tensor) -> None:
         """Change the sums to offsets z_0, (F,), and y_0, (E,)."""
         z, y = self.z_0 - z_0, self.y_0 - y_0
@@ -85,9 +75,7 @@ class Sums(System):
             self.z_0, self.y_0, self._codes_are_offset = z_0, y_0, bool(z_0.any())
 
     def reduce(self, all_reduce: AllReduce) -> None:
-        """All-reduce the sums, about common offsets.
-
-        Before more rows are added, `fade(0, 1)` must clear them in all processes but one.
+        """All-reduce the sums, about common offsets; no more rows may be added.
 
         Cost: `F^2 / 2 + F E` float64 numbers are all-reduced, a panel at a time.
         """

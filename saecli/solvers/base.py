@@ -128,13 +128,13 @@ class Solver(ABC):
                 report, smoothed, codes = self.descend(batch)
                 reports.append(report)
                 if round_ == rounds - 1:
-                    self._trained(codes, smoothed, waiting)
+                    self._trained(codes, smoothed)
         return reports
 
     @abstractmethod
-    def _trained(self, codes: Codes, batch: Batch, waiting: int) -> None:
-        """Take the codes, (b, F), that a batch had in the last round over a window of `waiting` batches: each row of an
-        epoch comes here once."""
+    def _trained(self, codes: Codes, batch: Batch) -> None:
+        """Take the codes, (b, F), that a batch had in the last round over its window: each row of an epoch comes here
+        once."""
 
     @abstractmethod
     def _end_part(self) -> None:

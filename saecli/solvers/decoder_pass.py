@@ -27,9 +27,9 @@ class Observed:
 
     Args:
         system: the normal equations; solved by rank 0 alone, or by all processes if `solve_together`.
-        rows: N, or the sum of the rows' weights if older rows count less.
-        z: codes of the sampled rows, (n, F); of all rows if there are fewer than `SAMPLED_ROWS` of equal weight. If
-            rank 0 solves, the others have only their own.
+        rows: N.
+        z: codes of the sampled rows, (n, F); of all rows if there are fewer than `SAMPLED_ROWS`. If rank 0 solves, the
+            others have only their own.
         y: the targets of those rows, (n, E).
         norm_weights: the penalty's weight of each decoder norm, (F,).
         fired: the latents that fired on any row, a mask, (F,).
@@ -93,13 +93,9 @@ class DecoderPass:
         system = self.system
         if self._holds:
             system, z, y = HeldRows(z, y), z[::self._stride], y[::self._stride]
-        return put_together(system, z, y, self._norm_weights, self._fired, communicator)
-
-
-def put_together(system: System, z: Tensor, y: Tensor, norm_weights: Tensor, fired: Tensor,
-                 communicator: Communicator) -> Observed:
-    """Combine all processes' parts of a pass; arguments as of `Observed`, z and y gathered already."""
-    if communicator.world_size > 1:
+        norm_weights, fired = self._norm_weights, self._fired
+        if communicator.world_size == 1:
+            return Observed(system, system.rows, z, y, norm_weights, fired)
         if not isinstance(system, HeldRows):
             system.reduce(communicator.all_reduce)
         norm_weights = communicator.all_reduce(norm_weights.clone())
@@ -108,7 +104,7 @@ def put_together(system: System, z: Tensor, y: Tensor, norm_weights: Tensor, fir
             sizes = communicator.broadcast_object(lambda: len(z))
             z, y = (communicator.broadcast(rows if communicator.is_main else rows.new_empty(sizes, rows.shape[1]))
                     for rows in (z.contiguous(), y.contiguous()))
-    return Observed(system, system.rows, z, y, norm_weights, fired)
+        return Observed(system, system.rows, z, y, norm_weights, fired)
 
 
 def in_order(z: Tensor, y: Tensor, numbers: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:

@@ -37,14 +37,14 @@ from .base import DECODER_STEP, Solver, SolverConfig, proximal
 from .decoder_pass import SAMPLED_ROWS, DecoderPass, Observed, broadcast, notes_on
 from .maintenance import balance, penalty_decay, silence
 from .optimizers import OPTIMIZERS, is_choosing_step, outer_iterations
-from .running import Running
 from .task import StepReport, Task
 
-# Rows per latent that a decoder step takes, other ones after each epoch; the last takes all, unless they are read but
-# once. All rows each time took 1.4 times as long on tiny-gemma2 (117 rows per latent), and were no better: FVU 0.1346
-# for 0.1333, in a world of known features 0.148 for 0.145.
+# Rows per latent that a decoder step takes, other ones each time. All of 117 took 1.4 times as long on tiny-gemma2, and
+# were no better: FVU 0.1346 for 0.1333, in a world of known features 0.148 for 0.145.
 PASS_ROWS = 32
-RUNNING_ROWS = 8  # rows per latent, of the latest steps, that a decoder step without a pass takes
+MOST_ROWS = 256  # of the step that decides on the release, and of the last
+DECODER_STEPS = 16  # in training, at least, as long as their passes take no more than a fraction of its rows
+PASS_FRACTION = 1 / 3
 RELEASE = 0.5  # fraction of all steps after which the decoder may be released
 RELEASED_BELOW = 0.3  # alpha over the Gram matrix's mean diagonal, from which up it is held to the end
 DOF_ROWS = 512  # sample of rows for the effective degrees of freedom
@@ -70,10 +70,10 @@ class PamSgd(SolverConfig):
                                 "must be a number.", choices=("joint", "after"), **PAPER)
     mu_dec: float | str = proximal("W_dec - W_dec^t", ", as --mu-enc")
     nu_dec: float | str = proximal("b_dec - b_dec^t", ", as --mu-enc")
-    decoder_every: int | str = option("epoch", "When to solve for the decoder. epoch: after each epoch, by a pass over "
-                                               f"{PASS_ROWS} rows per latent, at the end over all. N: also every N "
-                                               "batches, from recent codes.",
-                                      choices=("epoch",), minimum=1, metavar="epoch|N", advanced=True)
+    decoder_every: int | str = option("auto", "When to solve for the decoder besides after each epoch: every N "
+                                              "batches. auto: where epochs are few, so that it is about "
+                                              f"{DECODER_STEPS} times in all. epoch: never.",
+                                      choices=("auto", "epoch"), minimum=1, metavar="auto|epoch|N", advanced=True)
     release: float | str = option("auto", "Fraction of the steps after which the decoder descends beside the encoder, "
                                           "untied, and is solved for after each epoch as before. auto: "
                                           f"{RELEASE}, with --decoder residual and if alpha is then below "
@@ -92,7 +92,7 @@ class PamSgd(SolverConfig):
         if self.bias == "after" and self.alpha == "auto":
             raise ConfigError("bias", "after cannot be used with {alpha} auto, which chooses for the bias that is "
                                       "joint with W_dec", "give a number, such as {alpha} 1, or use {bias} joint")
-        if self.decoder_first and self.decoder_every != "epoch":
+        if self.decoder_first and not isinstance(self.decoder_every, str):
             raise ConfigError("decoder_first", "cannot be used with {decoder_every}, which adds decoder steps after "
                                                "encoder steps", "use one of them")
 
@@ -114,6 +114,24 @@ class PamSgd(SolverConfig):
         return choosing + weights + self.window(rows, batch_size, d_in)
 
 
+def takes_all_rows(config: PamSgd) -> bool:
+    """Whether every decoder step takes all rows, as the paper's theorem wants it: where the decoder is its, or the
+    encoder step is solved to tolerance."""
+    return config.decoder == "free" or OPTIMIZERS[config.optimizer].to_tolerance
+
+
+def batches_between_decoder_steps(task: Task, config: PamSgd, d_sae: int) -> float:
+    """The number of batches after which a decoder step is due within an epoch, for F latents; infinite for never."""
+    if not isinstance(config.decoder_every, str):
+        return config.decoder_every
+    if config.decoder_every == "epoch" or config.decoder_first or takes_all_rows(config):
+        return math.inf
+    epochs = task.steps / (task.batches * config.inner_steps)
+    affordable = PASS_FRACTION * epochs * config.inner_steps * task.rows / (PASS_ROWS * d_sae)
+    parts = int(min(DECODER_STEPS, affordable) / epochs)  # of an epoch
+    return math.ceil(task.batches / parts) if parts > 1 else math.inf
+
+
 class PamSgdSolver(Solver):
     """The alternation: encoder steps, and the decoder steps between them."""
 
@@ -121,7 +139,7 @@ class PamSgdSolver(Solver):
         start, c = initial.sae(), 1.0 if config.decoder == "residual" else 0.0
         Delta = start.W_dec.detach() - c * start.W_enc.detach().T
         dictionary = Coupled(start, c, Delta)
-        self._every = math.inf if config.decoder_every == "epoch" else config.decoder_every  # batches
+        self._every = batches_between_decoder_steps(task, config, initial.d_sae)
         outers = outer_iterations(math.ceil(task.steps / config.inner_steps), task.batches, self._every)
         held = ["Delta"]
         if config.decoder == "free" or config.beta or config.nu_dec:  # terms on b_dec, which encoder steps lack
@@ -133,7 +151,6 @@ class PamSgdSolver(Solver):
         self.released = self._decided = False
         self.raised = 0.0
         self._size = dictionary.W_enc.norm().item()
-        self._running: Running | None = None
         self._due: int | None = None
         self._last = self._silenced = False
         d_in, d_sae, batch_size = initial.d_in, initial.d_sae, math.ceil(task.rows / task.batches)
@@ -141,20 +158,18 @@ class PamSgdSolver(Solver):
 
     @property
     def due(self) -> int | None:
-        """Number of rows that the due decoder step has to observe: 0 if it uses the codes of encoder steps."""
+        """Number of rows that the due decoder step has to observe."""
         return self._due
 
     def begin_epoch(self) -> None:
         """Begin a pass: with a decoder step, if `decoder_first`."""
         super().begin_epoch()
-        self._running = None  # free the old one first: two Gram matrices need not fit in memory
-        self._running = self._running_sums()
         if self.config.decoder_first:
             self._due = self.task.rows
 
     def _end_part(self) -> None:
         """Ask for a decoder step within the epoch."""
-        self._due = 0 if self._running is not None else self.task.rows
+        self._due = self._rows_of_step()
 
     def end_epoch(self) -> list[StepReport]:
         """Take steps on the batches collected, and ask for the epoch's decoder step."""
@@ -168,36 +183,17 @@ class PamSgdSolver(Solver):
         return reports
 
     def _rows_of_step(self) -> int:
-        """The number of rows that the decoder step after an epoch observes; 0 if it uses the codes of encoder steps."""
-        once = self.task.steps <= self.task.batches * self.config.inner_steps  # rows are read
-        if self._running is not None and not self._last:
-            return 0
-        exact = self.config.decoder == "free" or self.optimizer.to_tolerance  # as the paper's theorem wants it
-        if exact or self._decides or (self._last and not (once and self._running is not None)):
+        """The number of rows that a decoder step now observes."""
+        if takes_all_rows(self.config):
             return self.task.rows
-        return min(self.task.rows, PASS_ROWS * self.dictionary.d_sae)
+        return min(self.task.rows, (MOST_ROWS if self._last or self._decides else PASS_ROWS) * self.dictionary.d_sae)
 
     def _plan(self, rows: int) -> Plan:
         dictionary = self.dictionary
         return plan(rows, dictionary.d_sae, dictionary.d_in, self._memory, self.config.solve, dictionary.prefixes)
 
-    def _running_sums(self) -> Running | None:
-        """The sums over encoder steps' codes, if there are decoder steps within epochs, enough rows, and memory for a
-        Gram matrix; else None."""
-        window = RUNNING_ROWS * self.dictionary.d_sae
-        if self._every == math.inf or self.task.rows <= window or self._plan(self.task.rows).kind == "iterative":
-            return None
-        return Running(self.dictionary, self.task.sparsity, window, self.communicator)
-
-    def _trained(self, codes: Codes, batch: Batch, waiting: int) -> None:
-        """Count a batch's codes towards the next decoder step, if it is to come soon."""
-        if self._running is not None and self._batches_left(waiting) * batch.size < self._running.window:
-            self._running.add(codes, batch)
-
-    def _batches_left(self, waiting: int) -> float:
-        """The number of batches before the next decoder step, those collected left out."""
-        steps_left = (self.task.steps - self.steps) / self.config.inner_steps - waiting
-        return min(-self._batches % self._every, self.task.batches - self._batches, steps_left)
+    def _trained(self, codes: Codes, batch: Batch) -> None:
+        """Nothing: decoder steps have passes of their own."""
 
     @torch.no_grad()
     def begin_pass(self, again: Callable[[], Iterable[Batch]]) -> None:
@@ -217,8 +213,8 @@ class PamSgdSolver(Solver):
                 if len(batch.x):
                     yield self._encoded(batch, drawn)[0]
 
-        system = self._plan(self._due).system(self.dictionary.decoder().detach(), codes_again) if self._due else None
-        self._pass = None if system is None else DecoderPass(system, self.dictionary, self.task.sparsity, self._due)
+        system = self._plan(self._due).system(self.dictionary.decoder().detach(), codes_again)
+        self._pass = DecoderPass(system, self.dictionary, self.task.sparsity, self._due)
 
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:
@@ -235,8 +231,7 @@ class PamSgdSolver(Solver):
 
         If a penalty has silenced latents before the last decoder step, another pass is due.
         """
-        observed = self._running.observed() if self._pass is None else self._pass.finish(self.communicator)
-        self._pass = None
+        observed, self._pass = self._pass.finish(self.communicator), None
         if silence(self.dictionary, observed.norm_weights, observed.rows) and self._last and not self._silenced:
             self._silenced = True
             return
@@ -304,7 +299,7 @@ class PamSgdSolver(Solver):
     def _decides(self) -> bool:
         """Whether the next decoder step, the first after half of the steps, decides on the release."""
         config = self.config
-        may = config.decoder == "residual" and not config.decoder_first and not self.optimizer.to_tolerance
+        may = not takes_all_rows(config) and not config.decoder_first
         return (config.release == "auto" and may and not self._decided and not self.finished
                 and self.steps >= RELEASE * self.task.steps)
 
@@ -332,8 +327,6 @@ class PamSgdSolver(Solver):
             self.decoder = replace(state, c=state.c / factor**2, alpha=state.alpha * factor**2)
             factors = {"Delta": 1 / factor, "b_dec": 1.0}  # the others are the codes'
             self.optimizer.rescale({name: factors.get(name, factor) for name in self.optimizer.tensors})
-            if self._running is not None:
-                self._running.rescale(factor)
 
     def record(self) -> dict[str, float]:
         """The decoder step's alpha, beside a sum over normalised rows, and over the Gram matrix's mean diagonal; its

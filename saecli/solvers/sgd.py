@@ -53,7 +53,7 @@ class SgdSolver(Solver):
     def _forget_firing(self) -> None:
         self._seen, self._fired = 0, torch.zeros_like(self.dictionary.b_enc, dtype=torch.bool)
 
-    def _trained(self, codes: Codes, batch: Batch, waiting: int) -> None:
+    def _trained(self, codes: Codes, batch: Batch) -> None:
         """Note which latents fire."""
         self._seen += batch.size
         self._fired |= codes.fired()

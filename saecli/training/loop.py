@@ -65,15 +65,16 @@ class Loop:
     def _epoch(self, epoch: int, running: Sequence[Trainer]) -> None:
         rows = running[0].rows
         self._each(Trainer.begin_epoch, running)
-        self._decoder_steps(epoch, running)
+        passes = epoch * (running[0].batches + 1)  # a number for each place in training where a pass can be due
+        self._decoder_steps(passes, running)
         with closing(rows.shuffled(epoch)) as batches:
-            for batch in batches:
+            for number, batch in enumerate(batches, passes + 1):
                 self._each(Trainer.step, running, batch)
-                self._decoder_steps(epoch, running)
+                self._decoder_steps(number, running)
                 if all(trainer.solver.finished for trainer in self._live(running)):
                     break
         self._each(Trainer.end_epoch, running)
-        self._decoder_steps(epoch, running)
+        self._decoder_steps(passes + running[0].batches, running)
         saes = {trainer: trainer.sae for trainer in self._live(running)}
         self._each(lambda trainer: trainer.demand_convergence(saes[trainer]), running)
         live = self._live(running)
@@ -84,12 +85,13 @@ class Loop:
             tests = dict(zip(live, self._measured([saes[trainer] for trainer in live], live[0].test_rows), strict=True))
         self._each(lambda trainer: trainer.keep(saes[trainer], tests.get(trainer)), live)
 
-    def _decoder_steps(self, epoch: int, running: Sequence[Trainer]) -> None:
-        """Make the passes for due decoder steps, one for all that have the same number of rows due."""
+    def _decoder_steps(self, number: int, running: Sequence[Trainer]) -> None:
+        """Make the passes for due decoder steps, one for all that have the same number of rows due; other rows for
+        another number, if not all are due."""
         while due := {trainer.solver.due for trainer in self._live(running)} - {None}:
             wanted = due.pop()
             members = [trainer for trainer in self._live(running) if trainer.solver.due == wanted]
-            passes: Callable[[], Iterable[Batch]] = partial(members[0].rows.some, wanted, epoch)
+            passes: Callable[[], Iterable[Batch]] = partial(members[0].rows.some, wanted, number)
             self._each(lambda trainer, again: trainer.solver.begin_pass(again), members, passes)
             for batch in passes():
                 self._each(lambda trainer, batch: trainer.solver.observe(batch), members, batch)

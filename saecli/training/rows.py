@@ -194,13 +194,13 @@ class TrainingRows:
             x = next(own) if stop > first else self._nothing()
             yield Batch(x, x, size, torch.arange(first, stop))
 
-    def some(self, count: int, epoch: int) -> Iterator[Batch]:
-        """`count` of the rows once, in larger batches: all in stored order, or the first in an epoch's order."""
+    def some(self, count: int, number: int) -> Iterator[Batch]:
+        """`count` of the rows once, in larger batches: all in stored order, or the first in an order of that number."""
         if count == self.rows:
             yield from self._sequential()
             return
         left, pending = count, []
-        for batch in self.shuffled(epoch):
+        for batch in self.shuffled(number):
             if not left:
                 return
             pending.append(batch.first(left))

@@ -21,9 +21,10 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,9 +58,13 @@ CELLS = {
                            {"act": "batchtopk", "k": 16, "d_sae": 512}, MODEL),
     "docs-6000": Cell(("extract", {"model": MODEL, "dataset": "stdlib-docs", "rows": 6_700}),
                       {"act": "topk", "k": 16, "d_sae": 512}, MODEL),
+    "docs-6000-batchtopk": Cell(("extract", {"model": MODEL, "dataset": "stdlib-docs", "rows": 6_700}),
+                                {"act": "batchtopk", "k": 16, "d_sae": 512}, MODEL),
     "digits": Cell(("import_array", {"file": "digits"}), {"act": "topk", "k": 15, "d_sae": 256}),
     "patches": Cell(("import_array", {"file": "patches"}), {"act": "topk", "k": 32, "d_sae": 512}),
     "world": Cell(("import_synthetic", {"rows": 111_000, "seed": 5}), {"act": "batchtopk", "k": 10, "d_sae": 1024}),
+    "world-jumprelu": Cell(("import_synthetic", {"rows": 111_000, "seed": 5}),
+                           {"act": "jumprelu", "target_l0": 10, "d_sae": 1024}),
     "flat": Cell(("import_synthetic", {"rows": 111_000, "features": 1536, "d_in": 192, "l0": 23.0, "hierarchy": False,
                                        "seed": 6}), {"act": "batchtopk", "k": 23, "d_sae": 1536}),
     "world-20k": Cell(("import_synthetic", {"rows": 22_200, "seed": 5}), {"act": "batchtopk", "k": 10, "d_sae": 1024}),
@@ -120,15 +125,28 @@ def steps(store: "ActivationStore", options: Mapping[str, Any]) -> int:
     return plan.training.batches(rows.rows) * plan.solver.inner_steps
 
 
-def fill(jobs: Sequence[Job], home: Path, log: Log, processes: int, saelens: Path | None) -> Results:
-    """The results of all jobs; those that the log has are not run again."""
+def fill(function: Callable[[Any], dict[str, Any]], jobs: Sequence[Any], log: Log,
+         processes: int) -> dict[Any, dict[str, Any]]:
+    """The result of a function for each job, a tuple of words; those that the log has are not run again."""
     missing = [job for job in jobs if job not in log.results]
     with workers(processes) as pool:
-        running = {pool.submit(run, job, home, saelens): job for job in missing}
+        running = {pool.submit(function, job): job for job in missing}
         for number, future in enumerate(as_completed(running), 1):
             log.add(running[future], future.result())
             print(f"{number} of {len(missing)}", file=sys.stderr, flush=True)
     return {job: log.results[job] for job in jobs}
+
+
+def stores(cells: Sequence[str], out: Path) -> Path:
+    """Fill the cells' stores, if they are not there; their home."""
+    import saecli
+
+    home = out.resolve() / "home"
+    home.mkdir(parents=True, exist_ok=True)
+    for cell in cells:
+        function, arguments = CELLS[cell].make
+        getattr(saecli, function)(**arguments, name=cell, home=home)
+    return home
 
 
 def table(results: Results) -> str:
@@ -144,12 +162,14 @@ def table(results: Results) -> str:
         known = [measure for measure in MEASURES if all(measure in one for one in ours.values())]
         (_, rate), sgd = best(by_way(results, cell, ["sgd"]), "fvu")
         heading, others = f"{cell}, {len(ours)} seed{'s' * (len(ours) != 1)}, sgd at {rate}", [sgd]
-        if saelens:
-            (case, rate), theirs = best(by_way(results, cell, SAELENS_CASES), "mcc" if "mcc" in known else "fvu")
+        rivals = by_way(results, cell, SAELENS_CASES)
+        if rivals:
+            (case, rate), theirs = best(rivals, "mcc" if "mcc" in known else "fvu")
             heading, others = f"{heading}, SAELens' {case} at {rate}", [sgd, theirs]
         for measure in known:
             columns = [column for other in others for column in compared(ours, other, measure)]
             columns.insert(1, f"{np.mean([one[measure] for one in ours.values()]):.4f}")
+            columns += [""] * 3 if saelens and not rivals else []
             lines.append(f"| {' | '.join([heading, measure, *columns])} |")
     return "\n".join(lines)
 
@@ -195,20 +215,15 @@ def main() -> None:
     unknown = set(cells) - CELLS.keys()
     if unknown:
         parser.error(f"--data: expected some of {', '.join(CELLS)}, got {', '.join(sorted(unknown))}")
-    import saecli
-
-    home = chosen.out.resolve() / "home"
-    home.mkdir(parents=True, exist_ok=True)
-    for cell in cells:
-        function, arguments = CELLS[cell].make
-        getattr(saecli, function)(**arguments, name=cell, home=home)
+    home = stores(cells, chosen.out)
     ways = [("sgd", "auto"), ("pam-sgd", "auto"), *(("sgd", rate) for rate in chosen.rates.split(",") if rate)]
     ways += product(SAELENS_CASES, SAELENS_RATES) if chosen.saelens else []
-    jobs = [Job(cell, *way, str(seed)) for seed in range(chosen.seeds) for cell in cells for way in ways]
+    jobs = [Job(cell, *way, str(seed)) for seed in range(chosen.seeds) for cell in cells for way in ways
+            if way[0] not in SAELENS_CASES or "k" in CELLS[cell].options]
     log = Log(chosen.out / "runs.jsonl")
 
     def report(python: Path | None) -> None:
-        print(table(fill(jobs, home, log, chosen.jobs, python)))
+        print(table(fill(partial(run, home=home, saelens=python), jobs, log, chosen.jobs)))
 
     if chosen.saelens:
         from training_speed import with_saelens
