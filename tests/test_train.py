@@ -96,7 +96,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(sae: CommandL
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 def test_a_killed_run_resumed_equals_one_never_stopped(sae: CommandLine, solver: str):
     make_store(sae.home, "rows", some_rows(3_000))
-    settings = ("train", "--solver", solver, "--act", "jumprelu", "--d-sae", "64", "--epochs", "10",
+    settings = ("train", "--solver", solver, "--act", "jumprelu", "--d-sae", "64", "--epochs", "5",
                 "--batch-size", "64")
     assert sae(*settings, "--name", "whole").status == 0
     process = subprocess.Popen([sys.executable, "-m", "saecli", "--home", str(sae.home), *settings, "--name", "killed"],
@@ -110,7 +110,7 @@ def test_a_killed_run_resumed_equals_one_never_stopped(sae: CommandLine, solver:
     assert not json.loads((folder / "run.json").read_text())["complete"]
     done = sae("train", "--resume", "--json")
     assert done.json["run"] == "killed"
-    assert done.json["epochs"] == 10
+    assert done.json["epochs"] == 5
     assert_same_weights(sae.home, "whole", "killed")
     steps = [line["step"] for line in read_metrics(folder)]
     assert steps == sorted(steps)
