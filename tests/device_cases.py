@@ -17,8 +17,8 @@ ACTS = [("relu", {}), ("relu", {"sparsity": "kl"}), ("jumprelu", {}), ("topk", {
 SOLVERS = [("sgd", {}), ("sgd", {"tied": True, "clip_norm": 1.0}), ("pam-sgd", {}), ("pam-sgd", {"decoder": "free"}),
            ("pam-sgd", {"solve": "iterative"}), ("pam-sgd", {"decoder_every": 1, "inner_steps": 1, "d_sae": 24}),
            ("pam-sgd", {"d_sae": 400}), ("pam-sgd", {"alpha": 1.0, "bias": "after", "mu_enc": 0.1, "mu_dec": 0.1})]
-# The last but one solves in the dimension of the rows, of which there are fewer than latents; the one before after every
-# batch.
+# The last but one solves in the dimension of the rows, of which there are fewer than latents; the one before solves
+# after every batch.
 
 
 class Kept(Record):

@@ -97,7 +97,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(sae: CommandL
 def test_a_killed_run_resumed_equals_one_never_stopped(sae: CommandLine, solver: str):
     make_store(sae.home, "rows", some_rows(3_000))
     settings = ("train", "--solver", solver, "--act", "jumprelu", "--d-sae", "64", "--epochs", "5",
-                "--batch-size", "64")
+                "--batch-size", "64", "--inner-steps", "3")
     assert sae(*settings, "--name", "whole").status == 0
     process = subprocess.Popen([sys.executable, "-m", "saecli", "--home", str(sae.home), *settings, "--name", "killed"],
                                stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
