@@ -29,6 +29,11 @@ PANEL, SPARSE_PANEL = 256, 1024  # columns of a Gram matrix at a time; wider pan
 Prefixes = tuple[int, ...]  # numbers of leading latents, ascending, the last being F; none if there is but one
 
 
+def rise(prefixes: Sequence[int]) -> bool:
+    """Whether numbers of leading latents are positive, each larger than the one before."""
+    return all(before < after for before, after in pairwise((0, *prefixes)))
+
+
 class Codes(ABC):
     """Codes z of a batch, (B, F).
 

@@ -105,6 +105,10 @@ class Dictionary(Module, ABC):
         """`z @ W_dec + b_dec`, (B, D)."""
         return codes.times(self.decoder()) + self.b_dec
 
+    def decode_prefixes(self, codes: Codes) -> Tensor:
+        """The reconstructions by each prefix, (B, L, D), the last being `decode_codes`."""
+        return codes.prefix_times(self.decoder(), self.prefixes) + self.b_dec
+
     def squared_errors(self, codes: Codes, y: Tensor, W_dec: Tensor) -> Tensor:
         """`||y_hat - y||^2` of each prefix, a sum over rows, (L,), for targets (B, D)."""
         return (codes.prefix_times(W_dec, self.prefixes) + (self.b_dec - y)[:, None]).square().sum(-1).sum(0)
@@ -273,3 +277,8 @@ class Coupled(Dictionary):
         if self.Delta is None:
             return self.c * self.W_enc.T if self.c != 1 else self.W_enc.T
         return torch.add(self.Delta, self.W_enc.T, alpha=self.c) if self.c else self.Delta
+
+    @torch.no_grad()
+    def untie(self) -> None:
+        """Let Delta be all of the decoder, with c = 0, so that it no longer follows the encoder."""
+        self.Delta.data, self.c = self.decoder().contiguous(), 0.0

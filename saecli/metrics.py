@@ -45,9 +45,9 @@ class Reconstruction:
         self._fired = torch.zeros(d_sae, dtype=torch.bool)
 
     @torch.no_grad()
-    def update(self, x: Tensor, x_hat: Tensor, z: Codes, errors: Tensor | None = None) -> None:
+    def update(self, x: Tensor, x_hat: Tensor, z: Codes, by_prefix: Tensor | None = None) -> None:
         """Count a batch of rows and their reconstructions, (B, D) each, and codes, (B, F); of a nested SAE also the
-        squared error of each prefix, a sum over rows, (L,)."""
+        reconstructions by each prefix, (B, L, D)."""
         if not len(x):
             return
         if not self.rows:
@@ -61,9 +61,10 @@ class Reconstruction:
         counts = z.latent_counts()
         self._sums += torch.stack([scatter, (x_hat - x).square().sum(), ((x * x_hat).sum(1) / norms).sum(),
                                    counts.sum().double(), z.l1()])
-        if errors is not None:
+        if self._prefixes:
+            errors = (by_prefix.double() - x[:, None]).square().sum((0, 2))
             last = counts.new_tensor(self._prefixes) - 1
-            self._nested += torch.stack([errors.double(), counts.cumsum(0)[last].double()])
+            self._nested += torch.stack([errors, counts.cumsum(0)[last].double()])
         self._fired |= counts > 0
         self._mean += shift * (len(x) / total)
         self.rows = total
@@ -132,7 +133,8 @@ def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
         for sae, own in zip(saes, found, strict=True):
             x = batch.to(sae.W_enc)
             z = sae.codes(x)
-            own.update(x, sae.decode_codes(z), z, sae.squared_errors(z, x, sae.decoder()) if sae.prefixes else None)
+            by_prefix = sae.decode_prefixes(z)
+            own.update(x, by_prefix[:, -1], z, by_prefix)
             if watch is not None:
                 watch(z)
     for sae, own in zip(saes, found, strict=True):

@@ -16,6 +16,7 @@ from saecli.codes import DenseCodes
 from saecli.dictionary import SAE
 from saecli.encoding import where
 from saecli.errors import ConfigError, FormatError
+from saecli.evaluation.comparing import read_measures
 from saecli.formats import SavedSAE, load, save
 
 D, F, PREFIXES = 8, 20, (3, 8, 20)
@@ -139,6 +140,9 @@ def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path:
                                         "fvu": ((x_hat - x).square().sum() / total).item()}, rel=1e-4)
     assert found["nested"]["prefixes"][-1]["fvu"] == pytest.approx(found["nested"]["fvu"], rel=1e-5)
     assert "fvu_first_8" in (tmp_path / "measures.csv").read_text().splitlines()[0]
+    lines = {line["run"]: line for line in read_measures(tmp_path / "measures.csv")}
+    assert lines["nested"]["fvu_first_8"] == found["nested"]["prefixes"][1]["fvu"]
+    assert np.isnan(lines["plain"]["fvu_first_8"])
     said = sae("eval", "nested").out
     assert "by the first latents alone" in said
     assert "by the first latents alone" not in sae("eval", "plain").out

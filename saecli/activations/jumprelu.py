@@ -32,7 +32,7 @@ from ..errors import ConfigError
 from .base import Parameters, TargetsRate
 from .thresholded import Thresholded
 
-TARGET_L0, TARGET_RATE = 32.0, 1 / 8  # the default target, and the largest fraction of the latents that it may be
+TARGET_L0, MOST_TARGETED = 32.0, 1 / 8  # the default target, and the largest fraction of the latents that it may be
 THRESHOLD = 0.1  # at the start, unless fitted to a target
 BANDWIDTH, RELATIVE_BANDWIDTH = 0.3, 0.5  # without a target, and with one, over the threshold
 
@@ -140,7 +140,7 @@ class JumpRelu(Thresholded, TargetsRate):
         """With the target that `target-l0` has by default."""
         if sparsity != "target-l0" or self.target_l0 is not None:
             return self
-        return replace(self, target_l0=min(TARGET_L0, TARGET_RATE * d_sae))
+        return replace(self, target_l0=min(TARGET_L0, MOST_TARGETED * d_sae))
 
     def expected_l0(self, d_in: int) -> float:
         """The target, if there is one."""

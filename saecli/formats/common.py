@@ -7,7 +7,6 @@ Several libraries subtract the decoder bias from a row before encoding it; this 
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..activations import Activation
 from ..arrays.array import check_memory, naming
 from ..arrays.formats import list_npz, load_torch
-from ..codes import Prefixes
+from ..codes import Prefixes, rise
 from ..dictionary import SAE
 from ..documents import Origin, read_json
 from ..errors import ConfigError, FormatError, one_line
@@ -89,7 +88,7 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
         activation.check(d_sae)
     except ConfigError as error:
         raise FormatError(f"{path}: {error}") from error
-    if prefixes and (prefixes[-1] != d_sae or any(b <= a for a, b in pairwise((0, *prefixes)))):
+    if prefixes and (prefixes[-1] != d_sae or not rise(prefixes)):
         raise FormatError(f"{path}: expected prefixes that rise to d_sae, {d_sae}, got {list(prefixes)}")
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     weights = {name: ready.pop(name) for name in WEIGHTS}

@@ -152,10 +152,10 @@ def _batch_top_k_sae(sae: SAE) -> dict[str, Tensor]:
 
 
 def _matryoshka_batch_top_k_sae(sae: SAE) -> dict[str, Tensor]:
-    extras = {name: _batch_top_k_sae(sae)[name] for name in ("k", "threshold")}
-    return {name: getattr(sae, name) for name in WEIGHTS} | extras | {
-        "b_enc": bias_with_subtraction(sae.b_enc, sae.b_dec, sae.W_enc),
-        "group_sizes": torch.diff(torch.tensor((0, *sae.prefixes), dtype=torch.int))}
+    plain = _batch_top_k_sae(sae)
+    return {"W_enc": sae.W_enc, "b_enc": plain["encoder.bias"], "W_dec": sae.W_dec, "b_dec": sae.b_dec, "k": plain["k"],
+            "threshold": plain["threshold"],
+            "group_sizes": torch.diff(torch.tensor((0, *sae.prefixes), dtype=torch.int))}
 
 
 def _jump_relu_auto_encoder(sae: SAE) -> dict[str, Tensor]:

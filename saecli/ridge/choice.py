@@ -245,8 +245,9 @@ def axes_and_poles(K: Tensor, falling: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     root = values.clamp(min=0).sqrt()[:, None]
     kept = values > NULL * values.amax(1, keepdim=True)
     inverse_root = torch.where(kept[:, None], 1 / root, 0.0)
-    rho, turn = torch.linalg.eigh((vectors * inverse_root).mT @ falling @ (vectors * inverse_root))
-    return (vectors * root) @ turn, turn.mT @ (vectors * inverse_root).mT, rho.clamp(min=0)
+    back = vectors * inverse_root
+    rho, turn = torch.linalg.eigh(back.mT @ falling @ back)
+    return (vectors * root) @ turn, turn.mT @ back.mT, rho.clamp(min=0)
 
 
 def inverse(slack: Tensor) -> Tensor:

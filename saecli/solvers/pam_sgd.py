@@ -127,7 +127,7 @@ def batches_between_decoder_steps(task: Task, config: PamSgd, d_sae: int) -> flo
     if config.decoder_every == "epoch" or config.decoder_first or takes_all_rows(config):
         return math.inf
     epochs = task.steps / (task.batches * config.inner_steps)
-    affordable = PASS_FRACTION * epochs * config.inner_steps * task.rows / (PASS_ROWS * d_sae)
+    affordable = PASS_FRACTION * task.steps * task.rows / task.batches / (PASS_ROWS * d_sae)
     parts = int(min(DECODER_STEPS, affordable) / epochs)  # of an epoch
     return math.ceil(task.batches / parts) if parts > 1 else math.inf
 
@@ -313,8 +313,8 @@ class PamSgdSolver(Solver):
     def _release(self) -> None:
         """Turn `c W_enc' + Delta` into a parameter that descends: Delta, with c = 0."""
         dictionary = self.dictionary
-        dictionary.Delta.data = dictionary.decoder().contiguous()
-        dictionary.c, self.released = 0.0, True
+        dictionary.untie()
+        self.released = True
         for name in ("Delta", "b_dec"):
             tensor = getattr(dictionary, name).requires_grad_(True)
             if name not in self.optimizer.tensors:

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import torch
 
 from ..activations import Activation, sparsity_names
-from ..codes import Prefixes
+from ..codes import Prefixes, rise
 from ..config import Config, option
 from ..errors import ConfigError
 from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP, WIDEST, SolverConfig
@@ -28,7 +27,7 @@ def check_prefixes(text: str) -> None:
     must be"."""
     words = text.split(",")
     numbers = [int(word) for word in words if word.strip().isdecimal()]
-    if text != "auto" and (len(numbers) < len(words) or any(b <= a for a, b in pairwise((0, *numbers)))):
+    if text != "auto" and (len(numbers) < len(words) or not rise(numbers)):
         raise ValueError("auto, or numbers of latents with commas between, each larger than the one before")
 
 

@@ -71,7 +71,7 @@ class TiedThenUntiedSolver(SgdSolver):
         """Untie the decoder when it is time, and take a step."""
         dictionary = self.dictionary
         if dictionary.c and self.steps >= RELEASE * self.task.steps:
-            dictionary.Delta.data, dictionary.c = dictionary.decoder().detach().contiguous(), 0.0
+            dictionary.untie()
             self.optimizer.include("Delta", dictionary.Delta.requires_grad_(True))
         return super().step(batch)
 
