@@ -81,7 +81,7 @@ def run(job: tuple[str, str, str], home: Path) -> dict[str, Any]:
     SOLVERS[TiedThenUntied.name] = TiedThenUntied
     cell, way, seed = job
     solver, changed = WAYS[way]
-    store = saecli.open_store(cell, home)
+    store = saecli.open_store(CELLS[cell].store, home)
     began = time.process_time()
     sae = saecli.fit(store, solver=solver, seed=int(seed), shuffle_seed=int(seed), **CELLS[cell].options | changed)
     seconds = time.process_time() - began

@@ -37,39 +37,64 @@ if TYPE_CHECKING:
     from saecli import SAE, ActivationStore
 
 MODEL = "tiny-gemma2"
+SOLVERS = ("sgd", "pam-sgd")
 MEASURES = ("l0", "fvu", "ce_recovered", "kl", "mcc", "f1")
 SAELENS_CASES, SAELENS_RATES = ("batchtopk", "matryoshka"), ("3e-4", "1e-3", "3e-3")
 SAELENS_DECAY = 1 / 3  # last fraction of its steps, over which its learning rate falls to zero
 
 
+Making = tuple[str, dict[str, Any]]  # the library's function that fills a store, with its arguments
+STORES: dict[str, Making] = {
+    "docs": ("extract", {"model": MODEL, "dataset": "stdlib-docs", "rows": 66_667}),
+    "docs-6000": ("extract", {"model": MODEL, "dataset": "stdlib-docs", "rows": 6_700}),
+    "digits": ("import_array", {"file": "digits"}),
+    "patches": ("import_array", {"file": "patches"}),
+    "world": ("import_synthetic", {"rows": 111_000, "seed": 5}),
+    "world-10k": ("import_synthetic", {"rows": 11_100, "seed": 5}),
+    "world-20k": ("import_synthetic", {"rows": 22_200, "seed": 5}),
+    "world-correlated": ("import_synthetic", {"rows": 111_000, "correlation": 0.75, "seed": 7}),
+    "flat": ("import_synthetic", {"rows": 111_000, "features": 1536, "d_in": 192, "l0": 23.0, "hierarchy": False,
+                                  "seed": 6}),
+}
+
+
 @dataclass(frozen=True)
 class Cell:
-    """What is trained on a store: `make` names the library's function that fills it, with its arguments."""
+    """What is trained on one of `STORES`."""
 
-    make: tuple[str, dict[str, Any]]
+    store: str
     options: dict[str, Any]
-    model: str | None = None
+
+    @property
+    def model(self) -> str | None:
+        """The language model to splice into, where rows are its activations."""
+        return STORES[self.store][1].get("model")
 
 
 CELLS = {
-    "docs": Cell(("extract", {"model": MODEL, "dataset": "stdlib-docs", "rows": 66_667}),
-                 {"act": "topk", "k": 16, "d_sae": 512}, MODEL),
-    "docs-batchtopk": Cell(("extract", {"model": MODEL, "dataset": "stdlib-docs", "rows": 66_667}),
-                           {"act": "batchtopk", "k": 16, "d_sae": 512}, MODEL),
-    "docs-6000": Cell(("extract", {"model": MODEL, "dataset": "stdlib-docs", "rows": 6_700}),
-                      {"act": "topk", "k": 16, "d_sae": 512}, MODEL),
-    "docs-6000-batchtopk": Cell(("extract", {"model": MODEL, "dataset": "stdlib-docs", "rows": 6_700}),
-                                {"act": "batchtopk", "k": 16, "d_sae": 512}, MODEL),
-    "digits": Cell(("import_array", {"file": "digits"}), {"act": "topk", "k": 15, "d_sae": 256}),
-    "patches": Cell(("import_array", {"file": "patches"}), {"act": "topk", "k": 32, "d_sae": 512}),
-    "world": Cell(("import_synthetic", {"rows": 111_000, "seed": 5}), {"act": "batchtopk", "k": 10, "d_sae": 1024}),
-    "world-jumprelu": Cell(("import_synthetic", {"rows": 111_000, "seed": 5}),
-                           {"act": "jumprelu", "target_l0": 10, "d_sae": 1024}),
-    "flat": Cell(("import_synthetic", {"rows": 111_000, "features": 1536, "d_in": 192, "l0": 23.0, "hierarchy": False,
-                                       "seed": 6}), {"act": "batchtopk", "k": 23, "d_sae": 1536}),
-    "world-20k": Cell(("import_synthetic", {"rows": 22_200, "seed": 5}), {"act": "batchtopk", "k": 10, "d_sae": 1024}),
-    "world-correlated": Cell(("import_synthetic", {"rows": 111_000, "correlation": 0.75, "seed": 7}),
-                             {"act": "batchtopk", "k": 10, "d_sae": 1024}),
+    "docs": Cell("docs", {"act": "topk", "k": 16, "d_sae": 512}),
+    "docs-batchtopk": Cell("docs", {"act": "batchtopk", "k": 16, "d_sae": 512}),
+    "docs-6000": Cell("docs-6000", {"act": "topk", "k": 16, "d_sae": 512}),
+    "docs-6000-batchtopk": Cell("docs-6000", {"act": "batchtopk", "k": 16, "d_sae": 512}),
+    "digits": Cell("digits", {"act": "topk", "k": 15, "d_sae": 256}),
+    "patches": Cell("patches", {"act": "topk", "k": 32, "d_sae": 512}),
+    "world": Cell("world", {"act": "batchtopk", "k": 10, "d_sae": 1024}),
+    "world-jumprelu": Cell("world", {"act": "jumprelu", "target_l0": 10, "d_sae": 1024}),
+    "flat": Cell("flat", {"act": "batchtopk", "k": 23, "d_sae": 1536}),
+    "world-20k": Cell("world-20k", {"act": "batchtopk", "k": 10, "d_sae": 1024}),
+    "world-correlated": Cell("world-correlated", {"act": "batchtopk", "k": 10, "d_sae": 1024}),
+}
+HEADLINES = tuple(CELLS)
+CELLS |= {
+    "world-10k": Cell("world-10k", {"act": "batchtopk", "k": 10, "d_sae": 1024}),
+    "world-half": Cell("world", {"act": "batchtopk", "k": 10, "d_sae": 512}),
+    "world-twice": Cell("world", {"act": "batchtopk", "k": 10, "d_sae": 2048}),
+    "world-topk": Cell("world", {"act": "topk", "k": 10, "d_sae": 1024}),
+    "world-relu-topk": Cell("world", {"act": "relu-topk", "k": 10, "d_sae": 1024}),
+    "world-abs-topk": Cell("world", {"act": "abs-topk", "k": 10, "d_sae": 1024}),
+    "world-soft-topk": Cell("world", {"act": "soft-topk", "k": 10, "d_sae": 1024}),
+    "world-relu": Cell("world", {"act": "relu", "d_sae": 1024}),
+    "world-swish": Cell("world", {"act": "swish", "d_sae": 1024}),
 }
 BySeed = Mapping[str, Mapping[str, Any]]
 Results = Mapping["Job", Mapping[str, Any]]
@@ -89,7 +114,7 @@ def run(job: Job, home: Path, saelens: Path | None) -> dict[str, Any]:
     import saecli
 
     cell, seed = CELLS[job.cell], int(job.seed)
-    store = saecli.open_store(job.cell, home)
+    store = saecli.open_store(cell.store, home)
     if job.solver in SAELENS_CASES:
         sae, known = by_saelens(job, store, saelens)
     else:
@@ -143,9 +168,9 @@ def stores(cells: Sequence[str], out: Path) -> Path:
 
     home = out.resolve() / "home"
     home.mkdir(parents=True, exist_ok=True)
-    for cell in cells:
-        function, arguments = CELLS[cell].make
-        getattr(saecli, function)(**arguments, name=cell, home=home)
+    for name in {CELLS[cell].store for cell in cells}:
+        function, arguments = STORES[name]
+        getattr(saecli, function)(**arguments, name=name, home=home)
     return home
 
 
@@ -174,6 +199,28 @@ def table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def rates_table(results: Results) -> str:
+    """A row per cell and solver, in Markdown: FVU and F1 of `--lr auto`, and of the best rate, auto included."""
+    lines = ["| data | solver | fvu at auto | best | at | over it | f1 at auto | best | at | below it |",
+             "|---" * 10 + "|"]
+    for cell, solver in product(CELLS, SOLVERS):
+        ways = by_way(results, cell, [solver])
+        if not ways:
+            continue
+        columns = []
+        for measure in ("fvu", "f1"):
+            if not all(measure in one for seeds in ways.values() for one in seeds.values()):
+                columns += [""] * 4
+                continue
+            (_, rate), found = best(ways, measure)
+            auto, least = (np.mean([one[measure] for one in seeds.values()]) for seeds in
+                           (ways[solver, "auto"], found))
+            loss = f"{auto / least - 1:+.1%}" if measure == "fvu" else f"{least - auto:.3f}"
+            columns += [f"{auto:.4f}", f"{least:.4f}", rate, loss]
+        lines.append(f"| {' | '.join([cell, solver, *columns])} |")
+    return "\n".join(lines)
+
+
 def by_way(results: Results, cell: str, solvers: Sequence[str]) -> dict[tuple[str, str], BySeed]:
     """A cell's results of some solvers, by solver and learning rate, then by seed."""
     found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
@@ -184,7 +231,7 @@ def by_way(results: Results, cell: str, solvers: Sequence[str]) -> dict[tuple[st
 
 
 def best(ways: Mapping[tuple[str, str], BySeed], measure: str) -> tuple[tuple[str, str], BySeed]:
-    """The solver and learning rate of the best mean of a measure, the least fvu or the greatest mcc; its results."""
+    """The solver and learning rate of the best mean of a measure, the least fvu or the greatest other; its results."""
     sign = 1 if measure == "fvu" else -1
     return min(ways.items(), key=lambda way: sign * np.mean([one[measure] for one in way[1].values()]))
 
@@ -203,9 +250,9 @@ def compared(ours: BySeed, theirs: BySeed, measure: str) -> tuple[str, str, str]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default=",".join(CELLS), help=f"out of {', '.join(CELLS)}")
+    parser.add_argument("--data", default=",".join(HEADLINES), help=f"out of {', '.join(CELLS)}")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    parser.add_argument("--rates", default="", help="further learning rates for sgd, with commas between")
+    parser.add_argument("--rates", default="", help="further learning rates, with commas between")
     parser.add_argument("--out", type=Path, default=Path("feature-benchmark"), help="folder of stores and runs")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
     parser.add_argument("--saelens", action="store_true", help="train SAELens too")
@@ -216,14 +263,17 @@ def main() -> None:
     if unknown:
         parser.error(f"--data: expected some of {', '.join(CELLS)}, got {', '.join(sorted(unknown))}")
     home = stores(cells, chosen.out)
-    ways = [("sgd", "auto"), ("pam-sgd", "auto"), *(("sgd", rate) for rate in chosen.rates.split(",") if rate)]
+    ways = list(product(SOLVERS, ["auto", *(rate for rate in chosen.rates.split(",") if rate)]))
     ways += product(SAELENS_CASES, SAELENS_RATES) if chosen.saelens else []
     jobs = [Job(cell, *way, str(seed)) for seed in range(chosen.seeds) for cell in cells for way in ways
             if way[0] not in SAELENS_CASES or "k" in CELLS[cell].options]
     log = Log(chosen.out / "runs.jsonl")
 
     def report(python: Path | None) -> None:
-        print(table(fill(partial(run, home=home, saelens=python), jobs, log, chosen.jobs)))
+        results = fill(partial(run, home=home, saelens=python), jobs, log, chosen.jobs)
+        print(table(results))
+        if chosen.rates:
+            print(f"\n{rates_table(results)}")
 
     if chosen.saelens:
         from training_speed import with_saelens
