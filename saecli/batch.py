@@ -4,7 +4,7 @@ Shapes: B rows in a batch, b of them in this process, D = d_in, E the width of t
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
 
@@ -29,9 +29,13 @@ class Batch:
     index: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor) -> Self:
-        """A whole batch of rows to reconstruct."""
-        return cls(x, x, len(x))
+    def of(cls, rows: Tensor, d_in: int | None = None, size: int | None = None, index: Tensor | None = None) -> Self:
+        """A batch of rows to reconstruct, (b, D); or if they are wider than `d_in`, of rows with their targets beside
+        them, (b, D + E). Without a size it is whole."""
+        size = len(rows) if size is None else size
+        if d_in is None or rows.shape[1] == d_in:
+            return cls(rows, rows, size, index)
+        return cls(rows[:, :d_in].contiguous(), rows[:, d_in:].contiguous(), size, index)
 
     @classmethod
     def joined(cls, batches: Sequence[Self]) -> Self:
@@ -47,10 +51,6 @@ class Batch:
     def numbers(self) -> Tensor:
         """The positions of this process' rows in the batch, (b,), on the CPU."""
         return torch.arange(self.size) if self.index is None else self.index
-
-    def with_rows(self, x: Tensor) -> "Batch":
-        """The same with other rows, and if its targets were its rows, with those as targets."""
-        return replace(self, x=x, y=x if self.y is self.x else self.y)
 
     def first(self, count: int) -> "Batch":
         """The first `count` rows of the batch."""

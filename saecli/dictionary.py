@@ -1,6 +1,10 @@
 """The model: a dictionary that reconstructs rows, or predicts targets from them.
 
-    z = act(x @ W_enc + b_enc)        y_hat = z @ W_dec + b_dec
+    z = act(x @ W_enc + b_enc)        y_hat = z @ W_dec + b_dec  [+ x @ W_skip]
+
+The targets y are the rows x themselves, or for a transcoder what is to be predicted from them, with or without an
+affine skip. Source: Dunefsky, Chlenski and Nanda, "Transcoders Find Interpretable LLM Feature Circuits" (2024); with a
+skip Paulo, Shabalin and Belrose, "Transcoders Beat Sparse Autoencoders for Interpretability" (2025).
 
 The encoder does not subtract `b_dec`, so that the decoder step changes no code. `SAE` holds W_dec itself; `Coupled`,
 used in training, derives it from W_enc. To add a kind, subclass `Dictionary` and write its `decoder`.
@@ -9,7 +13,7 @@ A dictionary may be nested: each of some prefixes of its latents is then trained
 Source: Bussmann, Nabeshima, Karvonen and Nanda, "Learning Multi-Level Features with Matryoshka Sparse Autoencoders"
 (2025), equation 5.
 
-Shapes: B rows, D = d_in, F = d_sae, L prefixes; one, of all latents, if the dictionary is not nested.
+Shapes: B rows, D = d_in, E = d_out, F = d_sae, L prefixes; one, of all latents, if the dictionary is not nested.
 """
 
 import math
@@ -52,30 +56,38 @@ class Dictionary(Module, ABC):
     Args:
         W_enc: encoder weights, (D, F).
         b_enc: encoder bias, (F,).
-        b_dec: decoder bias, (D,).
+        b_dec: decoder bias, (E,).
         activation: maps pre-activations to codes.
         activation_parameters: the activation's parameters, by names that differ from the other tensors'.
         prefixes: of a nested dictionary, the number of latents in each prefix, ascending, the last being F.
+        W_skip: weights of the affine skip, (D, E); None for none.
     """
 
     LATENT_DIMENSIONS: ClassVar[dict[str, int]] = {"W_enc": 1, "b_enc": 0, "W_dec": 0, "Delta": 0}
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, activation: Activation,
-                 activation_parameters: Parameters | None = None, prefixes: Prefixes = ()) -> None:
+                 activation_parameters: Parameters | None = None, prefixes: Prefixes = (),
+                 W_skip: Tensor | None = None) -> None:
         super().__init__()
         self.activation, self.prefixes = activation, tuple(prefixes)
         self._learned = tuple(activation_parameters or {})
         for name, tensor in {"W_enc": W_enc, "b_enc": b_enc, "b_dec": b_dec, **(activation_parameters or {})}.items():
             self.register_parameter(name, Parameter(tensor.detach(), requires_grad=False))
+        self.register_parameter("W_skip", None if W_skip is None else Parameter(W_skip.detach(), requires_grad=False))
 
     @abstractmethod
     def decoder(self) -> Tensor:
-        """Decoder weights, one dictionary vector per row, (F, D); differentiable in the parameters."""
+        """Decoder weights, one dictionary vector per row, (F, E); differentiable in the parameters."""
 
     @property
     def d_in(self) -> int:
         """Width of the rows."""
         return self.W_enc.shape[0]
+
+    @property
+    def d_out(self) -> int:
+        """Width of the targets."""
+        return len(self.b_dec)
 
     @property
     def d_sae(self) -> int:
@@ -101,17 +113,18 @@ class Dictionary(Module, ABC):
         """The codes of rows x, (B, D), in the dictionary's dtype and on its device."""
         return self.activation(self.pre_activations(x), self.activation_parameters)
 
-    def decode_codes(self, codes: Codes) -> Tensor:
-        """`z @ W_dec + b_dec`, (B, D)."""
-        return codes.times(self.decoder()) + self.b_dec
+    def predicted(self, x: Tensor, codes: Codes) -> Tensor:
+        """The predictions by each prefix of the codes of rows x, (B, L, E), the last by all latents."""
+        return codes.prefix_times(self.decoder(), self.prefixes) + self._base(x)[..., None, :]
 
-    def decode_prefixes(self, codes: Codes) -> Tensor:
-        """The reconstructions by each prefix, (B, L, D), the last being `decode_codes`."""
-        return codes.prefix_times(self.decoder(), self.prefixes) + self.b_dec
+    def squared_errors(self, batch: Batch, codes: Codes, W_dec: Tensor) -> Tensor:
+        """`||y_hat - y||^2` of each prefix, a sum over a batch's rows, (L,)."""
+        offset = (self._base(batch.x) - batch.y)[:, None]
+        return (codes.prefix_times(W_dec, self.prefixes) + offset).square().sum(-1).sum(0)
 
-    def squared_errors(self, codes: Codes, y: Tensor, W_dec: Tensor) -> Tensor:
-        """`||y_hat - y||^2` of each prefix, a sum over rows, (L,), for targets (B, D)."""
-        return (codes.prefix_times(W_dec, self.prefixes) + (self.b_dec - y)[:, None]).square().sum(-1).sum(0)
+    def _base(self, x: Tensor) -> Tensor:
+        """What is predicted from rows x without codes: `b_dec`, (E,), or with a skip `x @ W_skip + b_dec`, (B, E)."""
+        return self.b_dec if self.W_skip is None else torch.addmm(self.b_dec, x, self.W_skip)
 
     def loss(self, batch: Batch, sparsity: str = "none", weight: float = 0.0) -> Loss:
         """`mean over rows of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters; of a nested
@@ -128,7 +141,7 @@ class Dictionary(Module, ABC):
             nothing = 0.0 * self.b_enc.sum()
             return Loss(nothing, nothing, codes)
         W_dec = self.decoder()
-        errors = self.squared_errors(codes, batch.y, W_dec) / batch.size
+        errors = self.squared_errors(batch, codes, W_dec) / batch.size
         value = errors.mean()
         if sparsity != "none":  # a mean over this process' rows
             penalty = self.activation.penalty(sparsity, pre, codes, W_dec, self.activation_parameters)
@@ -151,13 +164,13 @@ class Dictionary(Module, ABC):
         return codes.reshape(*x.shape[:-1], self.d_sae)
 
     def decode(self, z: Tensor) -> Tensor:
-        """The reconstructions of codes, `z @ W_dec + b_dec`.
+        """The predictions from codes, `z @ W_dec + b_dec`, without a skip's part.
 
         Args:
             z: (..., F), of any floating-point dtype, on the dictionary's device.
 
         Returns:
-            (..., D), in the dictionary's dtype.
+            (..., E), in the dictionary's dtype.
 
         Raises:
             ConfigError: z is anything else.
@@ -166,22 +179,25 @@ class Dictionary(Module, ABC):
         return y_hat.reshape(*z.shape[:-1], len(self.b_dec))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The reconstructions, (..., D), of raw activations x, (..., D): `decode(encode(x))`."""
-        y_hat = self.decode_codes(self.codes(self._rows("encode", x, self.d_in)))
-        return y_hat.reshape(*x.shape[:-1], len(self.b_dec))
+        """The predictions, (..., E), from raw activations x, (..., D): `decode(encode(x))`, and a skip's part."""
+        rows = self._rows("encode", x, self.d_in)
+        return self.predicted(rows, self.codes(rows))[:, -1].reshape(*x.shape[:-1], self.d_out)
 
     def sae(self) -> "SAE":
         """A frozen copy as an `SAE`."""
         return SAE(*(tensor.detach().clone() for tensor in (self.W_enc, self.b_enc, self.decoder(), self.b_dec)),
                    self.activation, {name: tensor.detach().clone() for name, tensor in
-                                     self.activation_parameters.items()}, self.prefixes)
+                                     self.activation_parameters.items()}, self.prefixes,
+                   None if self.W_skip is None else self.W_skip.detach().clone())
 
     def __repr__(self) -> str:
         kept = f", k={self.activation.k}" if isinstance(self.activation, KeepsK) else ""
         nested = f", prefixes={self.prefixes}" if self.prefixes else ""
         dtype = str(self.W_enc.dtype).removeprefix("torch.")
-        return (f"{type(self).__name__}({self.activation.name}{kept}, d_in={self.d_in}, d_sae={self.d_sae}{nested}, "
-                f"{dtype}, {self.W_enc.device})")
+        out = f", d_out={self.d_out}" if self.d_out != self.d_in else ""
+        skip = ", skip" if self.W_skip is not None else ""
+        return (f"{type(self).__name__}({self.activation.name}{kept}, d_in={self.d_in}{out}, d_sae={self.d_sae}{nested}"
+                f"{skip}, {dtype}, {self.W_enc.device})")
 
     def _rows(self, verb: str, given: Tensor, width: int) -> Tensor:
         """A given tensor, (..., width), as rows, (B, width), in the dictionary's dtype."""
@@ -201,29 +217,32 @@ class Dictionary(Module, ABC):
 
 
 class SAE(Dictionary):
-    """A sparse autoencoder that acts on raw activations.
+    """A sparse autoencoder, or a transcoder, that acts on raw activations.
 
     Args:
         W_enc: encoder weights, (D, F).
         b_enc: encoder bias, (F,).
-        W_dec: decoder weights, one dictionary vector per row, (F, D).
-        b_dec: decoder bias, (D,).
+        W_dec: decoder weights, one dictionary vector per row, (F, E).
+        b_dec: decoder bias, (E,).
         activation: maps pre-activations to codes.
         activation_parameters: the activation's parameters, by name.
         prefixes: of a nested SAE, the number of latents in each prefix, ascending, the last being F.
+        W_skip: of a transcoder with a skip, its weights, (D, E).
     """
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, W_dec: Tensor, b_dec: Tensor, activation: Activation,
-                 activation_parameters: Parameters | None = None, prefixes: Prefixes = ()) -> None:
-        super().__init__(W_enc, b_enc, b_dec, activation, activation_parameters, prefixes)
+                 activation_parameters: Parameters | None = None, prefixes: Prefixes = (),
+                 W_skip: Tensor | None = None) -> None:
+        super().__init__(W_enc, b_enc, b_dec, activation, activation_parameters, prefixes, W_skip)
         self.register_parameter("W_dec", Parameter(W_dec.detach(), requires_grad=False))
 
     def decoder(self) -> Tensor:
         return self.W_dec
 
     def tensors(self) -> dict[str, Tensor]:
-        """All parameters by name, detached: W_enc, b_enc, W_dec, b_dec and the activation's."""
-        return {name: getattr(self, name).detach() for name in ("W_enc", "b_enc", "W_dec", "b_dec", *self._learned)}
+        """All parameters by name, detached: W_enc, b_enc, W_dec, b_dec, the activation's, and W_skip if it has one."""
+        names = ("W_enc", "b_enc", "W_dec", "b_dec", *self._learned, *(["W_skip"] * (self.W_skip is not None)))
+        return {name: getattr(self, name).detach() for name in names}
 
     def changed(self, activation: Activation | None = None, **tensors: Tensor) -> Self:
         """The same with another activation or other tensors, named as in `tensors`."""
@@ -235,48 +254,62 @@ class SAE(Dictionary):
     def without_training_parameters(self) -> Self:
         """The same without the activation's parameters that only training needs."""
         kept = {name: getattr(self, name) for name in self.activation.parameters(1)}
-        return type(self)(self.W_enc, self.b_enc, self.W_dec, self.b_dec, self.activation, kept, self.prefixes)
+        return type(self)(self.W_enc, self.b_enc, self.W_dec, self.b_dec, self.activation, kept, self.prefixes,
+                          self.W_skip)
 
     def copy_to(self, *args: torch.device | torch.dtype | str) -> Self:
         """A copy on another device or in another dtype; arguments as of `Tensor.to`."""
         return self.changed(**{name: tensor.to(*args) for name, tensor in self.tensors().items()})
 
-    def on_raw_rows(self, mean: Tensor, scale: Tensor) -> Self:
+    def on_raw_rows(self, mean: Tensor, scale: Tensor, target_mean: Tensor, target_scale: Tensor) -> Self:
         """This SAE, which acts on rows normalised to `(x - mean) / scale`, with the normalisation folded in.
 
-        On raw rows the result has the same codes, and reconstructs `scale * x_hat + mean`.
+        On raw rows the result has the same codes, and predicts `target_scale * y_hat + target_mean`.
 
         Args:
             mean: (D,).
-            scale: positive, (D,) or a scalar.
+            scale: positive, (D,).
+            target_mean: of the targets, (E,); `mean` where these are the rows.
+            target_scale: likewise, (E,).
         """
-        W_enc = self.W_enc / scale.reshape(-1, 1)
-        return self.changed(W_enc=W_enc, b_enc=self.b_enc - mean @ W_enc,
-                            W_dec=self.W_dec * scale, b_dec=self.b_dec * scale + mean)
+        W_enc = self.W_enc / scale[:, None]
+        tensors = {"W_enc": W_enc, "b_enc": self.b_enc - mean @ W_enc, "W_dec": self.W_dec * target_scale,
+                   "b_dec": self.b_dec * target_scale + target_mean}
+        if self.W_skip is not None:
+            W_skip = self.W_skip / scale[:, None] * target_scale
+            tensors |= {"W_skip": W_skip, "b_dec": tensors["b_dec"] - mean @ W_skip}
+        return self.changed(**tensors)
 
 
 class Coupled(Dictionary):
-    """A dictionary whose decoder follows the encoder, `W_dec = c W_enc' + Delta`.
+    """A dictionary whose decoder follows the encoder, `W_dec = c W_enc' B + Delta`.
 
-    With c = 1 and no Delta the weights are tied. Delta stays fixed while descent moves the encoder.
+    B is the identity where the targets are the rows, and else their linear regression on the rows. With c = 1 and no
+    Delta the weights are tied. Delta stays fixed while descent moves the encoder.
 
     Args:
         start: its encoder, biases and activation are taken over.
         c: the multiple of the encoder.
-        Delta: the residual, (F, D); None for none.
+        Delta: the residual, (F, E); None for none.
+        B: (D, E); None for the identity.
     """
 
-    def __init__(self, start: SAE, c: float, Delta: Tensor | None) -> None:
+    def __init__(self, start: SAE, c: float, Delta: Tensor | None, B: Tensor | None = None) -> None:
         super().__init__(start.W_enc, start.b_enc, start.b_dec, start.activation, start.activation_parameters,
-                         start.prefixes)
+                         start.prefixes, start.W_skip)
         self.c = c
         self.register_parameter("Delta", None if Delta is None else Parameter(Delta, requires_grad=False))
+        self.register_buffer("B", B)
+
+    def direction(self) -> Tensor:
+        """`W_enc' B`, (F, E), which the decoder follows."""
+        return self.W_enc.T if self.B is None else self.W_enc.T @ self.B
 
     def decoder(self) -> Tensor:
-        """`c W_enc' + Delta`, (F, D)."""
+        """`c W_enc' B + Delta`, (F, E)."""
         if self.Delta is None:
-            return self.c * self.W_enc.T if self.c != 1 else self.W_enc.T
-        return torch.add(self.Delta, self.W_enc.T, alpha=self.c) if self.c else self.Delta
+            return self.c * self.direction() if self.c != 1 else self.direction()
+        return torch.add(self.Delta, self.direction(), alpha=self.c) if self.c else self.Delta
 
     @torch.no_grad()
     def untie(self) -> None:

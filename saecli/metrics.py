@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .batch import Batch
 from .codes import Codes, Prefixes
 from .dictionary import Dictionary
 from .distributed import ALONE, Communicator
@@ -118,8 +119,9 @@ class Reconstruction:
 @torch.no_grad()
 def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Communicator = ALONE,
                    watch: Watch | None = None) -> dict[str, Any]:
-    """`Reconstruction.result` of an SAE over batches of rows, (B, D), of its dtype and device, and over all processes
-    of the communicator; one pass. `watch` is called with the codes of each batch."""
+    """`Reconstruction.result` of an SAE over batches of rows, (B, D), of a transcoder with their targets beside them,
+    (B, D + E), of its dtype and device, and over all processes of the communicator; one pass. `watch` is called with
+    the codes of each batch."""
     (found,) = reconstructions([sae], batches, communicator, watch)
     return found
 
@@ -128,13 +130,13 @@ def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Com
 def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
                     communicator: Communicator = ALONE, watch: Watch | None = None) -> list[dict[str, Any]]:
     """`reconstruction` of each of several SAEs, in one pass; batches are converted to each SAE's dtype and device."""
-    found = [Reconstruction(sae.d_in, sae.d_sae, sae.prefixes) for sae in saes]
+    found = [Reconstruction(sae.d_out, sae.d_sae, sae.prefixes) for sae in saes]
     for batch in batches:
         for sae, own in zip(saes, found, strict=True):
-            x = batch.to(sae.W_enc)
-            z = sae.codes(x)
-            by_prefix = sae.decode_prefixes(z)
-            own.update(x, by_prefix[:, -1], z, by_prefix)
+            rows = Batch.of(batch.to(sae.W_enc), sae.d_in)
+            z = sae.codes(rows.x)
+            by_prefix = sae.predicted(rows.x, z)
+            own.update(rows.y, by_prefix[:, -1], z, by_prefix)
             if watch is not None:
                 watch(z)
     for sae, own in zip(saes, found, strict=True):
@@ -223,10 +225,10 @@ class Firing:
 
 @torch.no_grad()
 def firing(sae: Dictionary, batches: Iterable[Tensor], keep: int = 0) -> Firing:
-    """`Firing` of an SAE over batches of rows, (B, D), of its dtype and device; one pass."""
+    """`Firing` of an SAE over batches of rows, as of `reconstruction`; one pass."""
     found = Firing(sae.d_sae, keep)
     for x in batches:
-        found.update(sae.codes(x))
+        found.update(sae.codes(x[:, :sae.d_in]))
     return found
 
 

@@ -112,7 +112,7 @@ def test_calibrated_on_rows_smoothed_less_as_many_latents_stay_active() -> None:
 
 def test_training_starts_with_the_first_aim_as_its_l0() -> None:
     x = normal(2000, D, seed=6)
-    start = initial_sae(JumpRelu(target_l0=3.0), F, x, seed=0)
+    start = initial_sae(JumpRelu(target_l0=3.0), F, Batch.of(x), seed=0)
     assert start.codes(x).count().item() / len(x) == pytest.approx(12, abs=0.01)
     assert start.aim == 12
 
@@ -128,7 +128,7 @@ def started(config: SolverConfig, x: Tensor, target: float, epochs: int) -> Solv
     batches = len(x) // 50
     task = Task(len(x), epochs * batches, 1e-2, "target-l0", activation.default_weight("target-l0", 8), x, 0.1,
                 batches=batches)
-    return config.resolved(None).build(initial_sae(activation, 32, x, seed=1), task)
+    return config.resolved(None).build(initial_sae(activation, 32, Batch.of(x), seed=1), task)
 
 
 def trained(solver: Solver, x: Tensor, epochs: range) -> SAE:

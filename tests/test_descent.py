@@ -32,7 +32,7 @@ def solver_of(rows: RowsInMemory, activation: Activation, lr: float = 1e-2, **op
     settings = {"optimizer": "lbfgs", "alpha": ALPHA, "beta": BETA, "mu_enc": MU, "nu_enc": NU, "mu_dec": MU,
                 "nu_dec": NU, "revive": False} | options
     config = PamSgd(**settings).resolved(OUTER)
-    return config.build(initial_sae(activation, F, rows.x, seed=1), Task(rows.rows, OUTER, lr, "none", 0.0))
+    return config.build(initial_sae(activation, F, Batch.of(rows.x), seed=1), Task(rows.rows, OUTER, lr, "none", 0.0))
 
 
 def point(solver: PamSgdSolver) -> Point:

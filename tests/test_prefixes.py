@@ -86,7 +86,7 @@ def test_the_first_latents_alone_reconstruct_better_than_those_of_a_plain_sae(so
     assert nested.prefixes == PREFIXES and plain.prefixes == ()
     x = torch.from_numpy(some_rows(500, seed=1))
     total = (x - x.mean(0)).square().sum()
-    first, others = (sae.squared_errors(sae.codes(x), x, sae.W_dec)[0] / total if sae.prefixes else
+    first, others = (sae.squared_errors(Batch.of(x), sae.codes(x), sae.W_dec)[0] / total if sae.prefixes else
                      (sae.decode(sae.encode(x) * (torch.arange(F) < 3)) - x).square().sum() / total
                      for sae in (nested, plain))
     assert first < 0.9 and first < 0.8 * others
@@ -97,10 +97,10 @@ def test_the_last_decoder_step_is_the_optimum_for_all_prefixes():
     sae = saecli.fit(rows, act="topk", k=3, d_sae=F, prefixes="3,8", epochs=2, alpha=1e-6, decoder="free",
                      dtype="float64", device="cpu")
     z = sae.codes(rows)
-    best = sae.squared_errors(z, rows, sae.W_dec).mean()
+    best = sae.squared_errors(Batch.of(rows), z, sae.W_dec).mean()
     for size in (1e-4, 1e-2):
         moved = sae.W_dec + size * normal(F, D, seed=1)
-        assert sae.squared_errors(z, rows, moved).mean() > best
+        assert sae.squared_errors(Batch.of(rows), z, moved).mean() > best
     masks = (torch.arange(F) < torch.tensor(PREFIXES)[:, None]).double()
     copies = (z.dense()[:, None] * masks).reshape(-1, F)
     left = torch.cat([copies, torch.ones(len(copies), 1).double()], 1).numpy()

@@ -29,7 +29,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def smoothed(x: Tensor, width: float, draws: torch.Generator) -> Tensor:
-    return Smoothing(width, x)(Batch.of(x), draws)
+    return Smoothing(width, x)(Batch.of(x), draws).x
 
 
 @pytest.mark.parametrize("width", [0.05, 0.5])
@@ -52,17 +52,17 @@ def test_moves_scale_with_the_rows_and_leave_their_mean_nearly_where_it_was():
 def test_a_row_moves_by_the_width_whatever_else_is_in_its_block():
     sample = normal(500, 12)
     smoothing, row, draws = Smoothing(0.4, sample), normal(1, 12, seed=2), generator(1)
-    moves = torch.cat([smoothing(Batch.of(row), draws) - row for _ in range(800)])
+    moves = torch.cat([smoothing(Batch.of(row), draws).x - row for _ in range(800)])
     of_its_norm = moves.norm(dim=1) / (row - sample.mean(0)).norm()
     assert of_its_norm.min() > 0
     assert of_its_norm.square().mean().sqrt().item() == pytest.approx(0.4, rel=0.1)
-    together = smoothing(Batch.of(row.expand(800, 12)), generator(3)) - row
+    together = smoothing(Batch.of(row.expand(800, 12)), generator(3)).x - row
     torch.testing.assert_close(together.T.cov(), moves.T.cov(), atol=0.15 * moves.T.cov().diagonal().mean(), rtol=0)
 
 
 def test_of_two_rows_each_is_the_others_partner():
     x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-    moved = torch.cat([Smoothing(0.5, x)(Batch.of(x), generator(seed)) for seed in range(20)]).abs()
+    moved = torch.cat([Smoothing(0.5, x)(Batch.of(x), generator(seed)).x for seed in range(20)]).abs()
     along = 1.0 + 0.5 * math.sqrt(2) * torch.tensor([1.0, -1.0])
     assert torch.isclose(moved[:, :1], along.abs()).any(1).all()
     assert len(moved[:, 0].round(decimals=4).unique()) == 2
@@ -71,7 +71,7 @@ def test_of_two_rows_each_is_the_others_partner():
 def test_smoothed_rows_vary_as_much_more_as_foretold():
     x = normal(4000, 12) * torch.linspace(0.2, 2, 12) + 5.0
     smoothing = Smoothing(0.55, x)
-    inflation = (smoothing(Batch.of(x), generator()) - x.mean(0)).square().sum() / (x - x.mean(0)).square().sum()
+    inflation = (smoothing(Batch.of(x), generator()).x - x.mean(0)).square().sum() / (x - x.mean(0)).square().sum()
     assert inflation.item() == pytest.approx(smoothing.inflation, rel=0.02)
     assert Smoothing(0.0, x).inflation == Smoothing(0.5, x[:1]).inflation == 1
 

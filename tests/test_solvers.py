@@ -58,7 +58,7 @@ def started(config: SolverConfig, rows: RowsInMemory, activation: Activation, ep
     batches = -(-rows.rows // rows.batch_size)
     task = Task(rows.rows, epochs * batches * config.inner_steps, lr, sparsity, weight, rows.x, smoothing, seed,
                 batches)
-    return config.build(initial_sae(activation, F, rows.x[:64], seed=1), task)
+    return config.build(initial_sae(activation, F, Batch.of(rows.x[:64]), seed=1), task)
 
 
 def decoder_steps(solver: Solver, rows: RowsInMemory) -> None:
@@ -258,7 +258,7 @@ def test_proximal_weights_hold_encoder_and_decoder_back():
 
 def test_inner_steps_and_the_step_limit_count_optimiser_steps():
     data = sparse_mixture()
-    solver = PamSgd(inner_steps=3).build(initial_sae(Relu(), F, data.x[:64], 1),
+    solver = PamSgd(inner_steps=3).build(initial_sae(Relu(), F, Batch.of(data.x[:64]), 1),
                                                     Task(data.rows, 10, 1e-2, "none", 0.0))
     reports = one_epoch(solver, data)
     assert solver.steps == 10
@@ -278,8 +278,9 @@ def test_learning_rate_rises_holds_and_falls_to_nearly_zero():
 def test_every_solver_starts_from_an_aligned_decoder_of_the_datas_scale():
     data = sparse_mixture()
     for activation in EVERY_ACTIVATION:
-        sae = initial_sae(activation, F, data.x, seed=3)
-        x_hat = sae.decode_codes(activation.training_codes(sae.pre_activations(data.x), sae.activation_parameters))
+        sae = initial_sae(activation, F, Batch.of(data.x), seed=3)
+        z = activation.training_codes(sae.pre_activations(data.x), sae.activation_parameters)
+        x_hat = sae.predicted(data.x, z)[:, -1]
         torch.testing.assert_close(sae.W_dec, sae.W_enc.T)
         if activation.name not in ("jumprelu", "swish", "soft-topk"):  # their codes do not scale with the weights
             assert ((data.x * x_hat).sum() / x_hat.square().sum()).item() == pytest.approx(1, rel=1e-6)
@@ -290,7 +291,7 @@ def test_every_solver_starts_from_an_aligned_decoder_of_the_datas_scale():
 @pytest.mark.parametrize("d_sae", [2 * D, 2 * D + 3])
 def test_where_opposites_are_linear_the_first_decoder_step_reconstructs_all_rows(activation, d_sae):
     x = sparse_mixture().x
-    z = initial_sae(activation, d_sae, x, seed=1).encode(x)
+    z = initial_sae(activation, d_sae, Batch.of(x), seed=1).encode(x)
     ones = torch.ones(len(x), 1).double()
     # What combinations of the codes reach, by a decomposition that stands dependent columns: lstsq may answer anything.
     u, singular, _ = torch.linalg.svd(torch.cat([z, ones], 1), full_matrices=False)

@@ -79,7 +79,7 @@ def test_outer_iterations_are_as_many_as_foretold(options, steps):
     data = sparse_mixture(150)
     config = PamSgd(alpha=1.0, **options).resolved(None)
     task = Task(data.rows, steps, 1e-2, "none", 0.0, batches=5)
-    solver = config.build(initial_sae(Relu(), F, data.x, seed=1), task)
+    solver = config.build(initial_sae(Relu(), F, Batch.of(data.x), seed=1), task)
     trained(solver, data, math.ceil(steps / (5 * config.inner_steps)))
     assert solver.steps == steps
     every = math.inf if isinstance(config.decoder_every, str) else config.decoder_every
@@ -300,7 +300,7 @@ def test_without_room_for_the_gram_matrix_an_iteration_trains_to_the_same_error(
     data, errors, d_sae = sparse_mixture(rows), [], 40  # with fewer the Gram matrix takes less than an iteration
     for memory, solve in ((math.inf, "auto"), (math.inf, "iterative"), (0.0, "auto"), (0.0, "direct")):
         task = Task(rows, 30, 1e-2, "none", 0.0, batches=math.ceil(rows / 32), memory=memory)
-        initial = initial_sae(activation, d_sae, data.x, 1)
+        initial = initial_sae(activation, d_sae, Batch.of(data.x), 1)
         solver = PamSgd(decoder=decoder, solve=solve).resolved(None).build(initial, task)
         sae = trained(solver, data, math.ceil(30 / task.batches))
         errors.append((sae(data.x) - data.x).square().mean().item())

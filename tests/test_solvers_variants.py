@@ -73,7 +73,7 @@ def test_proximal_weights_of_sgd_refer_to_the_encoder_at_the_start_of_the_epoch(
             assert solver.extra_loss().item() == pytest.approx(expected)
         solver.end_epoch()
     still, free = (trained(started(Sgd(mu_enc=mu), data, Relu()), data, 4).W_enc for mu in (1e7, 0.0))
-    start = initial_sae(Relu(), F, data.x[:64], seed=1).W_enc
+    start = initial_sae(Relu(), F, Batch.of(data.x[:64]), seed=1).W_enc
     assert (still - start).norm() < 0.05 * (free - start).norm()
 
 

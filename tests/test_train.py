@@ -20,7 +20,7 @@ from saecli.activations import ACTIVATIONS
 from saecli.formats import load_native
 from saecli.store import Spread, is_test
 from saecli.training import read_metrics
-from saecli.training.rows import NORMALISATIONS, fit_normalisation
+from saecli.training.normalisation import NORMALISATIONS, fit_normalisation
 
 KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_test", "epochs", "steps",
         "seconds", "rows_per_second", "warnings", "notes", "final"]

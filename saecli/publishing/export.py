@@ -100,7 +100,7 @@ def _deviation(sae: SAE, stand_in: SAE, to: str, held_out: Callable[[], Measured
     differ, largest = 0, 0.0
     for x in one.batches(listener):
         z, other = sae.codes(x), stand_in.codes(x)
-        x_hat, other_hat = sae.decode_codes(z), stand_in.decode_codes(other)
+        x_hat, other_hat = sae.predicted(x, z)[:, -1], stand_in.predicted(x, other)[:, -1]
         exact.update(x, x_hat, z)
         instead.update(x, other_hat, other)
         differ += int((z.dense() != other.dense()).any(1).sum())

@@ -19,7 +19,8 @@ With q_i the fraction of the prefixes that latent i is in, and u = q z_bar, all 
 
     A_ij = min(q_i, q_j) (sum z z')_ij - s N u_i u_j      C_i = q_i (sum z y')_i - N u_i (s y_bar + t b_t)'
 
-and with u in place of z_bar in b: one solution of the same size.
+and with u in place of z_bar in b: one solution of the same size. With an affine skip, `x S` is added to the
+prediction; see `skip.py`.
 
     system = plan(rows, d_sae, d_out, free_memory).system(W_t, codes_again)
     for codes, y in blocks:
@@ -38,9 +39,10 @@ from .choice import choose_alpha
 from .dual import Dual, HeldRows
 from .iterative import TOLERANCE, Iterative, StreamedCodes
 from .plan import Plan, plan
+from .skip import SkipSums
 from .solve import DecoderState, solve
 from .sums import Direct, Sums
 from .system import AllReduce, Factorisation, System, Terms
 
 __all__ = ["TOLERANCE", "AllReduce", "DecoderState", "Direct", "Dual", "Factorisation", "HeldRows", "Iterative", "Plan",
-           "StreamedCodes", "Sums", "System", "Terms", "choose_alpha", "plan", "solve"]
+           "SkipSums", "StreamedCodes", "Sums", "System", "Terms", "choose_alpha", "plan", "solve"]

@@ -30,6 +30,8 @@ with psi_i, u_i' and r_i of L rows. With axes Y and L poles rho such that `psi_i
 
 With L = 1 these are the formulas above.
 
+An affine skip (see `skip.py`) is held while alpha is chosen: rows are left out of the decoder alone.
+
 Shapes: N rows in all, n sampled, F = d_sae, E targets, L prefixes; 1 without.
 """
 
@@ -168,7 +170,7 @@ class Press:
         y: their targets, (n, E), float64.
         index: their numbers among the system's rows, (n,); None if unknown.
         weight: of each row's error, (n,).
-        centre: subtracted from targets, (E,).
+        centre: subtracted from the system's targets, (E,), or with a skip (E + D,).
         right: the system's `cross` plus `mu W_t`, (F, E).
         mixed: T0 and `right` with their columns mixed into p, each (F, p); empty without T0.
     """
@@ -186,11 +188,12 @@ class Press:
     @classmethod
     def of(cls, system: System, terms: Terms, z: Tensor, y: Tensor) -> Self:
         """On a sample of the given rows, (n, F) and (n, E); if n = N, all rows in the system's order."""
-        rows, y_bar = system.rows, system.y_bar
+        rows, y_bar, E = system.rows, system.y_bar, terms.d_out
+        y = y[:, :E]
         most = LEAST_ROWS if system.prefixes else MOST_ROWS
-        index, weight = sample_rows(y, y_bar, int(min(max(LEAST_ROWS, rows // FRACTION), most)))
+        index, weight = sample_rows(y, y_bar[:E], int(min(max(LEAST_ROWS, rows // FRACTION), most)))
         centre = terms.centre(rows, y_bar)
-        right = system.cross(centre).add_(terms.W_t.double(), alpha=terms.mu)
+        right = system.cross(centre)[:, :E].add_(terms.W_t.double(), alpha=terms.mu)
         mixed: tuple[Tensor, ...] = ()
         if terms.direction is not None:
             signs = _mixing(right.shape[1]).to(right)
@@ -211,12 +214,13 @@ class Press:
         own = None if self.index is None else factorisation.own(self.index)
         if own is not None:
             u, slack = own.u(), own.slack[:, None, None]
-            residual = own.residual(self.centre) - terms.mu * (u.T @ terms.W_t.double())
+            residual = own.residual(self.centre)[:, :terms.d_out] - terms.mu * (u.T @ terms.W_t.double())
         else:
             u = factorisation.solve(psi.T)
             bias = 1 / (self.system.rows + terms.beta + terms.nu)
             slack = torch.eye(prefixes).to(psi) - (products(psi, u.T, rows) + bias / prefixes)
-            residual = (self.y - self.centre).repeat_interleave(prefixes, 0) - u.T @ self.right  # y - b - psi' W
+            about = self.y - self.centre[:terms.d_out]
+            residual = about.repeat_interleave(prefixes, 0) - u.T @ self.right  # y - b - psi' W
         v = factorisation.solve(u)
         falling = v.T @ self.right  # its derivative
         if terms.direction is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .skip import Elimination
 from .system import PIECE, Factorisation, System, Terms
 
 FLAT = 1e-14  # fraction of ||T0||^2 up to which the objective's curvature in c is rounding
@@ -26,7 +27,9 @@ class DecoderState:
         raised: whether the ridge is larger than asked for, because that did not factorise.
         condition: estimate of the condition number; see `Factorisation.condition`.
         residual: of the worst column, over its right side; nan if it was not solved by iteration.
-        dof: effective degrees of freedom of each target coordinate; nan if no codes were given for them.
+        dof: effective degrees of freedom of each target coordinate, without a skip's; nan if no codes were given for
+            them.
+        skip: weights of the affine skip, (D, E), float64; None for none.
     """
 
     c: float
@@ -39,6 +42,7 @@ class DecoderState:
     condition: float
     residual: float
     dof: float
+    skip: Tensor | None = None
 
     def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
         """The decoder's weights, (F, E), float64, given its direction, (F, E)."""
@@ -68,20 +72,28 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
         factorisation = system.factorise(terms)
     elif factorisation.system is not system:
         raise ValueError("the factorisation belongs to other normal equations than the ones to solve")
-    rows, y_bar = system.rows, system.y_bar
-    W, c = factorisation.solve_cross(terms.centre(rows, y_bar)), 0.0
+    rows, y_bar, E, alpha = system.rows, system.y_bar, terms.d_out, factorisation.alpha
+    centre, T0 = terms.centre(rows, y_bar), None if terms.direction is None else terms.direction.double()
+    solved, bias, c, skip = factorisation.solve_cross(centre), terms.bare_bias(rows, y_bar)[:E], 0.0, None
+    W, eliminated = solved[:, :E], None
     if terms.mu:
         W += factorisation.solve(terms.mu * terms.W_t.double())
-    if terms.direction is not None:
-        T0 = terms.direction.double()
+    if terms.skip is not None:
+        A_xx, A_xy = terms.skip.blocks(rows, y_bar[E:], centre)
+        eliminated = Elimination.of(solved[:, E:], system.cross(centre)[:, E:], A_xx)
+    if T0 is not None:
         along = factorisation.solve(T0)
-        c, _ = best_multiple(T0, W, along, factorisation.alpha)
-        W.add_(along, alpha=c * factorisation.alpha)
-    b = terms.bare_bias(rows, y_bar) - terms.rows_fraction(rows) * (system.u @ W)
-    Delta = W if terms.direction is None else W.sub_(T0, alpha=c)
+        found = (W, along) if eliminated is None else (eliminated(W, A_xy), eliminated(along))
+        c, _ = best_multiple(T0, *found, alpha)
+        W.add_(along, alpha=c * alpha)
+    if eliminated is not None:
+        skip = eliminated.skip(W, A_xy)
+        W, bias = eliminated(W, A_xy), bias - terms.rows_fraction(rows) * (y_bar[E:] @ skip)
+    b = bias - terms.rows_fraction(rows) * (system.u @ W)
+    Delta = W if T0 is None else W.sub_(T0, alpha=c)
     dof = math.nan if z is None else effective_dof(factorisation, terms, z)
     return DecoderState(c, Delta, b, factorisation.alpha, factorisation.relative_alpha, factorisation.ridge,
-                        factorisation.raised, factorisation.condition(), factorisation.residual(), dof)
+                        factorisation.raised, factorisation.condition(), factorisation.residual(), dof, skip)
 
 
 def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> tuple[float, float]:

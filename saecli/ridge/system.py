@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..codes import Codes, Prefixes
+from .skip import SkipSums
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,10 @@ class Terms:
         nu: weight of `||b - b_t||^2`, at least 0.
         direction: T0, (F, E), whose best multiple is T = c T0; None for T = 0.
         W_t: the decoder before this step, (F, E).
-        b_t: its bias, (E,).
+        b_t: its bias, (E,); with a skip (E + D,), zero for its dimensions.
         decay: weights of each latent's own `||W_i||^2`, (F,), at least 0.
         joint: whether b is optimal jointly with W; if not, W is solved with b = 0, and b is then optimal for that W.
+        skip: sums for an affine skip, whose D dimensions are the system's last targets; None for none.
     """
 
     alpha: float
@@ -42,6 +44,12 @@ class Terms:
     b_t: Tensor
     decay: Tensor
     joint: bool = True
+    skip: SkipSums | None = None
+
+    @property
+    def d_out(self) -> int:
+        """E, without the dimensions of a skip."""
+        return self.skip.d_out if self.skip else len(self.b_t)
 
     def rows_fraction(self, rows: float) -> float:
         """`N / (N + beta + nu)`, the weight of N rows in the bias."""

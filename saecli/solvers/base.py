@@ -58,7 +58,7 @@ class Solver(ABC):
         kind = OPTIMIZERS[config.optimizer]
         self.dictionary, self.config, self.communicator = dictionary, config, communicator
         self.task = replace(task, lr=1.0, penalty_warm_up=0.0) if kind.to_tolerance else task
-        self.smoothing = Smoothing(task.smoothing, task.sample)
+        self.smoothing = Smoothing(task.smoothing, task.sample, task.targets)
         # Sparse products read the weights latent by latent, so each latent's are contiguous, as in the decoder.
         dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
         for name, parameter in dictionary.named_parameters():
@@ -188,11 +188,11 @@ class Solver(ABC):
         if not 0 < count < len(dead):
             return
         with torch.no_grad():
-            residuals = sample - self.dictionary(sample)
+            residuals = self.task.sample_targets - self.dictionary(sample)
             if not residuals.isfinite().all():  # training has diverged, and whoever measures its loss will say so
                 return
             directions = directions_of_worst(residuals, count, self.draws(self.steps, REVIVING))
-            revive(self.dictionary, dead, self.communicator.broadcast(directions))
+            revive(self.dictionary, dead, self.communicator.broadcast(directions), self.task.B)
         self.optimizer.forget(dead, self.dictionary.latent_dimension)
         self.revived += count
 
@@ -210,7 +210,7 @@ class Solver(ABC):
 
     def descend(self, batch: Batch) -> tuple[StepReport, Batch, Codes]:
         """One step of the optimiser on a batch: its report, the batch smoothed, and its codes."""
-        batch = batch.with_rows(self.smoothing(batch, self.draws(self.steps)))
+        batch = self.smoothing(batch, self.draws(self.steps))
         evaluations: list[Loss] = []  # the first and the latest
 
         def loss() -> Tensor:
@@ -240,7 +240,7 @@ class Solver(ABC):
 
         def smoothed(width: float) -> Tensor:
             narrower = Smoothing(min(width, self.smoothing.width), sample)
-            return encoded(narrower(Batch.of(sample), self.draws(self.steps, CALIBRATING)))
+            return encoded(narrower(Batch.of(sample), self.draws(self.steps, CALIBRATING)).x)
 
         for name, value in activation.calibrated(encoded(sample), parameters, smoothed).items():
             parameters[name].copy_(value)
@@ -251,7 +251,7 @@ class Solver(ABC):
 
     def state(self) -> dict[str, Tensor]:
         """All tensors needed to resume, by name."""
-        own = {f"dictionary.{name}": tensor.detach() for name, tensor in self.dictionary.named_parameters()}
+        own = {f"dictionary.{name}": tensor for name, tensor in self.dictionary.state_dict().items()}
         return own | self.optimizer.state() | {name: torch.tensor(getattr(self, name)) for name in COUNTERS}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -259,7 +259,7 @@ class Solver(ABC):
         for name in COUNTERS:
             setattr(self, name, int(state[name]))
         with torch.no_grad():
-            for name, tensor in self.dictionary.named_parameters():
+            for name, tensor in self.dictionary.state_dict().items():
                 tensor.copy_(state[f"dictionary.{name}"])
         self.optimizer.restore(state)
         self._hold_encoder()

@@ -1,9 +1,11 @@
 """A decoder step's pass over the rows: their normal equations, and the statistics for revival and penalties.
 
-Shapes: B rows in a block, b of them in this process, n sampled, D = d_in, E targets, F = d_sae.
+Shapes: B rows in a block, b of them in this process, n sampled, D = d_in, E = d_out, F = d_sae. With a skip the rows
+stand beside the targets, (B, E + D), and the targets lack what the last skip predicts.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +15,7 @@ from ..batch import Batch
 from ..codes import Codes
 from ..dictionary import Dictionary
 from ..distributed import Communicator
-from ..ridge import TOLERANCE, DecoderState, HeldRows, StreamedCodes, System
+from ..ridge import TOLERANCE, DecoderState, HeldRows, SkipSums, StreamedCodes, System
 
 SAMPLED_ROWS = 4096  # evenly spaced over all rows: alpha is chosen and dead latents are re-aimed on them
 # A given alpha is warned about if rows and latents are within this ratio, and degrees of freedom above this fraction
@@ -33,6 +35,7 @@ class Observed:
         y: the targets of those rows, (n, E).
         norm_weights: the penalty's weight of each decoder norm, (F,).
         fired: the latents that fired on any row, a mask, (F,).
+        skip: sums for the affine skip; None for none.
     """
 
     system: System
@@ -41,6 +44,7 @@ class Observed:
     y: Tensor
     norm_weights: Tensor
     fired: Tensor
+    skip: SkipSums | None
 
     @property
     def solve_together(self) -> bool:
@@ -67,7 +71,10 @@ class DecoderPass:
         self._W_dec = W_dec
         self._norm_weights = torch.zeros(len(W_dec), dtype=torch.float64, device=W_dec.device)
         self._fired = torch.zeros(len(W_dec), dtype=torch.bool, device=W_dec.device)
-        self._z, self._y = [W_dec.new_empty(0, len(W_dec))], [W_dec.new_empty(0, W_dec.shape[1])]
+        self._W_skip, d_out = dictionary.W_skip, dictionary.d_out
+        self._skip = None if self._W_skip is None else SkipSums(dictionary.d_in, d_out, W_dec.device)
+        width = d_out if self._skip is None else d_out + dictionary.d_in
+        self._z, self._y = [W_dec.new_empty(0, len(W_dec))], [W_dec.new_empty(0, width)]
         self._numbers, self._seen = [torch.arange(0)], 0
 
     def add(self, codes: Codes, batch: Batch) -> None:
@@ -76,14 +83,19 @@ class DecoderPass:
         self._seen += batch.size
         if not len(batch.x):
             return
+        y = batch.y
+        if self._skip is not None:
+            y = torch.addmm(y, batch.x, self._W_skip.detach(), alpha=-1)
+            self._skip.add(batch.x, y)
+            y = torch.cat([y, batch.x], 1)
         sampled = (numbers % (1 if self._holds else self._stride) == 0).nonzero()[:, 0]
         if len(sampled):
-            here = sampled.to(batch.y.device)
+            here = sampled.to(y.device)
             self._z.append(codes.dense_rows(here))
-            self._y.append(batch.y[here])
+            self._y.append(y[here])
             self._numbers.append(numbers[sampled])
         if not self._holds:
-            self.system.add(codes, batch.y)
+            self.system.add(codes, y)
         self._norm_weights += self._activation.norm_weights(self._sparsity, codes, self._W_dec)
         self._fired |= codes.fired()
 
@@ -95,7 +107,9 @@ class DecoderPass:
             system, z, y = HeldRows(z, y), z[::self._stride], y[::self._stride]
         norm_weights, fired = self._norm_weights, self._fired
         if communicator.world_size == 1:
-            return Observed(system, system.rows, z, y, norm_weights, fired)
+            return Observed(system, system.rows, z, y, norm_weights, fired, self._skip)
+        if self._skip is not None:
+            self._skip.reduce(communicator.all_reduce)
         if not isinstance(system, HeldRows):
             system.reduce(communicator.all_reduce)
         norm_weights = communicator.all_reduce(norm_weights.clone())
@@ -104,7 +118,7 @@ class DecoderPass:
             sizes = communicator.broadcast_object(lambda: len(z))
             z, y = (communicator.broadcast(rows if communicator.is_main else rows.new_empty(sizes, rows.shape[1]))
                     for rows in (z.contiguous(), y.contiguous()))
-        return Observed(system, system.rows, z, y, norm_weights, fired)
+        return Observed(system, system.rows, z, y, norm_weights, fired, self._skip)
 
 
 def in_order(z: Tensor, y: Tensor, numbers: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:
@@ -116,15 +130,16 @@ def in_order(z: Tensor, y: Tensor, numbers: Tensor, communicator: Communicator) 
     return z[order], y[order]
 
 
-def broadcast(state: DecoderState | None, Delta: Tensor, b: Tensor, communicator: Communicator) -> DecoderState:
-    """Rank 0's decoder on every process; `state` is None on processes that did not solve, where `Delta`, (F, E), and
-    `b`, (E,), give shapes and device."""
+def broadcast(state: DecoderState | None, like: Mapping[str, Tensor], communicator: Communicator) -> DecoderState:
+    """Rank 0's decoder on every process; `state` is None on processes that did not solve, where `like` has tensors of
+    the shapes and on the device of its Delta, (F, E), b, (E,), and with a skip skip, (D, E)."""
     if communicator.world_size == 1:
         return state
-    numbers = communicator.broadcast_object(lambda: replace(state, Delta=None, b=None))
-    parts = (Delta, b) if state is None else (state.Delta, state.b)
-    Delta, b = (communicator.broadcast(part.detach().clone(memory_format=torch.contiguous_format)) for part in parts)
-    return replace(numbers, Delta=Delta, b=b)
+    numbers = communicator.broadcast_object(lambda: replace(state, **dict.fromkeys(like)))
+    parts = {name: tensor if state is None else getattr(state, name) for name, tensor in like.items()}
+    return replace(numbers, **{
+        name: communicator.broadcast(part.detach().clone(memory_format=torch.contiguous_format))
+        for name, part in parts.items()})
 
 
 

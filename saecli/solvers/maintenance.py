@@ -1,6 +1,6 @@
 """Maintenance of a dictionary between steps: silencing, revival and balancing.
 
-Shapes: n rows, D = d_in, F = d_sae.
+Shapes: n rows, D = d_in, E = d_out, F = d_sae.
 """
 
 import math
@@ -19,12 +19,12 @@ def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generato
     """Unit directions of the residuals of rows drawn with probability proportional to their squared error.
 
     Args:
-        residuals: `x - x_hat` of some rows, (n, D).
+        residuals: `y - y_hat` of some rows, (n, E).
         count: number of directions; drawn with replacement only if fewer rows have an error.
         generator: on the CPU.
 
     Returns:
-        (count, D); zero if no row has an error.
+        (count, E); zero if no row has an error.
     """
     scaled = residuals.double() / residuals.abs().max().clamp(min=torch.finfo(residuals.dtype).tiny)
     weights = scaled.square().sum(1).cpu()
@@ -35,23 +35,32 @@ def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generato
     return (chosen / chosen.norm(dim=1, keepdim=True)).to(residuals.dtype)
 
 
+def unit(columns: Tensor) -> Tensor:
+    """Columns, (D, m), each divided by its norm; zero where it is zero."""
+    norms = columns.norm(dim=0)
+    return columns / norms.masked_fill(norms == 0, 1)
+
+
 @torch.no_grad()
-def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor) -> None:
+def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor, B: Tensor | None = None) -> None:
     """Re-aim dead latents, with the mean norms and the mean parameters of the others.
 
-    A decoder that descends is aimed as the encoder is. One that is solved for waits for the next decoder step, until
+    The encoder is aimed along `B d`, the direction of rows in which the targets' regression grows most along d. A
+    decoder that descends is aimed at d. One that is solved for waits for the next decoder step, until
     when it is tied, or zero if it is free.
 
     Args:
         dictionary: changed in place.
         dead: a mask, (F,), neither all false nor all true.
-        directions: a unit vector per dead latent, (m, D).
+        directions: a unit vector d per dead latent, (m, E).
+        B: the regression, (D, E); None where the targets are the rows.
     """
     def mean_of_others(values: Tensor) -> Tensor:
         return values.masked_fill(dead, 0).sum() / (~dead).sum()
 
     W_enc = dictionary.W_enc
-    W_enc[:, dead] = mean_of_others(W_enc.norm(dim=0)) * directions.T
+    along = directions.T if B is None else unit(B @ directions.T)
+    W_enc[:, dead] = mean_of_others(W_enc.norm(dim=0)) * along
     dictionary.b_enc.masked_fill_(dead, 0)
     for name, parameter in dictionary.activation_parameters.items():
         if dictionary.latent_dimension(name) is not None:
@@ -91,7 +100,7 @@ def penalty_decay(W_dec: Tensor, weights: Tensor, size: float) -> Tensor:
     and the two together would drive the codes to zero.
 
     Args:
-        W_dec: the decoder before the step, (F, D).
+        W_dec: the decoder before the step, (F, E).
         weights: the penalty's derivative in each decoder norm, a sum over rows, (F,), float64.
         size: the encoder's norm at the start of training.
     """

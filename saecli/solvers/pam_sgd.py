@@ -137,11 +137,11 @@ class PamSgdSolver(Solver):
 
     def __init__(self, initial: SAE, task: Task, config: PamSgd, communicator: Communicator = ALONE) -> None:
         start, c = initial.sae(), 1.0 if config.decoder == "residual" else 0.0
-        Delta = start.W_dec.detach() - c * start.W_enc.detach().T
-        dictionary = Coupled(start, c, Delta)
+        dictionary = Coupled(start, c, start.W_dec.detach().clone(), task.B)
+        dictionary.Delta.sub_(dictionary.direction(), alpha=c)
         self._every = batches_between_decoder_steps(task, config, initial.d_sae)
         outers = outer_iterations(math.ceil(task.steps / config.inner_steps), task.batches, self._every)
-        held = ["Delta"]
+        held = ["Delta", "W_skip"]
         if config.decoder == "free" or config.beta or config.nu_dec:  # terms on b_dec, which encoder steps lack
             held.append("b_dec")
         super().__init__(dictionary, held, task, config, outers, communicator)
@@ -153,8 +153,8 @@ class PamSgdSolver(Solver):
         self._size = dictionary.W_enc.norm().item()
         self._due: int | None = None
         self._last = self._silenced = False
-        d_in, d_sae, batch_size = initial.d_in, initial.d_sae, math.ceil(task.rows / task.batches)
-        self._memory = task.memory - config.beside(task.rows, batch_size, d_in, d_sae)
+        width, batch_size = max(initial.d_in, initial.d_out), math.ceil(task.rows / task.batches)
+        self._memory = task.memory - config.beside(task.rows, batch_size, width, initial.d_sae)
 
     @property
     def due(self) -> int | None:
@@ -190,7 +190,8 @@ class PamSgdSolver(Solver):
 
     def _plan(self, rows: int) -> Plan:
         dictionary = self.dictionary
-        return plan(rows, dictionary.d_sae, dictionary.d_in, self._memory, self.config.solve, dictionary.prefixes)
+        targets = dictionary.d_out + (0 if dictionary.W_skip is None else dictionary.d_in)
+        return plan(rows, dictionary.d_sae, targets, self._memory, self.config.solve, dictionary.prefixes)
 
     def _trained(self, codes: Codes, batch: Batch) -> None:
         """Nothing: decoder steps have passes of their own."""
@@ -213,7 +214,10 @@ class PamSgdSolver(Solver):
                 if len(batch.x):
                     yield self._encoded(batch, drawn)[0]
 
-        system = self._plan(self._due).system(self.dictionary.decoder().detach(), codes_again)
+        start = self.dictionary.decoder().detach()
+        if self.dictionary.W_skip is not None:  # the rows' dimensions are targets too
+            start = torch.cat([start, start.new_zeros(len(start), self.dictionary.d_in)], 1)
+        system = self._plan(self._due).system(start, codes_again)
         self._pass = DecoderPass(system, self.dictionary, self.task.sparsity, self._due)
 
     @torch.no_grad()
@@ -222,7 +226,7 @@ class PamSgdSolver(Solver):
         self._pass.add(*self._encoded(batch, self._drawn))
 
     def _encoded(self, batch: Batch, drawn: torch.Generator) -> tuple[Codes, Batch]:
-        batch = batch if self._last else batch.with_rows(self.smoothing(batch, drawn))
+        batch = batch if self._last else self.smoothing(batch, drawn)
         return self.dictionary.codes(batch.x), batch
 
     @torch.no_grad()
@@ -269,18 +273,26 @@ class PamSgdSolver(Solver):
                 whole = len(observed.z) == observed.rows
                 z = observed.z if whole else observed.z[:: math.ceil(len(observed.z) / DOF_ROWS)]
             found = solve(observed.system, replace(terms, alpha=fraction * alpha), factorisation, z)
-            state = replace(found, alpha=found.alpha / fraction, Delta=found.Delta.to(dtype), b=found.b.to(dtype))
-        return broadcast(state, self.dictionary.Delta, self.dictionary.b_dec, self.communicator)
+            tensors = {"Delta": found.Delta, "b": found.b} | ({} if found.skip is None else {
+                "skip": found.skip + self.dictionary.W_skip})  # targets lacked what the last skip predicts
+            state = replace(found, alpha=found.alpha / fraction,
+                            **{name: tensor.to(dtype) for name, tensor in tensors.items()})
+        like = {"Delta": self.dictionary.Delta, "b": self.dictionary.b_dec}
+        skip = {} if self.dictionary.W_skip is None else {"skip": self.dictionary.W_skip}
+        return broadcast(state, like | skip, self.communicator)
 
     def _terms(self, observed: Observed, fraction: float) -> Terms:
         """The decoder step's terms, scaled to a fraction of all rows, with alpha left at 0."""
-        direction = self.dictionary.W_enc.detach().T if self.config.decoder == "residual" else None
-        W_dec = self.dictionary.decoder().detach()
+        dictionary, b_dec = self.dictionary, self.dictionary.b_dec.detach()
+        direction = dictionary.direction().detach() if self.config.decoder == "residual" else None
+        W_dec = dictionary.decoder().detach()
+        if observed.skip is not None:
+            b_dec = torch.cat([b_dec, b_dec.new_zeros(dictionary.d_in)])
         weights = self.task.penalty_weight(self.steps - 1) * (not self._last) * observed.norm_weights
         decay = penalty_decay(W_dec, weights, self._size)
         return Terms(0.0, fraction * self.config.beta, fraction * self.weight("mu_dec"),
-                     fraction * self.weight("nu_dec"), direction, W_dec, self.dictionary.b_dec.detach(), decay,
-                     self.config.bias == "joint")
+                     fraction * self.weight("nu_dec"), direction, W_dec, b_dec, decay, self.config.bias == "joint",
+                     observed.skip)
 
     def _apply(self, state: DecoderState) -> None:
         """Put a solved decoder into the dictionary."""
@@ -290,8 +302,10 @@ class PamSgdSolver(Solver):
             self.raised = max(self.raised, state.ridge)
         self.decoder, dictionary = state, self.dictionary
         dictionary.b_dec.data = state.b
+        if state.skip is not None:
+            dictionary.W_skip.copy_(state.skip)
         if self.released:
-            dictionary.Delta.copy_(torch.add(state.Delta, dictionary.W_enc.T, alpha=state.c))
+            dictionary.Delta.copy_(torch.add(state.Delta, dictionary.direction(), alpha=state.c))
         else:
             dictionary.c, dictionary.Delta.data = state.c, state.Delta
 
@@ -315,7 +329,7 @@ class PamSgdSolver(Solver):
         dictionary = self.dictionary
         dictionary.untie()
         self.released = True
-        for name in ("Delta", "b_dec"):
+        for name in ("Delta", "b_dec", *(["W_skip"] * (dictionary.W_skip is not None))):
             tensor = getattr(dictionary, name).requires_grad_(True)
             if name not in self.optimizer.tensors:
                 self.optimizer.include(name, tensor)
@@ -325,7 +339,7 @@ class PamSgdSolver(Solver):
         if self.config.alpha == "auto" and (factor := balance(self.dictionary, self._size)):
             state = self.decoder
             self.decoder = replace(state, c=state.c / factor**2, alpha=state.alpha * factor**2)
-            factors = {"Delta": 1 / factor, "b_dec": 1.0}  # the others are the codes'
+            factors = {"Delta": 1 / factor, "b_dec": 1.0, "W_skip": 1.0}  # the others are the codes'
             self.optimizer.rescale({name: factors.get(name, factor) for name in self.optimizer.tensors})
 
     def record(self) -> dict[str, float]:

@@ -24,11 +24,12 @@ class Sgd(SolverConfig):
 
     name: ClassVar[str] = "sgd"
 
-    tied: bool = option(False, "Tie the decoder to the encoder: W_dec = W_enc'.")
+    tied: bool = option(False, "Tie the decoder to the encoder: W_dec = W_enc'; with --target W_enc' B, B the "
+                              "targets' regression on the rows.")
 
     def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "SgdSolver":
         start = initial.sae()
-        return SgdSolver(Coupled(start, 1.0, None) if self.tied else start, task, self, communicator)
+        return SgdSolver(Coupled(start, 1.0, None, task.B) if self.tied else start, task, self, communicator)
 
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
         """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""

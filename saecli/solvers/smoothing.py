@@ -4,13 +4,14 @@
 
 (norms about the sample's mean). Rows are then drawn from a kernel estimate of their density, with a kernel of the
 data's own shape, instead of being repeated, so the encoder overfits less. The step is relative to each row's norm,
-since rows of activations and of images differ in norm a hundredfold.
+since rows of activations and of images differ in norm a hundredfold. Targets that are not the rows are moved along with
+them, by the same multiple of their own difference.
 
 Source: the smoothed bootstrap (Silverman and Young, 1987), with the kernel taken from pairs of rows.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -29,10 +30,12 @@ class Smoothing:
     Args:
         width: fraction of its norm by which a row is moved; at least 0, for no smoothing.
         sample: rows whose differences are used, spread over all, (n, D); with n < 2 nothing moves.
+        targets: their targets, (n, E); None if these are the rows.
     """
 
     width: float
     sample: Tensor
+    targets: Tensor | None = None
 
     @property
     def inflation(self) -> float:
@@ -52,15 +55,15 @@ class Smoothing:
     def _squares(self) -> Tensor:
         return (self.sample - self._mean).square().sum(1)
 
-    def __call__(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """The rows of a batch, (b, D), each moved by about `width` of its norm, as a new tensor.
+    def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
+        """A batch with its rows moved, each by about `width` of its norm, in new tensors.
 
         Draws are made on the CPU, the same for every device, and for the whole batch, of which this process may hold a
         part.
         """
         x = batch.x
         if not self.moves:
-            return x
+            return batch
         n = len(self.sample)
         first = torch.randint(n, (batch.size,), generator=generator)
         second = (first + 1 + torch.randint(n - 1, (batch.size,), generator=generator)) % n  # another row each
@@ -69,7 +72,10 @@ class Smoothing:
         first, second = moved(torch.stack([first, second]), x.device)
         both = self._squares[first] + self._squares[second]
         relative = ((x - self._mean).square().sum(1) / both.clamp(min=torch.finfo(x.dtype).tiny)).sqrt()
-        return x + (self.width * relative)[:, None] * (self.sample[first] - self.sample[second])
+        step = (self.width * relative)[:, None]
+        x = x + step * (self.sample[first] - self.sample[second])
+        y = x if self.targets is None else batch.y + step * (self.targets[first] - self.targets[second])
+        return replace(batch, x=x, y=y)
 
 
 def default_width(rows: int, d_in: int, d_sae: int) -> float:

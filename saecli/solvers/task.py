@@ -1,6 +1,6 @@
 """What a solver is given, and what it reports of each step.
 
-Shapes: n rows, D = d_in. Rows are normalised rows (see `training/rows.py`).
+Shapes: n rows, D = d_in, E = d_out. Rows are normalised rows (see `training/rows.py`).
 """
 
 import math
@@ -19,7 +19,7 @@ PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty r
 class Task:
     """The training problem: its objective and its length.
 
-    The loss of a batch is the mean over its rows of `||x_hat - x||^2 + sparsity_weight * penalty`; terms
+    The loss of a batch is the mean over its rows of `||y_hat - y||^2 + sparsity_weight * penalty`; terms
     that the paper adds to the sum over all N rows are divided by N.
 
     Args:
@@ -37,6 +37,8 @@ class Task:
         lr_warm_up: fraction of all steps over which the learning rate rises.
         lr_decay: last fraction of all steps, over which it falls to zero.
         memory: bytes that the solver may use.
+        targets: of the sampled rows, (n, E); None for the rows themselves.
+        B: the targets' linear regression on the rows, (D, E); None where they are the rows.
     """
 
     rows: int
@@ -52,6 +54,13 @@ class Task:
     lr_warm_up: float = WARM_UP
     lr_decay: float = DECAY
     memory: float = math.inf
+    targets: Tensor | None = None
+    B: Tensor | None = None
+
+    @property
+    def sample_targets(self) -> Tensor:
+        """The targets of the sampled rows, (n, E)."""
+        return self.sample if self.targets is None else self.targets
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, from 0: a short linear rise, a plateau, and a linear fall to zero."""
@@ -74,7 +83,7 @@ class StepReport:
         step: the step's number, from 1.
         rows: B.
         loss: the batch's loss, penalty and proximal terms included.
-        squared_error: mean over rows of `||x_hat - x||^2`.
+        squared_error: mean over rows of `||y_hat - y||^2`.
         l0: mean number of non-zero codes.
     """
 

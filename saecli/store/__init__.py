@@ -3,6 +3,7 @@
 from .admission import MAX_NORM_HELP, Admission
 from .checks import damaged_world, remembers
 from .dtypes import DTYPES
+from .joined import Joined, JoinedRows
 from .ranks import RankedStore, joining_began, rank_folder, rank_meta, saved_rows
 from .reader import ActivationStore, Rows, spread_of
 from .schema import (
@@ -22,8 +23,8 @@ from .statistics import Norms, Spread
 from .stream import Part
 from .writer import StoreWriter
 
-__all__ = ["CODES", "COLUMNS", "DTYPES", "MAX_NORM_HELP", "TEST_FRACTION", "WORLD_FILE", "ActivationStore", "Admission",
-           "Norms", "Part", "RankedStore", "Resume", "Rows", "ShardRecord", "SparseRows", "Spread", "StoreMeta",
-           "StoreWriter", "Which", "WorldRecord", "damaged_world", "hash_request", "is_test", "joining_began",
-           "offsets_of", "rank_folder", "rank_meta", "remembers", "rows_per_chunk", "rows_per_shard", "saved_rows",
-           "spread_of", "window_starts"]
+__all__ = ["CODES", "COLUMNS", "DTYPES", "MAX_NORM_HELP", "TEST_FRACTION", "WORLD_FILE", "ActivationStore",
+           "Admission", "Joined", "JoinedRows", "Norms", "Part", "RankedStore", "Resume", "Rows", "ShardRecord",
+           "SparseRows", "Spread", "StoreMeta", "StoreWriter", "Which", "WorldRecord", "damaged_world", "hash_request",
+           "is_test", "joining_began", "offsets_of", "rank_folder", "rank_meta", "remembers", "rows_per_chunk",
+           "rows_per_shard", "saved_rows", "spread_of", "window_starts"]

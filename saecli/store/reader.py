@@ -39,6 +39,8 @@ class Rows:
         counts: (chunks,) number of its rows in each chunk.
     """
 
+    d_target = 0  # see `JoinedRows`
+
     def __init__(self, store: "ActivationStore", split: Split, counts: np.ndarray) -> None:
         self.store = store
         self.split = split
@@ -56,7 +58,7 @@ class Rows:
         return self.store.d_in
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
-                part: Part = WHOLE) -> Iterator[np.ndarray]:
+                part: Part = WHOLE, row_bytes: int | None = None) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches, read ahead by threads.
 
         Every row comes exactly once. A batch holds no more pairs of rows of one document than under a uniform shuffle
@@ -71,6 +73,7 @@ class Rows:
                 uniformly.
             part: this process's part of every batch, where several divide them; batches of which it has no row are
                 skipped. Only its own rows are read.
+            row_bytes: of a row of the store whose order to take, that of this store by default.
 
         Yields:
             (B, D) float32, writable; its memory is reused for the next batch.
@@ -79,10 +82,10 @@ class Rows:
             StoreError: a shard is missing or damaged.
         """
         _check_batch_size(batch_size)
-        row_bytes = self.store.meta.row_bytes
+        row_bytes = row_bytes or self.store.meta.row_bytes
         deal = Deal(self.store.rows, self.rows, self._keeps, (seed, epoch), window_bytes // row_bytes,
                     UNIT_BYTES // row_bytes, batch_size)
-        return shuffled(self._source, deal, batch_size, part)
+        return shuffled(self._source, deal, batch_size, part, row_bytes)
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in stored order, read ahead by threads.
@@ -169,8 +172,6 @@ def _check_batch_size(batch_size: int) -> None:
 
 def spread_of(rows: Rows) -> Spread:
     """Mean and scatter of a split's rows, exact to rounding.
-
-    For all training rows, they are the store's statistics less the held-out rows'.
 
     Raises:
         StoreError: a shard is missing or damaged.

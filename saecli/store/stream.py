@@ -138,7 +138,7 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
     return _read_ahead(blocks, buffers.ahead, batch_size)
 
 
-def shuffled(source: Source, deal: Deal, batch_size: int, part: Part) -> Iterator[np.ndarray]:
+def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes: int) -> Iterator[np.ndarray]:
     """The wanted rows once each, shuffled.
 
     Where the store is in the system's page cache, batches are gathered from there. Otherwise the rows of a window are
@@ -150,11 +150,12 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part) -> Iterato
         deal: the rows of each window, and their order.
         batch_size: rows per batch; the last may be short.
         part: of the rows of every batch; a batch without rows in it is skipped.
+        row_bytes: of a row, to which the order within a batch is fitted.
 
     Yields:
         (B, D) float32, valid until the next is asked for.
     """
-    run = max(1, RUN_BYTES // source.store.meta.row_bytes)
+    run = max(1, RUN_BYTES // row_bytes)
     own_size = part.of(batch_size)[1] - part.of(batch_size)[0]
     buffers = _Buffers(source, own_size, int(source.counts.sum()), run)
 

@@ -12,9 +12,10 @@ from ..codes import Prefixes, rise
 from ..config import Config, option
 from ..errors import ConfigError
 from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP, WIDEST, SolverConfig
-from ..store import ActivationStore, Rows
+from ..store import ActivationStore, Joined, JoinedRows
 from ..store import Rows as StoredRows
-from .rows import NORMALISATIONS, ArrayRows
+from .normalisation import NORMALISATIONS
+from .rows import AnyRows
 
 MOST_DEFAULT_EPOCHS = 100
 SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # fractions of all steps
@@ -42,6 +43,8 @@ class TrainingConfig(Config):
                                         "these numbers says, to reconstruct rows without the others. auto: a 16th, a "
                                         "quarter and half of d_sae. Default: not nested.",
                                   check=check_prefixes, metavar="auto|N,N,...")
+    skip: bool = option(False, "Transcoder with an affine skip from rows to targets, which pam-sgd solves for together "
+                               "with the decoder.", advanced=True)
     epochs: int | None = option(None, f"Passes over the training rows; default: enough for {DEFAULT_STEPS} batches, at "
                                       f"most {MOST_DEFAULT_EPOCHS}.", minimum=1, once=True)
     steps: int | None = option(None, "Optimiser steps, in place of --epochs.", minimum=1, once=True)
@@ -103,11 +106,11 @@ class TrainingConfig(Config):
         """The prefixes of a resolved configuration; none if the dictionary is not nested."""
         return tuple(map(int, self.prefixes.split(","))) if self.prefixes else ()
 
-    def rows_of(self, store: ActivationStore) -> Rows:
-        """The rows of a store to train on; StoreError if the split leaves none."""
+    def rows_of(self, store: ActivationStore | Joined) -> StoredRows | JoinedRows:
+        """The rows of a store, or of several joined, to train on; StoreError if the split leaves none."""
         return store.split("train", fraction=self.fraction, seed=self.split_seed)
 
-    def test_rows_of(self, store: ActivationStore) -> Rows:
+    def test_rows_of(self, store: ActivationStore | Joined) -> StoredRows | JoinedRows:
         """The held-out rows of a store; StoreError if the split leaves none."""
         return store.split("test", seed=self.split_seed)
 
@@ -170,17 +173,20 @@ class Plan:
         activation: the activation and its settings.
     """
 
-    train_rows: StoredRows | ArrayRows
-    test_rows: StoredRows | None
+    train_rows: AnyRows
+    test_rows: StoredRows | JoinedRows | None
     training: TrainingConfig
     solver: SolverConfig
     activation: Activation
 
     @classmethod
-    def resolved(cls, train_rows: StoredRows | ArrayRows, test_rows: StoredRows | None, training: TrainingConfig,
+    def resolved(cls, train_rows: AnyRows, test_rows: StoredRows | JoinedRows | None, training: TrainingConfig,
                  solver: SolverConfig, activation: Activation) -> Self:
         """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
         together."""
+        if training.skip and not train_rows.d_target:
+            raise ConfigError("skip", "does nothing without {target}: from rows to themselves it would be all",
+                              "leave it out, or name the store that is predicted")
         training = training.resolved(activation, solver, train_rows.rows, train_rows.d_in)
         return cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)),
                    activation.resolved(training.sparsity, training.d_sae))

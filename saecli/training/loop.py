@@ -12,8 +12,7 @@ from typing import Any
 from ..batch import Batch
 from ..dictionary import SAE
 from ..metrics import reconstructions
-from ..store import Rows as StoredRows
-from .rows import ArrayRows, raw_batches
+from .rows import AnyRows, raw_batches
 from .trainer import Measures, Trainer
 
 
@@ -110,6 +109,6 @@ class Loop:
     def _live(self, trainers: Sequence[Trainer] | None = None) -> list[Trainer]:
         return [trainer for trainer in (self.trainers if trainers is None else trainers) if trainer not in self.errors]
 
-    def _measured(self, saes: Sequence[SAE], stored: StoredRows | ArrayRows) -> list[Measures]:
+    def _measured(self, saes: Sequence[SAE], stored: AnyRows) -> list[Measures]:
         communicator = self.trainers[0].communicator
         return reconstructions(saes, raw_batches(stored, communicator), communicator)

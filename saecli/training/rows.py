@@ -1,7 +1,6 @@
-"""The rows that an SAE is trained on, from a store or in memory, normalised; the normalisation is folded into the saved
-weights.
+"""The rows that an SAE is trained on, from a store or in memory, normalised, and what training starts from.
 
-Shapes: N rows, B rows of a batch, D = d_in.
+Shapes: N rows, B rows of a batch, D = d_in, E the width of targets beside the rows, F = d_sae.
 """
 
 import math
@@ -21,72 +20,9 @@ from ..devices import moved
 from ..dictionary import SAE
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
-from ..store import Part, Spread
+from ..store import JoinedRows, Part, Spread
 from ..store import Rows as StoredRows
-
-NORMALISATIONS = ("scale", "standardize", "none")
-LEAST_SCALE = 1e-35  # weights for raw rows are divided by the scale, and float32's maximum is 3.4e38
-
-
-@dataclass(frozen=True)
-class Normalisation:
-    """`(x - mean) / scale`.
-
-    Args:
-        mean: (D,).
-        scale: (D,), positive.
-        variance: mean squared distance of the normalised training rows from their mean, a scalar.
-    """
-
-    mean: Tensor
-    scale: Tensor
-    variance: Tensor
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The fields by name."""
-        return {"mean": self.mean, "scale": self.scale, "variance": self.variance}
-
-    def to(self, device: torch.device) -> "Normalisation":
-        """A copy on another device."""
-        return Normalisation(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The normalised rows, (B, D), as a new tensor."""
-        return (x - self.mean) / self.scale
-
-
-def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype) -> Normalisation:
-    """The normalisation of rows, given their mean and scatter.
-
-    Args:
-        kind: `none`; `scale`, centre and divide by one number, so that the mean squared norm is D; or
-            `standardize`, centre and give each dimension unit variance, as the paper does.
-        spread: of the training rows alone, not of held-out rows.
-        dtype: of the result.
-
-    Returns:
-        The normalisation; a dimension that varies by less than `LEAST_SCALE` is only centred.
-
-    Raises:
-        ConfigError: the rows do not vary at all, so that there is nothing to learn, or by less than that.
-    """
-    mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
-    if variance.sum() == 0:
-        raise ConfigError(None, "there is nothing to learn: expected training rows that differ, got {rows}, all the "
-                                "same", "give another {data}, or a larger {fraction}", rows=spread.rows)
-    overall = variance.mean().sqrt()
-    if overall < LEAST_SCALE:
-        raise ConfigError(None, "the training rows are all but the same: expected a spread of {least:g} or more, which "
-                                "weights in float32 can make up for, got {got:.2g}",
-                          "multiply them, and import them again", least=LEAST_SCALE, got=overall.item())
-    if kind == "none":
-        mean, scale = torch.zeros_like(mean), torch.ones_like(mean)
-    elif kind == "scale":
-        scale = overall.expand_as(mean)
-    else:
-        scale = torch.where(variance.sqrt() > LEAST_SCALE, variance.sqrt(), 1.0)
-    return Normalisation(mean.to(dtype), scale.to(dtype), (variance / scale.square()).sum().to(dtype))
-
+from .normalisation import Normalisation
 
 ArrayLike = Tensor | numpy.typing.ArrayLike
 CHECKED_ROWS = 65_536  # at a time, so that no second copy of all rows is made
@@ -97,12 +33,15 @@ class ArrayRows:
 
     Args:
         rows: (N, D) numbers, floating or whole; a tensor of float32 or an array is not copied.
+        targets: what is predicted from them, (N, E), likewise; None for the rows themselves.
 
     Raises:
-        ConfigError: it is anything else, is empty, or holds a NaN or infinity.
+        ConfigError: it is anything else, is empty, or holds a NaN or infinity; or there are other numbers of rows and
+            targets.
     """
 
-    def __init__(self, rows: ArrayLike) -> None:
+    def __init__(self, rows: ArrayLike, targets: ArrayLike | None = None) -> None:
+        self._targets = None if targets is None else ArrayRows(targets)
         if isinstance(rows, Tensor):
             rows = rows.detach().cpu()
             rows = rows.float() if rows.is_floating_point() and rows.itemsize < 4 else rows  # numpy has no bfloat16
@@ -117,6 +56,14 @@ class ArrayRows:
         if bad:
             raise ConfigError("rows", "must be finite, got {bad} of {count} with a NaN or infinity", "leave those out",
                               bad=bad, count=len(rows))
+        if self._targets is not None and self._targets.rows != len(rows):
+            raise ConfigError("target", "must have as many rows as there are, {count}, got {got}", count=len(rows),
+                              got=self._targets.rows)
+
+    @property
+    def d_target(self) -> int:
+        """Width of the targets; 0 without."""
+        return 0 if self._targets is None else self._targets.d_in
 
     @property
     def rows(self) -> int:
@@ -129,26 +76,34 @@ class ArrayRows:
         return self._rows.shape[1]
 
     def batches(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
-        """One epoch of batches (B, D), shuffled uniformly; a pure function of seed and epoch."""
+        """One epoch of batches (B, D + E), shuffled uniformly; a pure function of seed and epoch."""
         order = np.random.default_rng((seed, epoch)).permutation(self.rows)
         for begin in range(0, self.rows, batch_size):
-            yield self._rows[order[begin : begin + batch_size]].astype(self._dtype)
+            yield self._with_targets(order[begin : begin + batch_size])
 
     def sequential(self, batch_size: int) -> Iterator[np.ndarray]:
-        """The rows in order, in batches (B, D)."""
+        """The rows in order, with their targets beside them, in batches (B, D + E)."""
         for begin in range(0, self.rows, batch_size):
-            yield self._rows[begin : begin + batch_size].astype(self._dtype)
+            yield self._with_targets(slice(begin, begin + batch_size))
+
+    def _with_targets(self, chosen: np.ndarray | slice) -> np.ndarray:
+        rows = self._rows[chosen].astype(self._dtype)
+        if self._targets is None:
+            return rows
+        return np.concatenate([rows, self._targets._with_targets(chosen)], axis=1)
 
     def spread(self) -> Spread:
         """Their mean and scatter, in one pass."""
-        return Spread.measured(self.sequential(CHECKED_ROWS), self.d_in)
+        return Spread.measured(self.sequential(CHECKED_ROWS), self.d_in + self.d_target)
 
 
+AnyRows = StoredRows | JoinedRows | ArrayRows
 STREAMED_ROWS = 2048  # rows at a time if their order does not matter
 SUMMED_ROWS = 4096  # the same for sums over all rows: each block goes through a whole d_sae x d_sae matrix
 SAMPLED_ROWS = 2048  # sample to which learning rate and initial scale are fitted, and from which rows are smoothed
 RATE_FACTOR, RATE_POWER, HIGHEST_RATE = 0.105, 1 / 3, 0.008
 ENOUGH_FIRINGS, FIRINGS_POWER = 8, 2 / 3
+REGRESSED_ROWS, REGRESSION_RIDGE = 32, 1e-3  # rows per dimension; over the mean square of a dimension
 POWER_ITERATIONS = 30  # for two digits of an eigenvalue
 
 
@@ -164,7 +119,7 @@ class TrainingRows:
         communicator: of the processes that each take a part of each batch.
     """
 
-    stored: StoredRows | ArrayRows
+    stored: AnyRows
     normalisation: Normalisation
     batch_size: int
     seed: int
@@ -184,15 +139,15 @@ class TrainingRows:
         """Every row once, in an order that is a pure function of seed and epoch; each process gets its part of every
         batch."""
         if self.communicator.world_size == 1:
-            yield from map(Batch.of, self._batches(epoch))
+            yield from (Batch.of(rows, self.d_in) for rows in self._batches(epoch))
             return
         part = part_of(self.communicator)
         own = self._batches(epoch, part=part)
         for begin in range(0, self.rows, self.batch_size):
             size = min(self.batch_size, self.rows - begin)
             first, stop = part.of(size)
-            x = next(own) if stop > first else self._nothing()
-            yield Batch(x, x, size, torch.arange(first, stop))
+            rows = next(own) if stop > first else self._nothing()
+            yield Batch.of(rows, self.d_in, size, torch.arange(first, stop))
 
     def some(self, count: int, number: int) -> Iterator[Batch]:
         """`count` of the rows once, in larger batches: all in stored order, or the first in an order of that number."""
@@ -210,34 +165,52 @@ class TrainingRows:
                 pending = []
 
     @cached_property
-    def sample(self) -> Tensor:
-        """The first `SAMPLED_ROWS` rows in shuffled order, or all, (n, D); the same in all processes."""
+    def sample(self) -> Batch:
+        """The first `SAMPLED_ROWS` rows in shuffled order, or all; the same in all processes."""
         batches, seen = [], 0
         for batch in self._batches(0):
             batches.append(batch)
             seen += len(batch)
             if seen >= SAMPLED_ROWS:
                 break
-        return torch.cat(batches)[:SAMPLED_ROWS]
+        return Batch.of(torch.cat(batches)[:SAMPLED_ROWS], self.d_in)
+
+    @cached_property
+    def regression(self) -> Tensor | None:
+        """The linear regression of the targets on the rows, `argmin_B sum ||x B - y||^2 + r ||B||^2`, (D, E); None if
+        the targets are the rows.
+
+        Cost: a pass over at most `REGRESSED_ROWS` rows per dimension.
+        """
+        if not self.stored.d_target:
+            return None
+        D = self.d_in
+        sums = torch.zeros(D, D + self.stored.d_target, dtype=torch.float64, device=self.normalisation.mean.device)
+        for batch in self.some(min(self.rows, REGRESSED_ROWS * D), 0):
+            x = batch.x.double()
+            sums += x.T @ torch.cat([x, batch.y.double()], 1)
+        sums = self.communicator.all_reduce(sums) if self.communicator.world_size > 1 else sums
+        ridge = REGRESSION_RIDGE * sums[:, :D].diagonal().mean() * torch.eye(D).to(sums)
+        return torch.linalg.solve(sums[:, :D] + ridge, sums[:, D:]).to(self.normalisation.mean.dtype)
 
     def _sequential(self) -> Iterator[Batch]:
         """Every row once, in stored order; each batch is in one process, and empty in the others."""
         if self.communicator.world_size == 1:
-            yield from map(Batch.of, self._normalised(self.stored.sequential(SUMMED_ROWS)))
+            yield from (Batch.of(rows, self.d_in) for rows in self._normalised(self.stored.sequential(SUMMED_ROWS)))
             return
         part = part_of(self.communicator)
         own = self._normalised(self.stored.sequential(SUMMED_ROWS, part=part))
         first, stop = part.of(math.ceil(self.rows / SUMMED_ROWS))
         for block, begin in enumerate(range(0, self.rows, SUMMED_ROWS)):
             size, here = min(SUMMED_ROWS, self.rows - begin), first <= block < stop
-            x = next(own) if here else self._nothing()
-            yield Batch(x, x, size, None if here else torch.arange(0))
+            rows = next(own) if here else self._nothing()
+            yield Batch.of(rows, self.d_in, size, None if here else torch.arange(0))
 
     def _batches(self, epoch: int, **part: Part) -> Iterator[Tensor]:
         return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, **part))
 
     def _nothing(self) -> Tensor:
-        return self.normalisation.mean.new_empty(0, self.d_in)
+        return self.normalisation.mean.new_empty(0, self.d_in + self.stored.d_target)
 
     def _normalised(self, batches: Iterator[np.ndarray]) -> Iterator[Tensor]:
         mean = self.normalisation.mean
@@ -250,14 +223,16 @@ def part_of(communicator: Communicator) -> Part:
     return Part(communicator.rank, communicator.world_size)
 
 
-def raw_batches(stored: StoredRows | ArrayRows, communicator: Communicator = ALONE) -> Iterator[Tensor]:
-    """The rows as stored, this process' part of them, in batches, (B, D), float32; each is valid until the next."""
+def raw_batches(stored: AnyRows, communicator: Communicator = ALONE) -> Iterator[Tensor]:
+    """The rows as stored, with their targets beside them, this process' part of them, in batches, (B, D + E), float32;
+    each is valid until the next."""
     part = {"part": part_of(communicator)} if communicator.world_size > 1 else {}
     return map(torch.from_numpy, stored.sequential(STREAMED_ROWS, **part))
 
 
-def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int, prefixes: Prefixes = ()) -> SAE:
-    """An SAE with random unit directions, decoder and encoder aligned, its scale fitted to a batch.
+def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, prefixes: Prefixes = (),
+                B: Tensor | None = None, skip: bool = False) -> SAE:
+    """An SAE with random unit directions, its decoder the encoder's, W_dec = W_enc' B, its scale fitted to a batch.
 
     If the activation is linear on pairs of opposites and there are at least two latents per dimension, half of the
     directions are the opposites of the others: the SAE can then be linear in the rows from the start, which random
@@ -267,25 +242,28 @@ def initial_sae(activation: Activation, d_sae: int, batch: Tensor, seed: int, pr
     Args:
         activation: the activation.
         d_sae: F.
-        batch: normalised rows, (B, D).
+        batch: normalised rows.
         seed: of the directions.
         prefixes: of a nested SAE; none otherwise.
+        B: the targets' linear regression on the rows, (D, E); None if they are the rows.
+        skip: whether it has an affine skip, which is 0 at first.
     """
-    d_in = batch.shape[1]
+    x, d_in = batch.x, batch.x.shape[1]
     directions = torch.randn(d_in, d_sae, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     if activation.opposites and d_sae >= 2 * d_in:
         half = d_sae // 2
         directions[:, half:2 * half] = -directions[:, :half]
-    W_enc = (directions / directions.norm(dim=0)).to(batch)
+    W_enc = (directions / directions.norm(dim=0)).to(x)
     start = activation.parameters(d_sae) | activation.training_parameters(d_sae)
-    parameters = activation.fitted(batch @ W_enc, {name: tensor.to(batch) for name, tensor in start.items()})
-    x_hat = activation.training_codes(batch @ W_enc, parameters).times(W_enc.T)
-    size = x_hat.square().sum()
-    fit = ((batch * x_hat).sum() / size).clamp(min=1e-3) if size > 0 else batch.new_ones(())
+    parameters = activation.fitted(x @ W_enc, {name: tensor.to(x) for name, tensor in start.items()})
+    y_hat = activation.training_codes(x @ W_enc, parameters).times(W_enc.T if B is None else W_enc.T @ B)
+    size = y_hat.square().sum()
+    fit = ((batch.y * y_hat).sum() / size).clamp(min=1e-3) if size > 0 else x.new_ones(())
     W_enc = W_enc * fit.sqrt()
-    parameters = activation.fitted(batch @ W_enc, parameters)
-    return SAE(W_enc, batch.new_zeros(d_sae), W_enc.T.contiguous(), batch.new_zeros(d_in), activation, parameters,
-               prefixes)
+    parameters = activation.fitted(x @ W_enc, parameters)
+    W_dec, d_out = W_enc.T if B is None else W_enc.T @ B, batch.y.shape[1]
+    return SAE(W_enc, x.new_zeros(d_sae), W_dec.contiguous(), x.new_zeros(d_out), activation, parameters, prefixes,
+               x.new_zeros(d_in, d_out) if skip else None)
 
 
 def fitted_learning_rate(batch: Tensor, firings: float) -> float:

@@ -18,11 +18,13 @@ from ..errors import ConfigError, RunError, TrainingError
 from ..memory import available_memory
 from ..metrics import reconstruction
 from ..solvers import Solver, StepReport, Task
+from ..store import JoinedRows
 from ..torchrun import local_world
 from .checkpoints import Progress
 from .config import DTYPES, Plan
 from .doubts import doubts_at_end, doubts_at_start
-from .rows import SUMMED_ROWS, Normalisation, TrainingRows, fit_normalisation, fitted_learning_rate, initial_sae
+from .normalisation import Normalisation, fit_normalisation, on_raw_rows
+from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
 
@@ -102,13 +104,16 @@ class Trainer:
         checkpoint = self.communicator.broadcast_object(self.record.checkpoint)
         self.rows = shared if checkpoint is None and shared else self._normalised_rows(checkpoint and checkpoint[0])
         sample, self.normalisation = self.rows.sample, self.rows.normalisation
-        self.worst = DIVERGED * max(1.0, (sample.square().sum(1).mean() / self.normalisation.variance).item())
-        expected = self.plan.activation.expected_l0(sample.shape[1]) / training.d_sae  # firing rate
-        lr = fitted_learning_rate(sample, training.batch_size * expected) if training.lr == "auto" else training.lr
+        self.worst = DIVERGED * max(1.0, (sample.y.square().sum(1).mean() / self.normalisation.variance).item())
+        expected = self.plan.activation.expected_l0(self.train_rows.d_in) / training.d_sae  # firing rate
+        lr = fitted_learning_rate(sample.x, training.batch_size * expected) if training.lr == "auto" else training.lr
+        B = self.rows.regression
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
-                    sample, training.smoothing, training.seed, self.batches,
-                    training.sparsity_warm_up, training.lr_warm_up, training.lr_decay, self.memory)
-        initial = initial_sae(self.plan.activation, training.d_sae, sample, training.seed, training.nested)
+                    sample.x, training.smoothing, training.seed, self.batches,
+                    training.sparsity_warm_up, training.lr_warm_up, training.lr_decay, self.memory,
+                    None if B is None else sample.y, B)
+        initial = initial_sae(self.plan.activation, training.d_sae, sample, training.seed, training.nested, B,
+                              training.skip)
         self.solver: Solver = self.plan.solver.build(initial, task, self.communicator)
         self.progress = Progress()
         if checkpoint is not None:
@@ -123,14 +128,17 @@ class Trainer:
 
     def _normalised_rows(self, checkpoint: Mapping[str, Tensor] | None) -> TrainingRows:
         """The training rows, normalised as in a checkpoint, or by their spread."""
-        training, d_in = self.plan.training, self.train_rows.d_in
+        training, rows = self.plan.training, self.train_rows
         if checkpoint is None:
-            spread = self.communicator.broadcast_object(self.train_rows.spread)
-            normalisation = fit_normalisation(training.normalize, spread, DTYPES[training.dtype])
+            spread = self.communicator.broadcast_object(rows.spread)
+            widths = rows.widths if isinstance(rows, JoinedRows) else ()
+            normalisation = fit_normalisation(training.normalize, spread, DTYPES[training.dtype], widths, rows.d_target)
         else:
-            shapes = {"mean": (d_in,), "scale": (d_in,), "variance": ()}
+            width = rows.d_in + rows.d_target
+            shapes = {"mean": (width,), "scale": (width,), "variance": ()}
             demand_shapes(checkpoint, {f"normalisation.{name}": shape for name, shape in shapes.items()})
-            normalisation = Normalisation(**{name: checkpoint[f"normalisation.{name}"] for name in shapes})
+            normalisation = Normalisation(**{name: checkpoint[f"normalisation.{name}"] for name in shapes},
+                                          d_in=rows.d_in)
         return TrainingRows(self.train_rows, normalisation.to(self.device), training.batch_size,
                             training.shuffle_seed, self.communicator)
 
@@ -190,7 +198,9 @@ class Trainer:
         solver = self.solver
         if any(not tensor.isfinite().all() for tensor in sae.tensors().values()):
             raise TrainingError(None, "the weights became NaN or infinite at step {step}", ADVICE, step=solver.steps)
-        error = reconstruction(solver.dictionary, [solver.task.sample])["mse"] * sae.d_in
+        task = solver.task
+        sample = task.sample if task.targets is None else torch.cat([task.sample, task.targets], 1)
+        error = reconstruction(solver.dictionary, [sample])["mse"] * sae.d_out
         demand_no_worse(error / self.normalisation.variance.item(), self.worst, f"at step {solver.steps}")
 
     def result(self, train: Measures, test: Measures) -> dict[str, Any]:
@@ -236,8 +246,8 @@ class Trainer:
         solver, training = self.plan.solver, self.plan.training
         d_sae = training.d_sae
         batch = 3 * 4 * max(training.batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
-        needed = batch + solver.memory(self.train_rows.rows, training.batch_size, self.train_rows.d_in, d_sae,
-                                       training.nested)
+        width = max(self.train_rows.d_in, self.train_rows.d_target)
+        needed = batch + solver.memory(self.train_rows.rows, training.batch_size, width, d_sae, training.nested)
         free = (torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else
                 available_memory() // (local_world() if self.communicator.world_size > 1 else 1))
         free = int(self.communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min").item()) // trainings
@@ -320,9 +330,3 @@ def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
             raise RunError(f"cannot go on from a checkpoint of another training: expected {name} of shape {shape}, got "
                            f"{'none' if got is None else got}; remove the run's checkpoint.safetensors to train it "
                            f"from the start")
-
-
-def on_raw_rows(sae: SAE, normalisation: Normalisation) -> SAE:
-    """The SAE with the normalisation folded in, computed in float64."""
-    folded = sae.copy_to(torch.float64).on_raw_rows(normalisation.mean.double(), normalisation.scale.double())
-    return folded.copy_to(sae.W_enc.dtype)

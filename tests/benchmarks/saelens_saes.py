@@ -13,8 +13,7 @@ import saecli
 from saecli import SAE, ActivationStore
 from saecli.metrics import reconstruction
 from saecli.store import spread_of
-from saecli.training.rows import fit_normalisation
-from saecli.training.trainer import on_raw_rows
+from saecli.training.normalisation import fit_normalisation, on_raw_rows
 
 SCRIPT = Path(__file__).with_name("saelens_training.py")
 AGREEMENT = 1e-3  # relative, between SAELens' own measures of an SAE and ours

@@ -57,7 +57,7 @@ def ours(case: str, chosen: argparse.Namespace) -> dict[str, float]:
     rows = torch.randn(chosen.batch, chosen.d_in, generator=torch.Generator().manual_seed(0))
     sparsity = activation.default_sparsity
     task = Task(10**6, 10**6, 1e-3, sparsity, activation.default_weight(sparsity, chosen.d_in))
-    solver = config.resolved(None).build(initial_sae(activation, chosen.d_sae, rows, seed=0), task)
+    solver = config.resolved(None).build(initial_sae(activation, chosen.d_sae, Batch.of(rows), seed=0), task)
     step = least(lambda: solver.descend(Batch.of(rows)), chosen.steps)
     tensors = [tensor.detach().clone().requires_grad_() for tensor in solver.optimizer.tensors.values()]
     for tensor in tensors:

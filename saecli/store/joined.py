@@ -1,0 +1,176 @@
+"""Stores read side by side: several places of the same tokens, row for row.
+
+Legend: B rows of a batch, R rows, D = d_in, all inputs' widths together, E the target's width; 0 without.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ..errors import ConfigError
+from .reader import WINDOW_BYTES, ActivationStore, Rows
+from .schema import hash_request
+from .split import Which
+from .statistics import Spread
+from .stream import WHOLE, Part
+
+COMPARED_ROWS = 1 << 16  # rows of the columns at a time
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """The same rows of several stores, with the interface of `Rows` that training and measures use.
+
+    Args:
+        inputs: at least one.
+        target: what is predicted from them; None for the inputs themselves.
+    """
+
+    inputs: tuple[Rows, ...]
+    target: Rows | None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.inputs[0].rows
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The width of each input."""
+        return tuple(rows.d_in for rows in self.inputs)
+
+    @property
+    def d_in(self) -> int:
+        """Width of the inputs side by side."""
+        return sum(self.widths)
+
+    @property
+    def d_target(self) -> int:
+        """Width of the target; 0 without."""
+        return self.target.d_in if self.target else 0
+
+    @property
+    def store(self) -> ActivationStore:
+        """The first input's store, which has the columns of all."""
+        return self.inputs[0].store
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
+                part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """One epoch of shuffled batches, (B, D + E) float32, in the order of the first input alone; see
+        `Rows.batches`."""
+        row_bytes = self.store.meta.row_bytes
+        return self._side_by_side([rows.batches(batch_size, seed=seed, epoch=epoch, window_bytes=window_bytes,
+                                                part=part, row_bytes=row_bytes) for rows in self._all])
+
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """The rows in stored order, (B, D + E) float32; see `Rows.sequential`."""
+        return self._side_by_side([rows.sequential(batch_size, part) for rows in self._all])
+
+    def spread(self) -> Spread:
+        """Mean and scatter of all D + E dimensions."""
+        found = [rows.spread() for rows in self._all]
+        return Spread(self.rows, np.concatenate([one.mean for one in found]),
+                      np.concatenate([one.scatter for one in found]))
+
+    @property
+    def _all(self) -> tuple[Rows, ...]:
+        return (*self.inputs, self.target) if self.target else self.inputs
+
+    @staticmethod
+    def _side_by_side(streams: list[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
+        with ExitStack() as opened:
+            for stream in streams:
+                opened.enter_context(closing(stream))
+            for parts in zip(*streams, strict=True):
+                yield np.concatenate(parts, axis=1)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The stores that are trained on: one, several side by side, or inputs and a target.
+
+    Args:
+        inputs: at least one.
+        target: what is predicted from them; None for the inputs themselves.
+    """
+
+    inputs: tuple[ActivationStore, ...]
+    target: ActivationStore | None = None
+
+    @property
+    def name(self) -> str:
+        """The names of all, in words."""
+        names = " + ".join(store.name for store in self.inputs)
+        return f"{names} -> {self.target.name}" if self.target else names
+
+    @property
+    def d_in(self) -> int:
+        """Width of the inputs side by side."""
+        return sum(store.d_in for store in self.inputs)
+
+    @cached_property
+    def hash(self) -> str:
+        """The request hash of the only store, else one of all of them."""
+        hashes = [store.meta.request_hash for store in self.inputs]
+        if self.target is None and len(hashes) == 1:
+            return hashes[0]
+        return hash_request({"inputs": hashes, "target": self.target and self.target.meta.request_hash})
+
+    @property
+    def is_single(self) -> bool:
+        """Whether this is one store, without a target."""
+        return self.target is None and len(self.inputs) == 1
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """The entries of the first input's source, with the target's layer and site."""
+        first = self.inputs[0].meta.source
+        target = self.target.meta.source if self.target else {}
+        return first | {f"target_{key}": target[key] for key in ("layer", "site") if key in target}
+
+    def names(self) -> dict[str, Any]:
+        """The entries of a run's document: `data`, and where there are such, `beside`, the further inputs, and
+        `target`."""
+        first, *others = (store.name for store in self.inputs)
+        return {"data": first, "data_hash": self.hash, **({"beside": others} if others else {}),
+                **({"target": self.target.name} if self.target else {})}
+
+    def demand_alike(self) -> None:
+        """Refuse stores that are not row for row the same tokens, by a ConfigError.
+
+        Cost: reads all columns beside the rows.
+        """
+        first, *others = (*self.inputs, *([self.target] if self.target else []))
+        for other in others:
+            for what, values in (("rows", (first.rows, other.rows)), ("dtype", (first.dtype, other.dtype)),
+                                 ("columns", tuple(",".join(one.meta.columns) or "none" for one in (first, other)))):
+                if values[0] != values[1]:
+                    self._refuse(first, other, f"the same {what}", *values)
+            for column in first.meta.columns:
+                at = 0
+                pairs = zip_longest(*(one.split("all").column(column, COMPARED_ROWS) for one in (first, other)))
+                for ours, theirs in pairs:
+                    differ = np.flatnonzero(ours != theirs)
+                    if len(differ):
+                        self._refuse(first, other, f"the same {column} in row {at + differ[0]:,}", ours[differ[0]],
+                                     theirs[differ[0]])
+                    at += len(ours)
+
+    @staticmethod
+    def _refuse(first: ActivationStore, other: ActivationStore, expected: str, *got: object) -> NoReturn:
+        raise ConfigError(None, "{first} and {other} are not row for row the same tokens: expected {expected}, got "
+                                "{ours} and {theirs}",
+                          "make both with one `sae extract`, by several {site}s or {layer}s", first=first.name,
+                          other=other.name, expected=expected, ours=got[0], theirs=got[1])
+
+    def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0) -> Rows | JoinedRows:
+        """The same choice of rows from each; see `ActivationStore.split`."""
+        inputs = tuple(store.split(which, fraction=fraction, seed=seed) for store in self.inputs)
+        if self.is_single:
+            return inputs[0]
+        return JoinedRows(inputs, self.target.split(which, fraction=fraction, seed=seed) if self.target else None)
