@@ -102,7 +102,7 @@ def test_the_fitted_learning_rate_is_that_of_its_formula():
     square = x.square().sum(1)
     largest = torch.linalg.eigvalsh(x.T @ (square[:, None] * x) / square.sum())[-1].item()
     expected = 0.105 / (100 * largest) ** (1 / 3)
-    assert expected < HIGHEST_RATE
+    assert expected < HIGHEST_RATE * math.sqrt(128 / 100)
     assert fitted_learning_rate(x, 9) == pytest.approx(expected, rel=0.02)
     assert fitted_learning_rate(x, 1) == pytest.approx(expected / 4, rel=0.02)
 
@@ -111,16 +111,17 @@ def test_the_fitted_learning_rate_knows_neither_scale_nor_directions_and_falls_w
     x = normal(400, 100) * torch.linspace(0.1, 3, 100) ** 12
     rotation, _ = torch.linalg.qr(normal(100, 100, seed=1))
     rate = fitted_learning_rate(x, 8)
-    assert rate < HIGHEST_RATE
+    assert rate < HIGHEST_RATE * math.sqrt(128 / 100)
     assert fitted_learning_rate(1e3 * x, 8) == pytest.approx(rate)
     assert fitted_learning_rate(x @ rotation, 8) == pytest.approx(rate, rel=1e-3)
     tailed = x * normal(400, 1, seed=2).abs() ** 3
     assert fitted_learning_rate(tailed, 8) < 0.7 * rate
 
 
-def test_the_fitted_learning_rate_of_rows_that_are_zero_is_the_highest():
-    assert fitted_learning_rate(torch.zeros(5, 3), 8) == HIGHEST_RATE
-    assert 0 < fitted_learning_rate(torch.cat([torch.zeros(5, 3), torch.ones(1, 3)]), 8) <= HIGHEST_RATE
+def test_the_fitted_learning_rate_of_rows_that_are_zero_is_the_highest_for_their_width():
+    assert fitted_learning_rate(torch.zeros(5, 128), 8) == HIGHEST_RATE
+    assert fitted_learning_rate(torch.zeros(5, 512), 8) == HIGHEST_RATE / 2
+    assert 0 < fitted_learning_rate(torch.cat([torch.zeros(5, 128), torch.ones(1, 128)]), 8) <= HIGHEST_RATE
 
 
 @pytest.mark.parametrize(("batches", "inner"), [(None, 1), (10, MOST_INNER_STEPS), (800, 5), (4000, 1), (90_000, 1)])

@@ -101,7 +101,8 @@ AnyRows = StoredRows | JoinedRows | ArrayRows
 STREAMED_ROWS = 2048  # rows at a time if their order does not matter
 SUMMED_ROWS = 4096  # the same for sums over all rows: each block goes through a whole d_sae x d_sae matrix
 SAMPLED_ROWS = 2048  # sample to which learning rate and initial scale are fitted, and from which rows are smoothed
-RATE_FACTOR, RATE_POWER, HIGHEST_RATE = 0.105, 1 / 3, 0.008
+RATE_FACTOR, RATE_POWER = 0.105, 1 / 3
+HIGHEST_RATE, OF_WIDTH = 0.008, 128
 ENOUGH_FIRINGS, FIRINGS_POWER = 8, 2 / 3
 REGRESSED_ROWS, REGRESSION_RIDGE = 32, 1e-3  # rows per dimension; over the mean square of a dimension
 POWER_ITERATIONS = 30  # for two digits of an eigenvalue
@@ -269,16 +270,17 @@ def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, pre
 def fitted_learning_rate(batch: Tensor, firings: float) -> float:
     """The learning rate that suits rows of this size and spread, and latents that fire this often.
 
-        lr = min(0.008, 0.105 / (D lambda)^(1/3)) * min(1, firings / 8)^(2/3)
+        lr = min(0.008 sqrt(128 / D), 0.105 / (D lambda)^(1/3)) * min(1, firings / 8)^(2/3)
 
     lambda is the largest eigenvalue of `sum ||x||^2 x x' / sum ||x||^2` for rows of mean squared norm D. A step of Adam
-    moves each of the D weights of a latent by up to lr, and so the pre-activations of rows along the leading direction
-    by up to `lr sqrt(D lambda)`; the fourth moment in place of the second lets rows of large norm, which dominate the
+    moves each of the D weights of a latent by up to lr: the latent, of norm about 1, by up to `lr sqrt(D)`, and the
+    pre-activations of rows along the leading direction by up to `lr sqrt(D lambda)`; the fourth moment in place of the second lets rows of large norm, which dominate the
     gradient, count for more. Adam divides by the root of a mean square over all steps, so that the fewer rows of a
     batch a latent fires on, the noisier its steps.
 
-    Powers and factors are fitted to the best of three rates each, of 4,000 steps: 8e-3 on tiny-gemma2 at 8 firings,
-    4e-3 there at 2, 4e-3 on image patches, about 3e-3 in two worlds of known features at 2.5 and 3.8.
+    Powers and factors are fitted to the best of a few rates each, of 4,000 steps: 8e-3 on tiny-gemma2 (D = 128) at 8
+    firings, 4e-3 there at 2, 4e-3 to 8e-3 on image patches (256), about 4e-3 in two worlds of known features at 2.5
+    (128) and 3.8 (192).
 
     Args:
         batch: normalised rows, (B, D).
@@ -286,14 +288,15 @@ def fitted_learning_rate(batch: Tensor, firings: float) -> float:
 
     Source: Gao et al., "Scaling and evaluating sparse autoencoders" (2024), whose rate falls as 1/sqrt(d_sae).
     """
+    most = HIGHEST_RATE * math.sqrt(OF_WIDTH / batch.shape[1])
     rarity = min(1.0, firings / ENOUGH_FIRINGS) ** FIRINGS_POWER
     x = batch.double()
     square = x.square().sum(1)
     direction, length = x[square.argmax()], square.max().sqrt()
     if not length > 0:
-        return HIGHEST_RATE * rarity
+        return most * rarity
     for _ in range(POWER_ITERATIONS):
         direction = x.T @ (square * (x @ (direction / length))) / square.sum()
         length = direction.norm()
     spread = (length / square.mean()).item()  # lambda / D, whatever the rows' scale
-    return min(HIGHEST_RATE, RATE_FACTOR / (x.shape[1] ** 2 * spread) ** RATE_POWER) * rarity
+    return min(most, RATE_FACTOR / (x.shape[1] ** 2 * spread) ** RATE_POWER) * rarity
