@@ -21,7 +21,7 @@ from .evaluation.sae_and_rows import find_subject
 from .formats import FORMATS, SavedSAE
 from .home import STORE_MARKER, Home
 from .solvers import SOLVERS
-from .store import ActivationStore, Rows
+from .store import ActivationStore, Joined, JoinedRows, Rows
 from .training import Loop, Plan, Record, Trainer, TrainingConfig, origin_of
 from .training.rows import ArrayLike, ArrayRows
 
@@ -70,7 +70,8 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
     return formats.load(find_subject(Home.at(home), None if run is None else str(run)).folder).sae
 
 
-def save_sae(sae: SAE, folder: str | Path, format: str = "native", store: ActivationStore | None = None) -> None:
+def save_sae(sae: SAE, folder: str | Path, format: str = "native",
+             store: ActivationStore | Joined | None = None) -> None:
     """Save an SAE in a folder, which appears whole or not at all, in float32.
 
     Args:
@@ -85,11 +86,30 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native", store: Activa
     """
     if format not in FORMATS:
         raise unknown_choice("format", format, FORMATS)
-    formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin_of(store) if store else {}), format, Path(folder))
+    origin = origin_of(store if isinstance(store, Joined) else Joined((store,))) if store else {}
+    formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin), format, Path(folder))
 
 
-def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", act: str = "relu",
-        progress: bool = False, **options: Any) -> SAE:
+def join(*inputs: ActivationStore, target: ActivationStore | None = None) -> Joined:
+    """Stores of the same tokens side by side, for a crosscoder, or with a target, for a transcoder.
+
+    Args:
+        *inputs: at least one; their rows are read side by side.
+        target: what is predicted from them; None for the inputs themselves.
+
+    Returns:
+        What `fit` and `evaluate` take; its `split` gives batches (B, D + E) of the inputs and the target, side by side.
+
+    Raises:
+        ConfigError: they are not row for row the same tokens.
+    """
+    joined = Joined(inputs, target)
+    joined.demand_alike()
+    return joined
+
+
+def fit(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, *, target: ArrayLike | None = None,
+        solver: str = "pam-sgd", act: str = "relu", progress: bool = False, **options: Any) -> SAE:
     """Train an SAE, and write no files.
 
     The loss per row is `||x_hat - x||^2 + sparsity_weight * penalty`, with rows normalised to a mean squared norm of D.
@@ -101,6 +121,7 @@ def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", ac
             trained on, uniformly shuffled.
         solver: pam-sgd or sgd.
         act: the activation: relu, jumprelu, topk, relu-topk, abs-topk, batchtopk, swish or soft-topk.
+        target: with rows in memory, what is predicted from them, (N, E), for a transcoder; stores take `join`.
         progress: show progress on stderr, and the solver's notes at the end.
         **options: the training options of `sae train`: `d_sae` (F; 4 D by default), `k`, `epochs`, `lr`,
             `sparsity_weight`, `seed`, `device` and so on.
@@ -115,7 +136,7 @@ def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", ac
 
     Source: the paper "SplInterp: Improving our Understanding and Training of Sparse Autoencoders", Algorithm 3.1.
     """
-    trainer = Trainer(_planned(rows, solver, act, options), Record())
+    trainer = Trainer(_planned(rows, target, solver, act, options), Record())
     if not progress:
         return Loop([trainer]).train()[0]
     console = Console()
@@ -126,11 +147,16 @@ def fit(rows: ActivationStore | Rows | ArrayLike, *, solver: str = "pam-sgd", ac
     return sae
 
 
-def _planned(rows: ActivationStore | Rows | ArrayLike, solver: str, act: str, options: dict[str, Any]) -> Plan:
+def _planned(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, target: ArrayLike | None, solver: str,
+             act: str, options: dict[str, Any]) -> Plan:
+    of_store = isinstance(rows, ActivationStore | Joined)
+    if target is not None and isinstance(rows, ActivationStore | Joined | Rows | JoinedRows):
+        raise ConfigError("target", "goes with rows in memory", "give fit the stores as one, by `saecli.join(store, "
+                                                                "target=other)`")
     known = {name for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
              for name in options_of(config)}
     idle = dict.fromkeys(OF_FOLDERS, ", which writes no files")
-    if not isinstance(rows, ActivationStore):
+    if not of_store:
         idle |= dict.fromkeys(OF_SPLITS, " with rows that are chosen already")
     for name in options:
         if name not in known:
@@ -141,8 +167,8 @@ def _planned(rows: ActivationStore | Rows | ArrayLike, solver: str, act: str, op
     training = TrainingConfig(**{name: options[name] for name in options_of(TrainingConfig) if name in options})
     chosen = choose(SOLVERS, "solver", solver, options, options.keys())
     activation = choose(ACTIVATIONS, "act", act, options, options.keys())
-    if isinstance(rows, ActivationStore):
+    if of_store:
         rows = training.rows_of(rows)
-    elif not isinstance(rows, Rows):
-        rows = ArrayRows(rows)
+    elif not isinstance(rows, Rows | JoinedRows):
+        rows = ArrayRows(rows, target)
     return Plan.resolved(rows, None, training, chosen, activation)

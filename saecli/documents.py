@@ -54,6 +54,8 @@ class Origin:
         dataset: the text.
         context: tokens in a window.
         prepend_bos: whether windows begin with special tokens.
+        target_layer: of a transcoder, the block of its targets.
+        target_site: of a transcoder, where in that block.
     """
 
     model: str | None = None
@@ -62,6 +64,8 @@ class Origin:
     dataset: str | None = None
     context: int | None = None
     prepend_bos: bool | None = None
+    target_layer: int | None = None
+    target_site: str | None = None
 
 
 @dataclass(frozen=True)

@@ -67,11 +67,13 @@ class RunDocument(Marker):
     """The entries of a `run.json` that describe the run's SAE.
 
     Args:
-        data: name of the store that it was trained on.
+        data: name of the store that it was trained on, of several the first.
         training: training settings; `sae train --resume` reads the others too.
         solver: the solver.
         activation: the SAE's activation.
-        data_hash: request hash of the store; None if unknown.
+        data_hash: `Joined.hash` of the stores; None if unknown.
+        beside: names of further stores, side by side with the first.
+        target: name of the store of its targets; None if these are the rows.
         result: None until it is finished.
     """
 
@@ -80,6 +82,8 @@ class RunDocument(Marker):
     solver: Named
     activation: Named
     data_hash: str | None = None
+    beside: tuple[str, ...] = ()
+    target: str | None = None
     result: Result | None = None
 
 

@@ -225,10 +225,10 @@ class Firing:
 
 @torch.no_grad()
 def firing(sae: Dictionary, batches: Iterable[Tensor], keep: int = 0) -> Firing:
-    """`Firing` of an SAE over batches of rows, as of `reconstruction`; one pass."""
+    """`Firing` of an SAE over batches of rows, (B, D), of its dtype and device; one pass."""
     found = Firing(sae.d_sae, keep)
     for x in batches:
-        found.update(sae.codes(x[:, :sae.d_in]))
+        found.update(sae.codes(x))
     return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .dictionary import SAE
 from .errors import ConfigError, StoreError
-from .language_model import LanguageModel, ModelSource
+from .language_model import LanguageModel, ModelSource, Place
 from .store import Rows, window_starts
 
 COLUMNS = ("document", "position", "token_id")
@@ -108,22 +108,22 @@ def _spans(rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
 
 
 @torch.no_grad()
-def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor, layer: int, site: str,
+def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor, read: Place, written: Place,
             saes: Sequence[SAE], show: Callable[[int], None]) -> list[dict[str, Any]]:
-    """Splice SAEs into a model, one at a time.
+    """Splice SAEs, or transcoders, into a model, one at a time.
 
     Args:
         model: the language model, loaded with its head.
         windows: the token ids of its inputs.
         special: token ids whose activations are not replaced, and whose predictions do not count.
-        layer: block, from 0.
-        site: where in it; see `language_model.SITES`.
-        saes: the SAEs, of the site's width.
+        read: the place whose activations are encoded.
+        written: the place whose activations are replaced by what is predicted; of an SAE the same.
+        saes: the SAEs, of the places' widths.
         show: called after each batch with the number of tokens done.
 
     Returns:
         For each SAE: tokens, the number that counted; ce_clean, ce_spliced and ce_zero, the next token's mean
-        cross-entropy in nats, of the model itself, with the SAE's reconstructions, and with zeros at the site;
+        cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the place written;
         ce_recovered, `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`; kl, the mean of KL(clean || spliced) in nats.
 
     Cost: 2 forward passes, and one more per SAE.
@@ -140,13 +140,20 @@ def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor,
         following = token_ids[:, 1:].to(model.device)
 
         def logits_with(replace: Any, token_ids: Tensor = token_ids, mask: Tensor = mask) -> Tensor:
-            with model.intercepted(layer, site, replace):
+            with model.intercepted(*written, replace):
                 return model.logits(token_ids, mask).log_softmax(-1)
+
+        def spliced_with(sae: SAE, plain: Tensor = plain, logits_with: Callable[..., Tensor] = logits_with) -> Tensor:
+            if read == written:
+                return logits_with(lambda x: _replaced(sae, x, x, plain))
+            seen: list[Tensor] = []
+            with model.intercepted(*read, lambda x: seen.append(x.clone()) or x):
+                return logits_with(lambda y: _replaced(sae, seen[0], y, plain))
 
         shared += torch.stack([_cross_entropy(clean, following, scored),
                                _cross_entropy(logits_with(torch.zeros_like), following, scored)]).cpu()
         for index, sae in enumerate(saes):
-            spliced = logits_with(lambda x, sae=sae, plain=plain: _reconstructed(sae, x, plain))
+            spliced = spliced_with(sae)
             kl = (clean.exp() * (clean - spliced)).sum(-1)[plain].sum(dtype=torch.float64)
             sums[index] += torch.stack([_cross_entropy(spliced, following, scored), kl]).cpu()
         tokens += int(plain.sum())
@@ -190,10 +197,10 @@ def _cross_entropy(log_probabilities: Tensor, following: Tensor, scored: Tensor)
     return -chosen[scored].sum(dtype=torch.float64)
 
 
-def _reconstructed(sae: SAE, x: Tensor, plain: Tensor) -> Tensor:
-    """The activations (B, T, D), replaced by their reconstructions at plain tokens."""
-    result = x.clone()
-    result[plain] = sae(x[plain].to(sae.W_enc)).to(x)
+def _replaced(sae: SAE, x: Tensor, y: Tensor, plain: Tensor) -> Tensor:
+    """The activations y, (B, T, E), replaced at plain tokens by what the SAE predicts from x, (B, T, D)."""
+    result = y.clone()
+    result[plain] = sae(x[plain].to(sae.W_enc)).to(y)
     return result
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ..errors import ConfigError
 from ..evaluation.comparing import draw_frontier, evaluation_tables, flat, marked, meaning, sparsest_first
 from ..evaluation.evaluate import TOKENS, check_tokens_of_model, evaluated, warnings
 from ..evaluation.sae_and_rows import all_measured
@@ -22,6 +23,9 @@ from ..options import Device, Json, Plot, Runs, start, store_names
 Data = Annotated[str | None, typer.Option(
     "--data", help="Activation store.", show_default="the one that the run was trained on, else the newest",
     autocompletion=store_names)]
+Target = Annotated[str | None, typer.Option(
+    "--target", help="Store of what a transcoder predicts from --data.", autocompletion=store_names,
+    show_default="the one that the run was trained on")]
 SplitName = Annotated[Literal["test", "train", "all"], typer.Option(
     "--split", help="Rows to measure on: test, held out; train, trained on; or all.")]
 Model = Annotated[str | None, typer.Option(
@@ -43,9 +47,10 @@ def given(ctx: typer.Context, name: str) -> Any:
     return None if ctx.get_parameter_source(name).name == "DEFAULT" else ctx.params[name]
 
 
-def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: SplitName = "test", model: Model = None,
-            tokens: Tokens = TOKENS, stability: Stability = False, match_threshold: MatchThreshold = MATCH_THRESHOLD,
-            device: Device = "auto", plot: Plot = None, csv: Csv = None, json: Json = False) -> None:
+def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Target = None,
+            split: SplitName = "test", model: Model = None, tokens: Tokens = TOKENS, stability: Stability = False,
+            match_threshold: MatchThreshold = MATCH_THRESHOLD, device: Device = "auto", plot: Plot = None,
+            csv: Csv = None, json: Json = False) -> None:
     """Measure reconstruction, sparsity and the effect on the model.
 
     RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE that this tool, SAELens, sparsify,
@@ -67,7 +72,9 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     check_tokens_of_model(given(ctx, "tokens"), model)
     names = list(dict.fromkeys(runs or ()))
     check_stability(stability, len(names), given(ctx, "match_threshold"))
-    everything = all_measured(session.home, names, data, split, device, session.console)
+    if target is not None and data is None:
+        raise ConfigError("target", "does nothing without {data}", "name the store that it is predicted from")
+    everything = all_measured(session.home, names, data, split, device, session.console, target)
     if stability:
         check_comparable([one.subject for one in everything], [one.sae for one in everything])
     found = marked(evaluated(everything, model, tokens, session.console), everything)

@@ -10,17 +10,21 @@ from ..config import flag_of
 from ..distributed import communicator
 from ..errors import ConfigError, SaeError
 from ..home import checked_name, now
-from ..inventory.filling import open_store
+from ..inventory.filling import open_joined
 from ..options import Given, Json, configured, start, store_names, unfinished_names
 from ..solvers import SOLVERS
-from ..store import ActivationStore
+from ..store import Joined
 from ..training import Job, Plan, Run, TrainingConfig, claimed_folders, resumed_job, run_names, train_runs
 from ..training.tables import run_table, runs_table
 
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="Training algorithm.")]
 Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="Activation.")]
-Data = Annotated[str | None, typer.Option("--data", help="Activation store to train on.", show_default="the newest",
-                                                autocompletion=store_names)]
+Data = Annotated[list[str] | None, typer.Option(
+    "--data", help="Activation store to train on; several, of the same tokens at other places, are read side by side, "
+                   "for a crosscoder.", show_default="the newest", autocompletion=store_names)]
+Target = Annotated[str | None, typer.Option(
+    "--target", help="Store of the same tokens to predict from --data, for a transcoder.", show_default="--data itself",
+    autocompletion=store_names)]
 DataHash = Annotated[str | None, typer.Option(
     "--data-hash", help="Hash of the store's origin, as in a run's config.toml: a note is printed if the store of that "
                         "name has another.", show_default=False)]
@@ -33,8 +37,8 @@ Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, e
 
 @configured(TrainingConfig, repeated=True, advanced={"data_hash"}, solver=SOLVERS, act=ACTIVATIONS)
 def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
-            data: Data = None, data_hash: DataHash = None, name: Name = None, resume: Resume = False,
-            json: Json = False) -> None:
+            data: Data = None, target: Target = None, data_hash: DataHash = None, name: Name = None,
+            resume: Resume = False, json: Json = False) -> None:
     """Train a sparse autoencoder from a store.
 
     Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch,
@@ -54,12 +58,13 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                 jobs = [resumed_job(session.home, name, session.console, claims, processes)]
             else:
                 names = run_names(name, [each.varied for each in options])
-                store = processes.main_first(lambda: open_store(session.home, data, session.console))
-                checked_name(store.name, "the name of the store's folder")
-                runs = [_planned(store, each, solver, act) for each in options]
-                if not _has_hash(ctx, store, data_hash):
-                    session.console.note(f"{store.name} is not the store that --data-hash {data_hash} is of, though it "
-                                         "has its name; the weights will be others")
+                stores = processes.main_first(lambda: open_joined(session.home, data or [], target, session.console))
+                for store in stores.all:
+                    checked_name(store.name, "the name of the store's folder")
+                runs = [_planned(stores, each, solver, act) for each in options]
+                if not _has_hash(ctx, stores, data_hash):
+                    session.console.note(f"{stores.name} is not what --data-hash {data_hash} is of, though it has the "
+                                         "name; the weights will be others")
                 folders = claimed_folders(session.home, names, f"{solver}-{act}", claims, processes)
                 jobs = [Job(folder, run, {key: each.values[key] for key in each.values if key in each.given},
                             each.varied) for folder, run, each in zip(folders, runs, options, strict=True)]
@@ -79,19 +84,20 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             raise last
 
 
-def _planned(store: ActivationStore, options: Given, solver: str, act: str) -> Run:
+def _planned(stores: Joined, options: Given, solver: str, act: str) -> Run:
     """A new run, with every default resolved."""
     training = options.config(TrainingConfig)
     chosen_solver = options.choose(SOLVERS, "solver", solver)
     activation = options.choose(ACTIVATIONS, "act", act)
-    plan = Plan.resolved(training.rows_of(store), training.test_rows_of(store), training, chosen_solver, activation)
-    return Run(store, plan, now())
+    plan = Plan.resolved(training.rows_of(stores), training.test_rows_of(stores), training, chosen_solver, activation)
+    return Run(stores, plan, now())
 
 
-def _has_hash(ctx: typer.Context, store: ActivationStore, data_hash: str | None) -> bool:
-    """Whether the store is the one that a file of options was written for, or the command line names another."""
-    chosen = {name: ctx.get_parameter_source(name).name for name in ("data", "data_hash")}
-    return chosen["data"] == "COMMANDLINE" != chosen["data_hash"] or data_hash in (None, store.meta.request_hash)
+def _has_hash(ctx: typer.Context, stores: Joined, data_hash: str | None) -> bool:
+    """Whether the stores are those that a file of options was written for, or the command line names others."""
+    on_line = {name for name in ("data", "target", "data_hash")
+               if ctx.get_parameter_source(name).name == "COMMANDLINE"}
+    return data_hash in (None, stores.hash) or (bool(on_line) and "data_hash" not in on_line)
 
 
 def _demand_no_others(ctx: typer.Context) -> None:

@@ -12,7 +12,7 @@ from ..console import Listener, listening
 from ..errors import ConfigError
 from ..home import Home
 from ..metrics import Firing, doubts, firing, reconstruction
-from ..store import Rows
+from ..store import JoinedRows, Rows
 from ..wording import counted
 from ..worlds.scores import FeatureScores
 from .comparing import marked
@@ -20,7 +20,7 @@ from .sae_and_rows import Measured, RowsLike, SAELike, all_measured, by_rows, me
 
 if TYPE_CHECKING:
     from ..harvest import Windows
-    from ..language_model import LanguageModel
+    from ..language_model import LanguageModel, Place
 
 PICTURED_ROWS = 200
 NAMED = 40  # characters of a run's name in its picture's: a whole path may be too long for a file name
@@ -43,12 +43,12 @@ def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
     """
     listener = listening(progress)
     one = measured(Home.at(home), sae, data, split, device, listener)
-    return sparsity_document(one, firing(one.sae, one.batches(listener)))
+    return sparsity_document(one, firing(one.sae, one.inputs(listener)))
 
 
 def tallied(everything: Sequence[Measured], pictured: bool, listener: Listener) -> list[Firing]:
     """`Firing` of each SAE on its rows; with the first rows' codes if `draw_sparsity` is to picture them."""
-    return [firing(one.sae, one.batches(listener), PICTURED_ROWS if pictured else 0) for one in everything]
+    return [firing(one.sae, one.inputs(listener), PICTURED_ROWS if pictured else 0) for one in everything]
 
 
 def sparsity_document(one: Measured, counts: Firing) -> dict[str, Any]:
@@ -189,28 +189,36 @@ class _Splice:
     model: "LanguageModel"
     rows: Rows
     cutter: "Windows"
+    read: "Place"
+    written: "Place"
 
 
 def _splices(everything: Sequence[Measured], name: str, listener: Listener) -> list[_Splice]:
     """The passes to make through the model; errors are raised here, before the rows are measured."""
     from ..harvest import Windows
-    from ..language_model import LanguageModel, find_model
+    from ..language_model import LanguageModel, Place, find_model
     from ..splice import check_rows, check_tokens
 
     groups = by_rows(everything)
-    every_rows = [everything[members[0]].of_store for members in groups]
     found_model = find_model(name)
-    for rows in every_rows:
-        check_rows(rows, found_model)
+    every_rows, ends = [], []
+    for one in (everything[members[0]] for members in groups):
+        rows = [one.of_store, *([one.rows.target] if isinstance(one.rows, JoinedRows) and one.rows.target else [])]
+        if isinstance(one.rows, JoinedRows) and len(one.rows.inputs) > 1:
+            one.demand_reconstruction("the effect on a model")
+        for some in rows:
+            check_rows(some, found_model)
+        every_rows.append(rows[0])
+        ends.append([Place(some.store.meta.source["layer"], some.store.meta.source["site"]) for some in rows])
     model = LanguageModel(found_model, everything[0].sae.W_enc.device, head=True)
     found = []
-    for rows, members in zip(every_rows, groups, strict=True):
+    for rows, members, places in zip(every_rows, groups, ends, strict=True):
         source = rows.store.meta.source
         cutter = Windows(model.tokenizer, source["context"])
         check_tokens(rows, model, cutter.prefix)
         if source["model"] != found_model.identity()["model"]:
             listener.note(f"{rows.store.name} came from {source['model']}, and is run through {name}")
-        found.append(_Splice(members, model, rows, cutter))
+        found.append(_Splice(members, model, rows, cutter, places[0], places[-1]))
     return found
 
 
@@ -221,10 +229,10 @@ def _effects(everything: Sequence[Measured], splices: list[_Splice], tokens: int
 
     results: list[dict[str, Any]] = [{} for _ in everything]
     for splice in splices:
-        model, rows, source = splice.model, splice.rows, splice.rows.store.meta.source
+        model, rows = splice.model, splice.rows
         windows = stored_windows(rows, splice.cutter.prefix, tokens)
         with listener.progress(f"splicing into {model.source.name}", min(tokens, rows.rows), "tokens") as show:
-            measures = effects(model, windows, splice.cutter.special, source["layer"], source["site"],
+            measures = effects(model, windows, splice.cutter.special, splice.read, splice.written,
                                [everything[index].sae for index in splice.members], show)
         for index, measure in zip(splice.members, measures, strict=True):
             results[index] = measure

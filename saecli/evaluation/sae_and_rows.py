@@ -21,9 +21,9 @@ from ..errors import ConfigError, HubError, RunError
 from ..formats import SavedSAE
 from ..home import Home, read_run
 from ..hub import Address, fetch, is_cached
-from ..inventory.filling import open_store
-from ..store import ActivationStore, Rows
-from ..training.rows import ArrayLike, ArrayRows
+from ..inventory.filling import open_joined
+from ..store import ActivationStore, Joined, JoinedRows, Rows
+from ..training.rows import AnyRows, ArrayLike, ArrayRows
 from ..worlds import World
 from ..worlds.scores import Alignment
 
@@ -42,6 +42,8 @@ class Subject:
         data_hash: request hash of the store that it was trained on; None if unknown.
         dead_fraction: fraction of its latents that fire on none of its training rows, in [0, 1], counted by training;
             None if unknown.
+        beside: names of further stores that it was trained on.
+        target: name of the store of its targets; None if these are the rows.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Subject:
     complete: bool = True
     data_hash: str | None = None
     dead_fraction: float | None = None
+    beside: tuple[str, ...] = ()
+    target: str | None = None
 
 
 def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lambda _: None) -> Subject:
@@ -110,13 +114,13 @@ def _run(folder: Path, marker: str, name: str) -> Subject:
                        f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`")
     dead = run.result.final.get("dead_fraction") if run.result else None
     return Subject(name, folder, run.data, run.training.split_seed, run.training.fraction, run.complete, run.data_hash,
-                   dead)
+                   dead, run.beside, run.target)
 
 
 SAELike = SAE | str | Path | None  # an SAE, a run's name or anything that `load_sae` takes; None for the newest run
-# A store or rows of one, rows in memory (N, D), or a store's name in the home; None for the store that the run was
-# trained on, else the newest.
-RowsLike = ActivationStore | Rows | ArrayLike | str | None
+# A store, stores joined, or rows of these, rows in memory (N, D), with targets beside them (N, D + E), or a store's
+# name in the home; None for the stores that the run was trained on, else the newest.
+RowsLike = ActivationStore | Joined | Rows | JoinedRows | ArrayLike | str | None
 
 BATCH_CODES, BATCH_ROWS = 1 << 24, 1024  # at a time: at most 64 MB of codes; smaller batches are faster
 
@@ -135,7 +139,7 @@ class Measured:
     subject: Subject
     saved: SavedSAE
     split: str | None
-    rows: Rows | ArrayRows
+    rows: AnyRows
 
     @property
     def sae(self) -> SAE:
@@ -144,11 +148,20 @@ class Measured:
 
     @property
     def of_store(self) -> Rows:
-        """The rows, for measures that need their store; ConfigError if they are in memory."""
+        """The rows, of several stores the first one's, for measures that need their store; ConfigError if they are in
+        memory."""
         if isinstance(self.rows, ArrayRows):
             raise ConfigError("data", "must be a store or rows of one here, got rows in memory",
                               "put them into a store with `sae import`")
-        return self.rows
+        return self.rows.inputs[0] if isinstance(self.rows, JoinedRows) else self.rows
+
+    def demand_reconstruction(self, what: str) -> None:
+        """Refuse a transcoder, or a crosscoder, where `what` is defined for the reconstruction of one store's rows; by
+        a ConfigError."""
+        if isinstance(self.rows, JoinedRows):
+            raise ConfigError(None, "{what} of {name} is not defined: expected an SAE that reconstructs the rows of "
+                              "one store, got one trained on {data}", "name another run", what=what,
+                              name=self.subject.name, data=self.rows.name)
 
     @property
     def store(self) -> ActivationStore:
@@ -165,16 +178,17 @@ class Measured:
     @property
     def heading(self) -> dict[str, str | None]:
         """The first entries of every document: the names of run, store and split; None for rows in memory."""
-        data = None if isinstance(self.rows, ArrayRows) else self.rows.store.name
+        data = None if isinstance(self.rows, ArrayRows) else name_of(self.rows)
         return {"run": self.subject.name, "data": data, "split": self.split}
 
     @property
     def chosen_rows(self) -> tuple[str, int, float] | None:
-        """The store, and seed and fraction of the split, which determine the rows but for the split's name; None in
+        """The stores, and seed and fraction of the split, which determine the rows but for the split's name; None in
         memory."""
         if isinstance(self.rows, ArrayRows):
             return None
-        return self.rows.store.name, self.rows.split.seed, self.rows.split.fraction
+        split = self.of_store.split
+        return name_of(self.rows), split.seed, split.fraction
 
     @property
     def batch_rows(self) -> int:
@@ -182,8 +196,8 @@ class Measured:
         return max(16, min(BATCH_ROWS, BATCH_CODES // self.sae.d_sae))
 
     def batches(self, listener: Listener) -> Iterator[Tensor]:
-        """The rows in stored order, in batches, (B, D), in the SAE's dtype and on its device; the listener shows
-        progress."""
+        """The rows in stored order, with targets beside them, in batches, (B, D + E), in the SAE's dtype and on its
+        device; the listener shows progress."""
         done = 0
         with listener.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
             for batch in self.rows.sequential(self.batch_rows):
@@ -191,8 +205,18 @@ class Measured:
                 done += len(batch)
                 show(done)
 
+    def inputs(self, listener: Listener) -> Iterator[Tensor]:
+        """As `batches`, without targets, (B, D)."""
+        return (batch[:, :self.sae.d_in] for batch in self.batches(listener))
 
-def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, listener: Listener) -> Measured:
+
+def name_of(rows: Rows | JoinedRows) -> str:
+    """The name of the rows' store, or the names of all."""
+    return rows.name if isinstance(rows, JoinedRows) else rows.store.name
+
+
+def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, listener: Listener,
+             target: str | None = None) -> Measured:
     """Open an SAE and the rows to measure it on.
 
     Args:
@@ -202,20 +226,32 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, 
         split: "test", "train" or "all", with the run's split seed.
         device: as of `--device`.
         listener: notes the choices that the user did not make.
+        target: name of the store of a transcoder's targets; None for the one it was trained on, if data are too.
 
     Raises:
         RunError, FormatError, HubError, StoreError: one of them is missing or cannot be read.
-        ConfigError: the rows do not have the SAE's width, or there is no such device or split.
+        ConfigError: the rows do not have the SAE's width, or lack its targets, or there is no such device or split.
     """
     subject, saved = opened(home, sae, listener)
-    rows = _rows(home, subject, data, split, listener)
-    if saved.sae.d_in != rows.d_in:
-        name = "these rows" if isinstance(rows, ArrayRows) else rows.store.name
+    rows = _rows(home, subject, data, target, split, listener)
+    name = "these rows" if isinstance(rows, ArrayRows) else name_of(rows)
+    d_target = rows.d_target
+    if isinstance(rows, ArrayRows) and rows.d_in == saved.sae.d_in + saved.sae.d_out:
+        d_target = saved.sae.d_out  # beside the rows
+    predicts = subject.target is not None or "target_site" in saved.origin or saved.sae.W_skip is not None
+    if predicts and not d_target:
+        raise ConfigError(None, "{sae} is a transcoder: expected the store of what it predicts, got {name} alone",
+                          "name both, by {data} and {target}", sae=subject.name, name=name)
+    if d_target and saved.sae.d_out != d_target:
+        raise ConfigError(None, "{sae} cannot be measured on {name}: expected targets of {d_out} dimensions, got {got}",
+                          "name another store with {target}", sae=subject.name, name=name, d_out=saved.sae.d_out,
+                          got=d_target)
+    if saved.sae.d_in != rows.d_in - (d_target - rows.d_target):
         raise ConfigError(None, "{sae} cannot be measured on {name}: expected rows of {d_in} dimensions, got {got}",
                           "name another store with {data}", sae=subject.name, name=name, d_in=saved.sae.d_in,
                           got=rows.d_in)
-    which = None if isinstance(rows, ArrayRows) else rows.split.which
-    return Measured(subject, SavedSAE(saved.sae.copy_to(device_named(device)), saved.origin), which, rows)
+    found = Measured(subject, SavedSAE(saved.sae.copy_to(device_named(device)), saved.origin), None, rows)
+    return found if isinstance(rows, ArrayRows) else replace(found, split=found.of_store.split.which)
 
 
 def opened(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:
@@ -230,26 +266,36 @@ def opened(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Saved
     return subject, formats.load(subject.folder)
 
 
-def _rows(home: Home, subject: Subject, data: RowsLike, split: str, listener: Listener) -> Rows | ArrayRows:
-    if isinstance(data, Rows):
+def _rows(home: Home, subject: Subject, data: RowsLike, target: str | None, split: str,
+          listener: Listener) -> AnyRows:
+    if isinstance(data, Rows | JoinedRows):
         return data
-    if not isinstance(data, ActivationStore | str | None):
+    if not isinstance(data, ActivationStore | Joined | str | None):
         return ArrayRows(data)
-    store = data if isinstance(data, ActivationStore) else open_store(home, data or subject.data, listener)
-    if subject.data_hash is not None and subject.data == store.name and subject.data_hash != store.meta.request_hash:
-        listener.note(f"{store.name} is not the store that {subject.name} was trained on, though it has its name")
-    return store.split(split, fraction=subject.fraction if split == "train" else 1.0, seed=subject.split_seed)
+    if isinstance(data, ActivationStore):
+        stores = Joined((data,))
+    elif isinstance(data, Joined):
+        stores = data
+    else:
+        names = [data] if data else [name for name in (subject.data, *subject.beside) if name]
+        stores = open_joined(home, names, target if target or data else subject.target, listener)
+    own = (subject.data, *subject.beside, subject.target) == (
+        *(store.name for store in stores.inputs), stores.target and stores.target.name)
+    if subject.data_hash is not None and own and subject.data_hash != stores.hash:
+        listener.note(f"{stores.name} is not the store that {subject.name} was trained on, though it has its name")
+    return stores.split(split, fraction=subject.fraction if split == "train" else 1.0, seed=subject.split_seed)
 
 
 def held_out(one: Measured) -> Measured:
     """The same SAE with the held-out rows of its store, at least one."""
-    return replace(one, split="test", rows=one.store.split("test", seed=one.subject.split_seed))
+    stores = one.rows.stores if isinstance(one.rows, JoinedRows) else Joined((one.store,))
+    return replace(one, split="test", rows=stores.split("test", seed=one.subject.split_seed))
 
 
 def all_measured(home: Home, saes: Sequence[SAELike], data: RowsLike, split: str, device: str,
-                 listener: Listener) -> list[Measured]:
+                 listener: Listener, target: str | None = None) -> list[Measured]:
     """`measured` of each of several SAEs, or of the newest run if there are none; notes it if their rows differ."""
-    found = [measured(home, sae, data, split, device, listener) for sae in saes or [None]]
+    found = [measured(home, sae, data, split, device, listener, target) for sae in saes or [None]]
     if len({one.chosen_rows for one in found}) > 1:
         listener.note("these runs are measured on different rows, each on its own store and split")
     return found

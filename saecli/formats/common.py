@@ -54,7 +54,7 @@ class SavedSAE:
 
 
 def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, subtracts: bool = False,
-             prefixes: Prefixes = ()) -> SAE:
+             prefixes: Prefixes = (), transcodes: bool = False) -> SAE:
     """Make an SAE from the tensors of a file, in at least float32.
 
     Args:
@@ -63,20 +63,24 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
         activation: the activation.
         subtracts: whether the file's encoder subtracts `b_dec` from rows.
         prefixes: of a nested SAE; none otherwise.
+        transcodes: whether it may be a transcoder, of any output width, with W_skip or without.
 
     Raises:
         FormatError: names or shapes do not match, a number is not finite, or the activation or the prefixes do not work
             with this number of latents.
     """
-    expect_names(path, tensors, {*WEIGHTS, *activation.parameters(1)})
+    skip = ["W_skip"] if transcodes and "W_skip" in tensors else []
+    expect_names(path, tensors, {*WEIGHTS, *activation.parameters(1), *skip})
     if tensors["W_enc"].ndim != 2 or not tensors["W_enc"].numel():
         raise FormatError(f"{path}: expected W_enc of shape (d_in, d_sae), both at least 1, got "
                           f"{tuple(tensors['W_enc'].shape)}")
     d_in, d_sae = tensors["W_enc"].shape
+    d_out = tensors["W_dec"].shape[-1] if transcodes and tensors["W_dec"].ndim else d_in
     dtype = torch.promote_types(tensors["W_enc"].dtype, torch.float32)
     copied = [tensor for tensor in tensors.values() if tensor.dtype != dtype or not tensor.is_contiguous()]
     check_memory(str(path), sum(tensor.numel() for tensor in copied) * dtype.itemsize, TO_FIT)
-    shapes = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_in), "b_dec": (d_in,),
+    shapes = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_out), "b_dec": (d_out,),
+              "W_skip": (d_in, d_out),
               **{name: tuple(parameter.shape) for name, parameter in activation.parameters(d_sae).items()}}
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name]:
@@ -91,7 +95,7 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
     if prefixes and (prefixes[-1] != d_sae or not rise(prefixes)):
         raise FormatError(f"{path}: expected prefixes that rise to d_sae, {d_sae}, got {list(prefixes)}")
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-    weights = {name: ready.pop(name) for name in WEIGHTS}
+    weights = {name: ready.pop(name) for name in (*WEIGHTS, *skip)}
     sae = SAE(**weights, activation=activation, activation_parameters=ready, prefixes=prefixes)
     if not subtracts:
         return sae

@@ -2,8 +2,9 @@
 
 One file, `sae.safetensors`, whose tensors are `SAE.tensors()` and whose header entry `saecli` is a JSON object
 with `format_version`, `activation` and `origin`; for a nested SAE `prefixes` too, the numbers of latents. It MUST
-hold W_enc (d_in, d_sae), b_enc, W_dec and b_dec in one floating dtype, and the activation's parameters beside them; it
-acts on raw activations.
+hold W_enc (d_in, d_sae), b_enc, W_dec (d_sae, d_out) and b_dec in one floating dtype, of a transcoder with a skip
+W_skip (d_in, d_out), and the activation's parameters beside them; it acts on raw activations. `origin` has
+`target_layer` and `target_site` of a transcoder's targets.
 """
 
 from dataclasses import dataclass
@@ -55,4 +56,4 @@ def load_native(folder: Path) -> SavedSAE:
         activation = activation_from_json(header.activation)
     except ValueError as error:
         raise FormatError(f"{path}: {error}") from error
-    return SavedSAE.of(assemble(path, tensors, activation, prefixes=header.prefixes), header.origin)
+    return SavedSAE.of(assemble(path, tensors, activation, prefixes=header.prefixes, transcodes=True), header.origin)

@@ -197,7 +197,7 @@ def write_report(one: Measured, out: Path, latents: str | Sequence[int] | None, 
     headline, lacking = _headline(one)
     sae, words = one.sae, words_for(one, model, set(COLUMNS) <= set(one.store.meta.columns))
     gathered = Examples(chosen or range(sae.d_sae), sae.d_sae, count, words.has_tokens)
-    found = survey(sae, in_blocks(one.batches(listener), one.of_store, one.batch_rows), gathered)
+    found = survey(sae, in_blocks(one.inputs(listener), one.of_store, one.batch_rows), gathered)
     if chosen is None:
         chosen = sorted(found.firing.frequency.argsort(descending=True, stable=True)[:top or MOST_PAGES].tolist())
     details = Details(found, _readings(one, chosen, words, listener))

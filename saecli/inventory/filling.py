@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..console import Listener, Step
-from ..errors import PeerError, StoreError, StoreOptionError
+from ..errors import ConfigError, PeerError, StoreError, StoreOptionError
 from ..home import STORE_MARKER, Home
-from ..store import ActivationStore, StoreWriter, remembers, saved_rows
+from ..store import ActivationStore, Joined, StoreWriter, remembers, saved_rows
 from ..wording import counted
 
 
@@ -23,6 +23,21 @@ def open_store(home: Home, name: str | None, listener: Listener) -> ActivationSt
     if remembers(store.path) and (problems := _check_changed(store, listener)):
         raise StoreError(first_of(problems))
     return store
+
+
+def open_joined(home: Home, data: Sequence[str], target: str | None, listener: Listener) -> Joined:
+    """The stores of these names side by side, none for the newest, and that of a target, None for the inputs.
+
+    Raises:
+        StoreError: as of `open_store`.
+        ConfigError: one is named twice among the inputs, or they are not row for row the same tokens.
+    """
+    if twice := [name for index, name in enumerate(data) if name in data[:index]]:
+        raise ConfigError("data", "names {name} twice", "name each store once", name=twice[0])
+    joined = Joined(tuple(open_store(home, name, listener) for name in data or [None]),
+                    None if target is None else open_store(home, target, listener))
+    joined.demand_alike()
+    return joined
 
 
 def finished_store(folder: Path, request_hash: str, listener: Listener) -> ActivationStore | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import formats
+from ..batch import Batch
 from ..console import Listener, listening
 from ..dictionary import SAE
 from ..errors import ConfigError, FormatError, StoreError
@@ -96,15 +97,17 @@ def _deviation(sae: SAE, stand_in: SAE, to: str, held_out: Callable[[], Measured
                                 "measure the difference on, but {error}", to=to, lacking=sae.activation.name,
                           instead=stand_in.activation.name, error=error) from error
     sae, stand_in = one.sae, stand_in.copy_to(one.sae.W_enc.device)
-    exact, instead = (Reconstruction(sae.d_in, sae.d_sae) for _ in range(2))
+    exact, instead = (Reconstruction(sae.d_out, sae.d_sae) for _ in range(2))
     differ, largest = 0, 0.0
-    for x in one.batches(listener):
+    for rows in one.batches(listener):
+        batch = Batch.of(rows, sae.d_in)
+        x, y = batch.x, batch.y
         z, other = sae.codes(x), stand_in.codes(x)
-        x_hat, other_hat = sae.predicted(x, z)[:, -1], stand_in.predicted(x, other)[:, -1]
-        exact.update(x, x_hat, z)
-        instead.update(x, other_hat, other)
+        y_hat, other_hat = sae.predicted(x, z)[:, -1], stand_in.predicted(x, other)[:, -1]
+        exact.update(y, y_hat, z)
+        instead.update(y, other_hat, other)
         differ += int((z.dense() != other.dense()).any(1).sum())
-        largest = max(largest, float((x_hat - other_hat).abs().max()))
+        largest = max(largest, float((y_hat - other_hat).abs().max()))
     return {"data": one.heading["data"], "rows": one.rows.rows, "rows_that_differ": differ,
             "max_difference": largest, "fvu": exact.result()["fvu"], "fvu_written": instead.result()["fvu"]}
 

@@ -82,6 +82,7 @@ def _at_random(rows: Rows, count: int, size: int) -> Iterator[NDArray[np.float32
 def surveyed(one: Measured, most: int, listener: Listener) -> Iterator[Tensor]:
     """The rows to measure, progress shown."""
     done = 0
+    one.demand_reconstruction("the geometry")
     with listener.progress(f"measuring {one.subject.name}", min(most, one.rows.rows), "rows") as show:
         for batch in first(one.of_store, most, batch_size(one.sae.d_sae)):
             yield torch.from_numpy(batch)

@@ -55,15 +55,20 @@ class JoinedRows:
         return self.target.d_in if self.target else 0
 
     @property
-    def store(self) -> ActivationStore:
-        """The first input's store, which has the columns of all."""
-        return self.inputs[0].store
+    def stores(self) -> "Joined":
+        """The stores that they are rows of."""
+        return Joined(tuple(rows.store for rows in self.inputs), self.target.store if self.target else None)
+
+    @property
+    def name(self) -> str:
+        """The names of all stores, in words."""
+        return self.stores.name
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
                 part: Part = WHOLE) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches, (B, D + E) float32, in the order of the first input alone; see
         `Rows.batches`."""
-        row_bytes = self.store.meta.row_bytes
+        row_bytes = self.inputs[0].store.meta.row_bytes
         return self._side_by_side([rows.batches(batch_size, seed=seed, epoch=epoch, window_bytes=window_bytes,
                                                 part=part, row_bytes=row_bytes) for rows in self._all])
 
@@ -101,6 +106,11 @@ class Joined:
 
     inputs: tuple[ActivationStore, ...]
     target: ActivationStore | None = None
+
+    @property
+    def all(self) -> tuple[ActivationStore, ...]:
+        """The inputs, and the target if there is one."""
+        return (*self.inputs, self.target) if self.target else self.inputs
 
     @property
     def name(self) -> str:
@@ -145,7 +155,7 @@ class Joined:
 
         Cost: reads all columns beside the rows.
         """
-        first, *others = (*self.inputs, *([self.target] if self.target else []))
+        first, *others = self.all
         for other in others:
             for what, values in (("rows", (first.rows, other.rows)), ("dtype", (first.dtype, other.dtype)),
                                  ("columns", tuple(",".join(one.meta.columns) or "none" for one in (first, other)))):

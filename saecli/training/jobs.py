@@ -13,7 +13,7 @@ from ..console import Listener
 from ..distributed import Communicator
 from ..errors import ConfigError, RunError
 from ..home import Home, checked_name, read_settings
-from ..inventory.filling import open_store
+from ..inventory.filling import open_joined
 from ..solvers import SOLVERS
 from .checkpoints import claimed
 from .config import Plan, TrainingConfig
@@ -104,20 +104,21 @@ def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
     document = read_settings(path)
     if document["complete"]:
         raise RunError(f"{name} is finished; there is nothing to resume, start a new run with `sae train`")
-    store = open_store(home, document["data"], listener)
+    stores = open_joined(home, [document["data"], *document.get("beside", [])], document.get("target"), listener)
     try:
         settings = dict(document["solver"])
         training = TrainingConfig.from_json(document["training"])
-        plan = Plan.resolved(training.rows_of(store), training.test_rows_of(store), training,
+        plan = Plan.resolved(training.rows_of(stores), training.test_rows_of(stores), training,
                              SOLVERS[settings.pop("name")].from_json(settings),
                              activation_from_json(document["activation"]))
         if plan.training != training:  # a setting was missing, and today's default would be filled in
             raise ConfigError(None, "not all of its settings are filled in")
-        run, trained_on = Run(store, plan, document["created"]), document["data_hash"]
+        run, trained_on = Run(stores, plan, document["created"]), document["data_hash"]
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"cannot go on with {name}: {path} is not what this version of `sae train` writes "
                        f"({error}); train it anew") from error
-    if trained_on != store.meta.request_hash:
-        raise RunError(f"cannot go on with {name}: {store.name} is not the store that it was begun on, though it has "
-                       f"its name; make that store again, or train anew")
+    if trained_on != stores.hash:
+        what = ("is not the store that it was begun on, though it has its name" if stores.is_single else
+                "are not the stores that it was begun on, though they have their names")
+        raise RunError(f"cannot go on with {name}: {stores.name} {what}; make them again, or train anew")
     return Job(folder, run)

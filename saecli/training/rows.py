@@ -104,7 +104,9 @@ SAMPLED_ROWS = 2048  # sample to which learning rate and initial scale are fitte
 RATE_FACTOR, RATE_POWER = 0.105, 1 / 3
 HIGHEST_RATE, OF_WIDTH = 0.008, 128
 ENOUGH_FIRINGS, FIRINGS_POWER = 8, 2 / 3
-REGRESSED_ROWS, REGRESSION_RIDGE = 32, 1e-3  # rows per dimension; over the mean square of a dimension
+REGRESSED_ROWS = 32  # per dimension
+REGRESSION_RIDGES = 10.0 ** torch.arange(-12, 2)  # over the mean eigenvalue
+EXACT = 1e-13  # fraction of the targets' square up to which an error is rounding
 POWER_ITERATIONS = 30  # for two digits of an eigenvalue
 
 
@@ -178,21 +180,23 @@ class TrainingRows:
 
     @cached_property
     def regression(self) -> Tensor | None:
-        """The linear regression of the targets on the rows, `argmin_B sum ||x B - y||^2 + r ||B||^2`, (D, E); None if
-        the targets are the rows.
+        """The linear regression of the targets on the rows, (D, E); None if the targets are the rows. See `regressed`.
 
         Cost: a pass over at most `REGRESSED_ROWS` rows per dimension.
         """
         if not self.stored.d_target:
             return None
         D = self.d_in
-        sums = torch.zeros(D, D + self.stored.d_target, dtype=torch.float64, device=self.normalisation.mean.device)
-        for batch in self.some(min(self.rows, REGRESSED_ROWS * D), 0):
-            x = batch.x.double()
-            sums += x.T @ torch.cat([x, batch.y.double()], 1)
-        sums = self.communicator.all_reduce(sums) if self.communicator.world_size > 1 else sums
-        ridge = REGRESSION_RIDGE * sums[:, :D].diagonal().mean() * torch.eye(D).to(sums)
-        return torch.linalg.solve(sums[:, :D] + ridge, sums[:, D:]).to(self.normalisation.mean.dtype)
+        count, mean = min(self.rows, REGRESSED_ROWS * D), self.normalisation.mean
+        products = torch.zeros(D, D + self.stored.d_target, dtype=torch.float64, device=mean.device)
+        square = torch.zeros((), dtype=torch.float64, device=mean.device)
+        for batch in self.some(count, 0):
+            x, y = batch.x.double(), batch.y.double()
+            products += x.T @ torch.cat([x, y], 1)
+            square += y.square().sum()
+        if self.communicator.world_size > 1:
+            products, square = self.communicator.all_reduce(products), self.communicator.all_reduce(square)
+        return regressed(count, products[:, :D], products[:, D:], square).to(mean.dtype)
 
     def _sequential(self) -> Iterator[Batch]:
         """Every row once, in stored order; each batch is in one process, and empty in the others."""
@@ -217,6 +221,30 @@ class TrainingRows:
         mean = self.normalisation.mean
         for batch in batches:
             yield self.normalisation(moved(torch.from_numpy(batch), mean.device).to(mean.dtype))
+
+
+def regressed(rows: int, xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
+    """Ridge regression of targets on rows, (D, E), its ridge by generalised cross-validation.
+
+        B = (x'x + r I)^-1 x'y        GCV(r) = ||x B - y||^2 / (N - trace (x'x + r I)^-1 x'x)^2
+
+    Args:
+        rows: N.
+        xx: `x'x`, (D, D), float64.
+        xy: `x'y`, (D, E).
+        yy: `||y||^2`, a scalar.
+
+    Source: Golub, Heath and Wahba, "Generalized Cross-Validation as a Method for Choosing a Good Ridge Parameter"
+    (1979).
+    """
+    values, Q = torch.linalg.eigh(xx)
+    values = values.clamp(min=0)
+    along, ridges = Q.T @ xy, REGRESSION_RIDGES.to(values) * values.mean()
+    damped = 1 / (values + ridges[:, None])  # (k, D)
+    error = yy - (along.square().sum(1) * damped * (2 - values * damped)).sum(1)
+    left = (rows - (values * damped).sum(1)).clamp(min=1)
+    best = (error.clamp(min=EXACT * yy) / left.square()).argmin()
+    return Q @ (along * damped[best][:, None])
 
 
 def part_of(communicator: Communicator) -> Part:
@@ -274,9 +302,9 @@ def fitted_learning_rate(batch: Tensor, firings: float) -> float:
 
     lambda is the largest eigenvalue of `sum ||x||^2 x x' / sum ||x||^2` for rows of mean squared norm D. A step of Adam
     moves each of the D weights of a latent by up to lr: the latent, of norm about 1, by up to `lr sqrt(D)`, and the
-    pre-activations of rows along the leading direction by up to `lr sqrt(D lambda)`; the fourth moment in place of the second lets rows of large norm, which dominate the
-    gradient, count for more. Adam divides by the root of a mean square over all steps, so that the fewer rows of a
-    batch a latent fires on, the noisier its steps.
+    pre-activations of rows along the leading direction by up to `lr sqrt(D lambda)`; the fourth moment in place of the
+    second lets rows of large norm, which dominate the gradient, count for more. Adam divides by the root of a mean
+    square over all steps, so that the fewer rows of a batch a latent fires on, the noisier its steps.
 
     Powers and factors are fitted to the best of a few rates each, of 4,000 steps: 8e-3 on tiny-gemma2 (D = 128) at 8
     firings, 4e-3 there at 2, 4e-3 to 8e-3 on image patches (256), about 4e-3 in two worlds of known features at 2.5

@@ -12,19 +12,20 @@ from ..dictionary import SAE
 from ..files import write_json
 from ..formats import SavedSAE, save_native
 from ..home import RUN_MARKER, RUN_VERSION
-from ..store import ActivationStore
+from ..store import Joined
 from .checkpoints import EventFiles, MetricsLog, Progress, check_tensorboard, load_checkpoint, save_checkpoint
 from .config import Plan
 from .trainer import Measures, Record
 
-ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos")  # of the rows' source, kept in an SAE's file
+# Of the rows' source, kept in an SAE's file.
+ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos", "target_layer", "target_site")
 CONFIG = "config.toml"  # of a run: the options that repeat it
 KEPT = "kept"  # folder of a run that holds the run folders of its earlier epochs
 
 
-def origin_of(store: ActivationStore) -> dict[str, Any]:
-    """The source of a store's rows, for an SAE's file."""
-    return {key: store.meta.source[key] for key in ORIGIN if key in store.meta.source}
+def origin_of(stores: Joined) -> dict[str, Any]:
+    """The source of the stores' rows, for an SAE's file."""
+    return {key: stores.origin[key] for key in ORIGIN if key in stores.origin}
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,12 @@ class Run:
     """A training on rows of a store.
 
     Args:
-        store: the activations.
+        stores: the activations.
         plan: what is trained.
         created: time of its start.
     """
 
-    store: ActivationStore
+    stores: Joined
     plan: Plan
     created: str
 
@@ -46,7 +47,7 @@ class Run:
         plan = self.plan
         write_json(folder / RUN_MARKER, {
             "format_version": RUN_VERSION, "created": self.created, "complete": result is not None,
-            "data": self.store.name, "data_hash": self.store.meta.request_hash, "training": plan.training.to_json(),
+            **self.stores.names(), "training": plan.training.to_json(),
             "solver": {"name": plan.solver.name, **plan.solver.to_json()},
             "activation": activation_to_json(plan.activation), "result": result})
 
@@ -103,4 +104,4 @@ class RunRecord(Record):
             log.close()
 
     def _save(self, sae: SAE, folder: Path) -> None:
-        save_native(SavedSAE(sae.copy_to(torch.float32), origin_of(self.run.store)), folder)
+        save_native(SavedSAE(sae.copy_to(torch.float32), origin_of(self.run.stores)), folder)

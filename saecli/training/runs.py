@@ -61,7 +61,7 @@ def _begun(job: Job, trainings: int, listener: Listener, communicator: Communica
     trainer = Trainer(plan, RunRecord(run, folder) if communicator.is_main else Record(), trainings=trainings,
                       communicator=communicator)
     listener.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
-                  f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
+                  f"on {run.stores.d_in} dimensions, {trainer.train_rows.rows:,} training and "
                   f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
     for warning in doubts_at_start(plan):
         listener.note(f"{folder.name}: warning: {warning}")
@@ -89,7 +89,7 @@ def _trained(jobs: Sequence[Job], loop: Loop, listener: Listener) -> list[dict[s
             loss_curves(job.folder / "loss.png", {job.folder.name: read_metrics(job.folder)})
             job.run.write(job.folder, result)  # last, so that --resume completes it if this is interrupted
     return [{"run": job.folder.name, "path": str(job.folder), "solver": plan.solver.name, "act": plan.activation.name,
-             "data": job.run.store.name, "d_in": job.run.store.d_in, "d_sae": plan.training.d_sae, **result,
+             "data": job.run.stores.name, "d_in": job.run.stores.d_in, "d_sae": plan.training.d_sae, **result,
              **({} if one else {"varied": dict(job.varied)})}
             for job, result in zip(finished, results, strict=True) for plan in [job.run.plan]]
 
@@ -139,8 +139,10 @@ def _tell_notes(job: Job, document: Mapping[str, Any], listener: Listener, befor
 def _write_config(folder: Path, run: Run, given: Mapping[str, Any]) -> None:
     """Write a file for `--config` that repeats the run: the options given, and as comments those filled in."""
     plan = run.plan
-    chosen = {"solver": plan.solver.name, "act": plan.activation.name, "data": run.store.name,
-              "data_hash": run.store.meta.request_hash}
+    names = run.stores.names()
+    beside = names.pop("beside", [])
+    chosen = {"solver": plan.solver.name, "act": plan.activation.name, **names,
+              "data": [names["data"], *beside] if beside else names["data"]}
     settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
     if settled["sparsity"] == "none":
         del settled["sparsity_weight"]
