@@ -21,7 +21,7 @@ TYPE_CHECKING = False  # true to a type checker, which then knows exactly these 
 if TYPE_CHECKING:
     from typing import Any
 
-    from .api import fit, load_sae, open_store, save_sae
+    from .api import fit, join, load_sae, open_store, save_sae
     from .dictionary import SAE
     from .errors import SaeError
     from .evaluation.evaluate import compare, evaluate, sparsity
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["SAE", "ActivationStore", "SaeError", "compare", "evaluate", "export", "extract", "fit", "geometry",
-           "import_array", "import_synthetic", "list_home", "load_sae", "open_store", "push", "report", "save_sae",
-           "sparsity", "stability"]
+           "import_array", "import_synthetic", "join", "list_home", "load_sae", "open_store", "push", "report",
+           "save_sae", "sparsity", "stability"]
 
 _MODULES = {
     "SAE": "dictionary",

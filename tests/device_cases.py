@@ -39,5 +39,5 @@ def trained(device: str, solver: str, act: str, options: dict[str, Any], start: 
     """The SAE, and the state after the first epoch."""
     record = Kept(start)
     given = {"d_sae": 32, "epochs": 2, "batch_size": 100, "device": device} | options
-    (sae,) = Loop([Trainer(_planned(rows, solver, act, given), record)]).train()
+    (sae,) = Loop([Trainer(_planned(rows, None, solver, act, given), record)]).train()
     return sae, record.kept

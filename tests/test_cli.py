@@ -171,7 +171,7 @@ def test_names_that_no_encoding_has_are_printed_escaped(tmp_path: Path, encoding
 
 def test_an_unexpected_error_is_named_as_a_bug_and_shown_whole_on_demand(sae: CommandLine, monkeypatch):
     make_store(sae.home, "rows", some_rows(300))
-    monkeypatch.setattr("saecli.commands.train.open_store", lambda *_: 1 / 0)
+    monkeypatch.setattr("saecli.commands.train.open_joined", lambda *_: 1 / 0)
     done = sae("train")
     assert (done.status, done.out) == (1, "")
     assert done.err.startswith("sae: unexpected ZeroDivisionError: division by zero; SAE_DEBUG=1 shows where")

@@ -107,7 +107,7 @@ def test_every_key_is_the_name_of_an_option():
     ('alpha = "many"', (), 'alpha must be a number or one of auto, or a list of such, got "many"'),
     ('act = "tanh"', (), "act must be one of relu, jumprelu"),
     ('act = "reul"', (), 'got "reul"; did you mean relu?'),
-    ("data = 3", (), "data must be text in quotes, got 3"),
+    ("data = 3", (), "data must be text in quotes, or a list of such, got 3"),
     ("epochs = [1, 2]", (), "epochs must be a whole number, got [1, 2]"),
     ("epochs = 1979-05-27", (), 'epochs must be a whole number, got "1979-05-27"'),
     ('revive = "no"', (), 'revive must be true or false, got "no"'),

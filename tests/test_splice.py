@@ -1,6 +1,6 @@
 """Splicing an SAE into a language model, against plain torch on a small real model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -82,18 +82,20 @@ def identity_sae() -> SAE:
 
 def oracle(folder: Path, windows: Iterator[list[int]], sae: SAE) -> dict[str, float]:
     """One window at a time in float64, the site replaced by a hook written out here."""
-    llama = LlamaForCausalLM.from_pretrained(folder).double()
-    sae = sae.copy_to(torch.float64)
+    llama, sae = LlamaForCausalLM.from_pretrained(folder).double(), sae.copy_to(torch.float64)
+    return oracle_of(llama, llama.model.layers[LAYER], windows,
+                     lambda x: torch.cat([x[:, :1], sae(x[0, 1:])[None]], dim=1))
 
-    def run(ids: Tensor, replace: object) -> Tensor:
-        handle = llama.model.layers[LAYER].register_forward_hook(
+
+def oracle_of(llama: LlamaForCausalLM, module: torch.nn.Module, windows: Iterator[list[int]],
+              spliced: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """The effects of replacing a module's output."""
+    def run(ids: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
+        handle = module.register_forward_hook(
             lambda module, args, output: replace(output if isinstance(output, Tensor) else output[0]))
         logits = llama(input_ids=ids).logits[0]
         handle.remove()
         return logits.log_softmax(-1)
-
-    def spliced(x: Tensor) -> Tensor:
-        return torch.cat([x[:, :1], sae(x[0, 1:])[None]], dim=1)
 
     losses, divergences = {"ce_clean": [], "ce_spliced": [], "ce_zero": []}, []
     with torch.no_grad():

@@ -56,7 +56,7 @@ class Failing(Lines):
 def trainer(rows: Any, solver: str = "sgd", act: str = "topk", record: Record | None = None,
             **options: Any) -> Trainer:
     given = QUICK | ({"k": 3} if act == "topk" else {}) | options
-    return Trainer(_planned(rows, solver, act, given), record or Lines())
+    return Trainer(_planned(rows, None, solver, act, given), record or Lines())
 
 
 def same(one: saecli.SAE, other: saecli.SAE) -> bool:

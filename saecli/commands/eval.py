@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..errors import ConfigError
 from ..evaluation.comparing import draw_frontier, evaluation_tables, flat, marked, meaning, sparsest_first
 from ..evaluation.evaluate import TOKENS, check_tokens_of_model, evaluated, warnings
 from ..evaluation.sae_and_rows import all_measured
@@ -72,8 +71,6 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     check_tokens_of_model(given(ctx, "tokens"), model)
     names = list(dict.fromkeys(runs or ()))
     check_stability(stability, len(names), given(ctx, "match_threshold"))
-    if target is not None and data is None:
-        raise ConfigError("target", "does nothing without {data}", "name the store that it is predicted from")
     everything = all_measured(session.home, names, data, split, device, session.console, target)
     if stability:
         check_comparable([one.subject for one in everything], [one.sae for one in everything])

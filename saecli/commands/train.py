@@ -63,8 +63,9 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                     checked_name(store.name, "the name of the store's folder")
                 runs = [_planned(stores, each, solver, act) for each in options]
                 if not _has_hash(ctx, stores, data_hash):
-                    session.console.note(f"{stores.name} is not what --data-hash {data_hash} is of, though it has the "
-                                         "name; the weights will be others")
+                    what = ("is not the store that" if stores.is_single else "are not the stores that")
+                    session.console.note(f"{stores.name} {what} --data-hash {data_hash} is of, though named alike; the "
+                                         "weights will be others")
                 folders = claimed_folders(session.home, names, f"{solver}-{act}", claims, processes)
                 jobs = [Job(folder, run, {key: each.values[key] for key in each.values if key in each.given},
                             each.varied) for folder, run, each in zip(folders, runs, options, strict=True)]

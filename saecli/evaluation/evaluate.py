@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..home import Home
 from ..metrics import Firing, doubts, firing, reconstruction
 from ..store import JoinedRows, Rows
+from ..training.rows import ArrayLike
 from ..wording import counted
 from ..worlds.scores import FeatureScores
 from .comparing import marked
@@ -82,9 +83,9 @@ def draw_sparsity(path: Path, tallies: Mapping[str, Firing]) -> list[Path]:
 TOKENS = 16_384  # that a model is run over by default
 
 
-def evaluate(sae: SAELike = None, data: RowsLike = None, *, split: str = "test", model: str | None = None,
-             tokens: int | None = None, device: str = "auto", home: str | Path | None = None,
-             progress: bool = False) -> dict[str, Any]:
+def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str | None = None, split: str = "test",
+             model: str | None = None, tokens: int | None = None, device: str = "auto",
+             home: str | Path | None = None, progress: bool = False) -> dict[str, Any]:
     """Measure an SAE on rows, as `sae eval` does.
 
         fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
@@ -93,6 +94,8 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
         sae: an SAE, a run's name or whatever else `load_sae` takes; None for the newest run.
         data: a store, or its name in the home, of which `split` is taken; rows chosen from one, or rows in memory,
             (N, D), which are all taken; None for the store that the run was trained on, else the newest.
+        target: what a transcoder predicts from data: a store's name beside another's, or with rows in memory an array,
+            (N, E); None for the store that the run was trained on.
         split: test, the rows held out; train, those trained on; or all.
         model: hub id or folder of the language model that the store's rows came from, to splice the SAE into it.
         tokens: number of the split's tokens that the model is run over; 16,384 by default.
@@ -109,13 +112,13 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
         ConfigError: an argument that cannot work, or that does nothing with the others.
         RunError, FormatError, HubError, StoreError, ModelError: something is missing or cannot be read.
     """
-    return compare([sae], data, split=split, model=model, tokens=tokens, device=device, home=home,
+    return compare([sae], data, target=target, split=split, model=model, tokens=tokens, device=device, home=home,
                    progress=progress)[0]
 
 
-def compare(saes: Sequence[SAELike], data: RowsLike = None, *, split: str = "test", model: str | None = None,
-            tokens: int | None = None, device: str = "auto", home: str | Path | None = None,
-            progress: bool = False) -> list[dict[str, Any]]:
+def compare(saes: Sequence[SAELike], data: RowsLike = None, *, target: ArrayLike | str | None = None,
+            split: str = "test", model: str | None = None, tokens: int | None = None, device: str = "auto",
+            home: str | Path | None = None, progress: bool = False) -> list[dict[str, Any]]:
     """Measure several SAEs, and mark those that no other on the same rows beats; see `comparing.unbeaten`.
 
     Args:
@@ -129,7 +132,7 @@ def compare(saes: Sequence[SAELike], data: RowsLike = None, *, split: str = "tes
     """
     check_tokens_of_model(tokens, model)
     listener = listening(progress)
-    everything = all_measured(Home.at(home), saes, data, split, device, listener)
+    everything = all_measured(Home.at(home), saes, data, split, device, listener, target)
     return marked(evaluated(everything, model, tokens, listener), everything)
 
 

@@ -118,8 +118,8 @@ def _run(folder: Path, marker: str, name: str) -> Subject:
 
 
 SAELike = SAE | str | Path | None  # an SAE, a run's name or anything that `load_sae` takes; None for the newest run
-# A store, stores joined, or rows of these, rows in memory (N, D), with targets beside them (N, D + E), or a store's
-# name in the home; None for the stores that the run was trained on, else the newest.
+# A store, stores joined, or rows of these, rows in memory (N, D), or a store's name in the home; None for the stores
+# that the run was trained on, else the newest.
 RowsLike = ActivationStore | Joined | Rows | JoinedRows | ArrayLike | str | None
 
 BATCH_CODES, BATCH_ROWS = 1 << 24, 1024  # at a time: at most 64 MB of codes; smaller batches are faster
@@ -216,7 +216,7 @@ def name_of(rows: Rows | JoinedRows) -> str:
 
 
 def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, listener: Listener,
-             target: str | None = None) -> Measured:
+             target: ArrayLike | str | None = None) -> Measured:
     """Open an SAE and the rows to measure it on.
 
     Args:
@@ -226,7 +226,8 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, 
         split: "test", "train" or "all", with the run's split seed.
         device: as of `--device`.
         listener: notes the choices that the user did not make.
-        target: name of the store of a transcoder's targets; None for the one it was trained on, if data are too.
+        target: name of the store of a transcoder's targets, with rows in memory these targets, (N, E); None for the
+            store that it was trained on, if data are too.
 
     Raises:
         RunError, FormatError, HubError, StoreError: one of them is missing or cannot be read.
@@ -235,18 +236,16 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, 
     subject, saved = opened(home, sae, listener)
     rows = _rows(home, subject, data, target, split, listener)
     name = "these rows" if isinstance(rows, ArrayRows) else name_of(rows)
-    d_target = rows.d_target
-    if isinstance(rows, ArrayRows) and rows.d_in == saved.sae.d_in + saved.sae.d_out:
-        d_target = saved.sae.d_out  # beside the rows
-    predicts = subject.target is not None or "target_site" in saved.origin or saved.sae.W_skip is not None
-    if predicts and not d_target:
+    predicts = (subject.target is not None or "target_site" in saved.origin or saved.sae.W_skip is not None
+                or saved.sae.d_out != saved.sae.d_in)
+    if predicts and not rows.d_target:
         raise ConfigError(None, "{sae} is a transcoder: expected the store of what it predicts, got {name} alone",
                           "name both, by {data} and {target}", sae=subject.name, name=name)
-    if d_target and saved.sae.d_out != d_target:
+    if rows.d_target and saved.sae.d_out != rows.d_target:
         raise ConfigError(None, "{sae} cannot be measured on {name}: expected targets of {d_out} dimensions, got {got}",
                           "name another store with {target}", sae=subject.name, name=name, d_out=saved.sae.d_out,
-                          got=d_target)
-    if saved.sae.d_in != rows.d_in - (d_target - rows.d_target):
+                          got=rows.d_target)
+    if saved.sae.d_in != rows.d_in:
         raise ConfigError(None, "{sae} cannot be measured on {name}: expected rows of {d_in} dimensions, got {got}",
                           "name another store with {data}", sae=subject.name, name=name, d_in=saved.sae.d_in,
                           got=rows.d_in)
@@ -266,12 +265,15 @@ def opened(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Saved
     return subject, formats.load(subject.folder)
 
 
-def _rows(home: Home, subject: Subject, data: RowsLike, target: str | None, split: str,
+def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str | None, split: str,
           listener: Listener) -> AnyRows:
+    if not isinstance(data, Rows | JoinedRows | ActivationStore | Joined | str | None):
+        return ArrayRows(data, target)
+    if target is not None and not isinstance(data, str):
+        raise ConfigError("target", "does nothing without the name of a store as {data}, or rows in memory",
+                          "leave it out, or give stores as one, by `saecli.join`")
     if isinstance(data, Rows | JoinedRows):
         return data
-    if not isinstance(data, ActivationStore | Joined | str | None):
-        return ArrayRows(data)
     if isinstance(data, ActivationStore):
         stores = Joined((data,))
     elif isinstance(data, Joined):
@@ -293,7 +295,7 @@ def held_out(one: Measured) -> Measured:
 
 
 def all_measured(home: Home, saes: Sequence[SAELike], data: RowsLike, split: str, device: str,
-                 listener: Listener, target: str | None = None) -> list[Measured]:
+                 listener: Listener, target: ArrayLike | str | None = None) -> list[Measured]:
     """`measured` of each of several SAEs, or of the newest run if there are none; notes it if their rows differ."""
     found = [measured(home, sae, data, split, device, listener, target) for sae in saes or [None]]
     if len({one.chosen_rows for one in found}) > 1:

@@ -75,7 +75,7 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
         raise FormatError(f"{path}: expected W_enc of shape (d_in, d_sae), both at least 1, got "
                           f"{tuple(tensors['W_enc'].shape)}")
     d_in, d_sae = tensors["W_enc"].shape
-    d_out = tensors["W_dec"].shape[-1] if transcodes and tensors["W_dec"].ndim else d_in
+    d_out = len(tensors["b_dec"]) if transcodes and tensors["b_dec"].shape == tensors["W_dec"].shape[1:] else d_in
     dtype = torch.promote_types(tensors["W_enc"].dtype, torch.float32)
     copied = [tensor for tensor in tensors.values() if tensor.dtype != dtype or not tensor.is_contiguous()]
     check_memory(str(path), sum(tensor.numel() for tensor in copied) * dtype.itemsize, TO_FIT)

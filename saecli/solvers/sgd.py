@@ -25,7 +25,7 @@ class Sgd(SolverConfig):
     name: ClassVar[str] = "sgd"
 
     tied: bool = option(False, "Tie the decoder to the encoder: W_dec = W_enc'; with --target W_enc' B, B the "
-                              "targets' regression on the rows.")
+                              "targets' regression on the rows.", advanced=True)
 
     def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "SgdSolver":
         start = initial.sae()

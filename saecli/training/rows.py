@@ -49,6 +49,9 @@ class ArrayRows:
         if rows.ndim != 2 or not rows.size or rows.dtype.kind not in "fiu":
             raise ConfigError("rows", "must be numbers in an array (rows, d_in), got one of {dtype} and shape {shape}",
                               dtype=rows.dtype, shape=tuple(rows.shape))
+        if self._targets is not None and self._targets.rows != len(rows):
+            raise ConfigError("target", "must have as many rows as there are, {count}, got {got}", count=len(rows),
+                              got=self._targets.rows)
         self._rows = rows
         # Narrower dtypes are widened; float64 is kept for training in float64.
         self._dtype = np.float64 if rows.dtype == np.float64 else np.float32
@@ -56,9 +59,6 @@ class ArrayRows:
         if bad:
             raise ConfigError("rows", "must be finite, got {bad} of {count} with a NaN or infinity", "leave those out",
                               bad=bad, count=len(rows))
-        if self._targets is not None and self._targets.rows != len(rows):
-            raise ConfigError("target", "must have as many rows as there are, {count}, got {got}", count=len(rows),
-                              got=self._targets.rows)
 
     @property
     def d_target(self) -> int:
@@ -242,7 +242,7 @@ def regressed(rows: int, xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
     along, ridges = Q.T @ xy, REGRESSION_RIDGES.to(values) * values.mean()
     damped = 1 / (values + ridges[:, None])  # (k, D)
     error = yy - (along.square().sum(1) * damped * (2 - values * damped)).sum(1)
-    left = (rows - (values * damped).sum(1)).clamp(min=1)
+    left = rows - len(values) + (ridges[:, None] * damped).sum(1)  # which does not cancel where rows are few
     best = (error.clamp(min=EXACT * yy) / left.square()).argmin()
     return Q @ (along * damped[best][:, None])
 
