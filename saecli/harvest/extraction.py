@@ -49,7 +49,7 @@ def extract(model: str | None = None, *, layer: int | None = None, site: str = "
         model: hub id or folder of a causal language model, or `tiny-gemma2`, which is bundled; None for the default of
             `sae extract`.
         layer: block to read, from 0; None for the middle one.
-        site: resid_post, resid_pre, mlp_out or attn_out.
+        site: resid_post, resid_pre, mlp_in, mlp_out or attn_out.
         name: name of the store; None to derive it from model, layer, site and a hash of the options.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
         device: where to compute; auto is cuda if available.
