@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 from homes import CommandLine, make_run
 from tiny_models import WIDTH, save_model
-from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaModel
 
 from saecli.activations import TopK
 from saecli.dictionary import SAE
@@ -23,6 +24,7 @@ from saecli.store import ActivationStore
 
 TEXT = "\n\n".join("".join("abcdefghijklmnop"[(i * n) % 16] for i in range(n % 37)) or "a" for n in range(120))
 SEVERAL = ("--layer", "0", "--layer", "2", "--site", "resid_post", "--site", "mlp_out")
+LETTER_C = 6  # its token
 
 
 @pytest.fixture(scope="module")
@@ -49,41 +51,111 @@ def stored(home: Path, name: str) -> tuple[np.ndarray, dict[str, list[int]]]:
 
 
 @pytest.mark.slow
-def test_several_places_are_the_stores_of_each_alone_and_cache_hits_of_each_other(sae: CommandLine, model, text):
+def test_several_places_that_drop_no_row_hold_the_rows_of_each_alone_under_a_request_of_their_own(sae: CommandLine,
+                                                                                                  model, text):
     words = ("extract", "--model", model, "--dataset", text, "--context", "16", "--rows", "900", "--json")
-    alone = sae(*words, "--layer", "2", "--site", "mlp_out").json
-    assert list(alone)[:7] == ["name", "path", "rows", "d_in", "dtype", "shards", "cached"]
     together = sae(*words, *SEVERAL).json["stores"]
-    assert [found["cached"] for found in together] == [False, False, False, True]
-    assert {**together[3], "cached": False} == alone
-    elsewhere = CommandLine(sae.home / "elsewhere", sae.monkeypatch, sae.capsys)
+    assert list(together[0])[:7] == ["name", "path", "rows", "d_in", "dtype", "shards", "cached"]
+    assert [found["cached"] for found in together] == [False] * 4
+    assert len({found["name"].rpartition("-")[2] for found in together}) == 1  # one hash, of the request
+    labels = [f"l{layer}-{site}" for layer in "02" for site in ("mlp_out", "resid_post")]
     for index, (layer, site) in enumerate((layer, site) for layer in "02" for site in ("resid_post", "mlp_out")):
-        again = elsewhere(*words, "--layer", layer, "--site", site).json
-        assert again == {**together[index], "path": again["path"], "cached": False}
-        metas = [store(home, again["name"]).meta for home in (sae.home, elsewhere.home)]
-        assert metas[0].to_json() == {**metas[1].to_json(), "created": metas[0].created}
-        assert sae(*words, "--layer", layer, "--site", site).json["cached"]
-    assert all(found["cached"] for found in sae(*words, *SEVERAL).json["stores"])
+        alone = sae(*words, "--layer", layer, "--site", site).json
+        assert not alone["cached"] and alone["name"] != together[index]["name"]
+        metas = [store(sae.home, found["name"]).meta for found in (alone, together[index])]
+        assert [shard.sha256 for shard in metas[0].shards] == [shard.sha256 for shard in metas[1].shards]
+        assert metas[0].dropped == metas[1].dropped
+        beside = [label for label in labels if label != f"l{layer}-{site}"]
+        assert metas[1].source == {**metas[0].source, "beside": beside}
+    again = sae(*words, "--site", "mlp_out", "--site", "resid_post", "--layer", "2", "--layer", "0").json["stores"]
+    assert all(found["cached"] for found in again)
+    assert {found["name"] for found in again} == {found["name"] for found in together}
+    assert "same tokens as" in sae(*words[:-1], *SEVERAL).out
     assert sae(*words, "--layer", "0", "--layer", "0").json["cached"]  # one store, said as one
+
+
+@pytest.fixture
+def overflowing(tmp_path: Path) -> Path:
+    """A model that embeds the letter c beyond float16's range; its MLPs' inputs are normalised."""
+    folder = save_model(tmp_path / "overflowing", "llama")
+    found = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        found.get_input_embeddings().weight[LETTER_C] *= 1e6
+    found.save_pretrained(folder)
+    return folder
+
+
+def test_rows_that_one_place_cannot_store_are_dropped_from_all_and_damage_is_mended(sae: CommandLine, overflowing,
+                                                                                    text):
+    words = ("extract", "--model", overflowing, "--dataset", text, "--layer", "1", "--context", "16", "--rows", "500",
+             "--shard-rows", "60", "--dtype", "float16", "--name", "s", "--json")
+    both = (*words, "--site", "resid_pre", "--site", "mlp_in")
+    pre, mlp = sae(*both).json["stores"]
+    counts = [{reason: found["dropped"].get(reason, 0) for reason in ("nonfinite", "beside")} for found in (pre, mlp)]
+    assert counts[0]["nonfinite"] == counts[1]["beside"] > 20
+    assert counts[0]["beside"] == counts[1]["nonfinite"] == 0
+    assert mlp["dropped_norms"]["beside"]["rows"] == counts[1]["beside"] and "beside" not in pre["dropped_norms"]
+    assert stored(sae.home, pre["name"])[1] == stored(sae.home, mlp["name"])[1]
+    columns = stored(sae.home, mlp["name"])[1]
+    assert LETTER_C not in columns["token_id"] and len(columns["token_id"]) == 500
+    alone = sae(*words[:-2], "alone", "--json", "--site", "mlp_in", "--rows", "1000").json
+    rows, every = stored(sae.home, alone["name"])
+    kept = np.array(every["token_id"]) != LETTER_C
+    for name, values in every.items():
+        assert np.array(values)[kept].tolist()[:500] == columns[name]
+    np.testing.assert_allclose(stored(sae.home, mlp["name"])[0], rows[kept][:500], rtol=2e-3, atol=2e-3)
+    metas = [store(sae.home, found["name"]).meta for found in (pre, mlp)]
+    damaged = [sorted((sae.home / "activations" / found["name"] / "shards").glob("*.h5")) for found in (pre, mlp)]
+    for shard in (damaged[0][3], damaged[1][1], damaged[1][8]):
+        shard.unlink()
+    assert [found["cached"] for found in sae(*both).json["stores"]] == [False, False]
+    shutil.rmtree(sae.home / "activations" / pre["name"])
+    damaged[1][4].unlink()
+    assert [found["cached"] for found in sae(*both).json["stores"]] == [False, False]
+    for found, meta in zip((pre, mlp), metas, strict=True):
+        again = store(sae.home, found["name"])
+        assert again.meta.to_json() == {**meta.to_json(), "created": again.meta.created}
+        assert again.verify() == []
+
+
+def test_no_row_that_all_places_can_store_is_said(sae: CommandLine, overflowing, tmp_path: Path):
+    (tmp_path / "c.txt").write_text("\n\n".join(["c" * 15] * 800))
+    done = sae("extract", "--model", overflowing, "--dataset", tmp_path / "c.txt", "--layer", "1", "--site", "mlp_in",
+               "--site", "resid_pre", "--context", "16", "--dtype", "float16")
+    assert done.status == 1
+    assert "at all of the 2 places" in done.err and "extract each place alone" in done.err
+    assert not list((sae.home / "activations").iterdir())
+
+
+def test_stores_whose_shards_end_at_different_tokens_are_refused(sae: CommandLine, model, text):
+    words = ("extract", "--model", model, "--dataset", text, "--rows", "300", "--shard-rows", "60", "--name", "s",
+             "--site", "mlp_in", "--site", "mlp_out")
+    assert sae(*words).status == 0
+    path = sae.home / "activations" / "s-l1-mlp_out" / "store.json"
+    document = json.loads(path.read_text())
+    document["shards"][2]["resume"]["skip"] += 1
+    path.write_text(json.dumps(document))
+    assert "s-l1-mlp_in and s-l1-mlp_out do not hold the same rows" in " ".join(sae(*words).err.split())
 
 
 def test_a_name_of_several_stores_is_what_their_names_begin_with(sae: CommandLine, model, text):
     words = ("extract", "--model", model, "--dataset", text, "--rows", "100", "--json")
     found = sae(*words, *SEVERAL, "--name", "mine").json["stores"]
     assert [each["name"] for each in found] == [f"mine-l{n}-{site}" for n in "02" for site in ("resid_post", "mlp_out")]
-    assert sae(*words, "--layer", "2", "--name", "mine-l2-resid_post").json["cached"]
+    refused = sae(*words, "--layer", "2", "--name", "mine-l2-resid_post").err
+    assert "there is a store named 'mine-l2-resid_post' already, made from something else" in refused
     out = sae("extract", "--model", model, "--dataset", text, "--rows", "100", *SEVERAL, "--name", "mine").out
     assert out.count("stored already, by the same request") == 4
 
 
 @pytest.mark.long
 def test_several_places_killed_at_different_shards_equal_those_never_stopped(sae: CommandLine):
-    words = ["extract", "--model", "tiny-gemma2", "--rows", "45000", "--shard-rows", "1500"]
+    words = ["extract", "--model", "tiny-gemma2", "--rows", "45000", "--shard-rows", "1500", "--max-norm-multiple",
+             "1.2", *SEVERAL]
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
-    def killed(shards: int, *places: str) -> None:
-        command = [sys.executable, "-m", "saecli", "--home", str(sae.home), *words, *places, "--name"]
-        command.append("k" if len(places) > 2 else f"k-l{places[1]}-resid_post")
+    def killed(shards: int) -> None:
+        command = [sys.executable, "-m", "saecli", "--home", str(sae.home), *words, "--name", "k"]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
         while len(list(sae.home.glob("activations/k*/shards/[0-9]*.h5"))) < shards:
             assert process.poll() is None
@@ -91,13 +163,14 @@ def test_several_places_killed_at_different_shards_equal_those_never_stopped(sae
         process.send_signal(signal.SIGKILL)
         process.wait()
 
-    assert sae(*words, *SEVERAL, "--name", "w").status == 0
-    killed(9, "--layer", "0")
-    killed(30, *SEVERAL)
-    killed(80, *SEVERAL)
+    assert sae(*words, "--name", "w").status == 0
+    killed(30)
+    shutil.rmtree(sae.home / "activations" / "k-l2-resid_post")
+    killed(60)
     stand = [len(store(sae.home, path.name).meta.shards) for path in (sae.home / "activations").glob("k*")]
     assert len(set(stand)) > 1 and max(stand) < 30
-    assert sae(*words, *SEVERAL, "--name", "k").status == 0
+    assert sae(*words, "--name", "k").status == 0
+    assert store(sae.home, "w-l0-mlp_out").meta.dropped["beside"] > 1000
     for path in (sae.home / "activations").glob("k*"):
         meta, expected = store(sae.home, path.name).meta, store(sae.home, "w" + path.name[1:]).meta
         assert meta.to_json() == {**expected.to_json(), "created": meta.created}

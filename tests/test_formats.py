@@ -141,6 +141,18 @@ def test_saelens_standard_matches_its_formula(tmp_path: Path, subtract: bool) ->
     assert found.origin == {"model": "gpt2", "layer": 8, "site": "mlp_out", "context": 64, "prepend_bos": False}
 
 
+@pytest.mark.parametrize(("hook", "site"), [
+    ("blocks.8.hook_mlp_out", "mlp_out"), ("blocks.8.ln2.hook_normalized", "mlp_in"), ("blocks.8.hook_mlp_in", None),
+    ("blocks.8.ln1.hook_normalized", None), ("blocks.8.hook_mlp_in.x", None)])
+def test_saelens_hook_names_a_site_and_is_written_as_it_was_read(tmp_path: Path, hook: str, site: str | None) -> None:
+    metadata = {"model_name": "gpt2", "hook_name": hook}
+    saved = load(saelens_folder(tmp_path, weights(), "standard", metadata=metadata))
+    assert saved.origin.get("site") == site
+    save(saved, "saelens", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "cfg.json").read_text())["metadata"]["hook_name"]
+    assert written == (hook if site else None)
+
+
 def test_saelens_subtracts_the_decoder_bias_where_its_configuration_is_silent(tmp_path: Path) -> None:
     folder = saelens_folder(tmp_path, weights(), "standard")
     config = json.loads((folder / "cfg.json").read_text())

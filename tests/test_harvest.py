@@ -1,5 +1,6 @@
 """Windows, blocks and batches: every token once, whatever the batches, wherever an earlier pass stopped."""
 
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from saecli.harvest import COLUMNS, Cursor, Forward, Target, Windows, batch_toke
 from saecli.harvest.config import Quota, rows_by_rank
 from saecli.harvest.forward import tokens_that_fit
 from saecli.language_model import LanguageModel, Place
-from saecli.store import ActivationStore, StoreMeta, StoreWriter
+from saecli.store import ActivationStore, Admission, StoreMeta, StoreWriter, saved_rows
 from saecli.texts import Document
 
 BOS, EOS, CONTEXT, ROWS = 1, 2, 16, 700
@@ -242,10 +243,11 @@ def test_automatic_batches_are_powers_of_two_that_fit(model):
 
 
 def fill_stores(home: Path, model: LanguageModel, places: list[Place], stop_at: int | None = None, *,
-                packed: bool = False, batch: int = 64) -> None:
+                packed: bool = False, batch: int = 64, multiple: float | None = None, rows: int = ROWS) -> None:
     """What `sae extract` does, in batches of so many tokens; interrupted once so many rows were computed."""
     windows, texts = Windows(model.tokenizer, CONTEXT, packed=packed), some_texts(100, seed=3)
-    metas = {place: StoreMeta({"place": str(place)}, "x", "bfloat16", 16, 90, columns=COLUMNS) for place in places}
+    metas = {place: StoreMeta({"place": str(place)}, "x", "bfloat16", 16, 90, columns=COLUMNS,
+                              max_norm_multiple=multiple) for place in places}
     done = 0
 
     def show(tokens: int, rows: int) -> None:
@@ -254,12 +256,12 @@ def fill_stores(home: Path, model: LanguageModel, places: list[Place], stop_at: 
         if stop_at is not None and done >= stop_at:
             raise KeyboardInterrupt
 
-    writers = [StoreWriter.open(home / f"{place.layer}-{place.site}", metas[place], limit=ROWS) for place in places]
+    writers = [StoreWriter.open(home / f"{place.layer}-{place.site}", metas[place], limit=rows) for place in places]
     try:
         targets = [Target(place, writer) for place, writer in zip(places, writers, strict=True)]
         start = min((target.cursor for target in targets), key=lambda cursor: cursor.place)
         forward = Forward(model, "bfloat16", batch, print)
-        fill(targets, in_blocks(opened(texts), windows, ROWS, start), forward, ROWS, show)
+        fill(targets, in_blocks(opened(texts), windows, rows, start), forward, rows, show)
         for writer in writers:
             writer.finish()
     finally:
@@ -273,7 +275,7 @@ def contents(home: Path, place: Place) -> tuple:
 
 
 @pytest.mark.slow
-def test_stores_filled_together_are_byte_for_byte_those_filled_alone(model, tmp_path: Path, small_blocks):
+def test_stores_that_drop_no_row_are_byte_for_byte_those_filled_alone(model, tmp_path: Path, small_blocks):
     for place in PLACES:
         fill_stores(tmp_path / "alone", model, [place])
     fill_stores(tmp_path / "together", model, PLACES)
@@ -292,6 +294,75 @@ def test_stores_filled_together_are_byte_for_byte_those_filled_alone(model, tmp_
         assert alone[:2] == (True, ROWS)
         assert contents(tmp_path / "together", place) == alone
         assert contents(tmp_path / "interrupted", place) == alone
+
+
+DROPPING, MULTIPLE = [Place(0, "attn_out"), Place(2, "mlp_out"), Place(1, "resid_pre")], 1.15
+
+
+def stored_rows(home: Path, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    """A store's rows, (R, 16), and their columns, (3, R)."""
+    rows = ActivationStore.open(home / f"{place.layer}-{place.site}").split("all")
+    return (np.concatenate([batch.copy() for batch in rows.sequential(64)]),
+            np.stack([np.concatenate(list(rows.column(name, 64))) for name in COLUMNS]))
+
+
+def test_stores_filled_together_drop_what_any_of_them_drops_and_say_why(model, tmp_path: Path, small_blocks):
+    for place in DROPPING:  # every row there is
+        fill_stores(tmp_path / "every", model, [place], rows=10**6)
+    fill_stores(tmp_path / "together", model, DROPPING, multiple=MULTIPLE)
+    every = {place: stored_rows(tmp_path / "every", place) for place in DROPPING}
+    norms = {place: np.linalg.norm(rows.astype(np.float64), axis=1) for place, (rows, _) in every.items()}
+    fit = {place: found <= MULTIPLE * np.median(found[:100]) for place, found in norms.items()}
+    common = np.logical_and.reduce(list(fit.values()))
+    assert all((each & ~common).sum() > 50 for each in fit.values())
+    for place in DROPPING:
+        rows, columns = stored_rows(tmp_path / "together", place)
+        np.testing.assert_array_equal(columns, every[place][1][:, common][:, :ROWS])
+        np.testing.assert_allclose(rows, every[place][0][common][:ROWS], rtol=0.02, atol=0.02)
+        meta = ActivationStore.open(tmp_path / "together" / f"{place.layer}-{place.site}").meta
+        seen = ROWS + meta.dropped["high_norm"] + meta.dropped["beside"]
+        if common[:seen].sum() == ROWS:  # else the store was full within a block, all of whose dropped rows it counts
+            assert meta.dropped["beside"] == (fit[place] & ~common)[:seen].sum()
+        assert meta.dropped_norms["beside"].max <= MULTIPLE * meta.median_norm < meta.dropped_norms["high_norm"].max
+
+
+def test_stores_filled_together_from_wherever_each_was_stopped_are_those_never_stopped(model, tmp_path: Path,
+                                                                                      small_blocks):
+    fill_stores(tmp_path / "whole", model, DROPPING, multiple=MULTIPLE)
+    stopped, early = tmp_path / "stopped", tmp_path / "early"
+    ahead, behind, missing = (f"{place.layer}-{place.site}" for place in DROPPING)
+    for stop_at in (1000, 900):
+        with pytest.raises(KeyboardInterrupt):
+            fill_stores(stopped, model, DROPPING, stop_at, multiple=MULTIPLE)
+        if not early.exists():
+            shutil.copytree(stopped, early)
+    for name in (behind, missing):
+        shutil.rmtree(stopped / name)
+    shutil.copytree(early / behind, stopped / behind)
+    stood = [saved_rows(stopped / name) for name in (ahead, behind)]
+    assert ROWS > stood[0] > stood[1] > 0
+    with pytest.raises(KeyboardInterrupt):
+        fill_stores(stopped, model, DROPPING, stop_at=700, multiple=MULTIPLE)
+    assert [saved_rows(stopped / name) for name in (ahead, behind)] == stood
+    assert 0 < saved_rows(stopped / missing) < stood[1]
+    fill_stores(stopped, model, DROPPING, multiple=MULTIPLE)
+    for place in DROPPING:
+        assert contents(stopped, place) == contents(tmp_path / "whole", place)
+    shutil.rmtree(stopped / missing)
+    with_finished(stopped, model, DROPPING[:2], DROPPING[2])
+    assert contents(stopped, DROPPING[2]) == contents(tmp_path / "whole", DROPPING[2])
+
+
+def with_finished(home: Path, model: LanguageModel, finished: list[Place], place: Place) -> None:
+    """What `sae extract` does where the stores of some places are finished, and that of another is missing."""
+    meta = StoreMeta({"place": str(place)}, "x", "bfloat16", 16, 90, columns=COLUMNS, max_norm_multiple=MULTIPLE)
+    folders = {one: home / f"{one.layer}-{one.site}" for one in finished}
+    beside = {one: Admission(folder, ActivationStore.open(folder).meta) for one, folder in folders.items()}
+    blocks = in_blocks(opened(some_texts(100, seed=3)), Windows(model.tokenizer, CONTEXT), ROWS, Cursor())
+    with StoreWriter.open(home / f"{place.layer}-{place.site}", meta, limit=ROWS) as writer:
+        fill([Target(place, writer)], blocks, Forward(model, "bfloat16", 64, print), ROWS, lambda tokens, rows: None,
+             beside)
+        writer.finish()
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -72,6 +72,42 @@ def test_residual_stream_is_the_sum_of_its_parts(model, tokens, layer):
     assert parts["mlp_out"].abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_mlp_in_is_the_output_of_the_norm_before_the_mlp(model, tokens, layer):
+    block = model.blocks[layer]
+    norm = {"gemma2": "pre_feedforward_layernorm", "gpt2": "ln_2"}.get(model.source.config.model_type,
+                                                                       "post_attention_layernorm")
+    expected = by_plain_hook(model, getattr(block, norm), tokens)
+    found = read(model, tokens, layer, "mlp_in")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    if model.source.config.model_type != "gemma2":  # which normalises what the MLP gives
+        mlp_out = kept(read(model, tokens, layer, "mlp_out"), tokens[1])
+        torch.testing.assert_close(kept(block.mlp(found), tokens[1]), mlp_out, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_replacing_mlp_in_replaces_what_the_mlp_computes_from(model, tokens, layer):
+    block, other = model.blocks[layer], torch.randn(3, 9, WIDTH, generator=torch.Generator().manual_seed(2))
+    seen = []
+    handle = block.mlp.register_forward_hook(lambda _, __, output: seen.append(output))
+    with model.intercepted(layer, "mlp_in", lambda activations: other):
+        model.logits(*tokens)
+    handle.remove()
+    torch.testing.assert_close(seen[0], block.mlp(other), rtol=0, atol=0)
+
+
+def test_mlp_in_of_tiny_gemma2_is_what_a_hook_written_here_sees(tokens):
+    model = LanguageModel(find_model(TINY_GEMMA2), torch.device("cpu"))
+    places = [Place(layer, site) for layer in range(4) for site in ("mlp_in", "mlp_out")]
+    together = model.read(*tokens, places, torch.clone)
+    for layer, block in enumerate(model.blocks):
+        wanted = [by_plain_hook(model, norm, tokens)
+                  for norm in (block.pre_feedforward_layernorm, block.post_feedforward_layernorm)]
+        for found, expected in zip(together[2 * layer : 2 * layer + 2], wanted, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(block.post_feedforward_layernorm(block.mlp(wanted[0])), wanted[1])
+
+
 def test_gemma2_block_equals_the_layer_computed_by_hand(tmp_path: Path, tokens):
     model = loaded(save_model(tmp_path / "gemma2", "gemma2"))
     block, config = model.blocks[1], model.source.config

@@ -1,6 +1,7 @@
 """`sae extract` in several processes: real ones, started by torchrun, talking by gloo, and killed."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -70,6 +71,70 @@ def test_two_processes_store_the_documents_of_one_and_one_of_them_speaks(sae: Co
     for documents in (columns, wanted):
         assert (documents[2] < last - 20).sum() > 10_000
     np.testing.assert_array_equal(columns[:, columns[2] < last - 20], wanted[:, wanted[2] < last - 20])
+
+
+SITES = ("mlp_out", "resid_post")
+BOTH = ("extract", "--model", "tiny-gemma2", "--layer", "1", "--site", SITES[0], "--site", SITES[1],
+        "--max-norm-multiple", "1.05", "--rows", "11000", "--shard-rows", "450")
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home where two processes stored two sites, of which either drops rows."""
+    home = tmp_path_factory.mktemp("home")
+    done = together(2, "--home", home, *BOTH, "--name", "two")
+    assert done.status == 0, done.err
+    return home
+
+
+@pytest.mark.slow
+def test_two_processes_drop_from_both_sites_the_rows_that_either_drops(both: Path, monkeypatch, capsys):
+    alone = CommandLine(both, monkeypatch, capsys)
+    assert alone(*BOTH, "--name", "one").status == 0
+    found = {name: [by_document(both, f"{name}-l1-{site}") for site in SITES] for name in ("one", "two")}
+    for (_, columns, mlp), (_, others, post) in found.values():
+        np.testing.assert_array_equal(columns, others)
+        assert min(store.meta.dropped[reason] for store in (mlp, post) for reason in ("beside", "high_norm")) > 30
+    (_, wanted, one), (_, columns, two) = found["one"][0], found["two"][0]
+    assert two.meta.median_norm == one.meta.median_norm
+    last = min(columns[2].max(), wanted[2].max())  # who makes up for rows left out decides the last documents
+    for documents in (columns, wanted):
+        assert (documents[2] < last - 20).sum() > 8_000
+    np.testing.assert_array_equal(columns[:, columns[2] < last - 20], wanted[:, wanted[2] < last - 20])
+    before = two_metas(both, "two")
+    shutil.rmtree(both / "activations" / "two-l1-mlp_out")  # its rows would come in another order
+    refused = alone(*BOTH, "--name", "two").err
+    assert "expected the number of processes that began it, 2, got 1" in refused
+    (both / "activations" / "two-l1-resid_post" / "shards" / "00003.h5").unlink()
+    assert together(2, "--home", both, *BOTH, "--name", "two").status == 0
+    assert_same(two_metas(both, "two"), before)
+
+
+def two_metas(home: Path, name: str) -> list[dict]:
+    """What `store.json` holds of the stores of both sites."""
+    return [ActivationStore.open(home / "activations" / f"{name}-l1-{site}").meta.to_json() for site in SITES]
+
+
+def assert_same(found: list[dict], expected: list[dict]) -> None:
+    """The stores are byte for byte the others."""
+    assert [{**meta, "created": ""} for meta in found] == [{**meta, "created": ""} for meta in expected]
+
+
+@pytest.mark.long
+def test_stores_of_a_killed_process_come_out_as_those_never_stopped(both: Path):
+    assert together(2, "--home", both, *BOTH, "--name", "whole").status == 0
+    folders = [both / "activations" / f"killed-l1-{site}" for site in SITES]
+    for _ in range(2):
+        before = sum(map(shards_of, folders))
+        with launched(torchrun(2), "--home", both, *BOTH, "--name", "killed") as started:
+            started.until(lambda before=before: sum(map(shards_of, folders)) >= before + 4)
+            os.kill(started.ranks()[1], signal.SIGKILL)
+            assert started.done().status == 1
+        # One rank's part of one store is lost: it is behind the others, which have its rows already.
+        shutil.rmtree(folders[0] / "ranks" / "00001", ignore_errors=True)
+    done = together(2, "--home", both, *BOTH, "--name", "killed")
+    assert done.status == 0, done.err
+    assert_same(two_metas(both, "killed"), two_metas(both, "whole"))
 
 
 @pytest.mark.long

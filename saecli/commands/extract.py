@@ -19,8 +19,8 @@ Site = Enum("Site", [(site, site) for site in SITES], type=str)  # Typer takes n
 Sites = Annotated[list[Site] | None, typer.Option(
     "--site", help="Where in the block: resid_post, its output (Gemma Scope's layer, SAELens' "
                    "blocks.L.hook_resid_post); resid_pre, its input (hidden_states[L], which the paper's code takes); "
-                   "mlp_out and attn_out, the additions of MLP and attention; can be given several times, for one "
-                   "store per layer and site.",
+                   "mlp_in, the MLP's input after its norm; mlp_out and attn_out, the additions of MLP and attention; "
+                   "can be given several times, for one store per layer and site, all of the same tokens row for row.",
     show_default="resid_post", rich_help_panel=ExtractConfig.panel)]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the store; of several, the prefix of their names.",
                                           show_default="from model, layer, site and a hash of the options")]
@@ -31,8 +31,9 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
             device: Device = "auto", json: Json = False) -> None:
     """Run a language model over text and store its activations.
 
-    The forward pass stops at the last block read. Special tokens (BOS, EOS) are dropped and counted. The same command
-    again resumes an interrupted extraction, and does nothing for a finished one.
+    The forward pass stops at the last block read. Special tokens (BOS, EOS) are dropped and counted. Of several layers
+    and sites, a row that one store must drop is dropped from all, and counted there as beside. The same command again
+    resumes an interrupted extraction, and does nothing for a finished one.
 
     Example: sae extract --model google/gemma-2-2b --layer 12
     """

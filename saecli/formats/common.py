@@ -32,7 +32,9 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
 TO_FIT = "end other programs, or read it on a machine with more"
 
-_HOOK = re.compile(r"blocks\.(\d{1,9})\.hook_(\w+)")
+# TransformerLens' name of `mlp_in`, the norm's weight apart; its own `hook_mlp_in` is before the norm: no site here.
+MLP_IN_HOOK = "ln2.hook_normalized"
+_HOOK = re.compile(rf"blocks\.(\d{{1,9}})\.(?:hook_(?!mlp_in$)(\w+)|{re.escape(MLP_IN_HOOK)})")
 
 
 @dataclass(frozen=True)
@@ -219,10 +221,11 @@ def hook_name(origin: Mapping[str, Any]) -> str | None:
     """TransformerLens' hook name for an origin; None if it lacks layer or site."""
     if origin.get("layer") is None or origin.get("site") is None:
         return None
-    return f"blocks.{origin['layer']}.hook_{origin['site']}"
+    hook = MLP_IN_HOOK if origin["site"] == "mlp_in" else f"hook_{origin['site']}"
+    return f"blocks.{origin['layer']}.{hook}"
 
 
 def origin_of_hook(name: Any) -> dict[str, Any]:
     """The `layer` and `site` in a TransformerLens hook name; empty for other names."""
     match = _HOOK.fullmatch(name) if isinstance(name, str) else None
-    return {"layer": int(match[1]), "site": match[2]} if match else {}
+    return {"layer": int(match[1]), "site": match[2] or "mlp_in"} if match else {}

@@ -115,7 +115,10 @@ class StoreRequest:
 
 def store_requests(config: ExtractConfig, model: ModelSource, text: TextSource, layers: Sequence[int],
                    sites: Sequence[str], name: str | None, shelf: Shelf) -> list[StoreRequest]:
-    """The requested stores: every site of every layer, each as if requested alone.
+    """The requested stores: every site of every layer, all of the same tokens.
+
+    Since a row that one of several places drops is dropped from all, each store's `source` names the other places, as
+    `beside`; the names derived for them end in one hash, that of the whole request.
 
     Args:
         config: with the context and the precision of the forward pass resolved.
@@ -135,15 +138,18 @@ def store_requests(config: ExtractConfig, model: ModelSource, text: TextSource, 
     common = {field: getattr(config, field) for field in DECIDING} | model.identity() | text.identity()
     if config.max_norm_multiple is not None:  # else hash as before this option existed
         common["max_norm_multiple"] = config.max_norm_multiple
+    labels = {place: f"l{place.layer}-{place.site}" for place in sorted(places)}
+    whole = common | (places[0]._asdict() if len(places) == 1 else {"places": list(labels.values())})
     found = []
     for place in places:
         source = {**common, **place._asdict()}
-        suffix = f"l{place.layer}-{place.site}"
+        if beside := [label for other, label in labels.items() if other != place]:
+            source["beside"] = beside
         if name is None:
             model_name = Path(os.path.abspath(config.model)).name
-            named = checked_name(f"{model_name}-{suffix}-{hash_request(source)[:6]}", DERIVED)
+            named = checked_name(f"{model_name}-{labels[place]}-{hash_request(whole)[:6]}", DERIVED)
         else:
-            named = checked_name(name if len(places) == 1 else f"{name}-{suffix}")
+            named = checked_name(name if len(places) == 1 else f"{name}-{labels[place]}")
         found.append(StoreRequest(place, shelf.path / named, source))
     return found
 

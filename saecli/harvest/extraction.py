@@ -24,13 +24,14 @@ from ..store import (
     StoreMeta,
     StoreWriter,
     joining_began,
+    other_number,
     rank_folder,
     rank_meta,
 )
 from ..texts import Document, TextSource
 from ..wording import size_words
 from .config import DEFAULT_CONTEXT, ExtractConfig, Quota, StoreRequest, rows_by_rank, store_requests
-from .fill import COLUMNS, Target, fill, parts_of
+from .fill import COLUMNS, Target, fill
 from .forward import Forward, batch_tokens
 from .token_windows import Spot, Windows
 from .window_blocks import Block, Cursor, in_blocks, look_ahead
@@ -49,7 +50,7 @@ def extract(model: str | None = None, *, layer: int | None = None, site: str = "
         model: hub id or folder of a causal language model, or `tiny-gemma2`, which is bundled; None for the default of
             `sae extract`.
         layer: block to read, from 0; None for the middle one.
-        site: resid_post, resid_pre, mlp_out or attn_out.
+        site: resid_post, resid_pre, mlp_in, mlp_out or attn_out.
         name: name of the store; None to derive it from model, layer, site and a hash of the options.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
         device: where to compute; auto is cuda if available.
@@ -82,7 +83,7 @@ def extract(model: str | None = None, *, layer: int | None = None, site: str = "
 def extract_stores(config: ExtractConfig, *, given: Set[str], layers: Sequence[int], sites: Sequence[str],
                    name: str | None, device: str, home: Home, listener: Listener, communicator: Communicator,
                    begin: Callable[[list[Path]], None] = lambda folders: None) -> list[tuple[ActivationStore, bool]]:
-    """Store every site of every layer, in one pass over the text.
+    """Store every site of every layer, in one pass over the text, in stores of the same tokens row for row.
 
     Args:
         config: the options that determine the rows.
@@ -117,10 +118,12 @@ def extract_stores(config: ExtractConfig, *, given: Set[str], layers: Sequence[i
     begin([request.folder for request in requests])
     there = communicator.broadcast_object(lambda: {request.place for request in requests
                                               if finished_store(request.folder, request.hash, listener)})
-    if missing := [request for request in requests if request.place not in there]:
+    if len(there) < len(requests):
         model = LanguageModel(source, where, dtype=config.model_dtype)
-        there |= Extraction(config, model, text, listener, communicator).run(missing)
-    return [(ActivationStore.open(request.folder), request.place in there) for request in requests]
+        there |= Extraction(config, model, text, listener, communicator).run(requests, there)
+    stores = [ActivationStore.open(request.folder) for request in requests]
+    _check_same_rows(stores)
+    return [(store, request.place in there) for store, request in zip(stores, requests, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ class OpenedStore:
 
 
 class Extraction:
-    """Fills stores with a model's activations.
+    """Fills stores with a model's activations, of the same tokens row for row.
 
     Args:
         config: with the context and the precision of the forward pass resolved.
@@ -167,12 +170,17 @@ class Extraction:
                                 config.min_tokens)
         self._ahead = look_ahead(model.size)
 
-    def run(self, requests: Sequence[StoreRequest]) -> set[Place]:
-        """Write the unfinished stores.
+    def run(self, requests: Sequence[StoreRequest], there: Set[Place]) -> set[Place]:
+        """Write the stores that are not finished.
+
+        Args:
+            requests: the stores.
+            there: the places of those that are finished, and only decide with the others on their rows.
 
         Returns:
             The places of stores that another process has finished meanwhile.
         """
+        self._requests = requests
         prefix = self._windows().prefix
         token_ids = torch.tensor([[*prefix, *self._model.tokenizer("a", add_special_tokens=False)["input_ids"]]])
         places = [request.place for request in requests]
@@ -185,13 +193,20 @@ class Extraction:
                 request_hash=request.hash, dtype=self._config.dtype, d_in=width, shard_rows=self._config.shard_rows,
                 columns=COLUMNS, max_norm_multiple=self._config.max_norm_multiple)
             for request, width in zip(requests, widths, strict=True)}
-        if self._communicator.world_size == 1:
-            return self._alone(requests)
+        world_size = self._communicator.world_size
         complete = self._communicator.broadcast_object(lambda: {
-            request.place for request in requests if _is_complete(request.folder)})
-        there = self._communicator.broadcast_object(lambda: self._alone(
-            [request for request in requests if request.place in complete]))
-        return there | self._by_rank([request for request in requests if request.place not in complete])
+            request.place: len(meta.ranks) or 1 for request in requests if (meta := _complete_meta(request.folder))})
+        missing = [request for request in requests if request.place not in there]
+        unfinished = [request for request in missing if request.place not in complete]
+        for request in requests if unfinished else ():  # the number of processes decides on the order of the rows
+            if (begun := complete.get(request.place, world_size)) != world_size:
+                raise other_number(request.folder, begun, world_size)
+        if world_size == 1:
+            return self._alone(missing)
+        # To rewrite a damaged shard takes the medians of all places, which `_by_rank` finds.
+        finished = self._by_rank(unfinished)
+        return finished | self._communicator.broadcast_object(lambda: self._alone(
+            [request for request in missing if request.place in complete]))
 
     def _alone(self, requests: Sequence[StoreRequest]) -> set[Place]:
         """Write stores by this process alone; of finished ones, their damaged shards."""
@@ -251,9 +266,10 @@ class Extraction:
         while waiting := [place for place, admission in admissions.items() if admission.waits]:
             if (block := next(blocks, None)) is None:
                 break
-            found = self._forward(block, waiting, lambda tokens, rows: None) if len(block.lengths) else None
-            for index, place in enumerate(waiting):
-                admissions[place](*parts_of(block, found[index] if found else None, self._metas[place].d_in))
+            if len(block.lengths):
+                found = self._forward(block, waiting, lambda tokens, rows: None)
+                for place, one in zip(waiting, found, strict=True):
+                    admissions[place].judge(one.rows)
         return {place: admission.median for place, admission in admissions.items()}
 
     def _fill_own(self, stores: Sequence[tuple[StoreRequest, StoreMeta]]) -> None:
@@ -282,9 +298,23 @@ class Extraction:
             quota = missing[0].quota
             targets = [one.target() for one in missing if one.quota == quota]
             progress = Progress(show, targets, world_size)
-            fill(targets, self._blocks(_first_cursor(targets), quota), self._forward, quota.rows, progress)
+            fill(targets, self._blocks(_first_cursor(targets), quota), self._forward, quota.rows, progress,
+                 self._beside(opened, targets))
             for target in targets:
                 target.finish()
+
+    def _beside(self, opened: Sequence[OpenedStore], targets: Sequence[Target]) -> dict[Place, Admission]:
+        """The places whose stores are not filled in a pass, and what decides which rows these can store.
+
+        Where they need a median, their stores have recorded it: a store that has no rows yet is filled in each pass,
+        from the text's beginning.
+        """
+        filled = {target.place for target in targets}
+        found = {one.place: one.writer.admission for one in opened}
+        for request in self._requests:
+            if request.place not in found:
+                found[request.place] = Admission(request.folder, ActivationStore.open(request.folder).meta)
+        return {place: admission for place, admission in found.items() if place not in filled}
 
     def _blocks(self, cursor: Cursor, quota: Quota) -> Iterator[Block]:
         """The blocks of a rank's documents from a cursor on."""
@@ -317,9 +347,21 @@ class Progress:
         self._show(self._rows, f"{rate:,.0f} tokens/s, {written:,} rows written, {size}")
 
 
-def _is_complete(folder: Path) -> bool:
-    """Whether there is a finished store, damaged or not."""
-    return (folder / STORE_MARKER).exists() and ActivationStore.open(folder).complete
+def _complete_meta(folder: Path) -> StoreMeta | None:
+    """The `store.json` of a finished store, damaged or not; None if there is none."""
+    meta = ActivationStore.open(folder).meta if (folder / STORE_MARKER).exists() else None
+    return meta if meta and meta.complete else None
+
+
+def _check_same_rows(stores: Sequence[ActivationStore]) -> None:
+    """Raise a StoreError if shards of one number end at different tokens in different stores, as they may where a row's
+    norm is within rounding of the limit and an interrupted extraction resumed with other batches."""
+    for store in stores[1:]:
+        found, expected = ([shard.resume.position for shard in one.meta.shards] for one in (store, stores[0]))
+        if found != expected:
+            raise StoreError(f"{stores[0].name} and {store.name} do not hold the same rows: expected shards that end "
+                             f"at the same tokens, got others; remove both and run the same command again, with one "
+                             f"--batch-size on one machine")
 
 
 def _first_cursor(targets: Sequence[Target]) -> Cursor:

@@ -1,12 +1,13 @@
 """Filling several stores in one pass over the text, preparing each block while the previous one is in use.
 
-Every store is filled as if alone: blocks do not depend on what else is read, so stores that were interrupted at
-different shards get the same blocks again, each from its own cursor on.
+The stores hold the same tokens, row for row: a row that one of them drops is dropped from all. So every block is read
+at all places, also at those whose stores already have its rows or are finished. Blocks do not depend on what is read:
+stores that were interrupted at different shards get the same blocks again, each from its own cursor on.
 """
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -15,7 +16,7 @@ import numpy as np
 
 from ..errors import StoreError
 from ..language_model import Place
-from ..store import StoreWriter
+from ..store import Admission, StoreWriter, jointly
 from .forward import Forward, Found
 from .window_blocks import Block, Cursor
 
@@ -88,10 +89,13 @@ class Target:
     Args:
         place: its layer and site.
         writer: writes it.
+
+    Attributes:
+        admission: decides which rows it can store.
     """
 
     def __init__(self, place: Place, writer: StoreWriter) -> None:
-        self.place, self._writer = place, writer
+        self.place, self.admission, self._writer = place, writer.admission, writer
         self.cursor = Cursor.from_json(writer.cursor)
 
     @property
@@ -113,39 +117,49 @@ class Target:
         """Whether the store needs rows of a block."""
         return not self.full and block.cursor.place >= self.cursor.place
 
-    def append(self, block: Block, found: Found | None) -> None:
-        """Store a block's rows, found being None if it has no tokens; StoreError if a write fails, the text differs
-        from an interrupted store's, or none of the first `NONFINITE_ROWS` rows could be stored."""
-        rows, columns, dropped = parts_of(block, found, self._writer.meta.d_in)
-        self._writer.append(rows, columns, block.cursor.to_json(), dropped, block.end.to_json())
-        demand_some(self.rows, block.offered, self._writer.meta.dtype)
+    @property
+    def dtype(self) -> str:
+        """The stored type."""
+        return self._writer.meta.dtype
+
+    def append(self, block: Block, found: Found | None, verdict: np.ndarray | None) -> None:
+        """Store a block's rows.
+
+        Args:
+            block: the block.
+            found: its activations; None if it has no tokens.
+            verdict: which of them all places can store, (R,); None if it has no tokens.
+
+        Raises:
+            StoreError: a write fails, or the text differs from an interrupted store's.
+        """
+        dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
+        rows = np.empty((0, self._writer.meta.d_in), np.float32)
+        if found is not None:
+            rows, dropped = found.rows, dropped | {"special": found.special_norms}
+        self._writer.append(rows, block.columns, block.cursor.to_json(), dropped, block.end.to_json(), verdict)
 
     def finish(self) -> None:
         """End the pass; see `StoreWriter.finish`."""
         self._writer.finish()
 
 
-def parts_of(block: Block, found: Found | None,
-             d_in: int) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A block and its activations (None if it has no tokens) as a store's writer takes them: rows of width `d_in`,
-    columns, and norms of the rows dropped, by reason."""
-    dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
-    if found is None:
-        return np.empty((0, d_in), np.float32), block.columns, dropped
-    return found.rows, block.columns, dropped | {"special": found.special_norms}
-
-
-def demand_some(stored: int, offered: int, dtype: str) -> None:
-    """Raise a StoreError if `NONFINITE_ROWS` rows were offered and none could be stored."""
-    if offered >= NONFINITE_ROWS and not stored:
-        remedy = ("the model itself gives them, so check its weights" if dtype == "float32" else
-                  f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != dtype)}")
-        raise StoreError(f"no row can be stored: expected rows that are finite in {dtype}, got "
-                         f"{offered:,} that are not and none that is; {remedy}")
+def demand_some(target: Target, offered: int, places: int) -> None:
+    """Raise a StoreError if `NONFINITE_ROWS` rows were offered, each at so many places, and none could be stored."""
+    if offered < NONFINITE_ROWS or target.rows:
+        return
+    if places > 1:
+        raise StoreError(f"no row can be stored: expected rows that are finite in {target.dtype}, and within "
+                         f"--max-norm-multiple where it is given, at all of the {places} places, got {offered:,} that "
+                         f"are not and none that is; extract each place alone to see which of them drops its rows")
+    remedy = ("the model itself gives them, so check its weights" if target.dtype == "float32" else
+              f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != target.dtype)}")
+    raise StoreError(f"no row can be stored: expected rows that are finite in {target.dtype}, got "
+                     f"{offered:,} that are not and none that is; {remedy}")
 
 
 def fill(targets: Sequence[Target], blocks: Iterator[Block], forward: Forward, rows: int,
-         show: Callable[[int, int], None]) -> None:
+         show: Callable[[int, int], None], beside: Mapping[Place, Admission] | None = None) -> None:
     """Fill stores until all are full or the text ends; a block is stored while the next is computed.
 
     Args:
@@ -154,16 +168,18 @@ def fill(targets: Sequence[Target], blocks: Iterator[Block], forward: Forward, r
         forward: computes a block's rows.
         rows: the number of rows of each store.
         show: called after each batch with its numbers of tokens and rows.
+        beside: other places whose stores hold the same rows, and what decides which rows these can store.
     """
+    admissions = {target.place: target.admission for target in targets} | dict(beside or {})
     with Ahead(blocks) as stream, ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool:
         under_way: Future[None] = pool.submit(lambda: None)
         for block in stream:
             if all(target.full for target in targets):
                 break
             taking = [target for target in targets if target.wants(block)]
-            found = forward(block, [target.place for target in taking], show) if taking and len(block.lengths) else None
+            found = forward(block, list(admissions), show) if taking and len(block.lengths) else []
             under_way.result()
-            under_way = pool.submit(_append, taking, block, found)
+            under_way = pool.submit(_append, taking, admissions, block, dict(zip(admissions, found, strict=False)))
             if block.offered >= rows:  # enough, unless some could not be stored
                 under_way.result()
                 if all(target.full for target in targets):
@@ -171,6 +187,10 @@ def fill(targets: Sequence[Target], blocks: Iterator[Block], forward: Forward, r
         under_way.result()
 
 
-def _append(targets: Sequence[Target], block: Block, found: Sequence[Found] | None) -> None:
-    for index, target in enumerate(targets):
-        target.append(block, found[index] if found else None)
+def _append(targets: Sequence[Target], admissions: Mapping[Place, Admission], block: Block,
+            found: Mapping[Place, Found]) -> None:
+    """Store a block's rows, given its activations at all places; at none if it has no tokens."""
+    verdicts = jointly({place: admissions[place].judge(one.rows) for place, one in found.items()})
+    for target in targets:
+        target.append(block, found.get(target.place), verdicts.get(target.place))
+        demand_some(target, block.offered, len(admissions))

@@ -53,6 +53,8 @@ def taken_from(source: Mapping[str, Any]) -> list[list[Any]]:
     if "context" in source:
         packed = ", packed" if source.get("packed") else ""
         lines.append(["context", f"{counted(source['context'], 'token')}{packed}"])
+    if "beside" in source:
+        lines.append(["same tokens as", ", ".join(source["beside"])])
     return lines
 
 

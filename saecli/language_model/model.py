@@ -5,6 +5,7 @@ The sites of block L, counted from 0:
     resid_pre     the block's input: `hidden_states[L]`, which the paper's code takes
     resid_post    the block's output: Gemma Scope's layer L, SAELens' `blocks.L.hook_resid_post`
     attn_out      attention's addition to the residual stream
+    mlp_in        the MLP's input, after its norm
     mlp_out       the MLP's addition to the residual stream
 
 They are read by module hooks rather than from `hidden_states`, whose last entry is normalised.
@@ -23,7 +24,8 @@ from transformers.utils import logging
 from ..errors import ConfigError, ModelError
 from .source import DTYPE_WORD, UNLOADABLE, ModelSource, explained, no_tokenizer
 
-SITES = ("resid_post", "resid_pre", "mlp_out", "attn_out")
+SITES = ("resid_post", "resid_pre", "mlp_in", "mlp_out", "attn_out")
+MLP = ("mlp", "feed_forward", "ffn")  # what architectures call a block's MLP
 
 
 class Place(NamedTuple):
@@ -57,15 +59,17 @@ def hook_point(block: nn.Module, site: str) -> tuple[nn.Module, bool]:
     Raises:
         ConfigError: the block has no module of a known name for the site.
     """
+    is_input = site in ("resid_pre", "mlp_in")
     if site in ("resid_pre", "resid_post"):
-        return block, site == "resid_pre"
+        return block, is_input
     normed = hasattr(block, "post_feedforward_layernorm")
-    names = {"mlp_out": ("post_feedforward_layernorm",) if normed else ("mlp", "feed_forward", "ffn"),
+    names = {"mlp_in": MLP,
+             "mlp_out": ("post_feedforward_layernorm",) if normed else MLP,
              "attn_out": ("post_attention_layernorm",) if normed else ("self_attn", "attention", "attn",
                                                                        "self_attention")}[site]
     for name in names:
         if hasattr(block, name):
-            return getattr(block, name), False
+            return getattr(block, name), is_input
     raise ConfigError("site", "{got} is unknown in {kind}: expected a part named {names}",
                       "use resid_post or resid_pre", got=site, kind=type(block).__name__, names=" or ".join(names))
 

@@ -1,7 +1,8 @@
 """The activation store: see `schema.py` for the format, `writer.py` and `reader.py` for its use."""
 
-from .admission import MAX_NORM_HELP, Admission
+from .admission import MAX_NORM_HELP, Admission, jointly
 from .checks import damaged_world, remembers
+from .claim import other_number
 from .dtypes import DTYPES
 from .joined import Joined, JoinedRows
 from .ranks import RankedStore, joining_began, rank_folder, rank_meta, saved_rows
@@ -26,5 +27,6 @@ from .writer import StoreWriter
 __all__ = ["CODES", "COLUMNS", "DTYPES", "MAX_NORM_HELP", "TEST_FRACTION", "WORLD_FILE", "ActivationStore",
            "Admission", "Joined", "JoinedRows", "Norms", "Part", "RankedStore", "Resume", "Rows", "ShardRecord",
            "SparseRows", "Spread", "StoreMeta", "StoreWriter", "Which", "WorldRecord", "damaged_world", "hash_request",
-           "is_test", "joining_began", "offsets_of", "rank_folder", "rank_meta", "remembers", "rows_per_chunk",
+           "is_test", "joining_began", "jointly", "offsets_of", "other_number", "rank_folder", "rank_meta", "remembers",
+           "rows_per_chunk",
            "rows_per_shard", "saved_rows", "spread_of", "window_starts"]

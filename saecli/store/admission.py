@@ -1,10 +1,13 @@
 """Which rows of a producer's blocks are stored.
 
+A verdict on a block is an array (R,) of uint8: for each row `ADMITTED`, or a key of `REASONS`.
+
 Legend: R rows, D = d_in.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,13 +16,22 @@ from .schema import StoreMeta
 from .sparse_rows import SparseRows
 from .statistics import Dropped, row_norms
 
-NONFINITE = "nonfinite"
-HIGH_NORM = "high_norm"
+ADMITTED, NONFINITE, HIGH_NORM, BESIDE = range(4)
+REASONS = {NONFINITE: "nonfinite", HIGH_NORM: "high_norm", BESIDE: "beside"}
 MAX_NORM_HELP = ("Drop and count rows whose norm exceeds this multiple of the median norm of the first block (up to "
                  "about 10,000 rows, or 16 MiB of an imported file), which the store records; dictionary_learning's "
                  "max_activation_norm_multiple; default: no limit.")
 
 Columns = Mapping[str, np.ndarray | SparseRows]
+Key = TypeVar("Key")
+
+
+def jointly(verdicts: Mapping[Key, np.ndarray]) -> dict[Key, np.ndarray]:
+    """The verdicts on a block of stores that are to hold the same rows, given each store's own: a row that one drops is
+    dropped from all, with the reason `BESIDE` where it could have been stored."""
+    dropped = np.logical_or.reduce([verdict != ADMITTED for verdict in verdicts.values()])
+    return {key: np.where((verdict == ADMITTED) & dropped, np.uint8(BESIDE), verdict)
+            for key, verdict in verdicts.items()}
 
 
 class Admission:
@@ -45,41 +57,38 @@ class Admission:
         """Whether the median is needed and not yet known."""
         return self._meta.max_norm_multiple is not None and self.median is None
 
-    def __call__(self, activations: np.ndarray, columns: Columns,
-                 dropped: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Columns, Dropped]:
+    def judge(self, activations: np.ndarray) -> np.ndarray:
+        """The store's own verdict on a block, (R,); arguments and errors as in `__call__`."""
+        return self._judged(self._as_rows(activations))
+
+    def __call__(self, activations: np.ndarray, columns: Columns, dropped: Mapping[str, np.ndarray],
+                 verdict: np.ndarray | None = None) -> tuple[np.ndarray, Columns, Dropped]:
         """The rows and columns of a block to store, and the rows dropped.
 
         Args:
             activations: (R, D) float, or uint16 bits where the store is bfloat16; R may be 0.
             columns: (R,) integers for each of the store's columns, and true codes if it has them.
             dropped: norms of the rows of this block that the producer itself dropped, by reason; NaN where unknown.
+            verdict: on the rows, (R,), dropping at least those that `judge` would; None for that.
 
         Raises:
             ValueError: shapes or types do not fit the store.
         """
-        rows, out = self._checked(activations, columns), Dropped.of(dropped)
-        rows, columns, out = self._without(NONFINITE, ~DTYPES[self._meta.dtype].keeps(rows), rows, columns, out)
-        if self._meta.max_norm_multiple is not None and len(rows):
-            norms = self._row_norms(rows)
-            self.median = float(np.median(norms)) if self.median is None else self.median
-            high = norms > self._meta.max_norm_multiple * self.median
-            rows, columns, out = self._without(HIGH_NORM, high, rows, columns, out)
-        return rows, columns, out
+        rows, out = self._as_rows(activations), Dropped.of(dropped)
+        self._check_columns(columns, len(rows))
+        verdict = self._judged(rows) if verdict is None else verdict
+        if not verdict.any():
+            return rows, columns, out
+        out += Dropped.of({name: self._row_norms(rows[verdict == reason]) for reason, name in REASONS.items()})
+        kept = verdict == ADMITTED
+        return rows[kept], {name: columns[name][kept] for name in self._meta.row_values}, out
 
-    def _checked(self, activations: np.ndarray, columns: Columns) -> np.ndarray:
+    def _as_rows(self, activations: np.ndarray) -> np.ndarray:
+        """A block's activations in the storage type, or float32."""
         meta = self._meta
         if activations.ndim != 2 or activations.shape[1] != meta.d_in:
             raise ValueError(f"a block does not fit {self._path}: expected shape (rows, {meta.d_in}), "
                              f"got {activations.shape}")
-        if columns.keys() != set(meta.beside):
-            raise ValueError(f"a block does not fit {self._path}: expected columns {list(meta.beside)}, "
-                             f"got {list(columns)}")
-        for name, column in columns.items():
-            if isinstance(column, SparseRows):
-                continue
-            if column.shape != (len(activations),) or column.dtype.kind not in "iu":
-                raise ValueError(f"column {name} does not fit {self._path}: expected {len(activations)} integers, "
-                                 f"got {column.dtype} of shape {column.shape}")
         if activations.dtype == DTYPES[meta.dtype].storage:
             return activations
         if activations.dtype.kind != "f":
@@ -87,13 +96,26 @@ class Admission:
         with np.errstate(over="ignore"):  # overflow gives infinities, which are dropped
             return activations.astype(np.float32, copy=False)
 
-    def _without(self, reason: str, unwanted: np.ndarray, rows: np.ndarray, columns: Columns,
-                 out: Dropped) -> tuple[np.ndarray, Columns, Dropped]:
-        """Drop and count the unwanted rows."""
-        if not unwanted.any():
-            return rows, columns, out
-        out += Dropped.of({reason: self._row_norms(rows[unwanted])})
-        return rows[~unwanted], {name: columns[name][~unwanted] for name in self._meta.beside}, out
+    def _check_columns(self, columns: Columns, rows: int) -> None:
+        if columns.keys() != set(self._meta.row_values):
+            raise ValueError(f"a block does not fit {self._path}: expected columns {list(self._meta.row_values)}, "
+                             f"got {list(columns)}")
+        for name, column in columns.items():
+            if isinstance(column, SparseRows):
+                continue
+            if column.shape != (rows,) or column.dtype.kind not in "iu":
+                raise ValueError(f"column {name} does not fit {self._path}: expected {rows} integers, "
+                                 f"got {column.dtype} of shape {column.shape}")
+
+    def _judged(self, rows: np.ndarray) -> np.ndarray:
+        """The verdict on undecoded rows; sets the median if it is needed and not yet known."""
+        keeps = DTYPES[self._meta.dtype].keeps(rows)
+        verdict = np.where(keeps, np.uint8(ADMITTED), np.uint8(NONFINITE))
+        if self._meta.max_norm_multiple is not None and keeps.any():
+            norms = self._row_norms(rows if keeps.all() else rows[keeps])
+            self.median = float(np.median(norms)) if self.median is None else self.median
+            verdict[np.flatnonzero(keeps)[norms > self._meta.max_norm_multiple * self.median]] = HIGH_NORM
+        return verdict
 
     def _row_norms(self, rows: np.ndarray) -> np.ndarray:
         """Norms, (R,), of undecoded rows; infinite for rows with a NaN or infinity in the stored type."""

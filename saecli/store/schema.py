@@ -19,6 +19,11 @@ The format, version 1:
   a file that differs from its `sha256`.
 - No activation is NaN or infinite. Where there is a `max_norm_multiple`, no row's norm, before rounding to the stored
   type, exceeds `max_norm_multiple` times `median_norm`.
+- `dropped` counts, by reason, rows that are not stored: `nonfinite`, `high_norm` (by `max_norm_multiple`), `special`
+  tokens, and `beside`; and the texts that are not: `empty_texts`, `short_texts`.
+- Where `source` has a `beside`, one command filled this store and one for each of the places listed there, "l12-mlp_in"
+  for site mlp_in of block 12. Row i of each is of the same token: a row that one drops is dropped from all, and those
+  that could have stored it count it under `beside`.
 - A shard MAY have a group `statistics` of its rows as stored: `mean` and `scatter`, (d_in,) float64, the mean and
   `sum_i (x_i - mean)^2`; attributes `norm_mean` and `norm_max` of their Euclidean norms, float64; and a histogram of
   these norms, `norm_bin`, (K,) int32 ascending, and `norm_count`, (K,) int64 above 0: bin 0 is for norms of 0, bin i
@@ -276,7 +281,7 @@ class StoreMeta:
         return self.d_in * DTYPES[self.dtype].storage.itemsize
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def row_values(self) -> tuple[str, ...]:
         """The names of the values stored beside each row: the columns, and true codes."""
         return (*self.columns, CODES) if self.world else self.columns
 

@@ -69,7 +69,7 @@ class ShardWriter:
         self._decoded = np.empty(self._chunk.shape, np.float32)
         self._scratch = np.empty(self._chunk.shape, np.float64)
         self._filled = 0  # rows of the chunk being gathered
-        self._columns: dict[str, list[np.ndarray | SparseRows]] = {name: [] for name in meta.beside}
+        self._columns: dict[str, list[np.ndarray | SparseRows]] = {name: [] for name in meta.row_values}
         self._checksums: list[int] = []  # per chunk
         _, self._start = _headers(meta, meta.shard_rows)
         self._end = self._start
@@ -307,7 +307,7 @@ def taken_up(path: Path, meta: StoreMeta) -> ShardWriter | None:
     stored = MappedShards(path, dataclasses.replace(meta, shards=(record,)))
     shard = ShardWriter(path / SHARDS / shard_name(len(meta.shards)), meta)
     try:
-        columns = {name: stored.column(0, name) for name in meta.beside}
+        columns = {name: stored.column(0, name) for name in meta.row_values}
         for chunk, begin in enumerate(range(0, record.rows, meta.chunk_rows)):
             rows = stored.chunk(0, chunk)
             shard.append(rows, {name: column[begin : begin + len(rows)] for name, column in columns.items()})

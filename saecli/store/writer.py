@@ -54,6 +54,7 @@ class StoreWriter(ClaimedStore):
 
     Attributes:
         path: the store's folder.
+        admission: decides which rows it stores.
         altered: damaged shards that were rewritten with other bytes than recorded, as another machine may round
             differently.
     """
@@ -63,7 +64,7 @@ class StoreWriter(ClaimedStore):
         super().__init__(path, meta, lock)
         self._damaged = sorted(damaged)
         self.altered: list[str] = []
-        self._admit = Admission(path, meta)
+        self.admission = Admission(path, meta)
         self._statistics: Statistics | None = None  # of all shards, once one has been added
         self._shard: ShardWriter | None = None
         self._limit, self._save_seconds = limit, save_seconds
@@ -182,7 +183,8 @@ class StoreWriter(ClaimedStore):
         return self._meta.shards[self._index].rows if self._damaged else self._meta.shard_rows
 
     def append(self, activations: np.ndarray, columns: Mapping[str, np.ndarray | SparseRows], cursor: dict[str, Any],
-               dropped: Mapping[str, np.ndarray] | None = None, after: dict[str, Any] | None = None) -> None:
+               dropped: Mapping[str, np.ndarray] | None = None, after: dict[str, Any] | None = None,
+               verdict: np.ndarray | None = None) -> None:
         """Append one block; drop and count rows that are not finite in the stored type, or too large.
 
         A row is too large if its norm exceeds `max_norm_multiple` times the median norm of the first block that has a
@@ -195,6 +197,8 @@ class StoreWriter(ClaimedStore):
             cursor: where this block begins, a JSON object.
             dropped: norms of the rows of this block that the producer itself dropped, by reason; NaN where unknown.
             after: where the next block begins; None where the producer does not know.
+            verdict: on the rows, (R,), for stores that are to hold the same rows: one of `jointly`, from the
+                `admission` of each; None where the store drops rows for itself.
 
         Raises:
             StoreError: the write fails (whole shards stay, and the store can be resumed), or the producer does not
@@ -204,7 +208,7 @@ class StoreWriter(ClaimedStore):
         if self.complete and not self._mended:
             raise StoreOptionError(None, "{path} is complete, with {count} rows; expected one to go on with",
                                    "choose another {name}, or remove that store", path=self.path, count=self.rows)
-        rows, columns, left_out = self._admit(activations, columns, dropped or {})
+        rows, columns, left_out = self.admission(activations, columns, dropped or {}, verdict)
         cursor = json.loads(json.dumps(cursor))
         self._ended, self._current = self._ended + self._current, left_out
         begin, end = self._after_stored(len(rows), cursor), len(rows)
@@ -256,7 +260,7 @@ class StoreWriter(ClaimedStore):
                 self._shard = ShardWriter(self.path / SHARDS / shard_name(self._index), self._meta)
             stop = min(end, begin + self._room - self._shard.rows)
             self._shard.append(self._as_stored(rows[begin:stop]),
-                               {name: columns[name][begin:stop] for name in self._meta.beside})
+                               {name: columns[name][begin:stop] for name in self._meta.row_values})
             self._last = Resume(cursor, stop)
             if self._shard.rows == self._room:
                 (self._mend if self._damaged else self._record)()
@@ -279,7 +283,7 @@ class StoreWriter(ClaimedStore):
             return
         assert self._last is not None
         partial = store_partial(self.path, self._meta, self._shard, self._last, *self._onward)
-        self._write(dataclasses.replace(self._meta, partial=partial, median_norm=self._admit.median))
+        self._write(dataclasses.replace(self._meta, partial=partial, median_norm=self.admission.median))
 
     def _write(self, meta: StoreMeta) -> None:
         """Write `store.json`, and remove the partial shard that it no longer names."""
@@ -327,7 +331,7 @@ class StoreWriter(ClaimedStore):
         dropped = Dropped(self._meta.dropped, self._meta.dropped_norms) + self._ended
         self._write(dataclasses.replace(
             self._meta, complete=complete, shards=shards, partial=None, dropped=dict(dropped.counts),
-            dropped_norms=dict(dropped.norms), median_norm=self._admit.median, **norm_fields(self._statistics)))
+            dropped_norms=dict(dropped.norms), median_norm=self.admission.median, **norm_fields(self._statistics)))
         self._shard, self._ended = None, Dropped()
 
     @contextmanager
