@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..console import Step
-from ..devices import device_named
+from ..devices import device_named, free_memory
 from ..dictionary import SAE
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError, RunError, TrainingError
-from ..memory import available_memory
 from ..metrics import reconstruction
 from ..solvers import Solver, StepReport, Task
 from ..torchrun import local_world
@@ -238,8 +237,7 @@ class Trainer:
         batch = 3 * 4 * max(training.batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
         needed = batch + solver.memory(self.train_rows.rows, training.batch_size, self.train_rows.d_in, d_sae,
                                        training.nested)
-        free = (torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else
-                available_memory() // (local_world() if self.communicator.world_size > 1 else 1))
+        free = free_memory(self.device, local_world() if self.communicator.world_size > 1 else 1)
         free = int(self.communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min").item()) // trainings
         if needed > free:
             beside = "" if trainings == 1 else f" for each of {trainings} trainings"
