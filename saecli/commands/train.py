@@ -7,14 +7,17 @@ import typer
 
 from ..activations import ACTIVATIONS
 from ..config import flag_of
+from ..console import Listener
 from ..distributed import communicator
 from ..errors import ConfigError, SaeError
+from ..evaluation.starts import start_of
 from ..home import checked_name, now
 from ..inventory.filling import open_store
-from ..options import Given, Json, configured, start, store_names, unfinished_names
+from ..options import Given, Json, configured, run_names, start, store_names, unfinished_names
 from ..solvers import SOLVERS
 from ..store import ActivationStore
-from ..training import Job, Plan, Run, TrainingConfig, claimed_folders, resumed_job, run_names, train_runs
+from ..training import Job, Plan, Run, Start, TrainingConfig, claimed_folders, resumed_job, train_runs
+from ..training import run_names as names_of
 from ..training.tables import run_table, runs_table
 
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="Training algorithm.")]
@@ -24,6 +27,14 @@ Data = Annotated[str | None, typer.Option("--data", help="Activation store to tr
 DataHash = Annotated[str | None, typer.Option(
     "--data-hash", help="Hash of the store's origin, as in a run's config.toml: a note is printed if the store of that "
                         "name has another.", show_default=False)]
+Init = Annotated[str | None, typer.Option(
+    "--init", metavar="RUN", help="Start from this SAE instead of random directions: a run's name, a folder that holds "
+                                  "an SAE, or user/repo/folder@revision on the Hugging Face hub. --d-sae and "
+                                  "--prefixes are its own, --act and --k too unless given.",
+    show_default="random directions", autocompletion=run_names)]
+InitHash = Annotated[str | None, typer.Option(
+    "--init-hash", help="Hash of the SAE of --init, as in a run's config.toml: a note is printed if the SAE of that "
+                        "name has another.", show_default=False)]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number",
                                           autocompletion=unfinished_names)]
@@ -31,10 +42,11 @@ Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, e
                                                        "its last checkpoint, bit for bit.")]
 
 
-@configured(TrainingConfig, repeated=True, advanced={"data_hash"}, solver=SOLVERS, act=ACTIVATIONS)
+@configured(TrainingConfig, repeated=True, advanced={"data_hash", "init", "init_hash"}, solver=SOLVERS,
+            act=ACTIVATIONS)
 def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
-            data: Data = None, data_hash: DataHash = None, name: Name = None, resume: Resume = False,
-            json: Json = False) -> None:
+            data: Data = None, data_hash: DataHash = None, init: Init = None, init_hash: InitHash = None,
+            name: Name = None, resume: Resume = False, json: Json = False) -> None:
     """Train a sparse autoencoder from a store.
 
     Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch,
@@ -51,15 +63,19 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
         try:
             if resume:
                 _demand_no_others(ctx)
-                jobs = [resumed_job(session.home, name, session.console, claims, processes)]
+                jobs = [resumed_job(session.home, name, session.console, claims, processes,
+                                    lambda sae: start_of(session.home, sae, session.console))]
             else:
-                names = run_names(name, [each.varied for each in options])
+                names = names_of(name, [each.varied for each in options])
                 store = processes.main_first(lambda: open_store(session.home, data, session.console))
                 checked_name(store.name, "the name of the store's folder")
-                runs = [_planned(store, each, solver, act) for each in options]
-                if not _has_hash(ctx, store, data_hash):
-                    session.console.note(f"{store.name} is not the store that --data-hash {data_hash} is of, though it "
-                                         "has its name; the weights will be others")
+                begun = None if init is None else processes.broadcast_object(
+                    lambda: start_of(session.home, init, session.console))
+                if begun is not None and ctx.get_parameter_source("act").name == "DEFAULT":
+                    act = begun.sae.activation.name
+                runs = [_planned(store, each, solver, act, begun) for each in options]
+                _note_hash(ctx, "data", f"{store.name} is not the store", store.meta.request_hash, session.console)
+                _note_hash(ctx, "init", f"{init} is not the SAE", begun and begun.hash, session.console)
                 folders = claimed_folders(session.home, names, f"{solver}-{act}", claims, processes)
                 jobs = [Job(folder, run, {key: each.values[key] for key in each.values if key in each.given},
                             each.varied) for folder, run, each in zip(folders, runs, options, strict=True)]
@@ -79,19 +95,28 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             raise last
 
 
-def _planned(store: ActivationStore, options: Given, solver: str, act: str) -> Run:
+def _planned(store: ActivationStore, options: Given, solver: str, act: str, begun: Start | None) -> Run:
     """A new run, with every default resolved."""
+    if begun is not None:
+        options = options.else_given(begun.settings(act))
     training = options.config(TrainingConfig)
     chosen_solver = options.choose(SOLVERS, "solver", solver)
     activation = options.choose(ACTIVATIONS, "act", act)
-    plan = Plan.resolved(training.rows_of(store), training.test_rows_of(store), training, chosen_solver, activation)
+    plan = Plan.resolved(training.rows_of(store), training.test_rows_of(store), training, chosen_solver, activation,
+                         begun)
     return Run(store, plan, now())
 
 
-def _has_hash(ctx: typer.Context, store: ActivationStore, data_hash: str | None) -> bool:
-    """Whether the store is the one that a file of options was written for, or the command line names another."""
-    chosen = {name: ctx.get_parameter_source(name).name for name in ("data", "data_hash")}
-    return chosen["data"] == "COMMANDLINE" != chosen["data_hash"] or data_hash in (None, store.meta.request_hash)
+def _note_hash(ctx: typer.Context, name: str, words: str, found: str | None, listener: Listener) -> None:
+    """Say so if the store or the SAE that an option names is not the one that a file of options was written for, unless
+    the command line names another."""
+    wanted = ctx.params[f"{name}_hash"]
+    if wanted is not None and found is None:
+        raise ConfigError(f"{name}_hash", f"does nothing without {{{name}}}", "leave it out")
+    chosen, hashed = (ctx.get_parameter_source(one).name for one in (name, f"{name}_hash"))
+    if chosen == "COMMANDLINE" != hashed or wanted in (None, found):
+        return
+    listener.note(f"{words} that --{name}-hash {wanted} is of, though it has its name; the weights will be others")
 
 
 def _demand_no_others(ctx: typer.Context) -> None:

@@ -353,7 +353,7 @@ class PamSgdSolver(Solver):
         super().restore(state)
         self._decided = self.steps >= RELEASE * self.task.steps
         numbers = {name: state[f"decoder.{name}"].item() for name in self._numbers()}
-        self.raised, _ = numbers.pop("most_raised"), numbers.pop("released")
+        self.raised, self._size, _ = (numbers.pop(name) for name in ("most_raised", "size", "released"))
         self.decoder = replace(self.decoder, **numbers, Delta=self.dictionary.Delta.detach(),
                                b=self.dictionary.b_dec.detach())
         if not self.released:
@@ -363,4 +363,4 @@ class PamSgdSolver(Solver):
         """The decoder's numbers in a checkpoint, beside its tensors."""
         own = {name: getattr(self.decoder, name) for name in ("c", "alpha", "relative_alpha", "ridge", "condition",
                                                               "residual", "dof")}
-        return own | {"most_raised": self.raised, "released": self.released}
+        return own | {"most_raised": self.raised, "released": self.released, "size": self._size}

@@ -15,6 +15,7 @@ from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP
 from ..store import ActivationStore, Rows
 from ..store import Rows as StoredRows
 from .rows import NORMALISATIONS, ArrayRows
+from .starting import Start
 
 MOST_DEFAULT_EPOCHS = 100
 SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # fractions of all steps
@@ -168,6 +169,7 @@ class Plan:
         training: the settings, resolved.
         solver: the solver and its settings, resolved.
         activation: the activation and its settings.
+        start: the SAE to start from; None for random directions.
     """
 
     train_rows: StoredRows | ArrayRows
@@ -175,12 +177,16 @@ class Plan:
     training: TrainingConfig
     solver: SolverConfig
     activation: Activation
+    start: Start | None = None
 
     @classmethod
     def resolved(cls, train_rows: StoredRows | ArrayRows, test_rows: StoredRows | None, training: TrainingConfig,
-                 solver: SolverConfig, activation: Activation) -> Self:
+                 solver: SolverConfig, activation: Activation, start: Start | None = None) -> Self:
         """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
         together."""
+        if start is not None:
+            training = replace(training, **start.settled(training.d_sae, training.prefixes, activation,
+                                                         train_rows.d_in))
         training = training.resolved(activation, solver, train_rows.rows, train_rows.d_in)
         return cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)),
-                   activation.resolved(training.sparsity, training.d_sae))
+                   activation.resolved(training.sparsity, training.d_sae), start)

@@ -62,7 +62,8 @@ def _begun(job: Job, trainings: int, listener: Listener, communicator: Communica
                       communicator=communicator)
     listener.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
                   f"on {run.store.d_in} dimensions, {trainer.train_rows.rows:,} training and "
-                  f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
+                  f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps"
+                  + (f", from {plan.start.name}" if plan.start else ""))
     for warning in doubts_at_start(plan):
         listener.note(f"{folder.name}: warning: {warning}")
     return trainer
@@ -141,6 +142,8 @@ def _write_config(folder: Path, run: Run, given: Mapping[str, Any]) -> None:
     plan = run.plan
     chosen = {"solver": plan.solver.name, "act": plan.activation.name, "data": run.store.name,
               "data_hash": run.store.meta.request_hash}
+    if plan.start is not None:
+        chosen |= {"init": plan.start.name, "init_hash": plan.start.hash}
     settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
     if settled["sparsity"] == "none":
         del settled["sparsity_weight"]

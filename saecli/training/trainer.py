@@ -107,7 +107,10 @@ class Trainer:
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
                     sample, training.smoothing, training.seed, self.batches,
                     training.sparsity_warm_up, training.lr_warm_up, training.lr_decay, self.memory)
-        initial = initial_sae(self.plan.activation, training.d_sae, sample, training.seed, training.nested)
+        activation, start = self.plan.activation, self.plan.start
+        initial = (initial_sae(activation, training.d_sae, sample, training.seed, training.nested)
+                   if start is None or checkpoint is not None  # which has all that a start gives
+                   else start.initial(activation, sample, self.normalisation, training.nested))
         self.solver: Solver = self.plan.solver.build(initial, task, self.communicator)
         self.progress = Progress()
         if checkpoint is not None:
