@@ -21,7 +21,7 @@ from saecli.activations import ACTIVATIONS, AbsTopK, Activation, BatchTopK, Jump
 from saecli.dictionary import SAE
 from saecli.formats import SavedSAE, save
 from saecli.store import Spread
-from saecli.training import Start
+from saecli.training import Start, read_metrics
 from saecli.training.rows import NORMALISATIONS, fit_normalisation
 from saecli.training.starting import fingerprint
 
@@ -119,6 +119,23 @@ def test_another_activation_begins_with_parameters_fitted_to_the_rows(sae: Comma
     assert done.json["final"]["test_fvu"] < still.json["final"]["test_fvu"]
     if "--k" in words or "--target-l0" in words:
         assert done.json["final"]["test_l0"] == pytest.approx(float(words[3]), rel=0.5)
+
+
+def test_a_target_for_l0_is_held_from_the_first_step_on_and_refused_where_no_thresholds_have_it(sae: CommandLine):
+    make_store(sae.home, "rows", 30 * some_rows())
+    make_run(sae.home, "old", published(TopK(k=3)))
+    words = ("train", "--init", "old", "--solver", "sgd", "--act", "jumprelu", "--steps", "300", "--lr", "3e-3")
+    for run, target in (("jumping", "3"), ("again", "2")):
+        done = sae(*words, "--target-l0", target, "--name", run, "--json")
+        assert done.status == 0, done.err
+        lines = read_metrics(sae.home / "runs" / run)
+        # From random directions L0 would begin at 4 times the target.
+        assert max(line["batch_l0"] for line in lines if "batch_l0" in line) < 4.5
+        assert done.json["final"]["test_l0"] == pytest.approx(float(target), rel=0.2)
+        words = (*words[:2], run, *words[3:])
+    done = sae("train", "--init", "old", "--act", "jumprelu", "--target-l0", "19", "--name", "no")
+    assert (done.status, (sae.home / "runs" / "no").exists()) == (1, False)
+    assert "--target-l0 cannot be reached from --init old, " in done.err and "or use another --act" in done.err
 
 
 def test_k_of_its_own_yields_to_one_that_is_given_and_prefixes_are_kept(sae: CommandLine):

@@ -69,6 +69,10 @@ class Activation(Config):
         """The parameters at the start of training, given the pre-activations of some rows, (n, F)."""
         return parameters
 
+    def continuing(self, parameters: Parameters, l0: float) -> Parameters:
+        """The parameters at the start of a training that goes on from an SAE with `l0` active latents per row."""
+        return parameters
+
     def resolved(self, sparsity: str, d_sae: int) -> Self:
         """The same with the settings filled in that depend on those of training; idempotent."""
         return self

@@ -88,17 +88,33 @@ class Start:
             sample: normalised rows, (n, D), which give dtype and device.
             normalisation: of the rows.
             prefixes: of a nested SAE; none otherwise.
+
+        Raises:
+            ConfigError: the activation has a target for L0 that cannot be reached from there.
         """
         mean, scale = normalisation.mean.double(), normalisation.scale.double()
         own = self.sae.copy_to(torch.float64).copy_to(sample.device)
         own = balanced(own.on_raw_rows(-mean / scale, 1 / scale))  # raw rows are normalised ones, normalised by these
         start = activation.parameters(own.d_sae) | activation.training_parameters(own.d_sae)
-        parameters = {name: tensor.to(own.W_enc) for name, tensor in start.items()}
+        x = sample.double()
+        parameters = activation.continuing({name: tensor.to(own.W_enc) for name, tensor in start.items()},
+                                           own.codes(x).count().item() / len(x))
         if self._has_parameters(activation):
             parameters |= own.activation_parameters
         else:
-            parameters = activation.fitted(own.pre_activations(sample.double()), parameters)
+            pre = own.pre_activations(x)
+            self._demand_positive(activation, (pre > 0).sum().item() / len(pre))
+            parameters = activation.fitted(pre, parameters)
         return SAE(own.W_enc, own.b_enc, own.W_dec, own.b_dec, activation, parameters, prefixes).copy_to(sample.dtype)
+
+    def _demand_positive(self, activation: Activation, positive: float) -> None:
+        """Refuse a target for L0 above the number of positive pre-activations per row: thresholds of 0 would have less,
+        and the controller, which multiplies them, would leave them there."""
+        if isinstance(activation, JumpRelu) and activation.target_l0 is not None and positive < activation.target_l0:
+            raise ConfigError("target_l0", "cannot be reached from {init} {sae}, of whose pre-activations {most:.1f} "
+                              "per row are positive: expected that or less, got {got:g}",
+                              "lower {target_l0}, or use another {act}", sae=self.name, most=positive,
+                              got=activation.target_l0)
 
     def _has_parameters(self, activation: Activation) -> bool:
         """Whether the SAE's activation parameters are those of an activation."""
