@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from .inventory.synthetic import import_synthetic
     from .publishing.export import export
     from .publishing.push import push
+    from .refitting.refit import refit
     from .spline_measures.geometry import geometry
     from .store import ActivationStore
 
 __version__ = "0.1.0"
 __all__ = ["SAE", "ActivationStore", "SaeError", "compare", "evaluate", "export", "extract", "fit", "geometry",
-           "import_array", "import_synthetic", "join", "list_home", "load_sae", "open_store", "push", "report",
+           "import_array", "import_synthetic", "join", "list_home", "load_sae", "open_store", "push", "refit", "report",
            "save_sae", "sparsity", "stability"]
 
 _MODULES = {
@@ -54,6 +55,7 @@ _MODULES = {
     "import_synthetic": "inventory.synthetic",
     "list_home": "inventory.listing",
     "push": "publishing.push",
+    "refit": "refitting.refit",
     "report": "html_report.report",
     "sparsity": "evaluation.evaluate",
     "stability": "evaluation.stability",

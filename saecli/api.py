@@ -14,15 +14,16 @@ import torch
 from . import formats
 from .activations import ACTIVATIONS
 from .config import choose, options_of
-from .console import Console
+from .console import Console, listening
 from .dictionary import SAE
 from .errors import ConfigError, did_you_mean, unknown_choice
 from .evaluation.sae_and_rows import find_subject
+from .evaluation.starts import start_of
 from .formats import FORMATS, SavedSAE
 from .home import STORE_MARKER, Home
 from .solvers import SOLVERS
 from .store import ActivationStore, Joined, JoinedRows, Rows
-from .training import Loop, Plan, Record, Trainer, TrainingConfig, origin_of
+from .training import Loop, Plan, Record, Start, Trainer, TrainingConfig, origin_of
 from .training.rows import ArrayLike, ArrayRows
 
 # Training options on files, and on the choice of a store's rows.
@@ -109,7 +110,8 @@ def join(*inputs: ActivationStore, target: ActivationStore | None = None) -> Joi
 
 
 def fit(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, *, target: ArrayLike | None = None,
-        solver: str = "pam-sgd", act: str = "relu", progress: bool = False, **options: Any) -> SAE:
+        solver: str = "pam-sgd", act: str | None = None, init: SAE | str | Path | None = None, progress: bool = False,
+        **options: Any) -> SAE:
     """Train an SAE, and write no files.
 
     The loss per row is `||x_hat - x||^2 + sparsity_weight * penalty`, with rows normalised to a mean squared norm of D.
@@ -120,8 +122,11 @@ def fit(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, *, targe
             one (`store.split("all")`); or raw activations in memory, (N, D), a tensor or an array, all of which are
             trained on, uniformly shuffled.
         solver: pam-sgd or sgd.
-        act: the activation: relu, jumprelu, topk, relu-topk, abs-topk, batchtopk, swish or soft-topk.
+        act: the activation: relu, jumprelu, topk, relu-topk, abs-topk, batchtopk, swish or soft-topk; None for that
+            of `init`, or relu.
         target: with rows in memory, what is predicted from them, (N, E), for a transcoder; stores take `join`.
+        init: an SAE to start from instead of random directions, or whatever `load_sae` takes; `d_sae` is its own, and
+            so are `prefixes`, and with its activation `k`, unless given.
         progress: show progress on stderr, and the solver's notes at the end.
         **options: the training options of `sae train`: `d_sae` (F; 4 D by default), `k`, `epochs`, `lr`,
             `sparsity_weight`, `seed`, `device` and so on.
@@ -132,11 +137,14 @@ def fit(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, *, targe
     Raises:
         ConfigError: an option that is unknown, invalid, or does nothing with the others.
         StoreError: a shard is missing or damaged.
+        RunError, FormatError, HubError: `init` is missing or cannot be read.
         TrainingError: it diverged.
 
     Source: the paper "SplInterp: Improving our Understanding and Training of Sparse Autoencoders", Algorithm 3.1.
     """
-    trainer = Trainer(_planned(rows, target, solver, act, options), Record())
+    start = None if init is None else start_of(Home.at(None), init, listening(progress))
+    act = act or (start.sae.activation.name if start else "relu")
+    trainer = Trainer(_planned(rows, target, solver, act, options, start), Record())
     if not progress:
         return Loop([trainer]).train()[0]
     console = Console()
@@ -148,7 +156,7 @@ def fit(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, *, targe
 
 
 def _planned(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, target: ArrayLike | None, solver: str,
-             act: str, options: dict[str, Any]) -> Plan:
+             act: str, options: dict[str, Any], start: Start | None = None) -> Plan:
     of_store = isinstance(rows, ActivationStore | Joined)
     if target is not None and isinstance(rows, ActivationStore | Joined | Rows | JoinedRows):
         raise ConfigError("target", "goes with rows in memory", "give fit the stores as one, by `saecli.join(store, "
@@ -166,9 +174,10 @@ def _planned(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, tar
             raise ConfigError(name, "does nothing in fit{why}", "leave it out", why=idle[name])
     training = TrainingConfig(**{name: options[name] for name in options_of(TrainingConfig) if name in options})
     chosen = choose(SOLVERS, "solver", solver, options, options.keys())
-    activation = choose(ACTIVATIONS, "act", act, options, options.keys())
+    settings = (start.settings(act) if start else {}) | options
+    activation = choose(ACTIVATIONS, "act", act, settings, settings.keys())
     if of_store:
         rows = training.rows_of(rows)
     elif not isinstance(rows, Rows | JoinedRows):
         rows = ArrayRows(rows, target)
-    return Plan.resolved(rows, None, training, chosen, activation)
+    return Plan.resolved(rows, None, training, chosen, activation, start)

@@ -29,6 +29,7 @@ COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
     "import": "Put an array, or rows made of known features, into the store.",
     "train": "Train a sparse autoencoder from a store.",
+    "refit": "Give an SAE the exact decoder for a store's rows.",
     "eval": "Measure reconstruction, sparsity and the effect on the model.",
     "sparsity": "Show how often latents fire, which are silent and which dense.",
     "geometry": "Show the spline: cells, power diagram, margins, references.",

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, one_line
+from .memory import available_memory
 from .torchrun import local_world, world
 
 
@@ -25,6 +26,11 @@ def device_named(name: str) -> torch.device:
         raise ConfigError("device", "{given} cannot be used here: {reason}", "use cpu, cuda or auto", given=name,
                           reason=one_line(error)) from error
     return device
+
+
+def free_memory(device: torch.device, processes: int = 1) -> int:
+    """Bytes that are free on a device, of the machine's own memory for each of its processes."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory() // processes
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

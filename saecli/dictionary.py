@@ -261,7 +261,8 @@ class SAE(Dictionary):
         """A copy on another device or in another dtype; arguments as of `Tensor.to`."""
         return self.changed(**{name: tensor.to(*args) for name, tensor in self.tensors().items()})
 
-    def on_raw_rows(self, mean: Tensor, scale: Tensor, target_mean: Tensor, target_scale: Tensor) -> Self:
+    def on_raw_rows(self, mean: Tensor, scale: Tensor, target_mean: Tensor | None = None,
+                    target_scale: Tensor | None = None) -> Self:
         """This SAE, which acts on rows normalised to `(x - mean) / scale`, with the normalisation folded in.
 
         On raw rows the result has the same codes, and predicts `target_scale * y_hat + target_mean`.
@@ -269,9 +270,11 @@ class SAE(Dictionary):
         Args:
             mean: (D,).
             scale: positive, (D,).
-            target_mean: of the targets, (E,); `mean` where these are the rows.
+            target_mean: of the targets, (E,); None for `mean`, where these are the rows.
             target_scale: likewise, (E,).
         """
+        target_mean = mean if target_mean is None else target_mean
+        target_scale = scale if target_scale is None else target_scale
         W_enc = self.W_enc / scale[:, None]
         tensors = {"W_enc": W_enc, "b_enc": self.b_enc - mean @ W_enc, "W_dec": self.W_dec * target_scale,
                    "b_dec": self.b_dec * target_scale + target_mean}

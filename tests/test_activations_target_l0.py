@@ -94,7 +94,9 @@ def test_too_many_active_latents_raise_thresholds_and_multiplier_and_too_few_low
     torch.testing.assert_close(found["threshold"], given["threshold"] * np.exp(0.05 * excess))
     torch.testing.assert_close(found["multiplier"], given["multiplier"] + 0.05 * excess)
     assert side * (found["threshold"] - given["threshold"]).min() > 0
-    assert found["aim"].item() == pytest.approx(L + 0.4 * (15 - L))  # 15: a quarter of the latents
+    assert found["aim"].item() == AIM  # as long as it is below the schedule's
+    higher = JumpRelu(target_l0=L).estimated(codes, given | {"aim": torch.tensor(15.0)}, 0.3)
+    assert higher["aim"].item() == pytest.approx(L + 0.4 * (15 - L))  # 15: a quarter of the latents
     assert JumpRelu(target_l0=L).estimated(codes, given, 0.9)["aim"] == L
     nothing = JumpRelu(target_l0=L).estimated(DenseCodes(torch.zeros(0, F, dtype=torch.float64)), given, 0.3)
     assert nothing.keys() == found.keys()  # processes all-reduce the same tensors

@@ -27,6 +27,7 @@ class Activation(Config):
     name as underscores.
     `opposites`: whether `phi(v) - phi(-v) = v`; two latents of opposite directions are then linear together.
     `exact_zeros`: whether inactive codes are exactly zero, so that L0 measures sparsity.
+    `of_codes`: the settings that codes depend on once it is trained.
     """
 
     panel: ClassVar[str] = "Activation"
@@ -34,6 +35,7 @@ class Activation(Config):
     sparsities: ClassVar[tuple[str, ...]] = ("none", "l1", "l1-codes")
     opposites: ClassVar[bool] = False
     exact_zeros: ClassVar[bool] = True
+    of_codes: ClassVar[tuple[str, ...]] = ()
 
     def check(self, d_sae: int) -> None:
         """Refuse settings that cannot work with `d_sae` latents, by a ConfigError."""
@@ -65,6 +67,10 @@ class Activation(Config):
 
     def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
         """The parameters at the start of training, given the pre-activations of some rows, (n, F)."""
+        return parameters
+
+    def continuing(self, parameters: Parameters, l0: float) -> Parameters:
+        """The parameters at the start of a training that goes on from an SAE with `l0` active latents per row."""
         return parameters
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:

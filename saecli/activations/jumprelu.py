@@ -162,6 +162,12 @@ class JumpRelu(Thresholded, TargetsRate):
         first = max(self.target_l0, min(DENSE * self.target_l0, d_sae / 4))
         return self.target_l0 + (first - self.target_l0) * max(0.0, 1 - progress / FALL)
 
+    def continuing(self, parameters: Parameters, l0: float) -> Parameters:
+        """With a target, an aim from which L0 need not rise first: the SAE has found its directions."""
+        if self.target_l0 is None:
+            return parameters
+        return parameters | {"aim": parameters["aim"].clamp(max=max(self.target_l0, l0))}
+
     def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
         """With a target, one threshold for all latents with which the rows have the first aim as their L0."""
         if self.target_l0 is None:
@@ -204,7 +210,7 @@ class JumpRelu(Thresholded, TargetsRate):
         excess = (codes.count() / (rows * aim) - 1).clamp(max=1.0) if rows else torch.zeros_like(aim)
         return {"threshold": parameters["threshold"] * (THRESHOLD_RATE * excess).exp(),
                 "multiplier": parameters["multiplier"] + MULTIPLIER_RATE * excess,
-                "aim": torch.full_like(aim, self._aim(progress, d_sae))}
+                "aim": aim.clamp(max=self._aim(progress, d_sae))}  # which may have begun lower
 
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
         """With a target, the thresholds times the factor that leaves as many active on rows smoothed as little as rows

@@ -17,6 +17,8 @@ from .base import Activation, Parameters
 class KeepsK(Activation):
     """An activation that keeps `k` pre-activations per row, exactly, on average or in expectation."""
 
+    of_codes: ClassVar[tuple[str, ...]] = ("k",)
+
     k: int = option(32, "Active latents per row; with batchtopk on average, with soft-topk in expectation.", minimum=1)
 
     def expected_l0(self, d_in: int) -> float:

@@ -202,6 +202,7 @@ class SoftTopK(KeepsK):
     """
 
     name: ClassVar[str] = "soft-topk"
+    of_codes: ClassVar[tuple[str, ...]] = ("k", "temperature")
     exact_zeros: ClassVar[bool] = False
 
     temperature: float = option(0.1, "Softness of the choice of latents, in units of the codes: a latent's odds change "

@@ -155,6 +155,11 @@ class Measured:
                               "put them into a store with `sae import`")
         return self.rows.inputs[0] if isinstance(self.rows, JoinedRows) else self.rows
 
+    @property
+    def stores(self) -> Joined:
+        """The rows' stores; ConfigError as of `of_store`."""
+        return self.rows.stores if isinstance(self.rows, JoinedRows) else Joined((self.store,))
+
     def demand_reconstruction(self, what: str) -> None:
         """Refuse a transcoder, or a crosscoder, where `what` is defined for the reconstruction of one store's rows; by
         a ConfigError."""
@@ -290,8 +295,7 @@ def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str 
 
 def held_out(one: Measured) -> Measured:
     """The same SAE with the held-out rows of its store, at least one."""
-    stores = one.rows.stores if isinstance(one.rows, JoinedRows) else Joined((one.store,))
-    return replace(one, split="test", rows=stores.split("test", seed=one.subject.split_seed))
+    return replace(one, split="test", rows=one.stores.split("test", seed=one.subject.split_seed))
 
 
 def all_measured(home: Home, saes: Sequence[SAELike], data: RowsLike, split: str, device: str,

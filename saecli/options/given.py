@@ -98,6 +98,12 @@ class Given:
         """Build one configuration from the options that were set; the others keep its own defaults."""
         return kind(**{name: self.values[name] for name in options_of(kind).keys() & self.given})
 
+    def else_given(self, values: Mapping[str, Any]) -> "Given":
+        """The same with these values of options that the user did not set, as if they had been set."""
+        return replace(self, values={**self.values, **{name: value for name, value in values.items()
+                                                       if name not in self.given}},
+                       given=self.given | values.keys())
+
     def choose(self, table: Mapping[str, type[Config]], selector: str, name: str) -> Config:
         """Build the configuration that a table holds under `name`; see `config.choose`."""
         return choose(table, selector, name, self.values, self.given)

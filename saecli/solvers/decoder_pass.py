@@ -121,6 +121,11 @@ class DecoderPass:
         return Observed(system, system.rows, z, y, norm_weights, fired, self._skip)
 
 
+def choosing_bytes(rows: int, d_in: int, d_sae: int) -> int:
+    """Memory of the sample on which alpha is chosen, of N rows."""
+    return 4 * 4 * min(rows, SAMPLED_ROWS) * (d_sae + d_in)
+
+
 def in_order(z: Tensor, y: Tensor, numbers: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:
     """All processes' codes and targets on rank 0, sorted by their rows' numbers; the others keep their own."""
     if communicator.world_size == 1:

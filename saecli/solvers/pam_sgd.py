@@ -34,7 +34,7 @@ from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
 from ..ridge import DecoderState, Plan, Terms, choose_alpha, plan, solve
 from .base import DECODER_STEP, Solver, SolverConfig, proximal
-from .decoder_pass import SAMPLED_ROWS, DecoderPass, Observed, broadcast, notes_on
+from .decoder_pass import DecoderPass, Observed, broadcast, choosing_bytes, notes_on
 from .maintenance import balance, penalty_decay, silence
 from .optimizers import OPTIMIZERS, is_choosing_step, outer_iterations
 from .task import StepReport, Task
@@ -108,7 +108,7 @@ class PamSgd(SolverConfig):
     def beside(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
         """Bytes besides the decoder step's: the sample on which alpha is chosen, the encoder's weights and optimiser,
         and the window in which inner steps mix rows."""
-        choosing = 4 * 4 * min(rows, SAMPLED_ROWS) * (d_sae + d_in)
+        choosing = choosing_bytes(rows, d_in, d_sae)
         moved = 1 if self.release == 1 else 2  # matrices that have a gradient and an optimiser's state
         weights = 4 * (3 + moved * (1 + OPTIMIZERS[self.optimizer].vectors)) * d_in * d_sae
         return choosing + weights + self.window(rows, batch_size, d_in)
@@ -367,7 +367,7 @@ class PamSgdSolver(Solver):
         super().restore(state)
         self._decided = self.steps >= RELEASE * self.task.steps
         numbers = {name: state[f"decoder.{name}"].item() for name in self._numbers()}
-        self.raised, _ = numbers.pop("most_raised"), numbers.pop("released")
+        self.raised, self._size, _ = (numbers.pop(name) for name in ("most_raised", "size", "released"))
         self.decoder = replace(self.decoder, **numbers, Delta=self.dictionary.Delta.detach(),
                                b=self.dictionary.b_dec.detach())
         if not self.released:
@@ -377,4 +377,4 @@ class PamSgdSolver(Solver):
         """The decoder's numbers in a checkpoint, beside its tensors."""
         own = {name: getattr(self.decoder, name) for name in ("c", "alpha", "relative_alpha", "ridge", "condition",
                                                               "residual", "dof")}
-        return own | {"most_raised": self.raised, "released": self.released}
+        return own | {"most_raised": self.raised, "released": self.released, "size": self._size}

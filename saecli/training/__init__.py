@@ -11,7 +11,9 @@ from .jobs import Job, claimed_folders, resumed_job, run_names
 from .loop import Loop
 from .run import Run, RunRecord, origin_of
 from .runs import train_runs
+from .starting import Start
 from .trainer import Record, Trainer
 
-__all__ = ["CHECKPOINT", "Job", "Loop", "Plan", "Record", "Run", "RunRecord", "Trainer", "TrainingConfig", "claimed",
-           "claimed_folders", "doubts_at_start", "origin_of", "read_metrics", "resumed_job", "run_names", "train_runs"]
+__all__ = ["CHECKPOINT", "Job", "Loop", "Plan", "Record", "Run", "RunRecord", "Start", "Trainer", "TrainingConfig",
+           "claimed", "claimed_folders", "doubts_at_start", "origin_of", "read_metrics", "resumed_job", "run_names",
+           "train_runs"]

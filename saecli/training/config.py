@@ -16,6 +16,7 @@ from ..store import ActivationStore, Joined, JoinedRows
 from ..store import Rows as StoredRows
 from .normalisation import NORMALISATIONS
 from .rows import AnyRows
+from .starting import Start
 
 MOST_DEFAULT_EPOCHS = 100
 SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # fractions of all steps
@@ -171,6 +172,7 @@ class Plan:
         training: the settings, resolved.
         solver: the solver and its settings, resolved.
         activation: the activation and its settings.
+        start: the SAE to start from; None for random directions.
     """
 
     train_rows: AnyRows
@@ -178,15 +180,19 @@ class Plan:
     training: TrainingConfig
     solver: SolverConfig
     activation: Activation
+    start: Start | None = None
 
     @classmethod
     def resolved(cls, train_rows: AnyRows, test_rows: StoredRows | JoinedRows | None, training: TrainingConfig,
-                 solver: SolverConfig, activation: Activation) -> Self:
+                 solver: SolverConfig, activation: Activation, start: Start | None = None) -> Self:
         """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
         together."""
         if training.skip and not train_rows.d_target:
             raise ConfigError("skip", "does nothing without {target}: from rows to themselves it would be all",
                               "leave it out, or name the store that is predicted")
+        if start is not None:
+            training = replace(training, **start.settled(training.d_sae, training.prefixes, training.skip, activation,
+                                                         train_rows))
         training = training.resolved(activation, solver, train_rows.rows, train_rows.d_in)
         return cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)),
-                   activation.resolved(training.sparsity, training.d_sae))
+                   activation.resolved(training.sparsity, training.d_sae), start)

@@ -1,9 +1,9 @@
 """Runs to train: new ones, in folders named and claimed here, or one to resume."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from ..errors import ConfigError, RunError
 from ..home import Home, checked_name, read_settings
 from ..inventory.filling import open_joined
 from ..solvers import SOLVERS
-from .checkpoints import claimed
+from .checkpoints import CHECKPOINT, claimed
 from .config import Plan, TrainingConfig
 from .run import Run
+from .starting import Start
 
 
 @dataclass(frozen=True)
@@ -78,17 +79,23 @@ def _new_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> P
     return runs / name
 
 
-def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack,
-                communicator: Communicator) -> Job:
-    """A run to resume, by default the newest unfinished one; rank 0 claims its folder.
+def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack, communicator: Communicator,
+                start_of: Callable[[str], Start]) -> Job:
+    """A run to resume, by default the newest unfinished one; rank 0 claims its folder. `start_of` opens the SAE of a
+    name again, which a run without a checkpoint starts from anew.
 
     Raises:
-        RunError: there is none, it is finished, or it is being trained; or its settings or its store have changed.
+        RunError: there is none, it is finished, or it is being trained; or its settings, its store or the SAE that it
+            starts from have changed.
     """
     job = communicator.main_first(lambda: _begun_before(home, name, listener))
     if communicator.is_main:
         claims.enter_context(claimed(job.folder, new=False))
-    return job
+    plan = job.run.plan
+    if plan.start is None or communicator.broadcast_object((job.folder / CHECKPOINT).exists):
+        return job
+    start = communicator.broadcast_object(lambda: plan.start.again(start_of(plan.start.name)))
+    return replace(job, run=replace(job.run, plan=replace(plan, start=start)))
 
 
 def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
@@ -113,6 +120,8 @@ def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
                              activation_from_json(document["activation"]))
         if plan.training != training:  # a setting was missing, and today's default would be filled in
             raise ConfigError(None, "not all of its settings are filled in")
+        if "init" in document:
+            plan = replace(plan, start=Start(document["init"]["name"], document["init"]["hash"], None))
         run, trained_on = Run(stores, plan, document["created"]), document["data_hash"]
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"cannot go on with {name}: {path} is not what this version of `sae train` writes "

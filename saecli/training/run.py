@@ -45,11 +45,12 @@ class Run:
     def write(self, folder: Path, result: dict[str, Any] | None) -> None:
         """Write the run's `run.json`: complete if there is a result, as of `Trainer.result`."""
         plan = self.plan
+        start = {} if plan.start is None else {"init": {"name": plan.start.name, "hash": plan.start.hash}}
         write_json(folder / RUN_MARKER, {
             "format_version": RUN_VERSION, "created": self.created, "complete": result is not None,
             **self.stores.names(), "training": plan.training.to_json(),
             "solver": {"name": plan.solver.name, **plan.solver.to_json()},
-            "activation": activation_to_json(plan.activation), "result": result})
+            "activation": activation_to_json(plan.activation), **start, "result": result})
 
 
 class RunRecord(Record):

@@ -62,7 +62,8 @@ def _begun(job: Job, trainings: int, listener: Listener, communicator: Communica
                       communicator=communicator)
     listener.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
                   f"on {run.stores.d_in} dimensions, {trainer.train_rows.rows:,} training and "
-                  f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps")
+                  f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps"
+                  + (f", from {plan.start.name}" if plan.start else ""))
     for warning in doubts_at_start(plan):
         listener.note(f"{folder.name}: warning: {warning}")
     return trainer
@@ -143,6 +144,8 @@ def _write_config(folder: Path, run: Run, given: Mapping[str, Any]) -> None:
     beside = names.pop("beside", [])
     chosen = {"solver": plan.solver.name, "act": plan.activation.name, **names,
               "data": [names["data"], *beside] if beside else names["data"]}
+    if plan.start is not None:
+        chosen |= {"init": plan.start.name, "init_hash": plan.start.hash}
     settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
     if settled["sparsity"] == "none":
         del settled["sparsity_weight"]

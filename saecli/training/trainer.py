@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..console import Step
-from ..devices import device_named
+from ..devices import device_named, free_memory
 from ..dictionary import SAE
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError, RunError, TrainingError
-from ..memory import available_memory
 from ..metrics import reconstruction
 from ..solvers import Solver, StepReport, Task
 from ..store import JoinedRows
@@ -112,8 +111,10 @@ class Trainer:
                     sample.x, training.smoothing, training.seed, self.batches,
                     training.sparsity_warm_up, training.lr_warm_up, training.lr_decay, self.memory,
                     None if B is None else sample.y, B)
-        initial = initial_sae(self.plan.activation, training.d_sae, sample, training.seed, training.nested, B,
-                              training.skip)
+        activation, start = self.plan.activation, self.plan.start
+        initial = (initial_sae(activation, training.d_sae, sample, training.seed, training.nested, B, training.skip)
+                   if start is None or checkpoint is not None  # which has all that a start gives
+                   else start.initial(activation, sample.x, self.normalisation, training.nested, training.skip))
         self.solver: Solver = self.plan.solver.build(initial, task, self.communicator)
         self.progress = Progress()
         if checkpoint is not None:
@@ -248,8 +249,7 @@ class Trainer:
         batch = 3 * 4 * max(training.batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
         width = max(self.train_rows.d_in, self.train_rows.d_target)
         needed = batch + solver.memory(self.train_rows.rows, training.batch_size, width, d_sae, training.nested)
-        free = (torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else
-                available_memory() // (local_world() if self.communicator.world_size > 1 else 1))
+        free = free_memory(self.device, local_world() if self.communicator.world_size > 1 else 1)
         free = int(self.communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min").item()) // trainings
         if needed > free:
             beside = "" if trainings == 1 else f" for each of {trainings} trainings"
