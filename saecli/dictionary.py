@@ -9,16 +9,22 @@ skip Paulo, Shabalin and Belrose, "Transcoders Beat Sparse Autoencoders for Inte
 The encoder does not subtract `b_dec`, so that the decoder step changes no code. `SAE` holds W_dec itself; `Coupled`,
 used in training, derives it from W_enc. To add a kind, subclass `Dictionary` and write its `decoder`.
 
+Rows of several places side by side make a crosscoder, whose penalties weigh a latent by the sum of its decoder norms
+there. Source: Lindsey et al., "Sparse Crosscoders for Cross-Layer Features and Model Diffing" (2024).
+
 A dictionary may be nested: each of some prefixes of its latents is then trained to reconstruct the rows by itself.
 Source: Bussmann, Nabeshima, Karvonen and Nanda, "Learning Multi-Level Features with Matryoshka Sparse Autoencoders"
 (2025), equation 5.
 
-Shapes: B rows, D = d_in, E = d_out, F = d_sae, L prefixes; one, of all latents, if the dictionary is not nested.
+Shapes: B rows, D = d_in, E = d_out, F = d_sae, P places, L prefixes; one, of all latents, if the dictionary is not
+nested.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import ClassVar, Self
 
 import torch
@@ -61,15 +67,16 @@ class Dictionary(Module, ABC):
         activation_parameters: the activation's parameters, by names that differ from the other tensors'.
         prefixes: of a nested dictionary, the number of latents in each prefix, ascending, the last being F.
         W_skip: weights of the affine skip, (D, E); None for none.
+        widths: of the places that stand side by side in the targets, of a crosscoder; none for one.
     """
 
     LATENT_DIMENSIONS: ClassVar[dict[str, int]] = {"W_enc": 1, "b_enc": 0, "W_dec": 0, "Delta": 0}
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, activation: Activation,
                  activation_parameters: Parameters | None = None, prefixes: Prefixes = (),
-                 W_skip: Tensor | None = None) -> None:
+                 W_skip: Tensor | None = None, widths: Sequence[int] = ()) -> None:
         super().__init__()
-        self.activation, self.prefixes = activation, tuple(prefixes)
+        self.activation, self.prefixes, self.widths = activation, tuple(prefixes), tuple(widths)
         self._learned = tuple(activation_parameters or {})
         for name, tensor in {"W_enc": W_enc, "b_enc": b_enc, "b_dec": b_dec, **(activation_parameters or {})}.items():
             self.register_parameter(name, Parameter(tensor.detach(), requires_grad=False))
@@ -93,6 +100,18 @@ class Dictionary(Module, ABC):
     def d_sae(self) -> int:
         """Number of latents."""
         return self.W_enc.shape[1]
+
+    @property
+    def places(self) -> list[slice]:
+        """Where each place is in the targets; one for all, if it is no crosscoder."""
+        return [slice(begin, end) for begin, end in pairwise(accumulate(self.widths or (self.d_out,), initial=0))]
+
+    def weighed(self, W_dec: Tensor) -> Tensor:
+        """What penalties take for decoder weights, whose norms they weigh: W_dec, (F, E), or of a crosscoder the sum of
+        the norms over places, (F, 1)."""
+        if not self.widths:
+            return W_dec
+        return torch.stack([W_dec[:, place].norm(dim=1) for place in self.places]).sum(0)[:, None]
 
     @property
     def activation_parameters(self) -> Parameters:
@@ -144,7 +163,7 @@ class Dictionary(Module, ABC):
         errors = self.squared_errors(batch, codes, W_dec) / batch.size
         value = errors.mean()
         if sparsity != "none":  # a mean over this process' rows
-            penalty = self.activation.penalty(sparsity, pre, codes, W_dec, self.activation_parameters)
+            penalty = self.activation.penalty(sparsity, pre, codes, self.weighed(W_dec), self.activation_parameters)
             value = value + weight * (len(batch.x) / batch.size) * penalty
         return Loss(value, errors[-1], codes)
 
@@ -188,14 +207,14 @@ class Dictionary(Module, ABC):
         return SAE(*(tensor.detach().clone() for tensor in (self.W_enc, self.b_enc, self.decoder(), self.b_dec)),
                    self.activation, {name: tensor.detach().clone() for name, tensor in
                                      self.activation_parameters.items()}, self.prefixes,
-                   None if self.W_skip is None else self.W_skip.detach().clone())
+                   None if self.W_skip is None else self.W_skip.detach().clone(), self.widths)
 
     def __repr__(self) -> str:
         kept = f", k={self.activation.k}" if isinstance(self.activation, KeepsK) else ""
         nested = f", prefixes={self.prefixes}" if self.prefixes else ""
         dtype = str(self.W_enc.dtype).removeprefix("torch.")
         out = f", d_out={self.d_out}" if self.d_out != self.d_in else ""
-        skip = ", skip" if self.W_skip is not None else ""
+        skip = (", skip" if self.W_skip is not None else "") + (f", widths={self.widths}" if self.widths else "")
         return (f"{type(self).__name__}({self.activation.name}{kept}, d_in={self.d_in}{out}, d_sae={self.d_sae}{nested}"
                 f"{skip}, {dtype}, {self.W_enc.device})")
 
@@ -228,12 +247,13 @@ class SAE(Dictionary):
         activation_parameters: the activation's parameters, by name.
         prefixes: of a nested SAE, the number of latents in each prefix, ascending, the last being F.
         W_skip: of a transcoder with a skip, its weights, (D, E).
+        widths: of a crosscoder's places.
     """
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, W_dec: Tensor, b_dec: Tensor, activation: Activation,
                  activation_parameters: Parameters | None = None, prefixes: Prefixes = (),
-                 W_skip: Tensor | None = None) -> None:
-        super().__init__(W_enc, b_enc, b_dec, activation, activation_parameters, prefixes, W_skip)
+                 W_skip: Tensor | None = None, widths: Sequence[int] = ()) -> None:
+        super().__init__(W_enc, b_enc, b_dec, activation, activation_parameters, prefixes, W_skip, widths)
         self.register_parameter("W_dec", Parameter(W_dec.detach(), requires_grad=False))
 
     def decoder(self) -> Tensor:
@@ -249,13 +269,13 @@ class SAE(Dictionary):
         new = self.tensors() | tensors
         learned = {name: new.pop(name) for name in self._learned}
         return type(self)(**new, activation=activation or self.activation, activation_parameters=learned,
-                          prefixes=self.prefixes)
+                          prefixes=self.prefixes, widths=self.widths)
 
     def without_training_parameters(self) -> Self:
         """The same without the activation's parameters that only training needs."""
         kept = {name: getattr(self, name) for name in self.activation.parameters(1)}
         return type(self)(self.W_enc, self.b_enc, self.W_dec, self.b_dec, self.activation, kept, self.prefixes,
-                          self.W_skip)
+                          self.W_skip, self.widths)
 
     def copy_to(self, *args: torch.device | torch.dtype | str) -> Self:
         """A copy on another device or in another dtype; arguments as of `Tensor.to`."""
@@ -299,7 +319,7 @@ class Coupled(Dictionary):
 
     def __init__(self, start: SAE, c: float, Delta: Tensor | None, B: Tensor | None = None) -> None:
         super().__init__(start.W_enc, start.b_enc, start.b_dec, start.activation, start.activation_parameters,
-                         start.prefixes, start.W_skip)
+                         start.prefixes, start.W_skip, start.widths)
         self.c = c
         self.register_parameter("Delta", None if Delta is None else Parameter(Delta, requires_grad=False))
         self.register_buffer("B", B)

@@ -4,6 +4,7 @@ import typer
 
 from ..evaluation.comparing import extremes, sparsity_table
 from ..evaluation.evaluate import draw_sparsity, sparsity_document, tallied
+from ..evaluation.places import places_table
 from ..evaluation.sae_and_rows import all_measured
 from ..options import Device, Json, Plot, Runs, start
 from .eval import Data, SplitName
@@ -17,13 +18,16 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     none of the training rows, which only SAEs trained here have counted. --plot saves histograms of L0 and of the
     latents' frequencies, and beside them a picture of the first rows' codes for each run.
 
+    Of a crosscoder, latents by place too: how many are shared, and how many one place has alone.
+
     Example: sae sparsity first second --plot sparsity.png
     """
     session = start(ctx, json, plot)
     everything = all_measured(session.home, list(dict.fromkeys(runs or ())), data, split, device, session.console)
     tallies = tallied(everything, plot is not None, session.console)
-    found = [sparsity_document(one, counts) for one, counts in zip(everything, tallies, strict=True)]
+    found = [sparsity_document(one, counts, session.console) for one, counts in zip(everything, tallies, strict=True)]
     if plot is not None:
         drawn = draw_sparsity(plot, {run["run"]: counts for run, counts in zip(found, tallies, strict=True)})
         session.console.note(f"drew {', '.join(map(str, drawn))}")
-    session.console.result({"runs": found}, sparsity_table(found), *(extremes(run) for run in found))
+    session.console.result({"runs": found}, sparsity_table(found), *(extremes(run) for run in found),
+                           *(places_table(run) for run in found if "places" in run))

@@ -17,6 +17,7 @@ from ..training.rows import ArrayLike
 from ..wording import counted
 from ..worlds.scores import FeatureScores
 from .comparing import marked
+from .places import places_document
 from .sae_and_rows import Measured, RowsLike, SAELike, all_measured, by_rows, measured
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
     """
     listener = listening(progress)
     one = measured(Home.at(home), sae, data, split, device, listener)
-    return sparsity_document(one, firing(one.sae, one.inputs(listener)))
+    return sparsity_document(one, firing(one.sae, one.inputs(listener)), listener)
 
 
 def tallied(everything: Sequence[Measured], pictured: bool, listener: Listener) -> list[Firing]:
@@ -52,9 +53,10 @@ def tallied(everything: Sequence[Measured], pictured: bool, listener: Listener) 
     return [firing(one.sae, one.inputs(listener), PICTURED_ROWS if pictured else 0) for one in everything]
 
 
-def sparsity_document(one: Measured, counts: Firing) -> dict[str, Any]:
-    """The document that `sae sparsity --json` prints for a run."""
-    return one.heading | counts.result() | {"dead_fraction": one.subject.dead_fraction}
+def sparsity_document(one: Measured, counts: Firing, listener: Listener) -> dict[str, Any]:
+    """The document that `sae sparsity --json` prints for a run; of a crosscoder with `places_document`."""
+    found = one.heading | counts.result() | {"dead_fraction": one.subject.dead_fraction}
+    return found | places_document(one, listener)
 
 
 def draw_sparsity(path: Path, tallies: Mapping[str, Firing]) -> list[Path]:

@@ -56,7 +56,7 @@ class SavedSAE:
 
 
 def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, subtracts: bool = False,
-             prefixes: Prefixes = (), transcodes: bool = False) -> SAE:
+             prefixes: Prefixes = (), transcodes: bool = False, widths: tuple[int, ...] = ()) -> SAE:
     """Make an SAE from the tensors of a file, in at least float32.
 
     Args:
@@ -66,6 +66,7 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
         subtracts: whether the file's encoder subtracts `b_dec` from rows.
         prefixes: of a nested SAE; none otherwise.
         transcodes: whether it may be a transcoder, of any output width, with W_skip or without.
+        widths: of a crosscoder's places; none otherwise.
 
     Raises:
         FormatError: names or shapes do not match, a number is not finite, or the activation or the prefixes do not work
@@ -96,9 +97,11 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
         raise FormatError(f"{path}: {error}") from error
     if prefixes and (prefixes[-1] != d_sae or not rise(prefixes)):
         raise FormatError(f"{path}: expected prefixes that rise to d_sae, {d_sae}, got {list(prefixes)}")
+    if widths and (min(widths) < 1 or sum(widths) != d_out):
+        raise FormatError(f"{path}: expected widths of places that sum to {d_out}, got {list(widths)}")
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     weights = {name: ready.pop(name) for name in (*WEIGHTS, *skip)}
-    sae = SAE(**weights, activation=activation, activation_parameters=ready, prefixes=prefixes)
+    sae = SAE(**weights, activation=activation, activation_parameters=ready, prefixes=prefixes, widths=widths)
     if not subtracts:
         return sae
     shift = sae.b_dec.double() @ sae.W_enc.double()

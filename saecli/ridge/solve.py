@@ -1,7 +1,7 @@
 """The closed-form decoder from its normal equations; symbols as in the package's docstring."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,26 +74,46 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
         raise ValueError("the factorisation belongs to other normal equations than the ones to solve")
     rows, y_bar, E, alpha = system.rows, system.y_bar, terms.d_out, factorisation.alpha
     centre, T0 = terms.centre(rows, y_bar), None if terms.direction is None else terms.direction.double()
-    solved, bias, c, skip = factorisation.solve_cross(centre), terms.bare_bias(rows, y_bar)[:E], 0.0, None
-    W, eliminated = solved[:, :E], None
-    if terms.mu:
-        W += factorisation.solve(terms.mu * terms.W_t.double())
+    bias, c, skip, eliminated = terms.bare_bias(rows, y_bar)[:E], 0.0, None, None
+    dof = math.nan if z is None else effective_dof(factorisation, terms, z)
+    found = DecoderState(c, y_bar, bias, alpha, factorisation.relative_alpha, factorisation.ridge, factorisation.raised,
+                         factorisation.condition(), math.nan, dof)
+    solved, along, residual = _by_place(factorisation, terms) if terms.places else _solved(factorisation, terms)
+    W = solved[:, :E]
     if terms.skip is not None:
         A_xx, A_xy = terms.skip.blocks(rows, y_bar[E:], centre)
         eliminated = Elimination.of(solved[:, E:], system.cross(centre)[:, E:], A_xx)
     if T0 is not None:
-        along = factorisation.solve(T0)
-        found = (W, along) if eliminated is None else (eliminated(W, A_xy), eliminated(along))
-        c, _ = best_multiple(T0, *found, alpha)
+        free = (W, along) if eliminated is None else (eliminated(W, A_xy), eliminated(along))
+        c, _ = best_multiple(T0, *free, alpha)
         W.add_(along, alpha=c * alpha)
     if eliminated is not None:
         skip = eliminated.skip(W, A_xy)
         W, bias = eliminated(W, A_xy), bias - terms.rows_fraction(rows) * (y_bar[E:] @ skip)
     b = bias - terms.rows_fraction(rows) * (system.u @ W)
     Delta = W if T0 is None else W.sub_(T0, alpha=c)
-    dof = math.nan if z is None else effective_dof(factorisation, terms, z)
-    return DecoderState(c, Delta, b, factorisation.alpha, factorisation.relative_alpha, factorisation.ridge,
-                        factorisation.raised, factorisation.condition(), factorisation.residual(), dof, skip)
+    return replace(found, c=c, Delta=Delta, b=b, residual=residual, skip=skip)
+
+
+def _solved(factorisation: Factorisation[Any], terms: Terms) -> tuple[Tensor, Tensor | None, float]:
+    """`M (C + mu W_t)`, (F, E + D), `M T0`, (F, E), and the residual."""
+    system = factorisation.system
+    W = factorisation.solve_cross(terms.centre(system.rows, system.y_bar))
+    if terms.mu:
+        W[:, :terms.d_out] += factorisation.solve(terms.mu * terms.W_t.double())
+    along = None if terms.direction is None else factorisation.solve(terms.direction.double())
+    return W, along, factorisation.residual()
+
+
+def _by_place(factorisation: Factorisation[Any], terms: Terms) -> tuple[Tensor, Tensor | None, float]:
+    """As `_solved`, the columns of each place with its own decay; supersedes the factorisation."""
+    system, found = factorisation.system, []
+    for place, decay in terms.places:
+        own = system.factorise(replace(terms, alpha=factorisation.alpha, decay=decay))
+        W, along, residual = _solved(own, terms)
+        found.append((W[:, place], None if along is None else along[:, place], residual))
+    Ws, alongs, residuals = zip(*found, strict=True)
+    return torch.cat(Ws, 1), None if terms.direction is None else torch.cat(alongs, 1), max(residuals)
 
 
 def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> tuple[float, float]:

@@ -7,7 +7,7 @@ and solutions are float64. Symbols as in the package's docstring; `shrink` is s.
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -33,6 +33,7 @@ class Terms:
         decay: weights of each latent's own `||W_i||^2`, (F,), at least 0.
         joint: whether b is optimal jointly with W; if not, W is solved with b = 0, and b is then optimal for that W.
         skip: sums for an affine skip, whose D dimensions are the system's last targets; None for none.
+        places: the columns of the targets' places, each with its own decay, (F,); none if all have the one above.
     """
 
     alpha: float
@@ -45,6 +46,7 @@ class Terms:
     decay: Tensor
     joint: bool = True
     skip: SkipSums | None = None
+    places: Sequence[tuple[slice, Tensor]] = ()
 
     @property
     def d_out(self) -> int:

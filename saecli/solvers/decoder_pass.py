@@ -68,7 +68,7 @@ class DecoderPass:
         self._stride = max(1, math.ceil(rows / SAMPLED_ROWS))
         self._holds = isinstance(system, HeldRows)  # all rows are collected, not only the sampled ones
         W_dec = dictionary.decoder().detach()
-        self._W_dec = W_dec
+        self._weighed = dictionary.weighed(W_dec)
         self._norm_weights = torch.zeros(len(W_dec), dtype=torch.float64, device=W_dec.device)
         self._fired = torch.zeros(len(W_dec), dtype=torch.bool, device=W_dec.device)
         self._W_skip, d_out = dictionary.W_skip, dictionary.d_out
@@ -96,7 +96,7 @@ class DecoderPass:
             self._numbers.append(numbers[sampled])
         if not self._holds:
             self.system.add(codes, y)
-        self._norm_weights += self._activation.norm_weights(self._sparsity, codes, self._W_dec)
+        self._norm_weights += self._activation.norm_weights(self._sparsity, codes, self._weighed)
         self._fired |= codes.fired()
 
     def finish(self, communicator: Communicator) -> Observed:

@@ -1,9 +1,10 @@
 """Maintenance of a dictionary between steps: silencing, revival and balancing.
 
-Shapes: n rows, D = d_in, E = d_out, F = d_sae.
+Shapes: n rows, D = d_in, E = d_out, F = d_sae, P places of a crosscoder; one otherwise.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -92,8 +93,9 @@ def silence(dictionary: Dictionary, norm_weights: Tensor, rows: float) -> bool:
     return bool(gone.any())
 
 
-def penalty_decay(W_dec: Tensor, weights: Tensor, size: float) -> Tensor:
-    """Weights, (F,), of the quadratics in `||W_i||` that majorise a penalty and equal it at the current decoder.
+def penalty_decay(W_dec: Tensor, weights: Tensor, size: float, places: Sequence[slice]) -> Tensor:
+    """Weights, (P, F), of the quadratics in `||W_i||` at each place that majorise a penalty and equal it at the current
+    decoder.
 
     `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so a step that lowers the right side lowers the left: encoder and
     decoder step then descend on one objective. A decoder step without the penalty would undo the encoder step's gain,
@@ -103,9 +105,10 @@ def penalty_decay(W_dec: Tensor, weights: Tensor, size: float) -> Tensor:
         W_dec: the decoder before the step, (F, E).
         weights: the penalty's derivative in each decoder norm, a sum over rows, (F,), float64.
         size: the encoder's norm at the start of training.
+        places: where each is in the targets.
     """
-    norms = W_dec.double().norm(dim=1)
-    mean = max(norms.mean().item(), LEAST_SIZE * size / math.sqrt(len(norms)))
+    norms = torch.stack([W_dec[:, place].double().norm(dim=1) for place in places])
+    mean = max(norms.mean().item(), LEAST_SIZE * size / math.sqrt(norms.numel()))
     return weights / (2 * norms.clamp(min=LEAST_NORM * mean))
 
 

@@ -289,10 +289,11 @@ class PamSgdSolver(Solver):
         if observed.skip is not None:
             b_dec = torch.cat([b_dec, b_dec.new_zeros(dictionary.d_in)])
         weights = self.task.penalty_weight(self.steps - 1) * (not self._last) * observed.norm_weights
-        decay = penalty_decay(W_dec, weights, self._size)
+        places = dictionary.places
+        decay = penalty_decay(W_dec, weights, self._size, places)
         return Terms(0.0, fraction * self.config.beta, fraction * self.weight("mu_dec"),
-                     fraction * self.weight("nu_dec"), direction, W_dec, b_dec, decay, self.config.bias == "joint",
-                     observed.skip)
+                     fraction * self.weight("nu_dec"), direction, W_dec, b_dec, decay[0], self.config.bias == "joint",
+                     observed.skip, list(zip(places, decay, strict=True)) if len(places) > 1 and decay.any() else [])
 
     def _apply(self, state: DecoderState) -> None:
         """Put a solved decoder into the dictionary."""

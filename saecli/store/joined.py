@@ -45,6 +45,11 @@ class JoinedRows:
         return tuple(rows.d_in for rows in self.inputs)
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """The widths of a crosscoder's places: of several inputs that are their own targets; none otherwise."""
+        return self.widths if len(self.widths) > 1 and self.target is None else ()
+
+    @property
     def d_in(self) -> int:
         """Width of the inputs side by side."""
         return sum(self.widths)

@@ -182,6 +182,11 @@ class Plan:
     activation: Activation
     start: Start | None = None
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The widths of a crosscoder's places; none if it is none."""
+        return self.train_rows.places if isinstance(self.train_rows, JoinedRows) else ()
+
     @classmethod
     def resolved(cls, train_rows: AnyRows, test_rows: StoredRows | JoinedRows | None, training: TrainingConfig,
                  solver: SolverConfig, activation: Activation, start: Start | None = None) -> Self:
@@ -190,6 +195,9 @@ class Plan:
         if training.skip and not train_rows.d_target:
             raise ConfigError("skip", "does nothing without {target}: from rows to themselves it would be all",
                               "leave it out, or name the store that is predicted")
+        if isinstance(train_rows, JoinedRows) and train_rows.places and training.sparsity == "kl":
+            raise ConfigError("sparsity", "kl is defined for one place, got {count}", "use another, such as l1",
+                              count=len(train_rows.places))
         if start is not None:
             training = replace(training, **start.settled(training.d_sae, training.prefixes, training.skip, activation,
                                                          train_rows))

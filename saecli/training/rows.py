@@ -4,7 +4,7 @@ Shapes: N rows, B rows of a batch, D = d_in, E the width of targets beside the r
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -260,7 +260,7 @@ def raw_batches(stored: AnyRows, communicator: Communicator = ALONE) -> Iterator
 
 
 def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, prefixes: Prefixes = (),
-                B: Tensor | None = None, skip: bool = False) -> SAE:
+                B: Tensor | None = None, skip: bool = False, widths: Sequence[int] = ()) -> SAE:
     """An SAE with random unit directions, its decoder the encoder's, W_dec = W_enc' B, its scale fitted to a batch.
 
     If the activation is linear on pairs of opposites and there are at least two latents per dimension, half of the
@@ -276,6 +276,7 @@ def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, pre
         prefixes: of a nested SAE; none otherwise.
         B: the targets' linear regression on the rows, (D, E); None if they are the rows.
         skip: whether it has an affine skip, which is 0 at first.
+        widths: of a crosscoder's places.
     """
     x, d_in = batch.x, batch.x.shape[1]
     directions = torch.randn(d_in, d_sae, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -292,7 +293,7 @@ def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, pre
     parameters = activation.fitted(x @ W_enc, parameters)
     W_dec, d_out = W_enc.T if B is None else W_enc.T @ B, batch.y.shape[1]
     return SAE(W_enc, x.new_zeros(d_sae), W_dec.contiguous(), x.new_zeros(d_out), activation, parameters, prefixes,
-               x.new_zeros(d_in, d_out) if skip else None)
+               x.new_zeros(d_in, d_out) if skip else None, widths)
 
 
 def fitted_learning_rate(batch: Tensor, firings: float) -> float:

@@ -4,7 +4,7 @@ Shapes: n rows, D = d_in, F = d_sae.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -84,7 +84,7 @@ class Start:
                 "skip": skip or sae.W_skip is not None}
 
     def initial(self, activation: Activation, sample: Tensor, normalisation: Normalisation, prefixes: Prefixes,
-                skip: bool = False) -> SAE:
+                skip: bool = False, widths: Sequence[int] = ()) -> SAE:
         """The SAE at the start of training, acting on normalised rows, where it does what it did on raw ones.
 
         An activation of the SAE's kind has the SAE's parameters; another one's are fitted to the sample. Codes are
@@ -96,6 +96,7 @@ class Start:
             normalisation: of the rows.
             prefixes: of a nested SAE; none otherwise.
             skip: whether it has an affine skip, which is 0 at first if the SAE has none.
+            widths: of a crosscoder's places.
 
         Raises:
             ConfigError: the activation has a target for L0 that cannot be reached from there.
@@ -116,7 +117,7 @@ class Start:
             parameters = activation.fitted(pre, parameters)
         W_skip = own.W_enc.new_zeros(own.d_in, own.d_out) if skip and own.W_skip is None else own.W_skip
         return SAE(own.W_enc, own.b_enc, own.W_dec, own.b_dec, activation, parameters, prefixes,
-                   W_skip).copy_to(sample.dtype)
+                   W_skip, widths).copy_to(sample.dtype)
 
     def _demand_positive(self, activation: Activation, positive: float) -> None:
         """Refuse a target for L0 above the number of positive pre-activations per row: thresholds of 0 would have less,

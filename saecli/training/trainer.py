@@ -112,9 +112,12 @@ class Trainer:
                     training.sparsity_warm_up, training.lr_warm_up, training.lr_decay, self.memory,
                     None if B is None else sample.y, B)
         activation, start = self.plan.activation, self.plan.start
-        initial = (initial_sae(activation, training.d_sae, sample, training.seed, training.nested, B, training.skip)
+        places = self.plan.places
+        initial = (initial_sae(activation, training.d_sae, sample, training.seed, training.nested, B, training.skip,
+                               places)
                    if start is None or checkpoint is not None  # which has all that a start gives
-                   else start.initial(activation, sample.x, self.normalisation, training.nested, training.skip))
+                   else start.initial(activation, sample.x, self.normalisation, training.nested, training.skip,
+                                      places))
         self.solver: Solver = self.plan.solver.build(initial, task, self.communicator)
         self.progress = Progress()
         if checkpoint is not None:
