@@ -18,7 +18,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     none of the training rows, which only SAEs trained here have counted. --plot saves histograms of L0 and of the
     latents' frequencies, and beside them a picture of the first rows' codes for each run.
 
-    Of a crosscoder, latents by place too: how many are shared, and how many one place has alone.
+    Of a crosscoder, latents by place too: how many are shared, and how many one place has alone, by decoder norms and
+    by latent scaling.
 
     Example: sae sparsity first second --plot sparsity.png
     """
@@ -27,7 +28,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     tallies = tallied(everything, plot is not None, session.console)
     found = [sparsity_document(one, counts, session.console) for one, counts in zip(everything, tallies, strict=True)]
     if plot is not None:
-        drawn = draw_sparsity(plot, {run["run"]: counts for run, counts in zip(found, tallies, strict=True)})
+        drawn = draw_sparsity(plot, {run["run"]: counts for run, counts in zip(found, tallies, strict=True)},
+                              found)
         session.console.note(f"drew {', '.join(map(str, drawn))}")
     session.console.result({"runs": found}, sparsity_table(found), *(extremes(run) for run in found),
                            *(places_table(run) for run in found if "places" in run))

@@ -2,6 +2,7 @@
 SAEs.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,26 +60,35 @@ def sparsity_document(one: Measured, counts: Firing, listener: Listener) -> dict
     return found | places_document(one, listener)
 
 
-def draw_sparsity(path: Path, tallies: Mapping[str, Firing]) -> list[Path]:
-    """Draw histograms of L0 and of frequencies, and in one more picture per run the first rows' codes.
+def draw_sparsity(path: Path, tallies: Mapping[str, Firing], found: Sequence[Mapping[str, Any]]) -> list[Path]:
+    """Draw histograms of L0 and of frequencies, and in one more picture per run the first rows' codes; of a crosscoder
+    latents by place in another.
 
     Args:
         path: of the histograms; the other pictures' names begin with its stem.
         tallies: by run, as of `tallied`.
+        found: the runs' documents, in the same order.
 
     Returns:
         The pictures' paths.
     """
     from ..plots import firing as histograms  # matplotlib takes a second to import
-    from ..plots import patterns
+    from ..plots import patterns, places
 
     histograms(path, {name: (one.l0_histogram, one.frequency) for name, one in tallies.items()})
     drawn = [path]
-    for name, one in tallies.items():
+
+    def beside(kind: str, name: str) -> Path:
         which = "-" + re.sub(r"[^\w.-]+", "-", name)[-NAMED:] if len(tallies) > 1 else ""
-        picture = path.with_stem(f"{path.stem}-patterns{which}")
+        picture = path.with_stem(f"{path.stem}-{kind}{which}")
         drawn.append(path.with_stem(f"{picture.stem}-{len(drawn)}") if picture in drawn else picture)
-        patterns(drawn[-1], one.patterns, name)
+        return drawn[-1]
+
+    for (name, one), run in zip(tallies.items(), found, strict=True):
+        patterns(beside("patterns", name), one.patterns, name)
+        if "places" in run:
+            scaling = [[math.nan if value is None else value for value in row] for row in run["scaling"]]
+            places(beside("places", name), name, [place["name"] for place in run["places"]], run["share"], scaling)
     return drawn
 
 

@@ -1,9 +1,10 @@
 """Pictures, saved as PNG, PDF or SVG by the ending of their path; only this package imports matplotlib."""
 
 from .geometry import GeometryPicture, geometry, geometry_runs
+from .places import places
 from .runs import firing, frontier, loss_curves, patterns
 from .stability import stability
 from .style import check_suffix
 
 __all__ = ["GeometryPicture", "check_suffix", "firing", "frontier", "geometry", "geometry_runs", "loss_curves",
-           "patterns", "stability"]
+           "patterns", "places", "stability"]
