@@ -78,12 +78,13 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native",
     Args:
         sae: the SAE.
         folder: new or empty; its parents are created.
-        format: native, saelens, sparsify, dictionary-learning or gemma-scope, all of which `load_sae` reads.
+        format: native, saelens, sparsify, dictionary-learning, gemma-scope or circuit-tracer, all of which `load_sae`
+            reads.
         store: the store that it was trained on, so that the files name model, layer and site.
 
     Raises:
         ConfigError: there is no such format.
-        FormatError: the folder is in use, or the format cannot express the SAE's activation.
+        FormatError: the folder is in use, or the format cannot express the SAE.
     """
     if format not in FORMATS:
         raise unknown_choice("format", format, FORMATS)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 PINNED = {"saelens": "sae-lens==6.54.12", "sparsify": "eai-sparsify==1.3.3",
-          "dictionary-learning": "dictionary-learning==0.1.0"}
+          "dictionary-learning": "dictionary-learning==0.1.0", "circuit-tracer": "circuit-tracer==0.5.0"}
 
 # Named among its requirements, imported nowhere there; PyPI's is built for one torch and fails beside another.
 UNUSED = {"dictionary-learning": "torchvision"}

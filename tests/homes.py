@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ import torch
 from saecli.activations import Activation, Relu, activation_to_json
 from saecli.cli import main
 from saecli.dictionary import SAE
-from saecli.formats import SavedSAE, save_native
+from saecli.formats import FORMATS, SavedSAE, save_native
 from saecli.store import StoreMeta, StoreWriter
 
 D, F = 8, 20
+MLP = {"model": "gpt2", "layer": 3, "site": "mlp_in", "target_layer": 3, "target_site": "mlp_out"}
 
 
 def some_rows(rows: int = 3000, d_in: int = D, seed: int = 0) -> np.ndarray:
@@ -39,6 +41,17 @@ def random_sae(activation: Activation | None = None, d_in: int = D, seed: int = 
                activation, activation.parameters(F))
 
 
+def sae_for(format: str, *names: str) -> SavedSAE:
+    """An SAE that a format can express, or a transcoder if it has no others; its activation the first of these names,
+    or the first but topk."""
+    form = FORMATS[format]
+    kind = next(kind for kind in form.activations or form.transcoders
+                if (kind.name in names if names else kind.name != "topk"))
+    activation = kind(k=4) if "k" in kind.__dataclass_fields__ else kind()
+    return SavedSAE(random_sae(activation),
+                    {"model": "gpt2", "layer": 3, "site": "resid_post"} if form.activations else MLP)
+
+
 def make_run(home: Path, name: str, sae: SAE, data: str = "rows", split_seed: int = 0, fraction: float = 1.0,
              created: str = "2026-01-01", complete: bool = True) -> Path:
     folder = home / "runs" / name
@@ -49,6 +62,17 @@ def make_run(home: Path, name: str, sae: SAE, data: str = "rows", split_seed: in
     (folder / "run.json").write_text(json.dumps(document))
     save_native(SavedSAE(sae, {"model": "gpt2", "layer": 3, "site": "resid_post"}), folder)
     return folder
+
+
+def make_transcoder(home: Path, name: str, sae: SAE, origin: dict[str, Any] = MLP) -> tuple[np.ndarray, np.ndarray]:
+    """A run from a store `x` to a store `y`, whose rows it returns."""
+    x, y = (make_store(home, store, rows) for store, rows in
+            (("x", some_rows()), ("y", np.abs(some_rows(d_in=sae.d_out, seed=1)).cumsum(1))))
+    folder = make_run(home, name, sae, data="x")
+    document = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(document | {"target": "y"}))
+    save_native(SavedSAE(sae, origin), folder)
+    return x, y
 
 
 @dataclass(frozen=True)

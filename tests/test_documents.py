@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
+import yaml
+from homes import MLP, CommandLine, make_run, make_store, random_sae, sae_for, some_rows
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from saecli.activations import ACTIVATIONS
 from saecli.documents import parse_json
 from saecli.errors import FormatError, SaeError
-from saecli.formats import FORMATS, SavedSAE, load, recognise, save
+from saecli.formats import FORMATS, SavedSAE, load, save
 
 ODD = (None, True, 0, -1, 10**400, 1e308, "x", "", [], [[]], {}, {"a": 1})
 DEEP = "[" * 100_000
@@ -67,16 +68,20 @@ def try_each_edit(text: str, write: Callable[[str], None], use: Callable[[], Any
     return taken, refused
 
 
+@pytest.mark.parametrize("transcodes", [False, True])
 @pytest.mark.parametrize(("format", "config"), [("saelens", "cfg.json"), ("sparsify", "cfg.json"),
-                                                ("dictionary-learning", "config.json")])
-def test_a_configuration_of_another_library_with_any_entry_changed_is_read_or_refused(tmp_path: Path, format: str,
-                                                                                      config: str):
-    kind = next(kind for kind in FORMATS[format].activations if kind.name in ("relu-topk", "jumprelu"))
-    activation = kind(k=3) if "k" in kind.__dataclass_fields__ else kind()
-    origin = {"model": "gpt2", "layer": 3, "site": "resid_post"}
-    save(SavedSAE(random_sae(activation), origin), format, tmp_path / "sae")
+                                                ("dictionary-learning", "config.json"),
+                                                ("circuit-tracer", "config.yaml")])
+def test_a_configuration_of_another_library_with_any_entry_changed_is_read_or_refused(
+        tmp_path: Path, format: str, config: str, transcodes: bool):
+    saved = sae_for(format, "relu-topk", "jumprelu")
+    saved = SavedSAE(saved.sae, MLP) if transcodes else saved
+    if FORMATS[format].lacks(saved):
+        pytest.skip(f"{format} cannot express it")
+    save(saved, format, tmp_path / "sae")
     path = tmp_path / "sae" / config
-    taken, refused = try_each_edit(path.read_text(), path.write_text, lambda: load(tmp_path / "sae"))
+    document = json.dumps(yaml.safe_load(path.read_text()))  # JSON is YAML too
+    taken, refused = try_each_edit(document, path.write_text, lambda: load(tmp_path / "sae"))
     assert taken and refused > 10
 
 
@@ -162,9 +167,10 @@ def test_a_checkpoint_of_other_shapes_is_refused_and_not_stretched(sae: CommandL
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("name", "shape"), [("b_dec", (5,)), ("b_enc", (1,)), ("W_dec", (20, 3)), ("W_enc", (0, 20))])
 def test_weights_that_do_not_fit_each_other_are_refused_by_name(tmp_path: Path, format: str, name: str, shape: tuple):
-    kind = next(kind for kind in FORMATS[format].activations if kind.name in ("relu-topk", "jumprelu"))
-    sae = random_sae(kind(k=3) if "k" in kind.__dataclass_fields__ else kind())
-    save(SavedSAE(sae), format, tmp_path / "sae")
+    save(sae_for(format, "relu-topk", "jumprelu"), format, tmp_path / "sae")
+    if format == "circuit-tracer":
+        shape = shape[::-1] if name == "W_enc" else shape
+        shape = (3, 8) if name == "W_dec" else shape  # its width may be any, but not its latents
     theirs = {"sparsify": {"W_enc": "encoder.weight", "b_enc": "encoder.bias"},
               "dictionary-learning": {"W_enc": "encoder.weight", "b_enc": "encoder.bias", "W_dec": "decoder.weight"}}
     rename(tmp_path / "sae", theirs.get(format, {}).get(name, name), torch.zeros(shape))
@@ -176,7 +182,7 @@ def rename(folder: Path, name: str, tensor: torch.Tensor) -> None:
     """Put another tensor in the place of one, in whichever file holds it."""
     import numpy as np
 
-    file = next(folder / file for file in FORMATS[recognise(folder)].files if not file.endswith(".json"))
+    (file,) = (path for path in folder.iterdir() if path.suffix not in (".json", ".yaml"))
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()

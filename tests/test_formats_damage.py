@@ -5,7 +5,10 @@ No oracle but the sentence: what such files raise in the libraries that read the
 
 import json
 import random
+import resource
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from damage import damaged
-from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, D, F, make_run, make_store, random_sae, sae_for, some_rows
 
 from saecli.errors import FormatError
-from saecli.formats import FORMATS, SavedSAE, load, save
+from saecli.formats import FORMATS, load, save
 from saecli.formats import dictionary_learning as dictionary
 
 TIMES = 120  # that each file is damaged
@@ -24,9 +27,7 @@ HUGE = 10**13
 
 
 def saved(name: str, folder: Path) -> Path:
-    kind = next(kind for kind in FORMATS[name].activations if kind.name != "topk")
-    sae = random_sae(kind(k=4) if "k" in kind.__dataclass_fields__ else kind())
-    save(SavedSAE(sae, {"model": "gpt2", "layer": 3, "site": "resid_post"}), name, folder)
+    save(sae_for(name), name, folder)
     return folder
 
 
@@ -108,3 +109,28 @@ def test_a_damaged_run_is_one_line_of_the_command_line(sae: CommandLine) -> None
     done = sae("eval", "run")
     assert (done.status, done.err.count("\n")) == (1, 1)
     assert done.err.startswith(f"sae: cannot read {path}: expected numbers in its name's format, got something else; ")
+
+
+@pytest.mark.slow
+def test_a_disk_that_refuses_leaves_no_folder_behind(tmp_path: Path) -> None:
+    script = f"""
+import resource, sys, torch
+from pathlib import Path
+from saecli.activations import Relu, ReluTopK
+from saecli.errors import FormatError
+from saecli.formats import FORMATS, SavedSAE, save
+from saecli.dictionary import SAE
+sae = SAE(torch.ones(64, 256), torch.ones(256), torch.ones(256, 64), torch.ones(64), ReluTopK(k=2))
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, {resource.RLIM_INFINITY}))
+places = {{"layer": 3, "site": "mlp_in", "target_layer": 3, "target_site": "mlp_out"}}
+for name, form in FORMATS.items():
+    activation = ReluTopK(k=2) if ReluTopK in form.activations else Relu()
+    try:
+        save(SavedSAE(sae.changed(activation), {{}} if form.activations else places), name, Path(sys.argv[1]) / name)
+    except (FormatError, OSError) as error:
+        print(type(error).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert len(done.stdout.split()) == len(FORMATS)
+    assert set(done.stdout.split()) <= {"FormatError", "OSError"}
+    assert list(tmp_path.iterdir()) == []

@@ -1,12 +1,13 @@
 """SAEs on the Hugging Face hub: a server on this machine, the hub's own client, and what `sae` says of refusals."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from homes import MLP, CommandLine, make_run, make_store, make_transcoder, random_sae, some_rows
 from huggingface_hub import ModelCard, constants
 from model_hub import READER, WRITER, ModelHub, serving
 
@@ -162,6 +163,27 @@ def test_a_signed_topk_is_native_where_saelens_would_change_rows_and_says_so(sae
     assert sae("push", "positive", "someone/saes").status == 0  # which keeps what is said of the others
     card = hub.repos["someone/saes"].files["README.md"].decode()
     assert "\n- `clipped`: saelens has no topk: wrote relu-topk" in card
+
+
+def test_layers_for_circuit_tracer_are_pushed_into_one_folder_in_which_other_formats_are_replaced(
+        sae: CommandLine, hub: ModelHub) -> None:
+    for layer in (0, 1):
+        shutil.rmtree(sae.home / "activations", ignore_errors=True)
+        make_transcoder(sae.home, f"layer-{layer}", random_sae(), MLP | {"layer": layer, "target_layer": layer})
+    assert sae("push", "layer-0", "someone/saes/set", "--json").json["format"] == "saelens"
+    assert sae("push", "layer-0", "someone/saes/set", "--format", "circuit-tracer").status == 0
+    assert sae("eval", "someone/saes/set", "--data", "x", "--target", "y").status == 0
+    assert sae("push", "layer-1", "someone/saes/set", "--format", "circuit-tracer").status == 0
+    files = hub.repos["someone/saes"].files
+    assert {name for name in files if name.startswith("set/")} == {
+        "set/config.yaml", "set/layer_0.safetensors", "set/layer_1.safetensors"}
+    card = files["README.md"].decode()
+    assert "sae eval someone/saes/set --data STORE --target STORE" in card
+    assert 'load_transcoder_from_hub("someone/saes/set")' in card
+    assert "gpt2, layer 1, mlp_in, to layer 1, mlp_out" in card
+    done = sae("eval", "someone/saes/set", "--data", "x", "--target", "y")
+    assert "someone/saes/set holds 2 files layer_*.safetensors: expected one" in done.err
+    assert len(done.err.splitlines()) == 1
 
 
 def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(

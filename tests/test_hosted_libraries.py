@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from environments import python_with
-from homes import make_run, make_store, random_sae, some_rows
+from homes import MLP, make_run, make_store, make_transcoder, random_sae, some_rows
 from model_hub import WRITER, ModelHub, serving
 
-from saecli.activations import Activation, BatchTopK, ReluTopK
+from saecli.activations import Activation, BatchTopK, JumpRelu, ReluTopK
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "libraries" / "from_hub.py"
@@ -26,19 +26,24 @@ def environment(hub: ModelHub, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("library", "activation"), [
-    ("saelens", BatchTopK(k=4)), pytest.param("sparsify", ReluTopK(k=4), marks=pytest.mark.long)],
+    ("saelens", BatchTopK(k=4)), pytest.param("sparsify", ReluTopK(k=4), marks=pytest.mark.long),
+    pytest.param("circuit-tracer", JumpRelu(), marks=pytest.mark.long)],
     ids=lambda value: getattr(value, "name", value))
 def test_a_pushed_run_loads_from_the_hub_in_the_library_and_here(
         tmp_path: Path, library: str, activation: Activation) -> None:
     python = python_with(library)
     rows, mine = some_rows(), random_sae(activation)
-    make_store(tmp_path / "home", "rows", rows)
-    make_run(tmp_path / "home", "first", mine)
+    if library == "circuit-tracer":
+        rows, _ = make_transcoder(tmp_path / "home", "first", mine, MLP | {"layer": 0, "target_layer": 0})
+    else:
+        make_store(tmp_path / "home", "rows", rows)
+        make_run(tmp_path / "home", "first", mine)
     np.save(tmp_path / "rows.npy", rows)
     with serving() as hub:
         settings = {"env": environment(hub, tmp_path), "capture_output": True, "text": True, "cwd": tmp_path}
         for words in (("push", "first", "someone/saes", "--format", library),
-                      ("geometry", "someone/saes/first@main", "--rows", "200")):
+                      ("eval", "someone/saes/first@main", "--data", "x", "--target", "y")
+                      if library == "circuit-tracer" else ("geometry", "someone/saes/first@main", "--rows", "200")):
             done = subprocess.run([sys.executable, "-m", "saecli", *words], **settings)
             assert done.returncode == 0, done.stderr
             assert WRITER not in done.stdout + done.stderr

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import D, F, make_store, random_sae, some_rows
+from homes import D, F, make_store, random_sae, sae_for, some_rows
 
 import saecli
 from saecli.activations import ACTIVATIONS, Activation, TopK
 from saecli.codes import DenseCodes
-from saecli.formats import FORMATS, SavedSAE, load, save
+from saecli.formats import FORMATS, load, save
 
 EVERY = [kind(k=4) if "k" in kind.__dataclass_fields__ else kind() for kind in ACTIVATIONS.values()]
 LEADING = [(), (1,), (7,), (2, 3), (2, 1, 4), (0,), (3, 0), (0, 5, 2)]
@@ -64,8 +64,7 @@ def test_rows_in_the_saes_own_type_are_encoded_and_decoded_as_ever_to_the_bit_an
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_other_libraries_saved_takes_the_same(tmp_path: Path, name: str) -> None:
-    kind = next(kind for kind in FORMATS[name].activations if kind.name != "topk")
-    save(SavedSAE(random_sae(kind(k=4) if "k" in kind.__dataclass_fields__ else kind())), name, tmp_path / "sae")
+    save(sae_for(name), name, tmp_path / "sae")
     sae, x = load(tmp_path / "sae").sae, torch.from_numpy(some_rows(6)).bfloat16()
     assert torch.equal(sae(x.reshape(2, 3, D)), sae(x).reshape(2, 3, D))
     torch.testing.assert_close(sae(x[0]), sae(x)[0])

@@ -11,7 +11,7 @@ from ..publishing.export import exported
 from .eval import Data
 
 To = Annotated[Literal[tuple(name for name in FORMATS if name != "native")], typer.Option(
-    "--to", help="The library, or gemma-scope for params.npz.")]
+    "--to", help="The library, or gemma-scope for params.npz; of a transcoder saelens, sparsify or circuit-tracer.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
 
 
@@ -20,7 +20,7 @@ def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = 
 
     The folder appears whole or not at all. An SAE that the library cannot express is refused. These libraries' TopK
     clips at zero, and topk here does not: such a run is written with theirs, and the difference measured on the
-    held-out rows of --data.
+    held-out rows of --data. circuit-tracer takes one run's files for each layer, all in one folder.
 
     Example: sae export first --to saelens --out exported
     """

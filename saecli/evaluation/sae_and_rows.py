@@ -241,9 +241,7 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, 
     subject, saved = opened(home, sae, listener)
     rows = _rows(home, subject, data, target, split, listener)
     name = "these rows" if isinstance(rows, ArrayRows) else name_of(rows)
-    predicts = (subject.target is not None or "target_site" in saved.origin or saved.sae.W_skip is not None
-                or saved.sae.d_out != saved.sae.d_in)
-    if predicts and not rows.d_target:
+    if saved.is_transcoder and not rows.d_target:
         raise ConfigError(None, "{sae} is a transcoder: expected the store of what it predicts, got {name} alone",
                           "name both, by {data} and {target}", sae=subject.name, name=name)
     if rows.d_target and saved.sae.d_out != rows.d_target:
@@ -254,7 +252,7 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, 
         raise ConfigError(None, "{sae} cannot be measured on {name}: expected rows of {d_in} dimensions, got {got}",
                           "name another store with {data}", sae=subject.name, name=name, d_in=saved.sae.d_in,
                           got=rows.d_in)
-    found = Measured(subject, SavedSAE(saved.sae.copy_to(device_named(device)), saved.origin), None, rows)
+    found = Measured(subject, replace(saved, sae=saved.sae.copy_to(device_named(device))), None, rows)
     return found if isinstance(rows, ArrayRows) else replace(found, split=found.of_store.split.which)
 
 
@@ -267,7 +265,8 @@ def opened(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Saved
         listener.note(f"using the newest run, {subject.name}")
     if not subject.complete:
         listener.note(f"{subject.name} is not finished; this is its last checkpoint")
-    return subject, formats.load(subject.folder)
+    saved = formats.load(subject.folder)
+    return subject, saved if subject.target is None else replace(saved, transcodes=True)
 
 
 def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str | None, split: str,

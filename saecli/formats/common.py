@@ -4,8 +4,9 @@ Several libraries subtract the decoder bias from a row before encoding it; this 
 `(x - b_dec) @ W_enc + b = x @ W_enc + (b - b_dec @ W_enc)`. Shapes: D = d_in, F = d_sae.
 """
 
+import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +35,9 @@ TO_FIT = "end other programs, or read it on a machine with more"
 
 # TransformerLens' name of `mlp_in`, the norm's weight apart; its own `hook_mlp_in` is before the norm: no site here.
 MLP_IN_HOOK = "ln2.hook_normalized"
-_HOOK = re.compile(rf"blocks\.(\d{{1,9}})\.(?:hook_(?!mlp_in$)(\w+)|{re.escape(MLP_IN_HOOK)})")
+EXACT_MLP_IN_HOOK = "mlp.hook_in"  # circuit-tracer's; its `mlp.hook_out` is before Gemma's second norm: no site here.
+_HOOK = re.compile(rf"blocks\.(\d{{1,9}})\.(?:hook_(?!mlp_in$)(\w+)|{re.escape(MLP_IN_HOOK)}"
+                   rf"|{re.escape(EXACT_MLP_IN_HOOK)})")
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,23 @@ class SavedSAE:
     Args:
         sae: the autoencoder.
         origin: where its training rows came from, as recorded in the file: fields of `documents.Origin`.
+        transcodes: whether the file says that it is a transcoder.
     """
 
     sae: SAE
     origin: dict[str, Any] = field(default_factory=dict)
+    transcodes: bool = False
 
     @classmethod
-    def of(cls, sae: SAE, origin: Origin) -> "SavedSAE":
+    def of(cls, sae: SAE, origin: Origin, transcodes: bool = False) -> "SavedSAE":
         """An SAE with the known fields of its origin."""
-        return cls(sae, {name: value for name, value in asdict(origin).items() if value is not None})
+        return cls(sae, {name: value for name, value in asdict(origin).items() if value is not None}, transcodes)
+
+    @property
+    def is_transcoder(self) -> bool:
+        """Whether it predicts other targets than its rows, by what is recorded of it or by its weights."""
+        return (self.transcodes or not self.origin.keys().isdisjoint(("target_layer", "target_site"))
+                or self.sae.W_skip is not None or self.sae.d_out != self.sae.d_in)
 
 
 def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, subtracts: bool = False,
@@ -116,6 +127,17 @@ def expect_names(path: Path, tensors: Mapping[str, Any], wanted: set[str]) -> No
                           f"unexpected {sorted(tensors.keys() - wanted)}")
 
 
+def the_files(patterns: Iterable[str], names: Iterable[str], place: str) -> list[str]:
+    """The name of one file for each pattern of a format; FormatError if several match one, as several layers do."""
+    there = sorted(names)
+    found = {pattern: fnmatch.filter(there, pattern) for pattern in patterns}
+    for pattern, matching in found.items():
+        if len(matching) != 1:
+            raise FormatError(f"{place} holds {len(matching)} files {pattern}: expected one; put it into a folder of "
+                              f"its own, beside copies of the other files")
+    return [name for (name,) in found.values()]
+
+
 def transposed(matrix: Tensor) -> Tensor:
     """The transpose of an `nn.Linear` weight; other shapes unchanged, for `assemble` to refuse."""
     return matrix.T if matrix.ndim == 2 else matrix
@@ -138,7 +160,8 @@ def read_config(path: Path, kind: type[Document]) -> Document:
 def origin_from(fields: Mapping[str, Any]) -> Origin:
     """The origin of rows, from another library's files; entries of unexpected types are ignored, as they do not affect
     the weights."""
-    kinds = {"model": str, "layer": int, "site": str, "dataset": str, "context": int, "prepend_bos": bool}
+    kinds = {"model": str, "layer": int, "site": str, "dataset": str, "context": int, "prepend_bos": bool,
+             "target_layer": int, "target_site": str}
     return Origin(**{name: value for name, value in fields.items() if type(value) is kinds[name]})
 
 
@@ -220,15 +243,15 @@ def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any
                           f"expected {' or '.join(map(repr, allowed))}")
 
 
-def hook_name(origin: Mapping[str, Any]) -> str | None:
-    """TransformerLens' hook name for an origin; None if it lacks layer or site."""
-    if origin.get("layer") is None or origin.get("site") is None:
+def hook_name(layer: int | None, site: str | None) -> str | None:
+    """TransformerLens' hook name for a place; None if layer or site is unknown."""
+    if layer is None or site is None:
         return None
-    hook = MLP_IN_HOOK if origin["site"] == "mlp_in" else f"hook_{origin['site']}"
-    return f"blocks.{origin['layer']}.{hook}"
+    return f"blocks.{layer}.{MLP_IN_HOOK if site == 'mlp_in' else f'hook_{site}'}"
 
 
-def origin_of_hook(name: Any) -> dict[str, Any]:
-    """The `layer` and `site` in a TransformerLens hook name; empty for other names."""
+def origin_of_hook(name: Any, of: str = "") -> dict[str, Any]:
+    """The layer and site in a TransformerLens hook name, as `layer` and `site` with `of` before them (`target_` for a
+    transcoder's targets); empty for other names."""
     match = _HOOK.fullmatch(name) if isinstance(name, str) else None
-    return {"layer": int(match[1]), "site": match[2] or "mlp_in"} if match else {}
+    return {f"{of}layer": int(match[1]), f"{of}site": match[2] or "mlp_in"} if match else {}

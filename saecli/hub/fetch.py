@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Self
 
 from ..errors import HubError, SaeError, one_line
-from ..formats import FORMATS, format_of, known_files
+from ..formats import FORMATS, format_of, known_files, the_files
 from ..network import LOG_IN, why_refused, why_unreachable
 
 SCHEME = "hf://"
@@ -199,8 +199,8 @@ def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
                 raise
             reason = one_line(error.__cause__)
         else:
-            found, form = _choose(address, (file.rfilename for file in info.siblings or ()), note)
-            return Fetched(found, _download(found, FORMATS[form].files, info.sha))
+            found, files = _choose(address, (file.rfilename for file in info.siblings or ()), note)
+            return Fetched(found, _download(found, files, info.sha))
     snapshot = cached_snapshot(address)
     if snapshot is None:
         raise HubError(f"{address} is not in the cache, nor can the Hugging Face hub be reached ({reason}): connect to "
@@ -211,19 +211,18 @@ def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
     return Fetched(found, snapshot / found.folder)
 
 
-def _choose(address: Address, names: Iterable[str], note: Callable[[str], None]) -> tuple[Address, str]:
-    """The address of the SAE, and its format."""
+def _choose(address: Address, names: Iterable[str], note: Callable[[str], None]) -> tuple[Address, list[str]]:
+    """The address of the SAE, and the names of its files."""
     folders: dict[str, list[str]] = {}
     for name in map(PurePosixPath, names):
         folders.setdefault("" if str(name.parent) == "." else str(name.parent), []).append(name.name)
-    inside = {folder: form for folder, files in sorted(folders.items())
+    inside = {folder: FORMATS[form].files for folder, files in sorted(folders.items())
               if (form := format_of(files)) and PurePosixPath(folder).is_relative_to(address.folder)}
-    if address.folder in inside:
-        return address, inside[address.folder]
-    if len(inside) == 1:
-        ((folder, form),) = inside.items()
-        note(f"{address} holds one SAE, in {folder}")
-        return address.at(folder), form
+    found = address.folder if address.folder in inside else next(iter(inside)) if len(inside) == 1 else None
+    if found is not None:
+        if found != address.folder:
+            note(f"{address} holds one SAE, in {found}")
+        return address.at(found), the_files(inside[found], folders[found], str(address.at(found)))
     if inside:
         shown = ", ".join(str(address.at(folder)) for folder in list(inside)[:SHOWN])
         raise HubError(f"{address} holds {len(inside):,} SAEs: name one of them, {shown}"

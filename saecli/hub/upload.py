@@ -2,13 +2,14 @@
 their measures, and how to load them.
 """
 
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from ..errors import ConfigError, HubError
-from ..formats import FORMATS
+from ..formats import FORMATS, format_of
 from ..network import LOG_IN, why_unreachable
 from ..wording import number
 from .fetch import Address, bars_on_terminals, hub_errors
@@ -23,7 +24,10 @@ FORMULAS = ("fvu = `E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)`, explained varian
 LOADING = {  # by format, the library that reads it from the hub, and how
     "saelens": ("SAELens", 'from sae_lens import SAE\nsae = SAE.from_pretrained("{0.repo}", "{0.folder}")'),
     "sparsify": ("sparsify", "from sparsify import SparseCoder\n"
-                             'sae = SparseCoder.load_from_hub("{0.repo}", hookpoint="{0.folder}")')}
+                             'sae = SparseCoder.load_from_hub("{0.repo}", hookpoint="{0.folder}")'),
+    "circuit-tracer": ("circuit-tracer, once every layer from 0 is in the folder",
+                       "from circuit_tracer.utils.hf_utils import load_transcoder_from_hub\n"
+                       'transcoders, config = load_transcoder_from_hub("{0.repo}/{0.folder}")')}
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Entry:
         remark: a sentence on how the files differ from the run; None if they do not.
         base_model: the hub id of the language model; None if it is not on the hub.
         dataset: the hub id of the text; None if it is not on the hub.
+        transcodes: whether it is a transcoder, measured on two stores.
     """
 
     address: Address
@@ -53,6 +58,7 @@ class Entry:
     remark: str | None = None
     base_model: str | None = None
     dataset: str | None = None
+    transcodes: bool = False
 
 
 def card_with(entry: Entry, present: str | None) -> str | None:
@@ -94,10 +100,11 @@ def _written(entry: Entry, lines: list[str], remarks: list[str]) -> str:
     shown = (own, entry.activations, entry.activation, number(entry.d_in), number(entry.d_sae),
              *(number(entry.measures.get(name)) for name in MEASURES))
     table = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *sorted([*lines, f"| {' | '.join(shown)} |"])]
+    stores = "--data STORE --target STORE" if entry.transcodes else "--data STORE"
     remarks = sorted([*remarks, *([f"- {own}: {entry.remark}."] if entry.remark else [])])
     return "\n".join([
         START, f"Sparse autoencoders, measured by `sae eval` on held-out rows: {FORMULAS}.", "", *table, "",
-        *([*remarks, ""] if remarks else []), "With saecli:", "", f"    sae eval {entry.address} --data STORE", "",
+        *([*remarks, ""] if remarks else []), "With saecli:", "", f"    sae eval {entry.address} {stores}", "",
         "```python", "import saecli", f'sae = saecli.load_sae("{entry.address}")', "```", "", _elsewhere(entry), END])
 
 
@@ -169,7 +176,8 @@ class Repository:
     def push(self, folder: Path, card: str | None, private: bool, message: str) -> str:
         """Upload the files of a local folder to the repository's folder, in one commit.
 
-        An SAE in another format there is removed by the same commit, since a reader might take that one.
+        An SAE in another format there is removed by the same commit, since a reader might take that one; of the same
+        format, circuit-tracer's other layers stay.
 
         Args:
             folder: holds the files, and nothing else.
@@ -187,11 +195,14 @@ class Repository:
 
         api, repo = HfApi(), self.address.repo
         new = {self._inside(path.name): path for path in sorted(folder.iterdir())}
-        known = {self._inside(name) for form in FORMATS.values() for name in form.files}
+        own = format_of(path.name for path in folder.iterdir())
+        others = [pattern for form in FORMATS if form != own for pattern in FORMATS[form].files]
+        here = [name.name for name in map(PurePosixPath, self.files or ()) if self._inside(name.name) == str(name)]
+        known = {self._inside(name) for pattern in others for name in fnmatch.filter(here, pattern)}
         additions: Mapping[str, Path | bytes] = new if card is None else {**new, README: card.encode()}
         operations = [*(CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
                         for name, content in additions.items()),
-                      *(CommitOperationDelete(name) for name in sorted((known - new.keys()) & (self.files or set())))]
+                      *(CommitOperationDelete(name) for name in sorted(known - new.keys()))]
         with hub_errors(self.address, writing=True), bars_on_terminals():
             if self.files is None:
                 api.create_repo(repo, private=private or None, exist_ok=True)

@@ -1,7 +1,7 @@
 """Converting an SAE to another library's format, measuring the difference, and writing it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..console import Listener, listening
 from ..dictionary import SAE
 from ..errors import ConfigError, FormatError, StoreError
 from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, measured, opened
-from ..formats import FORMATS, STAND_INS, SavedSAE
+from ..formats import FORMATS, SavedSAE, stand_in
 from ..home import Home
 from ..metrics import Reconstruction
 
@@ -59,31 +59,23 @@ def converted(saved: SavedSAE, to: str, held_out: Callable[[], Measured], listen
         listener: shows progress.
 
     Raises:
-        FormatError: the format can express neither the SAE's activation nor its stand-in.
+        FormatError: the format can express neither the SAE nor its stand-in.
         ConfigError: there are no rows to measure the difference on.
     """
-    sae = saved.sae
-    if type(sae.activation) in FORMATS[to].activations:
-        return Conversion(to, sae, saved)
-    if not can_be_written(sae, to):
-        raise _inexpressible(sae, to)
-    stand_in = STAND_INS[type(sae.activation)](sae)
-    return Conversion(to, sae, replace(saved, sae=stand_in), _deviation(sae, stand_in, to, held_out, listener))
+    lacking, instead = FORMATS[to].lacks(saved), stand_in(saved)
+    if lacking is None:
+        return Conversion(to, saved.sae, saved)
+    if instead is None or not can_be_written(saved, to):
+        others = [name for name in FORMATS if name != "native" and can_be_written(saved, name)]
+        advice = (f"use {' or '.join(others)}" if others else "no library here can: hand on the run folder, whose "
+                                                              "sae.safetensors this tool reads")
+        raise FormatError(f"{to} cannot express {lacking}; {advice}")
+    return Conversion(to, saved.sae, instead, _deviation(saved.sae, instead.sae, to, held_out, listener))
 
 
-def can_be_written(sae: SAE, to: str) -> bool:
+def can_be_written(saved: SavedSAE, to: str) -> bool:
     """Whether a format can express an SAE or its stand-in."""
-    kind = type(sae.activation)
-    kinds = {kind, type(STAND_INS[kind](sae).activation)} if kind in STAND_INS else {kind}
-    return not kinds.isdisjoint(FORMATS[to].activations)
-
-
-def _inexpressible(sae: SAE, to: str) -> FormatError:
-    others = [name for name in FORMATS if name != "native" and can_be_written(sae, name)]
-    advice = (f"use {others[0]}" if others else "no library here can: hand on the run folder, whose sae.safetensors "
-                                                "this tool reads")
-    return FormatError(f"{to} cannot express the activation {sae.activation.name}; expected one of "
-                       f"{', '.join(kind.name for kind in FORMATS[to].activations)}; {advice}")
+    return any(one is not None and not FORMATS[to].lacks(one) for one in (saved, stand_in(saved)))
 
 
 @torch.no_grad()
@@ -121,7 +113,7 @@ def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, hom
 
     Args:
         sae: as in `evaluate`.
-        to: saelens, sparsify, dictionary-learning, gemma-scope or native.
+        to: saelens, sparsify, dictionary-learning, gemma-scope, circuit-tracer or native.
         out: folder to write, new or empty; it appears whole or not at all.
         data: rows to measure the difference on, as in `evaluate`.
         home: as in `evaluate`.
@@ -133,7 +125,7 @@ def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, hom
     Raises:
         ConfigError: there is no such format, there are no rows to measure the difference on, or `data` is given and
             there is no difference.
-        FormatError: the folder is in use, or the format cannot express the SAE's activation.
+        FormatError: the folder is in use, or the format cannot express the SAE.
         SaeError: as in `evaluate`.
     """
     if to not in FORMATS:

@@ -108,8 +108,8 @@ def _conversion(one: Measured, form: str, listener: Listener) -> Conversion:
     run, saved = one.subject.name, _public(one.saved)
     if form != "auto":
         return converted(saved, form, lambda: one, listener)
-    why = f"saelens has no {saved.sae.activation.name}"
-    if can_be_written(saved.sae, "saelens"):
+    why = f"saelens has no {'transcoder with ' if saved.is_transcoder else ''}{saved.sae.activation.name}"
+    if can_be_written(saved, "saelens"):
         found = converted(saved, "saelens", lambda: one, listener)
         if found.deviation is None or not found.deviation["rows_that_differ"]:
             return found
@@ -135,9 +135,12 @@ def _entry(address: Address, found: Conversion, one: Measured, measures: dict[st
     on_hub = model is not None and not Path(model).is_absolute() and model not in BUNDLED
     place = [found.written.origin.get("model"), f"layer {origin['layer']}" if "layer" in origin else None,
              origin.get("site")]
+    if "target_site" in origin:
+        place.append(f"to layer {origin.get('target_layer')}, {origin['target_site']}")
     kept = f" {sae.activation.k}" if hasattr(sae.activation, "k") else ""
     trained_here = one.subject.data is not None
     return Entry(address, found.format, ", ".join(filter(None, place)) or one.store.name,
                  sae.activation.name + kept, sae.d_in, sae.d_sae, measures, found.remark,
                  base_model=model if on_hub else None,
-                 dataset=source["dataset"] if trained_here and "dataset_revision" in source else None)
+                 dataset=source["dataset"] if trained_here and "dataset_revision" in source else None,
+                 transcodes=one.saved.is_transcoder)

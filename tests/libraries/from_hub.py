@@ -1,6 +1,6 @@
 """Loads an SAE from the hub at HF_ENDPOINT as a library does: run by the Python of an environment that has it.
 
-    python from_hub.py saelens|sparsify REPO FOLDER ROWS.npy OUT.npy
+    python from_hub.py saelens|sparsify|circuit-tracer REPO FOLDER ROWS.npy OUT.npy
 """
 
 import sys
@@ -18,6 +18,11 @@ with torch.no_grad():
         from sae_lens import SAE
 
         x_hat = SAE.from_pretrained(repo, folder)(rows)
+    elif library == "circuit-tracer":
+        from circuit_tracer.utils.hf_utils import load_transcoder_from_hub
+
+        transcoders, _ = load_transcoder_from_hub(f"{repo}/{folder}")
+        x_hat = transcoders[0](rows)
     else:
         from sparsify import SparseCoder
 

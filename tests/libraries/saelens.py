@@ -18,14 +18,22 @@ from sae_lens.saes import (
     AbsTopKSAEConfig,
     JumpReLUSAE,
     JumpReLUSAEConfig,
+    JumpReLUSkipTranscoder,
+    JumpReLUSkipTranscoderConfig,
+    JumpReLUTranscoder,
+    JumpReLUTranscoderConfig,
+    SkipTranscoder,
+    SkipTranscoderConfig,
     StandardSAE,
     StandardSAEConfig,
     TopKSAE,
     TopKSAEConfig,
+    Transcoder,
+    TranscoderConfig,
 )
 from safetensors.torch import save_file
 
-D, F, K = 24, 60, 6
+D, E, F, K = 24, 17, 60, 6
 
 MADE = {
     "standard": (StandardSAE, StandardSAEConfig, {}),
@@ -35,6 +43,10 @@ MADE = {
     "topk-rescaled": (TopKSAE, TopKSAEConfig, {
         "k": K, "rescale_acts_by_decoder_norm": True, "apply_b_dec_to_input": True}),
     "abstopk": (AbsTopKSAE, AbsTopKSAEConfig, {"k": K}),
+    "transcoder": (Transcoder, TranscoderConfig, {"d_out": E}),
+    "skip-transcoder": (SkipTranscoder, SkipTranscoderConfig, {"d_out": E}),
+    "jumprelu-transcoder": (JumpReLUTranscoder, JumpReLUTranscoderConfig, {"d_out": E}),
+    "jumprelu-skip-transcoder": (JumpReLUSkipTranscoder, JumpReLUSkipTranscoderConfig, {"d_out": D}),
 }
 
 OLD = {  # what versions before 6 wrote, by the case above whose weights it is said of
@@ -50,7 +62,7 @@ OLD = {  # what versions before 6 wrote, by the case above whose weights it is s
 def record(sae: SAE, rows: torch.Tensor, path: Path) -> None:
     """Keeps codes and reconstructions of the rows."""
     codes = sae.encode(rows)
-    np.savez(path, codes=codes.numpy(), x_hat=sae.decode(codes).numpy())
+    np.savez(path, codes=codes.numpy(), x_hat=sae(rows).numpy())
 
 
 @torch.no_grad()

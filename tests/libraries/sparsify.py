@@ -19,10 +19,12 @@ D, F, K = 24, 60, 6
 
 
 def record(sae: SparseCoder, rows: torch.Tensor, path: Path) -> None:
-    """Keeps codes and reconstructions of the rows, and the library's own measure of them."""
+    """Keeps codes and reconstructions of the rows, and the library's own measure of them; a transcoder's targets are
+    the rows with their dimensions in reverse order."""
     values, indices, pre = sae.encode(rows)
     codes = torch.zeros_like(pre).scatter(1, indices, values)
-    np.savez(path, codes=codes.numpy(), x_hat=sae.decode(values, indices).numpy(), fvu=sae(rows).fvu.numpy())
+    found = sae(rows, rows.flip(1) if sae.cfg.transcode else rows)
+    np.savez(path, codes=codes.numpy(), x_hat=found.sae_out.numpy(), fvu=found.fvu.numpy())
 
 
 @torch.no_grad()
@@ -34,9 +36,11 @@ def main() -> None:
         record(SparseCoder.load_from_disk(path), rows, path.with_suffix(".npz"))
     torch.manual_seed(0)
     for case, config in {"fresh": SparseCoderConfig(num_latents=F, k=K),
-                         "drifted": SparseCoderConfig(num_latents=F, k=K, normalize_decoder=False)}.items():
+                         "drifted": SparseCoderConfig(num_latents=F, k=K, normalize_decoder=False),
+                         "transcoder": SparseCoderConfig(num_latents=F, k=K, transcode=True),
+                         "skip": SparseCoderConfig(num_latents=F, k=K, transcode=True, skip_connection=True)}.items():
         sae = SparseCoder(D, config)
-        for parameter in sae.parameters() if case == "drifted" else [sae.encoder.bias, sae.b_dec]:
+        for parameter in [sae.encoder.bias, sae.b_dec] if case == "fresh" else sae.parameters():
             parameter.normal_()
         sae.save_to_disk(folder / "theirs" / case)
         record(sae, rows, folder / "theirs" / f"{case}.npz")

@@ -1,0 +1,55 @@
+"""circuit-tracer's side of the format tests: run by the Python of an environment that has circuit-tracer.
+
+    python circuit_tracer.py FOLDER
+
+FOLDER/ours/CASE holds transcoders of layer 0 that saecli wrote, which circuit-tracer reads as it reads its own cache;
+each prediction from FOLDER/rows.npy goes to FOLDER/ours/CASE.npz. FOLDER/theirs/CASE receives transcoders that
+circuit-tracer makes, with their predictions beside them.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.pop(0)  # this file's folder, where the library's name would be this file
+
+import numpy as np
+import torch
+import yaml
+from circuit_tracer.transcoder import SingleLayerTranscoder, TranscoderSet
+from circuit_tracer.transcoder.activation_functions import JumpReLU
+from circuit_tracer.utils.caching import load_transcoders_from_cache
+
+D, F = 24, 60
+
+
+def record(folder: Path, rows: torch.Tensor) -> None:
+    """Keeps codes and predictions of the rows."""
+    transcoders, config = load_transcoders_from_cache(folder.name, cache_dir=folder.parent, lazy_decoder=False)
+    assert (config["feature_input_hook"], config["feature_output_hook"]) == ("mlp.hook_in", "hook_mlp_out")
+    codes = transcoders[0].encode(rows)
+    np.savez(folder.with_suffix(".npz"), codes=codes.numpy(), x_hat=transcoders[0](rows).numpy())
+
+
+@torch.no_grad()
+def main() -> None:
+    """Reads ours, makes theirs."""
+    folder = Path(sys.argv[1])
+    rows = torch.from_numpy(np.load(folder / "rows.npy"))
+    for path in sorted((folder / "ours").iterdir()):
+        record(path, rows)
+    torch.manual_seed(0)
+    for skip in (False, True):
+        for name, act in {"relu": torch.nn.functional.relu, "jumprelu": JumpReLU(torch.rand(F) * 4, 0.1)}.items():
+            path = folder / "theirs" / f"{name}{'-skip' if skip else ''}"
+            one = SingleLayerTranscoder(D, F, act, 0, skip_connection=skip, dtype=torch.float32)
+            for key, parameter in one.named_parameters():
+                if "threshold" not in key:
+                    parameter.normal_()
+            TranscoderSet({0: one}, "mlp.hook_in", "hook_mlp_out", "scan").to_safetensors(str(path))
+            (path / "config.yaml").write_text(yaml.dump({
+                "model_name": "gpt2", "model_kind": "transcoder_set", "feature_input_hook": "mlp.hook_in",
+                "feature_output_hook": "hook_mlp_out", "scan": "scan", "revision": None}))
+            record(path, rows)
+
+
+main()
