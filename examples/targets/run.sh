@@ -1,25 +1,36 @@
 #!/usr/bin/env bash
-# A transcoder and a crosscoder of tiny-gemma2, offline, in a minute or two on two cores: transcoders of an MLP with and
-# without an affine skip, by both solvers, spliced in its place; and a crosscoder of two layers.
-set -euo pipefail
-
-out=${1:-results/targets}
-mkdir -p "$out"
-export SAE_HOME=$out/home
+# Transcoders of an MLP with and without an affine skip, by both solvers, spliced in its place; and a crosscoder of two
+# layers.
+#
+#     examples/targets/run.sh --quick         # tiny-gemma2, offline, in two minutes on two cores
+#     examples/targets/run.sh                 # Gemma-2-2B, layers 12, and 8 and 16
+section=targets
+# shellcheck source=examples/common.sh
+source "$(dirname "$0")/../common.sh"
+if $quick; then
+    model=tiny-gemma2 layer=2 layers=(1 3) rows=30000
+    set -- --k 16 --d-sae 512 --epochs 6
+else
+    model=google/gemma-2-2b layer=12 layers=(8 16) rows=1000000
+    set -- --k 32 --d-sae 9216
+fi
 
 # Places of one command are row for row the same tokens.
-sae extract --model tiny-gemma2 --layer 2 --site mlp_in --site mlp_out --rows 30000 --name mlp
-sae extract --model tiny-gemma2 --layer 1 --layer 3 --rows 30000 --name layers
+sae extract --model $model --layer $layer --site mlp_in --site mlp_out --rows $rows --name mlp > /dev/null
+sae extract --model $model --layer "${layers[0]}" --layer "${layers[1]}" --rows $rows --name layers > /dev/null
 
-options="--data mlp-l2-mlp_in --target mlp-l2-mlp_out --act topk --k 16 --d-sae 512 --epochs 6"
-for solver in sgd pam-sgd; do
-    sae train $options --solver $solver --name transcoder-$solver
-    sae train $options --solver $solver --skip --name skip-$solver
+names=()
+for skip in no with; do
+    for solver in sgd pam-sgd; do
+        names+=("transcoder-topk-$solver-$skip-skip-0")
+        train transcoder topk $solver $skip-skip "--data mlp-l$layer-mlp_in --target mlp-l$layer-mlp_out --act topk \
+            --solver $solver $([[ $skip == no ]] || echo --skip) $*"
+    done
 done
-sae eval transcoder-sgd transcoder-pam-sgd skip-sgd skip-pam-sgd --model tiny-gemma2 --plot "$out/transcoders.png"
-sae report skip-pam-sgd --model tiny-gemma2 --out "$out/pages"
-
-sae train --data layers-l1-resid_post --data layers-l3-resid_post --act batchtopk --k 16 --d-sae 512 --epochs 6 \
-    --name crosscoder
-sae eval crosscoder
-sae sparsity crosscoder --plot "$out/crosscoder.png"
+train crosscoder batchtopk default - "--data layers-l${layers[0]}-resid_post --data layers-l${layers[1]}-resid_post \
+    --act batchtopk $*"
+trained
+sae eval "${names[@]}" --model $model --csv "$out/transcoders.csv"
+sae report transcoder-topk-pam-sgd-with-skip-0 --model $model --out "$out/pages"
+sae eval crosscoder-batchtopk-default---0
+sae sparsity crosscoder-batchtopk-default---0 --plot "$out/crosscoder.png"
