@@ -112,10 +112,12 @@ def check_comparable(subjects: Sequence[Subject], saes: Sequence[SAE]) -> None:
     were trained on, or have weights that are not finite."""
     names = _names(subjects)
     for name, sae in zip(names, saes, strict=True):
-        if sae.d_in != saes[0].d_in:
-            raise ConfigError("stability", "compares runs of one d_in: expected {name} to have {expected} as {first}, "
-                              "got {got}", "name runs trained on the same rows", name=name, expected=saes[0].d_in,
-                              first=names[0], got=sae.d_in)
+        for width in ("d_in", "d_out"):
+            expected, got = getattr(saes[0], width), getattr(sae, width)
+            if got != expected:
+                raise ConfigError("stability", "compares runs of one {width}: expected {name} to have {expected} as "
+                                  "{first}, got {got}", "name runs trained on the same rows", width=width, name=name,
+                                  expected=expected, first=names[0], got=got)
         if not (sae.W_enc.isfinite().all() and sae.W_dec.isfinite().all()):
             raise ConfigError("stability", "cannot match the latents of {name}: expected finite weights, got a NaN or "
                               "infinity", "leave it out, or train it again", name=name)

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from ..console import Listener, Step, listening
 from ..errors import SaeError
 from ..home import Home, Shelf, read_run
-from ..store import ActivationStore, Norms, saved_rows
+from ..store import ActivationStore, Norms, in_words, saved_rows
 from ..tables import table
 from ..wording import counted, number, size_words
 
@@ -139,7 +139,7 @@ def _store(shelf: Shelf, name: str) -> dict[str, Any]:
 def _run(shelf: Shelf, name: str) -> dict[str, Any]:
     run = read_run(shelf.path / name / shelf.marker)
     final = run.result.final if run.result else {}
-    return {"state": "complete" if run.complete else "unfinished", "created": run.created, "data": run.data,
+    return {"state": "complete" if run.complete else "unfinished", "created": run.created, "data": in_words([run.data, *run.beside], run.target),
             "solver": run.solver.name, "act": run.activation.name, "d_sae": run.training.d_sae,
             "test_fvu": final.get("test_fvu"), "test_l0": final.get("test_l0")}
 

@@ -4,7 +4,7 @@ from .admission import MAX_NORM_HELP, Admission, jointly
 from .checks import damaged_world, remembers
 from .claim import other_number
 from .dtypes import DTYPES
-from .joined import Joined, JoinedRows
+from .joined import Joined, JoinedRows, in_words
 from .ranks import RankedStore, joining_began, rank_folder, rank_meta, saved_rows
 from .reader import ActivationStore, Rows, spread_of
 from .schema import (
@@ -27,6 +27,5 @@ from .writer import StoreWriter
 __all__ = ["CODES", "COLUMNS", "DTYPES", "MAX_NORM_HELP", "TEST_FRACTION", "WORLD_FILE", "ActivationStore",
            "Admission", "Joined", "JoinedRows", "Norms", "Part", "RankedStore", "Resume", "Rows", "ShardRecord",
            "SparseRows", "Spread", "StoreMeta", "StoreWriter", "Which", "WorldRecord", "damaged_world", "hash_request",
-           "is_test", "joining_began", "jointly", "offsets_of", "other_number", "rank_folder", "rank_meta", "remembers",
-           "rows_per_chunk",
-           "rows_per_shard", "saved_rows", "spread_of", "window_starts"]
+           "in_words", "is_test", "joining_began", "jointly", "offsets_of", "other_number", "rank_folder", "rank_meta",
+           "remembers", "rows_per_chunk", "rows_per_shard", "saved_rows", "spread_of", "window_starts"]

@@ -3,7 +3,7 @@
 Legend: B rows of a batch, R rows, D = d_in, all inputs' widths together, E the target's width; 0 without.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,6 +100,12 @@ class JoinedRows:
                 yield np.concatenate(parts, axis=1)
 
 
+def in_words(inputs: Sequence[str], target: str | None) -> str:
+    """The names of stores side by side, and of the target if there is one."""
+    names = " + ".join(inputs)
+    return f"{names} -> {target}" if target else names
+
+
 @dataclass(frozen=True)
 class Joined:
     """The stores that are trained on: one, several side by side, or inputs and a target.
@@ -120,8 +126,7 @@ class Joined:
     @property
     def name(self) -> str:
         """The names of all, in words."""
-        names = " + ".join(store.name for store in self.inputs)
-        return f"{names} -> {self.target.name}" if self.target else names
+        return in_words([store.name for store in self.inputs], self.target and self.target.name)
 
     @property
     def d_in(self) -> int:
