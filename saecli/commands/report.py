@@ -9,7 +9,7 @@ from ..evaluation.sae_and_rows import measured
 from ..html_report.report import MOST_EXAMPLES, MOST_PAGES, check_choice, write_report
 from ..options import Device, Json, Run, start
 from ..wording import size_words
-from .eval import Data, SplitName
+from .eval import Data, SplitName, Target
 
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
 Latents = Annotated[str | None, typer.Option(
@@ -25,9 +25,9 @@ Count = Annotated[int, typer.Option("--examples", min=1, max=MOST_EXAMPLES,
                                        help="Texts per latent: those in which it fires strongest.")]
 
 
-def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, split: SplitName = "all",
-            latents: Latents = None, top: Top = None, model: Model = None, examples: Count = 12,
-            device: Device = "auto", json: Json = False) -> None:
+def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, target: Target = None,
+            split: SplitName = "all", latents: Latents = None, top: Top = None, model: Model = None,
+            examples: Count = 12, device: Device = "auto", json: Json = False) -> None:
     """Write pages to look at latents in a browser, from disk.
 
     index.html shows how the run learned, how often its latents fire, and a table of all latents to search and sort.
@@ -41,7 +41,7 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, sp
     check_choice(latents, top, examples)
     session = start(ctx, json, out=out)
     try:
-        one = measured(session.home, run, data, split, device, session.console)
+        one = measured(session.home, run, data or None, split, device, session.console, target)
         document = write_report(one, out, latents, top, model, examples, session.console)
     except KeyboardInterrupt:
         session.console.note("stopped; nothing was written")

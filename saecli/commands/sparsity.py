@@ -7,10 +7,10 @@ from ..evaluation.evaluate import draw_sparsity, sparsity_document, tallied
 from ..evaluation.places import places_table
 from ..evaluation.sae_and_rows import all_measured
 from ..options import Device, Json, Plot, Runs, start
-from .eval import Data, SplitName
+from .eval import Data, SplitName, Target
 
 
-def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: SplitName = "test",
+def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Target = None, split: SplitName = "test",
             device: Device = "auto", plot: Plot = None, json: Json = False) -> None:
     """Show how often latents fire, which are silent and which dense.
 
@@ -24,7 +24,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     Example: sae sparsity first second --plot sparsity.png
     """
     session = start(ctx, json, plot)
-    everything = all_measured(session.home, list(dict.fromkeys(runs or ())), data, split, device, session.console)
+    names = list(dict.fromkeys(runs or ()))
+    everything = all_measured(session.home, names, data or None, split, device, session.console, target)
     tallies = tallied(everything, plot is not None, session.console)
     found = [sparsity_document(one, counts, session.console) for one, counts in zip(everything, tallies, strict=True)]
     if plot is not None:

@@ -118,9 +118,9 @@ def _run(folder: Path, marker: str, name: str) -> Subject:
 
 
 SAELike = SAE | str | Path | None  # an SAE, a run's name or anything that `load_sae` takes; None for the newest run
-# A store, stores joined, or rows of these, rows in memory (N, D), or a store's name in the home; None for the stores
-# that the run was trained on, else the newest.
-RowsLike = ActivationStore | Joined | Rows | JoinedRows | ArrayLike | str | None
+# A store, stores joined, or rows of these, rows in memory (N, D), or a store's name in the home, or several side by
+# side; None for the stores that the run was trained on, else the newest.
+RowsLike = ActivationStore | Joined | Rows | JoinedRows | ArrayLike | str | Sequence[str] | None
 
 BATCH_CODES, BATCH_ROWS = 1 << 24, 1024  # at a time: at most 64 MB of codes; smaller batches are faster
 
@@ -271,9 +271,10 @@ def opened(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Saved
 
 def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str | None, split: str,
           listener: Listener) -> AnyRows:
-    if not isinstance(data, Rows | JoinedRows | ActivationStore | Joined | str | None):
+    names = [data] if isinstance(data, str) else list(data) if _are_names(data) else []
+    if not names and not isinstance(data, Rows | JoinedRows | ActivationStore | Joined | None):
         return ArrayRows(data, target)
-    if target is not None and not isinstance(data, str):
+    if target is not None and not names:
         raise ConfigError("target", "does nothing without the name of a store as {data}, or rows in memory",
                           "leave it out, or give stores as one, by `saecli.join`")
     if isinstance(data, Rows | JoinedRows):
@@ -283,13 +284,18 @@ def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str 
     elif isinstance(data, Joined):
         stores = data
     else:
-        names = [data] if data else [name for name in (subject.data, *subject.beside) if name]
-        stores = open_joined(home, names, target if target or data else subject.target, listener)
+        found = names or [name for name in (subject.data, *subject.beside) if name]
+        stores = open_joined(home, found, target if target or names else subject.target, listener)
     own = (subject.data, *subject.beside, subject.target) == (
         *(store.name for store in stores.inputs), stores.target and stores.target.name)
     if subject.data_hash is not None and own and subject.data_hash != stores.hash:
         listener.note(f"{stores.name} is not the store that {subject.name} was trained on, though it has its name")
     return stores.split(split, fraction=subject.fraction if split == "train" else 1.0, seed=subject.split_seed)
+
+
+def _are_names(data: RowsLike) -> bool:
+    """Whether rows are given as the names of several stores."""
+    return isinstance(data, list | tuple) and bool(data) and all(isinstance(name, str) for name in data)
 
 
 def held_out(one: Measured) -> Measured:

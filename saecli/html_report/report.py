@@ -135,7 +135,7 @@ MOST_EXAMPLES = 100  # texts per latent
 NEIGHBOURS, OUTPUT_TOKENS = 10, 10
 
 
-def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, split: str = "all",
+def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str | None = None, split: str = "all",
            latents: str | Sequence[int] | None = None, top: int | None = None, model: str | None = None,
            examples: int = 12, device: str = "auto", home: str | Path | None = None,
            progress: bool = False) -> dict[str, Any]:
@@ -145,6 +145,7 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, split: str =
         sae: as in `evaluate`.
         out: folder to write, new or empty; it appears whole or not at all.
         data: as in `evaluate`; a store or rows of one.
+        target: as in `evaluate`; a store's name.
         split: rows that the latents are shown on: all, train or test.
         latents: those with a page of their own: `all`, numbers, or a text such as `0,5,10-19`; None for the `top` most
             frequent.
@@ -168,7 +169,7 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, split: str =
         raise ConfigError(None, "cannot write to {folder}: expected an empty or a new folder, got one in use",
                           "name another", folder=folder)
     check_choice(latents, top, examples)
-    one = measured(Home.at(home), sae, data, split, device, listener)
+    one = measured(Home.at(home), sae, data, split, device, listener, target)
     return write_report(one, folder, latents, top, model, examples, listener)
 
 

@@ -139,7 +139,8 @@ def _store(shelf: Shelf, name: str) -> dict[str, Any]:
 def _run(shelf: Shelf, name: str) -> dict[str, Any]:
     run = read_run(shelf.path / name / shelf.marker)
     final = run.result.final if run.result else {}
-    return {"state": "complete" if run.complete else "unfinished", "created": run.created, "data": in_words([run.data, *run.beside], run.target),
+    return {"state": "complete" if run.complete else "unfinished", "created": run.created,
+            "data": in_words([run.data, *run.beside], run.target),
             "solver": run.solver.name, "act": run.activation.name, "d_sae": run.training.d_sae,
             "test_fvu": final.get("test_fvu"), "test_l0": final.get("test_l0")}
 
