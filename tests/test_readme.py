@@ -28,7 +28,8 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, 
     Path("notes.txt").write_text(NOTES)
     lines = [line for block in blocks("sh") for line in block.splitlines()]
     assert [shlex.split(line)[:2] for line in lines] == [["sae", name] for name in (
-        "extract", "train", "eval", "sparsity", "geometry", "report")]
+        "extract", "train", "eval", "sparsity", "geometry", "report", "extract", "train", "eval", "extract", "train",
+        "sparsity")]
     quick = {"train": ["--epochs", "2", "--d-sae", "64"]}  # the default takes longer than a test should
     here = CommandLine(Path("sae-data"), sae.monkeypatch, sae.capsys)
     for line in lines:
@@ -37,6 +38,7 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, 
         assert done.status == 0, done.err
     assert Path("sparsity.png").exists()
     assert Path("geometry.png").exists()
+    assert Path("crosscoder-places.png").exists()
     assert Path("pages/index.html").exists()
     for block in blocks("python"):
         found: dict = {}
