@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_store
+from reports import pages_of
 from ridge_problems import problem, solved, sums_of, terms_of
 
 import saecli
@@ -65,6 +66,19 @@ def test_features_of_one_place_and_of_both_are_told_apart(sae, home, solver, opt
     (measured,) = sae("eval", "run", "--json").json["runs"]
     assert measured["fvu"] == pytest.approx(done.json["final"]["test_fvu"], rel=1e-4)
     assert saecli.load_sae("run", home).widths == (D, D)
+
+
+def test_a_report_has_each_latents_places(sae, home, tmp_path):
+    sae("train", "--data", "a", "--data", "b", "--act", "topk", "--k", "4", *QUICK, "--name", "run")
+    assert sae("report", "run", "--out", str(tmp_path / "pages")).status == 0
+    (found,) = sae("sparsity", "run", "--split", "all", "--json").json["runs"]
+    pages = {page["latent"]: page for page in pages_of(tmp_path / "pages").values()}
+    assert len(pages) == 40
+    for latent, page in pages.items():
+        assert [place[0] for place in page["places"]] == ["a", "b"]
+        assert [place[1] for place in page["places"]] == pytest.approx(found["share"][latent])
+        assert page["places"][0][2] == (None if found["scaling"][latent][0] is None else
+                                        pytest.approx(found["scaling"][latent][0]))
 
 
 def test_one_place_is_the_sae_to_the_bit(sae, home):

@@ -1,7 +1,7 @@
 """The pages of chosen latents, several latents per file. Shapes: C chosen latents, N examples, T tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -51,6 +51,7 @@ class Readings:
         texts: of the tokens; unused if the store has none.
         outputs: the tokens that each latent promotes and suppresses; None without a model.
         features: the known feature nearest to each latent, and its cosine, (C,) each; None if the rows have none.
+        places: of a crosscoder, as of `places_document`; empty otherwise.
     """
 
     chosen: Sequence[int]
@@ -58,6 +59,7 @@ class Readings:
     texts: Texts
     outputs: "OutputTokens | None"
     features: tuple[Tensor, Tensor] | None = None
+    places: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Details:
@@ -105,6 +107,10 @@ class Details:
         if self._readings.features is not None:
             feature, cosine = (values[place] for values in self._readings.features)
             page["feature"] = [int(feature), float(f"{cosine:.4g}")]
+        if by_place := self._readings.places:
+            page["places"] = [[one["name"], share, scaling] for one, share, scaling in
+                              zip(by_place["places"], by_place["share"][latent], by_place["scaling"][latent],
+                                  strict=True)]
         if (outputs := self._readings.outputs) is not None:
             for name, tokens, logits in (("promoted", outputs.promoted, outputs.promoted_logits),
                                          ("suppressed", outputs.suppressed, outputs.suppressed_logits)):

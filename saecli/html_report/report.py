@@ -19,6 +19,7 @@ import torch
 from ..console import Listener, listening
 from ..errors import ConfigError, ModelError
 from ..evaluation.evaluate import evaluated
+from ..evaluation.places import places_document
 from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, held_out, measured
 from ..files import folder_appearing_whole, is_free, storable
 from ..home import RUN_MARKER, Home, read_settings
@@ -107,10 +108,11 @@ def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
         from ..language_model import LanguageModel, TokenTexts, Unembedding, find_model
 
         place = find_model(model)
-        if place.d_model != one.sae.d_in:
-            raise ConfigError(None, "{sae} cannot be read through {name}: expected a model of width {d_in}, got {got}",
+        width = one.sae.W_dec[:1, one.sae.places[-1]].shape[1]
+        if place.d_model != width:
+            raise ConfigError(None, "{sae} cannot be read through {name}: expected a model of width {width}, got {got}",
                               "name the model that the rows came from", sae=one.subject.name, name=model,
-                              d_in=one.sae.d_in, got=place.d_model)
+                              width=width, got=place.d_model)
         if named is not None and named != place.identity()["model"]:
             notes.append(f"{store.name} came from {named}, and is read through {model}")
         loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
@@ -201,11 +203,12 @@ def write_report(one: Measured, out: Path, latents: str | Sequence[int] | None, 
     found = survey(sae, in_blocks(one.inputs(listener), one.of_store, one.batch_rows), gathered)
     if chosen is None:
         chosen = sorted(found.firing.frequency.argsort(descending=True, stable=True)[:top or MOST_PAGES].tolist())
-    details = Details(found, _readings(one, chosen, words, listener))
+    places = places_document(one, listener)
+    details = Details(found, _readings(one, chosen, words, places, listener))
     (measures,) = evaluated([headline], None, None, listener)
     notes = [*words.notes, *lacking, *_which(chosen, sae.d_sae)]
     curves = [] if one.subject.folder is None else read_metrics(one.subject.folder)
-    content = overview(_heading(one), measures, found, curves, _facts(one), notes)
+    content = overview(_heading(one), measures, found, curves, _facts(one, places), notes)
     content["latents"] |= details.columns()
     with listener.progress("writing", len(chosen), "latents") as show:
         write_pages(out, f"{one.subject.name}: latents", content, details.contents(show))
@@ -253,18 +256,20 @@ def _which(chosen: Sequence[int], d_sae: int) -> list[str]:
     return [] if len(chosen) == d_sae else [f"{len(chosen):,} of {d_sae:,} latents have pages of their own"]
 
 
-def _readings(one: Measured, chosen: list[int], words: Words, listener: Listener) -> Readings:
-    """The content of latents' pages that does not depend on the rows."""
+def _readings(one: Measured, chosen: list[int], words: Words, places: Mapping[str, Any],
+              listener: Listener) -> Readings:
+    """The content of latents' pages that does not depend on the rows, and that of a crosscoder's places."""
     W_dec, numbers = one.sae.W_dec, torch.tensor(chosen, device=one.sae.W_dec.device)
     with listener.progress("comparing latents", len(chosen), "latents") as show:
         near = neighbours(W_dec, numbers, NEIGHBOURS, show)
     outputs: OutputTokens | None = None
     if words.unembedding is not None:
         with listener.progress("reading off output tokens", len(chosen), "latents") as show:
-            outputs = words.unembedding.output_tokens(W_dec[numbers], OUTPUT_TOKENS, show)
+            last = W_dec[:, one.sae.places[-1]]  # of a crosscoder, at its last place
+            outputs = words.unembedding.output_tokens(last[numbers], OUTPUT_TOKENS, show)
     alignment = one.alignment()
     features = None if alignment is None else (alignment.nearest[chosen], alignment.nearest_cosines[chosen])
-    return Readings(chosen, near, words.texts, outputs, features)
+    return Readings(chosen, near, words.texts, outputs, features, places)
 
 
 def _heading(one: Measured) -> dict[str, Any]:
@@ -274,8 +279,8 @@ def _heading(one: Measured) -> dict[str, Any]:
             **{name: source[name] for name in ("model", "layer", "site") if source.get(name) is not None}}
 
 
-def _facts(one: Measured) -> dict[str, Mapping[str, Any]]:
-    """The settings of run and store, by section and name."""
+def _facts(one: Measured, places: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The settings of run and store, by section and name, and the measures of a crosscoder's places."""
     store, folder = one.store, one.subject.folder
     activation = {"name": one.sae.activation.name, **one.sae.activation.to_json()}
     found: dict[str, Mapping[str, Any]] = {"activation": activation}
@@ -284,4 +289,8 @@ def _facts(one: Measured) -> dict[str, Mapping[str, Any]]:
         found |= {"training": run["training"], "solver": run["solver"],
                   "at the end of training": (run.get("result") or {}).get("final", {})}
     shape = {"name": store.name, "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype}
+    if places:
+        found["places"] = {"latents shared by all": places["shared"],
+                           **{place["name"]: f"FVU {place['fvu']:.4g}, {place['exclusive']} latents of its own"
+                              for place in places["places"]}}
     return found | {"store": shape | store.meta.source}

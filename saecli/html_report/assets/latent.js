@@ -78,6 +78,10 @@ function latentPage(data, latent, content) {
   const share = latents.frequency[latent], largest = latents.largest[latent];
   const figures = [["fires on", percent(share)], ["rows", number(Math.round(share * data.measures.rows))],
     ["mean", number(latents.mean[latent])], ["largest", number(largest)]];
+  for (const [name, share, scaling] of page.places ?? []) {
+    figures.push([`share at ${name}`, share.toFixed(3)]);
+    if (scaling !== null) figures.push([`scaling at ${name}`, scaling.toFixed(3)]);
+  }
   if (page.feature) figures.push(["nearest feature", `${page.feature[0]}`], ["its cosine", page.feature[1].toFixed(3)]);
   const histogram = card("Activations", page.counts.length ? bars("histogram of activations", { log: true,
     label: "rows by size of the activation" }, edges.slice(page.low, page.low + page.counts.length + 1), page.counts, "rows",
