@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .api import fit, join, load_sae, open_store, save_sae
+    from .baselines.controls import controls
     from .dictionary import SAE
     from .errors import SaeError
     from .evaluation.evaluate import compare, evaluate, sparsity
@@ -38,15 +39,16 @@ if TYPE_CHECKING:
     from .store import ActivationStore
 
 __version__ = "0.1.0"
-__all__ = ["SAE", "ActivationStore", "SaeError", "compare", "evaluate", "export", "extract", "fit", "geometry",
-           "import_array", "import_synthetic", "join", "list_home", "load_sae", "open_store", "push", "refit", "report",
-           "save_sae", "sparsity", "stability"]
+__all__ = ["SAE", "ActivationStore", "SaeError", "compare", "controls", "evaluate", "export", "extract", "fit",
+           "geometry", "import_array", "import_synthetic", "join", "list_home", "load_sae", "open_store", "push",
+           "refit", "report", "save_sae", "sparsity", "stability"]
 
 _MODULES = {
     "SAE": "dictionary",
     "ActivationStore": "store",
     "SaeError": "errors",
     "compare": "evaluation.evaluate",
+    "controls": "baselines.controls",
     "evaluate": "evaluation.evaluate",
     "export": "publishing.export",
     "extract": "harvest",

@@ -31,6 +31,7 @@ COMMANDS = {
     "train": "Train a sparse autoencoder from a store.",
     "refit": "Give an SAE the exact decoder for a store's rows.",
     "eval": "Measure reconstruction, sparsity and the effect on the model.",
+    "controls": "Train a run's controls, to see how much of it is the SAE's.",
     "sparsity": "Show how often latents fire, which are silent and which dense.",
     "geometry": "Show the spline: cells, power diagram, margins, references.",
     "report": "Write pages to look at latents in a browser, from disk.",

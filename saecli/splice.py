@@ -132,7 +132,7 @@ def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor,
     sums = torch.zeros(len(saes), 2, dtype=torch.float64)  # cross-entropy, KL
     shared = torch.zeros(2, dtype=torch.float64)  # cross-entropy clean, with zeros
     tokens = predictions = 0
-    for batch in _batches(windows, most):
+    for batch in in_batches(windows, most):
         token_ids, mask = padded(batch)
         plain = is_plain(token_ids, mask, special).to(model.device)
         scored = plain[:, :-1] & mask[:, 1:].bool().to(model.device)  # has a next token
@@ -162,7 +162,7 @@ def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor,
     return [_result(shared, own, tokens, predictions) for own in sums]
 
 
-def _batches(windows: Iterable[list[int]], most: int) -> Iterator[list[list[int]]]:
+def in_batches(windows: Iterable[list[int]], most: int) -> Iterator[list[list[int]]]:
     """The windows in lists of at most `most` tokens when padded, or of one window."""
     pending: list[list[int]] = []
     for window in windows:

@@ -156,6 +156,14 @@ def check_tokens_of_model(tokens: int | None, model: str | None) -> None:
         raise ConfigError("tokens", "must be at least 1, got {got}", got=tokens)
 
 
+def check_model(one: Measured, model: str) -> None:
+    """Refuse a model that cannot be run over an SAE's rows, by the errors of `splice.check_rows`; loads no weights."""
+    from ..language_model import find_model
+    from ..splice import check_rows
+
+    check_rows(one.of_store, find_model(model))
+
+
 def evaluated(everything: Sequence[Measured], model: str | None, tokens: int | None,
               listener: Listener) -> list[dict[str, Any]]:
     """The document that `sae eval` prints for each SAE, without `unbeaten`.

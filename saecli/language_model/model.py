@@ -85,15 +85,17 @@ class LanguageModel:
         device: where it runs.
         head: load the unembedding too, which only `logits` needs.
         dtype: precision of weights and forward pass; see `ModelSource.dtype_on`.
+        weights_seed: draw the weights anew, as the architecture initialises them, by this seed; None for the model's.
 
     Raises:
         ModelError: weights or tokenizer cannot be loaded.
     """
 
-    def __init__(self, source: ModelSource, device: torch.device, head: bool = False, dtype: str = "auto") -> None:
+    def __init__(self, source: ModelSource, device: torch.device, head: bool = False, dtype: str = "auto",
+                 weights_seed: int | None = None) -> None:
         self.source, self.device = source, device
         settings: dict[str, Any] = {DTYPE_WORD: getattr(torch, source.dtype_on(device, dtype)),
-                                    "revision": source.revision, "trust_remote_code": False}
+                                    "trust_remote_code": False}
         if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             settings["attn_implementation"] = "eager"  # fused kernels ignore the soft cap
         loader = AutoModelForCausalLM if head else AutoModel
@@ -102,7 +104,13 @@ class LanguageModel:
         logging.disable_progress_bar()
         try:
             self.tokenizer = load_tokenizer(source)
-            self.model = loader.from_pretrained(source.location, **settings).to(device).eval()
+            if weights_seed is None:
+                model = loader.from_pretrained(source.location, revision=source.revision, **settings)
+            else:
+                with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU, the same for every device
+                    torch.manual_seed(weights_seed)
+                    model = loader.from_config(source.config, **settings)
+            self.model = model.to(device).eval()
         except ModelError:
             raise
         except UNLOADABLE as error:

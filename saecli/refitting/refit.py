@@ -12,7 +12,7 @@ from ..activations import activation_to_json
 from ..console import Listener, listening
 from ..dictionary import SAE
 from ..errors import RunError
-from ..evaluation.evaluate import check_tokens_of_model, evaluated, warnings
+from ..evaluation.evaluate import check_model, check_tokens_of_model, evaluated, warnings
 from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, measured
 from ..files import folder_appearing_whole, is_free, write_json
 from ..formats import SavedSAE, save_native
@@ -84,7 +84,7 @@ def refitted_run(home: Home, sae: SAELike, data: str | None, target: str | None,
     before = measured(home, sae, data, "test", device, listener, target)
     folder = _new_folder(home, name or default_name(before.subject.name))
     if model is not None:
-        _check_model(before, model)  # before the work, not after it
+        check_model(before, model)  # before the work, not after it
     created, began, rows = now(), time.monotonic(), _training_rows(before)
     found = refitted(before.sae, rows, listener)
     seconds = time.monotonic() - began
@@ -136,13 +136,6 @@ def _new_folder(home: Home, name: str) -> Path:
 def _training_rows(one: Measured) -> Any:
     """All training rows of the store, whatever fraction the SAE was trained on."""
     return one.stores.split("train", seed=one.subject.split_seed)
-
-
-def _check_model(one: Measured, model: str) -> None:
-    from ..language_model import find_model
-    from ..splice import check_rows
-
-    check_rows(one.of_store, find_model(model))
 
 
 def _notes(found: Refitted, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -62,7 +62,7 @@ class Solver(ABC):
         # Sparse products read the weights latent by latent, so each latent's are contiguous, as in the decoder.
         dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
         for name, parameter in dictionary.named_parameters():
-            parameter.requires_grad_(name not in held and name not in dictionary.activation.estimates)
+            parameter.requires_grad_(name not in (*held, task.held, *dictionary.activation.estimates))
         clip_norm = math.inf if config.clip_norm is None else config.clip_norm
         self.optimizer = kind(dict(dictionary.named_parameters()), clip_norm,
                               communicator.all_reduce if communicator.world_size > 1 else None)
@@ -181,7 +181,7 @@ class Solver(ABC):
             rows: the number of rows.
         """
         sample, dead = self.task.sample, ~fired
-        if (not self.config.revive or not len(sample) or rows < REVIVAL_ROWS * len(dead)
+        if (not self.config.revive or self.task.held or not len(sample) or rows < REVIVAL_ROWS * len(dead)
                 or self.steps >= REVIVAL * self.task.steps):
             return
         count = int(dead.sum())

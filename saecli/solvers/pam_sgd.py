@@ -137,6 +137,7 @@ class PamSgdSolver(Solver):
     """The alternation: encoder steps, and the decoder steps between them."""
 
     def __init__(self, initial: SAE, task: Task, config: PamSgd, communicator: Communicator = ALONE) -> None:
+        assert task.held != "W_dec", "a decoder that is solved for cannot be held"
         start, c = initial.sae(), 1.0 if config.decoder == "residual" else 0.0
         dictionary = Coupled(start, c, start.W_dec.detach().clone(), task.B)
         dictionary.Delta.sub_(dictionary.direction(), alpha=c)
@@ -241,7 +242,8 @@ class PamSgdSolver(Solver):
         If a penalty has silenced latents before the last decoder step, another pass is due.
         """
         observed, self._pass = self._pass.finish(self.communicator), None
-        if silence(self.dictionary, observed.norm_weights, observed.rows) and self._last and not self._silenced:
+        silenced = not self.task.held and silence(self.dictionary, observed.norm_weights, observed.rows)
+        if silenced and self._last and not self._silenced:
             self._silenced = True
             return
         self._due = None
@@ -341,8 +343,9 @@ class PamSgdSolver(Solver):
                 self.optimizer.include(name, tensor)
 
     def _balance(self) -> None:
-        """Give encoder and decoder one norm, unless alpha is fixed, which determines their ratio."""
-        if self.config.alpha == "auto" and (factor := balance(self.dictionary, self._size)):
+        """Give encoder and decoder one norm, unless the encoder is held, or alpha, which determines their ratio."""
+        adapts = self.config.alpha == "auto" and not self.task.held
+        if adapts and (factor := balance(self.dictionary, self._size)):
             state = self.decoder
             self.decoder = replace(state, c=state.c / factor**2, alpha=state.alpha * factor**2)
             factors = {"Delta": 1 / factor, "b_dec": 1.0, "W_skip": 1.0}  # the others are the codes'

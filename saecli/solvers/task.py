@@ -39,6 +39,8 @@ class Task:
         memory: bytes that the solver may use.
         targets: of the sampled rows, (n, E); None for the rows themselves.
         B: the targets' linear regression on the rows, (D, E); None where they are the rows.
+        held: the weights that keep their start bit for bit, W_enc or, where they are a parameter, W_dec; None for none.
+            No latent is then revived, and with W_enc none is silenced or rescaled.
     """
 
     rows: int
@@ -56,6 +58,7 @@ class Task:
     memory: float = math.inf
     targets: Tensor | None = None
     B: Tensor | None = None
+    held: str | None = None
 
     @property
     def sample_targets(self) -> Tensor:

@@ -7,7 +7,7 @@ step, which passes codes and targets to `saecli/ridge`.
 from .checkpoints import CHECKPOINT, claimed, read_metrics
 from .config import Plan, TrainingConfig
 from .doubts import doubts_at_start
-from .jobs import Job, claimed_folders, resumed_job, run_names
+from .jobs import Job, claimed_folders, resumed_job, run_again, run_names
 from .loop import Loop
 from .run import Run, RunRecord, origin_of
 from .runs import train_runs
@@ -15,5 +15,5 @@ from .starting import Start
 from .trainer import Record, Trainer
 
 __all__ = ["CHECKPOINT", "Job", "Loop", "Plan", "Record", "Run", "RunRecord", "Start", "Trainer", "TrainingConfig",
-           "claimed", "claimed_folders", "doubts_at_start", "origin_of", "read_metrics", "resumed_job", "run_names",
-           "train_runs"]
+           "claimed", "claimed_folders", "doubts_at_start", "origin_of", "read_metrics", "resumed_job", "run_again",
+           "run_names", "train_runs"]

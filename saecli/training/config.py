@@ -173,6 +173,7 @@ class Plan:
         solver: the solver and its settings, resolved.
         activation: the activation and its settings.
         start: the SAE to start from; None for random directions.
+        held: the weights that keep their start, W_enc or W_dec; None for none. See `solvers.Task`.
     """
 
     train_rows: AnyRows
@@ -181,6 +182,7 @@ class Plan:
     solver: SolverConfig
     activation: Activation
     start: Start | None = None
+    held: str | None = None
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -111,6 +111,24 @@ def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
     document = read_settings(path)
     if document["complete"]:
         raise RunError(f"{name} is finished; there is nothing to resume, start a new run with `sae train`")
+    return Job(folder, run_again(home, folder, document, listener, "go on with"))
+
+
+def run_again(home: Home, folder: Path, document: Mapping[str, Any], listener: Listener, purpose: str) -> Run:
+    """The training of a run folder as it was begun, its stores and its plan; an SAE that it started from is not opened.
+
+    Args:
+        home: the folder of stores and runs.
+        folder: the run's.
+        document: all entries of its `run.json`.
+        listener: receives notes on its stores.
+        purpose: what it is for, in an error: "cannot PURPOSE NAME".
+
+    Raises:
+        RunError: its settings are not those of this version, or its store is another now.
+        StoreError: its store is missing or damaged.
+    """
+    name, path = folder.name, folder / home.runs.marker
     stores = open_joined(home, [document["data"], *document.get("beside", [])], document.get("target"), listener)
     try:
         settings = dict(document["solver"])
@@ -124,10 +142,10 @@ def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
             plan = replace(plan, start=Start(document["init"]["name"], document["init"]["hash"], None))
         run, trained_on = Run(stores, plan, document["created"]), document["data_hash"]
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"cannot go on with {name}: {path} is not what this version of `sae train` writes "
+        raise RunError(f"cannot {purpose} {name}: {path} is not what this version of `sae train` writes "
                        f"({error}); train it anew") from error
     if trained_on != stores.hash:
         what = ("is not the store that it was begun on, though it has its name" if stores.is_single else
                 "are not the stores that it was begun on, though they have their names")
-        raise RunError(f"cannot go on with {name}: {stores.name} {what}; make them again, or train anew")
-    return Job(folder, run)
+        raise RunError(f"cannot {purpose} {name}: {stores.name} {what}; make them again, or train anew")
+    return run

@@ -110,7 +110,7 @@ class Trainer:
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
                     sample.x, training.smoothing, training.seed, self.batches,
                     training.sparsity_warm_up, training.lr_warm_up, training.lr_decay, self.memory,
-                    None if B is None else sample.y, B)
+                    None if B is None else sample.y, B, self.plan.held)
         activation, start = self.plan.activation, self.plan.start
         places = self.plan.places
         initial = (initial_sae(activation, training.d_sae, sample, training.seed, training.nested, B, training.skip,
