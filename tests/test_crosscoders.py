@@ -15,6 +15,7 @@ from saecli.activations import Relu, TopK
 from saecli.batch import Batch
 from saecli.dictionary import SAE
 from saecli.evaluation.places import PlaceSums
+from saecli.ridge import Place, by_place, choose_alpha
 from saecli.solvers.maintenance import penalty_decay
 from saecli.store import Joined
 
@@ -124,7 +125,7 @@ def test_the_decoder_step_majorises_l1_at_each_place_and_is_each_places_own_ridg
     for place, own in zip(places, decay, strict=True):
         torch.testing.assert_close(own, weights / (2 * W_t[:, place].norm(dim=1)))
     terms = replace(terms_of((0.7, 2.0, 0.3, 5.0), None, W_t, b_t), decay=decay[0],
-                    places=list(zip(places, decay, strict=True)))
+                    places=[Place(*one) for one in zip(places, decay, strict=True)])
     state = solved(sums_of(z, y, 7), terms)
     for place, own in zip(places, decay, strict=True):
         alone = replace(terms_of((0.7, 2.0, 0.3, 5.0), None, W_t[:, place], b_t[place]), decay=own)
@@ -137,6 +138,36 @@ def test_the_decoder_step_majorises_l1_at_each_place_and_is_each_places_own_ridg
             cost(z, y, terms, direction, *of_multiple(z, y, terms, direction, c * directed.c, decay, places), decay,
                  places), cost(z, y, terms, direction, *of_multiple(z, y, terms, direction, 0.0, decay, places), decay,
                                places)) + 1e-8
+
+
+def test_each_place_has_the_alpha_that_is_best_for_it_alone_whatever_the_scale_of_others():
+    z, y, direction, W_t, b_t = problem(60, 12, 8)
+    y, direction = y.clone(), direction.clone()
+    y[:, 5:] = 1e4 * torch.randn(60, 3, generator=torch.Generator().manual_seed(3)).double()  # nothing to predict
+    direction[:, 5:] *= 1e4
+    decay, columns = torch.zeros(12).double(), [slice(0, 5), slice(5, 8)]
+    terms = replace(terms_of((0.0, 0, 0, 0), direction, W_t, b_t), places=[Place(one, decay) for one in columns])
+    together = choose_alpha(sums_of(z, y, 7), terms, z, y, None).alpha
+    found = by_place(sums_of(z, y, 7), terms, z, y, together)
+    alone = [choose_alpha(sums_of(z, y[:, one].contiguous(), 7),
+                          replace(terms_of((0.0, 0, 0, 0), direction[:, one], W_t[:, one], b_t[one]), decay=decay),
+                          z, y[:, one], None).alpha for one in columns]
+    assert alone[1] > 30 * alone[0] and together > 10 * alone[0]
+    for place, alpha in zip(found.places, alone, strict=True):
+        assert place.ratio * together == pytest.approx(alpha, rel=0.3)  # each search ends near its minimum
+    state = solved(sums_of(z, y, 7), replace(found, alpha=together))
+    best = cost_of_places(z, y, found, together, state.W, state.b, state.c)
+    for factor in (0.9, 1.1):
+        W = state.W + (factor - 1) * state.c * direction
+        assert best < cost_of_places(z, y, found, together, W, state.b, factor * state.c)
+    assert best < cost_of_places(z, y, found, together, state.W, state.b, 1.01 * state.c)
+
+
+def cost_of_places(z, y, terms, alpha, W, b, c) -> float:
+    """The objective with each place's own alpha."""
+    off = (W - c * terms.direction).square().sum(0)
+    ridge = sum(place.ratio * alpha * off[place.columns].sum().item() for place in terms.places)
+    return (z @ W + b - y).square().sum().item() + ridge
 
 
 def of_multiple(z, y, terms, direction, c, decay, places):

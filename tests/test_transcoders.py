@@ -92,8 +92,10 @@ def test_a_skip_takes_all_that_is_linear(sae, home):
     assert with_skip["test_fvu"] < 1e-6 < 1e-3 < without["test_fvu"]
 
 
-def test_a_killed_run_goes_on_bit_for_bit_and_its_config_repeats_it(sae, home, monkeypatch):
-    options = ("--data", "x", "--target", "y", "--skip", *TOPK, *QUICK)
+@pytest.mark.parametrize("stores", [("--data", "x", "--target", "y", "--skip"), ("--data", "x", "--data", "y")],
+                         ids=["transcoder", "crosscoder"])
+def test_a_killed_run_goes_on_bit_for_bit_and_its_config_repeats_it(sae, home, monkeypatch, stores):
+    options = (*stores, *TOPK, *QUICK)
     sae("train", *options, "--name", "whole")
     keep = RunRecord.epoch
 
@@ -110,7 +112,8 @@ def test_a_killed_run_goes_on_bit_for_bit_and_its_config_repeats_it(sae, home, m
     assert sae("train", "--config", str(config), "--name", "repeated").status == 0
     for name in ("killed", "repeated"):
         assert all(torch.equal(tensor, weights(home, name)[key]) for key, tensor in weights(home, "whole").items())
-    assert json.loads((home / "runs" / "repeated" / "run.json").read_text())["target"] == "y"
+    document = json.loads((home / "runs" / "repeated" / "run.json").read_text())
+    assert (document.get("target"), document.get("beside")) == (("y", None) if "--skip" in stores else (None, ["y"]))
 
 
 @pytest.mark.parametrize(("command", "sentence"), [

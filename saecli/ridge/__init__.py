@@ -35,14 +35,15 @@ prediction; see `skip.py`.
 | `StreamedCodes` | means, sum z y', sparse codes | `Iterative`: conjugate gradients, no F x F matrix |
 """
 
-from .choice import choose_alpha
+from .choice import by_place, choose_alpha
 from .dual import Dual, HeldRows
 from .iterative import TOLERANCE, Iterative, StreamedCodes
 from .plan import Plan, plan
 from .skip import SkipSums
 from .solve import DecoderState, solve
 from .sums import Direct, Sums
-from .system import AllReduce, Factorisation, System, Terms
+from .system import AllReduce, Factorisation, Place, System, Terms
 
-__all__ = ["TOLERANCE", "AllReduce", "DecoderState", "Direct", "Dual", "Factorisation", "HeldRows", "Iterative", "Plan",
-           "SkipSums", "StreamedCodes", "Sums", "System", "Terms", "choose_alpha", "plan", "solve"]
+__all__ = ["TOLERANCE", "AllReduce", "DecoderState", "Direct", "Dual", "Factorisation", "HeldRows", "Iterative",
+           "Place", "Plan", "SkipSums", "StreamedCodes", "Sums", "System", "Terms", "by_place", "choose_alpha",
+           "plan", "solve"]

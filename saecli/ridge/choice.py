@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from .solve import best_multiple
-from .system import Factorisation, System, Terms
+from .system import Factorisation, Place, System, Terms
 
 LEAST_SLACK = 1e-12  # least 1 - h_i: with less, only the row itself determines its fit
 LEAST, MOST = -7, 3  # range of alpha, log10 over A's mean diagonal
@@ -142,6 +142,23 @@ def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float
     return latest if latest.alpha == best.alpha else factorised(best.decades)
 
 
+def by_place(system: System, terms: Terms, z: Tensor, y: Tensor, alpha: float) -> Terms:
+    """The terms with the best alpha for each place alone; all together would have that of the place of largest scale.
+
+    Args:
+        system, z, y: as of `choose_alpha`.
+        terms: of several places.
+        alpha: the best for all together, where each search starts.
+
+    Cost: that of `choose_alpha` for each place.
+    """
+    def best(place: Place) -> float:
+        alone = replace(terms, columns=place.columns, decay=place.decay, places=())
+        return choose_alpha(system, alone, z, y, alpha).alpha
+
+    return replace(terms, places=[replace(place, ratio=best(place) / alpha) for place in terms.places])
+
+
 def _descend(look: Callable[[float], Model], here: Model, gain: float) -> Model:
     """The best model of a descent from `here`, which goes on while the expected relative gain exceeds `gain`."""
     reach = REACH
@@ -188,16 +205,16 @@ class Press:
     @classmethod
     def of(cls, system: System, terms: Terms, z: Tensor, y: Tensor) -> Self:
         """On a sample of the given rows, (n, F) and (n, E); if n = N, all rows in the system's order."""
-        rows, y_bar, E = system.rows, system.y_bar, terms.d_out
-        y = y[:, :E]
+        rows, y_bar, targets = system.rows, system.y_bar, terms.targets
+        y = y[:, targets]
         most = LEAST_ROWS if system.prefixes else MOST_ROWS
-        index, weight = sample_rows(y, y_bar[:E], int(min(max(LEAST_ROWS, rows // FRACTION), most)))
+        index, weight = sample_rows(y, y_bar[targets], int(min(max(LEAST_ROWS, rows // FRACTION), most)))
         centre = terms.centre(rows, y_bar)
-        right = system.cross(centre)[:, :E].add_(terms.W_t.double(), alpha=terms.mu)
+        right = system.cross(centre)[:, targets].add_(terms.W_t[:, targets].double(), alpha=terms.mu)
         mixed: tuple[Tensor, ...] = ()
         if terms.direction is not None:
             signs = _mixing(right.shape[1]).to(right)
-            mixed = terms.direction.double() @ signs, right @ signs
+            mixed = terms.direction[:, targets].double() @ signs, right @ signs
         return cls(system, terms, z[index].double(), y[index].double(), index if len(z) == rows else None, weight,
                    centre, right, mixed)
 
@@ -207,24 +224,24 @@ class Press:
         No decoder is solved for: of `W = M (right + c alpha T0)` only the products with u and psi are needed, which
         follow from `psi' M = u'`. c is computed from the mixed columns, and hardly depends on the mixing.
         """
-        terms, alpha = self.terms, factorisation.alpha
+        terms, targets, alpha = self.terms, self.terms.targets, factorisation.alpha
         psi = self.system.design(self.z, terms.shrink(self.system.rows))
         rows, prefixes, _ = psi.shape
         psi = psi.flatten(0, 1)
         own = None if self.index is None else factorisation.own(self.index)
         if own is not None:
             u, slack = own.u(), own.slack[:, None, None]
-            residual = own.residual(self.centre)[:, :terms.d_out] - terms.mu * (u.T @ terms.W_t.double())
+            residual = own.residual(self.centre)[:, targets] - terms.mu * (u.T @ terms.W_t[:, targets].double())
         else:
             u = factorisation.solve(psi.T)
             bias = 1 / (self.system.rows + terms.beta + terms.nu)
             slack = torch.eye(prefixes).to(psi) - (products(psi, u.T, rows) + bias / prefixes)
-            about = self.y - self.centre[:terms.d_out]
+            about = self.y - self.centre[targets]
             residual = about.repeat_interleave(prefixes, 0) - u.T @ self.right  # y - b - psi' W
         v = factorisation.solve(u)
         falling = v.T @ self.right  # its derivative
         if terms.direction is not None:
-            T0 = terms.direction.double()
+            T0 = terms.direction[:, targets].double()
             along, untargeted = factorisation.solve(torch.cat(self.mixed, 1)).chunk(2, 1)
             c, slope = best_multiple(self.mixed[0], untargeted, along, alpha)
             towards = u.T @ T0

@@ -1,6 +1,7 @@
 """The closed-form decoder from its normal equations; symbols as in the package's docstring."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .skip import Elimination
-from .system import PIECE, Factorisation, System, Terms
+from .system import PIECE, Factorisation, Place, System, Terms
 
 FLAT = 1e-14  # fraction of ||T0||^2 up to which the objective's curvature in c is rounding
 
@@ -85,7 +86,7 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
         eliminated = Elimination.of(solved[:, E:], system.cross(centre)[:, E:], A_xx)
     if T0 is not None:
         free = (W, along) if eliminated is None else (eliminated(W, A_xy), eliminated(along))
-        c, _ = best_multiple(T0, *free, alpha)
+        c, _ = best_multiple(*(_weighted(part, terms.places) for part in (T0, *free)), alpha)
         W.add_(along, alpha=c * alpha)
     if eliminated is not None:
         skip = eliminated.skip(W, A_xy)
@@ -106,14 +107,22 @@ def _solved(factorisation: Factorisation[Any], terms: Terms) -> tuple[Tensor, Te
 
 
 def _by_place(factorisation: Factorisation[Any], terms: Terms) -> tuple[Tensor, Tensor | None, float]:
-    """As `_solved`, the columns of each place with its own decay; supersedes the factorisation."""
-    system, found = factorisation.system, []
-    for place, decay in terms.places:
-        own = system.factorise(replace(terms, alpha=factorisation.alpha, decay=decay))
+    """As `_solved`, the columns of each place with its own decay and alpha, by whose ratio `M T0` is multiplied;
+    supersedes the factorisation."""
+    system, alpha, found = factorisation.system, factorisation.alpha, []
+    for place in terms.places:
+        own = system.factorise(replace(terms, alpha=place.ratio * alpha, decay=place.decay))
         W, along, residual = _solved(own, terms)
-        found.append((W[:, place], None if along is None else along[:, place], residual))
+        towards = None if along is None else place.ratio * along[:, place.columns]
+        found.append((W[:, place.columns], towards, residual))
     Ws, alongs, residuals = zip(*found, strict=True)
     return torch.cat(Ws, 1), None if terms.direction is None else torch.cat(alongs, 1), max(residuals)
+
+
+def _weighted(columns: Tensor, places: Sequence[Place]) -> Tensor:
+    """Columns, (F, E), times the root of the ratio of their place's alpha: with them `best_multiple` is the best of all
+    places."""
+    return torch.cat([place.ratio**0.5 * columns[:, place.columns] for place in places], 1) if places else columns
 
 
 def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> tuple[float, float]:

@@ -19,6 +19,21 @@ from .skip import SkipSums
 
 
 @dataclass(frozen=True)
+class Place:
+    """Terms of some of the targets, the columns of a place.
+
+    Args:
+        columns: of the targets.
+        decay: weights of each latent's own `||W_i||^2` there, (F,), at least 0.
+        ratio: of alpha there to `Terms.alpha`, positive.
+    """
+
+    columns: slice
+    decay: Tensor
+    ratio: float = 1.0
+
+
+@dataclass(frozen=True)
 class Terms:
     """Weights of the quadratic terms, each relative to a sum over all rows, and their targets.
 
@@ -33,7 +48,8 @@ class Terms:
         decay: weights of each latent's own `||W_i||^2`, (F,), at least 0.
         joint: whether b is optimal jointly with W; if not, W is solved with b = 0, and b is then optimal for that W.
         skip: sums for an affine skip, whose D dimensions are the system's last targets; None for none.
-        places: the columns of the targets' places, each with its own decay, (F,); none if all have the one above.
+        places: of the targets, if they differ in decay or alpha, all of them; `decay` and `alpha` are then unused.
+        columns: the targets for which an alpha is chosen; None for all.
     """
 
     alpha: float
@@ -46,12 +62,18 @@ class Terms:
     decay: Tensor
     joint: bool = True
     skip: SkipSums | None = None
-    places: Sequence[tuple[slice, Tensor]] = ()
+    places: Sequence[Place] = ()
+    columns: slice | None = None
 
     @property
     def d_out(self) -> int:
         """E, without the dimensions of a skip."""
         return self.skip.d_out if self.skip else len(self.b_t)
+
+    @property
+    def targets(self) -> slice:
+        """The targets for which an alpha is chosen."""
+        return self.columns or slice(0, self.d_out)
 
     def rows_fraction(self, rows: float) -> float:
         """`N / (N + beta + nu)`, the weight of N rows in the bias."""

@@ -32,7 +32,7 @@ from ..config import PAPER, option
 from ..dictionary import SAE, Coupled
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
-from ..ridge import DecoderState, Plan, Terms, choose_alpha, plan, solve
+from ..ridge import DecoderState, Place, Plan, Terms, by_place, choose_alpha, plan, solve
 from .base import DECODER_STEP, Solver, SolverConfig, proximal
 from .decoder_pass import DecoderPass, Observed, broadcast, choosing_bytes, notes_on
 from .maintenance import balance, penalty_decay, silence
@@ -157,6 +157,7 @@ class PamSgdSolver(Solver):
         self.released = self._decided = False
         self.raised = 0.0
         self._size = dictionary.W_enc.norm().item()
+        self._ratios = [1.0] * len(dictionary.places)  # of a crosscoder's alphas to the one of all places
         self._due: int | None = None
         self._last = self._silenced = False
         width, batch_size = max(initial.d_in, initial.d_out), math.ceil(task.rows / task.batches)
@@ -275,6 +276,10 @@ class PamSgdSolver(Solver):
                 if new_problem or ((is_choosing_step(self.outer) or self._decides or self._last) and not settled):
                     before = None if new_problem else fraction * alpha
                     factorisation = choose_alpha(observed.system, terms, observed.z, observed.y, before)
+                    if terms.places:
+                        alpha, factorisation = factorisation.alpha / fraction, None
+                        terms = by_place(observed.system, terms, observed.z, observed.y, fraction * alpha)
+                        self._ratios = [place.ratio for place in terms.places]
             z = None
             if self._last or self.outer + 1 == self._outers:
                 whole = len(observed.z) == observed.rows
@@ -285,8 +290,8 @@ class PamSgdSolver(Solver):
             state = replace(found, alpha=found.alpha / fraction,
                             **{name: tensor.to(dtype) for name, tensor in tensors.items()})
         like = {"Delta": self.dictionary.Delta, "b": self.dictionary.b_dec}
-        skip = {} if self.dictionary.W_skip is None else {"skip": self.dictionary.W_skip}
-        return broadcast(state, like | skip, self.communicator)
+        like |= {} if self.dictionary.W_skip is None else {"skip": self.dictionary.W_skip}
+        return broadcast(state, like, self.communicator)
 
     def _terms(self, observed: Observed, fraction: float) -> Terms:
         """The decoder step's terms, scaled to a fraction of all rows, with alpha left at 0."""
@@ -296,11 +301,11 @@ class PamSgdSolver(Solver):
         if observed.skip is not None:
             b_dec = torch.cat([b_dec, b_dec.new_zeros(dictionary.d_in)])
         weights = self.task.penalty_weight(self.steps - 1) * (not self._last) * observed.norm_weights
-        places = dictionary.places
-        decay = penalty_decay(W_dec, weights, self._size, places)
+        decay = penalty_decay(W_dec, weights, self._size, dictionary.places)
+        places = [Place(*one) for one in zip(dictionary.places, decay, self._ratios, strict=True)]
         return Terms(0.0, fraction * self.config.beta, fraction * self.weight("mu_dec"),
-                     fraction * self.weight("nu_dec"), direction, W_dec, b_dec, decay[0], self.config.bias == "joint",
-                     observed.skip, list(zip(places, decay, strict=True)) if len(places) > 1 and decay.any() else [])
+                     fraction * self.weight("nu_dec"), direction, W_dec, b_dec, decay.mean(0),
+                     self.config.bias == "joint", observed.skip, places if len(places) > 1 else [])
 
     def _apply(self, state: DecoderState) -> None:
         """Put a solved decoder into the dictionary."""
@@ -377,6 +382,7 @@ class PamSgdSolver(Solver):
         self._decided = self.steps >= RELEASE * self.task.steps
         numbers = {name: state[f"decoder.{name}"].item() for name in self._numbers()}
         self.raised, self._size, _ = (numbers.pop(name) for name in ("most_raised", "size", "released"))
+        self._ratios = [numbers.pop(name) for name in sorted(numbers) if name.startswith("ratio.")] or [1.0]
         self.decoder = replace(self.decoder, **numbers, Delta=self.dictionary.Delta.detach(),
                                b=self.dictionary.b_dec.detach())
         if not self.released:
@@ -386,4 +392,5 @@ class PamSgdSolver(Solver):
         """The decoder's numbers in a checkpoint, beside its tensors."""
         own = {name: getattr(self.decoder, name) for name in ("c", "alpha", "relative_alpha", "ridge", "condition",
                                                               "residual", "dof")}
-        return own | {"most_raised": self.raised, "released": self.released, "size": self._size}
+        ratios = {f"ratio.{number:03}": ratio for number, ratio in enumerate(self._ratios) if len(self._ratios) > 1}
+        return own | {"most_raised": self.raised, "released": self.released, "size": self._size} | ratios
