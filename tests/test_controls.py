@@ -51,7 +51,7 @@ def test_held_weights_equal_their_start_bit_for_bit_and_the_others_move(held, so
         assert not torch.equal(start[name], end[name]), name
 
 
-@pytest.mark.parametrize("act", ["batchtopk", "jumprelu"])
+@pytest.mark.parametrize("act", ["batchtopk", pytest.param("jumprelu", marks=pytest.mark.slow)])
 def test_thresholds_beside_a_held_encoder_are_trained_to_the_l0_asked_for(act):
     _, trainer = trained("W_enc", "pam-sgd", act, epochs=40, **({"k": 4} if act == "batchtopk" else {"target_l0": 4}))
     codes = trainer.sae.encode(torch.from_numpy(some_rows(900)))
@@ -140,7 +140,8 @@ def test_with_a_model_every_control_is_measured_and_the_table_says_so(notes: Com
         assert line["stability"] is line["mcc"] is None
 
 
-@pytest.mark.parametrize("solver", ["pam-sgd", pytest.param("sgd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["pam-sgd", pytest.param("sgd", marks=pytest.mark.long)])
 def test_a_run_finds_known_features_and_its_controls_do_not(sae: CommandLine, solver, tmp_path: Path):
     assert sae("import", "synthetic", "--features", "64", "--d-in", "32", "--l0", "4", "--rows", "6000").status == 0
     words = ("--d-sae", "64", "--act", "batchtopk", "--k", "4", "--solver", solver, "--steps", "800")

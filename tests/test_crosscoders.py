@@ -20,7 +20,8 @@ from saecli.solvers.maintenance import penalty_decay
 from saecli.store import Joined
 
 SHARED, OWN, D = 16, 8, 24
-QUICK = ("--d-sae", "40", "--epochs", "12", "--batch-size", "64", "--json")
+SHORT = ("--d-sae", "40", "--epochs", "2", "--batch-size", "64", "--json")
+QUICK = (*SHORT, "--epochs", "12")
 
 
 def two_models(rows: int = 4000) -> tuple[np.ndarray, np.ndarray]:
@@ -43,7 +44,7 @@ def home(sae: CommandLine) -> Path:
     return sae.home
 
 
-@pytest.mark.parametrize("solver", ["pam-sgd", "sgd"])
+@pytest.mark.parametrize("solver", ["pam-sgd", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [("--act", "batchtopk", "--k", "4"),
                                      pytest.param(("--act", "relu"), marks=pytest.mark.slow)],
                          ids=["batchtopk", "relu with l1"])
@@ -70,7 +71,7 @@ def test_features_of_one_place_and_of_both_are_told_apart(sae, home, solver, opt
 
 
 def test_a_report_has_each_latents_places(sae, home, tmp_path):
-    sae("train", "--data", "a", "--data", "b", "--act", "topk", "--k", "4", *QUICK, "--name", "run")
+    sae("train", "--data", "a", "--data", "b", "--act", "topk", "--k", "4", *SHORT, "--name", "run")
     assert sae("report", "run", "--out", str(tmp_path / "pages")).status == 0
     (found,) = sae("sparsity", "run", "--split", "all", "--json").json["runs"]
     pages = {page["latent"]: page for page in pages_of(tmp_path / "pages").values()}
@@ -218,9 +219,9 @@ def test_latent_scaling_is_the_least_squares_multiple_at_each_place():
 
 
 def test_what_cannot_work_is_refused_in_a_sentence(sae, home):
-    done = sae("train", "--data", "a", "--data", "b", "--act", "relu", "--sparsity", "kl", *QUICK)
+    done = sae("train", "--data", "a", "--data", "b", "--act", "relu", "--sparsity", "kl", *SHORT)
     assert done.status == 1 and "kl is defined for one place" in done.err
-    sae("train", "--data", "a", "--data", "b", "--act", "topk", "--k", "4", *QUICK, "--name", "run")
+    sae("train", "--data", "a", "--data", "b", "--act", "topk", "--k", "4", *SHORT, "--name", "run")
     done = sae("geometry", "run")
     assert done.status == 1 and "the geometry of run is not defined" in done.err
     done = sae("eval", "run", "--data", "a")

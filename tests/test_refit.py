@@ -100,6 +100,7 @@ def test_latents_that_never_fire_keep_their_direction_and_are_counted():
     torch.testing.assert_close(found.sae.W_dec[:7], found.decoder.c * sae.W_dec[:7])
 
 
+@pytest.mark.slow
 def test_without_room_for_its_matrix_the_decoder_is_solved_by_iteration(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     W_enc = torch.randn(4, 400, generator=generator)
