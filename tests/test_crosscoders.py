@@ -17,7 +17,7 @@ from saecli.dictionary import SAE
 from saecli.evaluation.places import PlaceSums
 from saecli.ridge import Place, by_place, choose_alpha
 from saecli.solvers.maintenance import penalty_decay
-from saecli.store import Joined
+from saecli.store import Joined, Spread
 
 SHARED, OWN, D = 16, 8, 24
 SHORT = ("--d-sae", "40", "--epochs", "2", "--batch-size", "64", "--json")
@@ -202,7 +202,7 @@ def test_latent_scaling_is_the_least_squares_multiple_at_each_place():
     sums = PlaceSums(sae)
     for batch in x.split(37):
         sums.update(batch)
-    fvu, share, beta = sums.result()
+    fvu, share, beta = sums.result(Spread.of(x.numpy().copy()))
     z, error, spread = sae.encode(x), x - sae(x), [x[:, p].var(0, correction=0).mean().sqrt() for p in sae.places]
     for place, scale in zip(range(2), spread, strict=True):
         at = sae.places[place]

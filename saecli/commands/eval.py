@@ -21,7 +21,8 @@ from ..options import Device, Json, Plot, Runs, start, store_names
 
 Data = Annotated[list[str] | None, typer.Option(
     "--data", help="Activation store; of a crosscoder several, in order.", autocompletion=store_names,
-    show_default="the one that the run was trained on, else the newest")]
+    show_default="the one that the run was trained on, else the newest",
+    callback=lambda names: names or None)]  # without it typer gives an empty list
 Target = Annotated[str | None, typer.Option(
     "--target", help="Store of what a transcoder predicts from --data.", autocompletion=store_names,
     show_default="the one that the run was trained on")]
@@ -71,7 +72,7 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     check_tokens_of_model(given(ctx, "tokens"), model)
     names = list(dict.fromkeys(runs or ()))
     check_stability(stability, len(names), given(ctx, "match_threshold"))
-    everything = all_measured(session.home, names, data or None, split, device, session.console, target)
+    everything = all_measured(session.home, names, data, split, device, session.console, target)
     if stability:
         check_comparable([one.subject for one in everything], [one.sae for one in everything])
     found = marked(evaluated(everything, model, tokens, session.console), everything)

@@ -25,5 +25,5 @@ def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = 
     Example: sae export first --to saelens --out exported
     """
     session = start(ctx, json, out=out)
-    document = exported(session.home, run, to, out, data or None, session.console)
+    document = exported(session.home, run, to, out, data, session.console)
     session.console.result(document, f"wrote {document['run']} to {out} for {to}: {', '.join(document['files'])}")

@@ -50,7 +50,7 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     wanted = Wanted(rows, fit_rows, radius, penalty_of(lambda_))
     names = list(dict.fromkeys(runs or ()))
     corners = corners_on(given(ctx, "slice_"), plot, len(names))
-    everything = all_measured(session.home, names, data or None, split, "cpu", session.console)
+    everything = all_measured(session.home, names, data, split, "cpu", session.console)
     documents = documents_of(everything, wanted, plot, corners, session.console)
     if len(documents) == 1:
         session.console.result(documents[0], one_table(documents[0]))

@@ -34,7 +34,7 @@ def command(ctx: typer.Context, run: Run, repo: Repo, private: Private = False, 
     """
     session = start(ctx, json)
     options = PushOptions(private, form, model, given(ctx, "tokens"), device)
-    document = pushed(session.home, run, repo, data or None, options, session.console)
+    document = pushed(session.home, run, repo, data, options, session.console)
     address = Address(document["repo"], document["folder"])
     session.console.result(document, f"pushed {document['run']} to {address} as {document['format']}: "
                                      f"{', '.join(document['files'])}", document["url"])

@@ -29,7 +29,7 @@ def command(ctx: typer.Context, run: Run = None, data: Data = None, target: Targ
     """
     session = start(ctx, json)
     try:
-        document = refitted_run(session.home, run, data or None, target, name, model, given(ctx, "tokens"), device,
+        document = refitted_run(session.home, run, data, target, name, model, given(ctx, "tokens"), device,
                                 session.console)
     except KeyboardInterrupt:
         session.console.note("stopped; nothing was written")

@@ -41,7 +41,7 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, ta
     check_choice(latents, top, examples)
     session = start(ctx, json, out=out)
     try:
-        one = measured(session.home, run, data or None, split, device, session.console, target)
+        one = measured(session.home, run, data, split, device, session.console, target)
         document = write_report(one, out, latents, top, model, examples, session.console)
     except KeyboardInterrupt:
         session.console.note("stopped; nothing was written")

@@ -25,7 +25,7 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     """
     session = start(ctx, json, plot)
     names = list(dict.fromkeys(runs or ()))
-    everything = all_measured(session.home, names, data or None, split, device, session.console, target)
+    everything = all_measured(session.home, names, data, split, device, session.console, target)
     tallies = tallied(everything, plot is not None, session.console)
     found = [sparsity_document(one, counts, session.console) for one, counts in zip(everything, tallies, strict=True)]
     if plot is not None:

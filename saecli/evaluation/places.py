@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..console import Listener
 from ..dictionary import SAE
+from ..store import Spread
 from ..tables import table
 from .sae_and_rows import Measured
 
@@ -46,8 +47,8 @@ class PlaceSums:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=sae.W_enc.device)
 
-        self._sae, self._rows = sae, 0
-        self._sum, self._square, self._error = zeros(sae.d_out), zeros(sae.d_out), zeros(sae.d_out)
+        self._sae = sae
+        self._error = zeros(sae.d_out)
         self._z_square, self._z_error = zeros(sae.d_sae), zeros(sae.d_sae, sae.d_out)
 
     @torch.no_grad()
@@ -55,20 +56,17 @@ class PlaceSums:
         """Count a batch of rows, (B, D)."""
         codes = self._sae.codes(x)
         error = x - self._sae.predicted(x, codes)[:, -1]
-        self._rows += len(x)
-        self._sum += x.double().sum(0)
-        self._square += x.double().square().sum(0)
         self._error += error.double().square().sum(0)
         self._z_square += codes.map(torch.square).sums()
         self._z_error += codes.transposed_times(error)
 
-    def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """FVU by place, (P,), `share`, (F, P), and `beta`, (F, P), NaN for a latent that never fired and between places
-        of unlike widths; on the CPU."""
+    def result(self, spread: Spread) -> tuple[Tensor, Tensor, Tensor]:
+        """Given the spread of all rows counted: FVU by place, (P,), `share`, (F, P), and `beta`, (F, P), NaN for a
+        latent that never fired and between places of unlike widths; on the CPU."""
         places, W_dec = self._sae.places, self._sae.W_dec.double()
-        scatter = self._square - self._sum.square() / self._rows
+        scatter = torch.from_numpy(spread.scatter).to(W_dec.device)
         fvu = torch.stack([self._error[place].sum() / scatter[place].sum() for place in places])
-        spreads = [(scatter[place].mean() / self._rows).sqrt() for place in places]
+        spreads = [(scatter[place].mean() / spread.rows).sqrt() for place in places]
         W = [W_dec[:, place] / spread for place, spread in zip(places, spreads, strict=True)]
         along = [self._z_error[:, place] / spread for place, spread in zip(places, spreads, strict=True)]
         norms = torch.stack([part.norm(dim=1) for part in W], 1)
@@ -100,7 +98,7 @@ def places_document(one: Measured, listener: Listener) -> dict[str, Any]:
     sums = PlaceSums(one.sae)
     for batch in one.inputs(listener):
         sums.update(batch)
-    fvu, share, beta = sums.result()
+    fvu, share, beta = sums.result(one.rows.spread())
     widths = one.sae.widths
     names = ([store.name for store in one.stores.inputs] if one.split is not None else
              [f"place {number}" for number in range(len(widths))])

@@ -21,7 +21,7 @@ from ..ridge import TOLERANCE
 from ..store import ActivationStore, Joined
 from ..tables import table
 from ..training import origin_of
-from ..training.rows import ArrayLike
+from ..training.rows import AnyRows, ArrayLike
 from .decoder import Refitted, refitted
 
 MEASURES = ("fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "kl")  # shown before and after
@@ -133,7 +133,7 @@ def _new_folder(home: Home, name: str) -> Path:
     return folder
 
 
-def _training_rows(one: Measured) -> Any:
+def _training_rows(one: Measured) -> AnyRows:
     """All training rows of the store, whatever fraction the SAE was trained on."""
     return one.stores.split("train", seed=one.subject.split_seed)
 

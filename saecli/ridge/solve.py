@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,13 +77,11 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
     centre, T0 = terms.centre(rows, y_bar), None if terms.direction is None else terms.direction.double()
     bias, c, skip, eliminated = terms.bare_bias(rows, y_bar)[:E], 0.0, None, None
     dof = math.nan if z is None else effective_dof(factorisation, terms, z)
-    found = DecoderState(c, y_bar, bias, alpha, factorisation.relative_alpha, factorisation.ridge, factorisation.raised,
-                         factorisation.condition(), math.nan, dof)
-    solved, along, residual = _by_place(factorisation, terms) if terms.places else _solved(factorisation, terms)
-    W = solved[:, :E]
+    solution = _by_place(factorisation, terms) if terms.places else _solved(factorisation, terms)
+    W, along = solution.W[:, :E], solution.along
     if terms.skip is not None:
         A_xx, A_xy = terms.skip.blocks(rows, y_bar[E:], centre)
-        eliminated = Elimination.of(solved[:, E:], system.cross(centre)[:, E:], A_xx)
+        eliminated = Elimination.of(solution.W[:, E:], system.cross(centre)[:, E:], A_xx)
     if T0 is not None:
         free = (W, along) if eliminated is None else (eliminated(W, A_xy), eliminated(along))
         c, _ = best_multiple(*(_weighted(part, terms.places) for part in (T0, *free)), alpha)
@@ -93,30 +91,41 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
         W, bias = eliminated(W, A_xy), bias - terms.rows_fraction(rows) * (y_bar[E:] @ skip)
     b = bias - terms.rows_fraction(rows) * (system.u @ W)
     Delta = W if T0 is None else W.sub_(T0, alpha=c)
-    return replace(found, c=c, Delta=Delta, b=b, residual=residual, skip=skip)
+    return DecoderState(c, Delta, b, alpha, factorisation.relative_alpha, factorisation.ridge, factorisation.raised,
+                        solution.condition, solution.residual, dof, skip)
 
 
-def _solved(factorisation: Factorisation[Any], terms: Terms) -> tuple[Tensor, Tensor | None, float]:
-    """`M (C + mu W_t)`, (F, E + D), `M T0`, (F, E), and the residual."""
+class _Solution(NamedTuple):
+    """`M (C + mu W_t)`, (F, E + D), `M T0`, (F, E), None without a direction, and figures of the solving."""
+
+    W: Tensor
+    along: Tensor | None
+    condition: float
+    residual: float
+
+
+def _solved(factorisation: Factorisation[Any], terms: Terms) -> _Solution:
+    """The solution of all columns; the figures are taken after it, since an iteration estimates them from its steps."""
     system = factorisation.system
     W = factorisation.solve_cross(terms.centre(system.rows, system.y_bar))
     if terms.mu:
         W[:, :terms.d_out] += factorisation.solve(terms.mu * terms.W_t.double())
     along = None if terms.direction is None else factorisation.solve(terms.direction.double())
-    return W, along, factorisation.residual()
+    return _Solution(W, along, factorisation.condition(), factorisation.residual())
 
 
-def _by_place(factorisation: Factorisation[Any], terms: Terms) -> tuple[Tensor, Tensor | None, float]:
+def _by_place(factorisation: Factorisation[Any], terms: Terms) -> _Solution:
     """As `_solved`, the columns of each place with its own decay and alpha, by whose ratio `M T0` is multiplied;
     supersedes the factorisation."""
     system, alpha, found = factorisation.system, factorisation.alpha, []
     for place in terms.places:
         own = system.factorise(replace(terms, alpha=place.ratio * alpha, decay=place.decay))
-        W, along, residual = _solved(own, terms)
+        W, along, condition, residual = _solved(own, terms)
         towards = None if along is None else place.ratio * along[:, place.columns]
-        found.append((W[:, place.columns], towards, residual))
-    Ws, alongs, residuals = zip(*found, strict=True)
-    return torch.cat(Ws, 1), None if terms.direction is None else torch.cat(alongs, 1), max(residuals)
+        found.append((W[:, place.columns], towards, condition, residual))
+    Ws, alongs, conditions, residuals = zip(*found, strict=True)
+    return _Solution(torch.cat(Ws, 1), None if terms.direction is None else torch.cat(alongs, 1), max(conditions),
+                     max(residuals))
 
 
 def _weighted(columns: Tensor, places: Sequence[Place]) -> Tensor:

@@ -73,9 +73,11 @@ class Smoothing:
         both = self._squares[first] + self._squares[second]
         relative = ((x - self._mean).square().sum(1) / both.clamp(min=torch.finfo(x.dtype).tiny)).sqrt()
         step = (self.width * relative)[:, None]
-        x = x + step * (self.sample[first] - self.sample[second])
-        y = x if self.targets is None else batch.y + step * (self.targets[first] - self.targets[second])
-        return replace(batch, x=x, y=y)
+        moved_x = x + step * (self.sample[first] - self.sample[second])
+        if batch.y is x:
+            return replace(batch, x=moved_x, y=moved_x)
+        assert self.targets is not None
+        return replace(batch, x=moved_x, y=batch.y + step * (self.targets[first] - self.targets[second]))
 
 
 def default_width(rows: int, d_in: int, d_sae: int) -> float:

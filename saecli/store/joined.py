@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
@@ -22,17 +22,34 @@ from .stream import WHOLE, Part
 COMPARED_ROWS = 1 << 16  # rows of the columns at a time
 
 
+P = TypeVar("P", Rows, ActivationStore)
+
+
 @dataclass(frozen=True)
-class JoinedRows:
-    """The same rows of several stores, with the interface of `Rows` that training and measures use.
+class SideBySide(Generic[P]):
+    """Several stores, or rows of them, as one.
 
     Args:
         inputs: at least one.
         target: what is predicted from them; None for the inputs themselves.
     """
 
-    inputs: tuple[Rows, ...]
-    target: Rows | None
+    inputs: tuple[P, ...]
+    target: P | None = None
+
+    @property
+    def all(self) -> tuple[P, ...]:
+        """The inputs, and the target if there is one."""
+        return (*self.inputs, self.target) if self.target else self.inputs
+
+    @property
+    def d_in(self) -> int:
+        """Width of the inputs side by side."""
+        return sum(one.d_in for one in self.inputs)
+
+
+class JoinedRows(SideBySide[Rows]):
+    """The same rows of several stores, with the interface of `Rows` that training and measures use."""
 
     @property
     def rows(self) -> int:
@@ -48,11 +65,6 @@ class JoinedRows:
     def places(self) -> tuple[int, ...]:
         """The widths of a crosscoder's places: of several inputs that are their own targets; none otherwise."""
         return self.widths if len(self.widths) > 1 and self.target is None else ()
-
-    @property
-    def d_in(self) -> int:
-        """Width of the inputs side by side."""
-        return sum(self.widths)
 
     @property
     def d_target(self) -> int:
@@ -75,21 +87,17 @@ class JoinedRows:
         `Rows.batches`."""
         row_bytes = self.inputs[0].store.meta.row_bytes
         return self._side_by_side([rows.batches(batch_size, seed=seed, epoch=epoch, window_bytes=window_bytes,
-                                                part=part, row_bytes=row_bytes) for rows in self._all])
+                                                part=part, row_bytes=row_bytes) for rows in self.all])
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in stored order, (B, D + E) float32; see `Rows.sequential`."""
-        return self._side_by_side([rows.sequential(batch_size, part) for rows in self._all])
+        return self._side_by_side([rows.sequential(batch_size, part) for rows in self.all])
 
     def spread(self) -> Spread:
         """Mean and scatter of all D + E dimensions."""
-        found = [rows.spread() for rows in self._all]
+        found = [rows.spread() for rows in self.all]
         return Spread(self.rows, np.concatenate([one.mean for one in found]),
                       np.concatenate([one.scatter for one in found]))
-
-    @property
-    def _all(self) -> tuple[Rows, ...]:
-        return (*self.inputs, self.target) if self.target else self.inputs
 
     @staticmethod
     def _side_by_side(streams: list[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
@@ -106,32 +114,13 @@ def in_words(inputs: Sequence[str], target: str | None) -> str:
     return f"{names} -> {target}" if target else names
 
 
-@dataclass(frozen=True)
-class Joined:
-    """The stores that are trained on: one, several side by side, or inputs and a target.
-
-    Args:
-        inputs: at least one.
-        target: what is predicted from them; None for the inputs themselves.
-    """
-
-    inputs: tuple[ActivationStore, ...]
-    target: ActivationStore | None = None
-
-    @property
-    def all(self) -> tuple[ActivationStore, ...]:
-        """The inputs, and the target if there is one."""
-        return (*self.inputs, self.target) if self.target else self.inputs
+class Joined(SideBySide[ActivationStore]):
+    """The stores that are trained on: one, several side by side, or inputs and a target."""
 
     @property
     def name(self) -> str:
         """The names of all, in words."""
         return in_words([store.name for store in self.inputs], self.target and self.target.name)
-
-    @property
-    def d_in(self) -> int:
-        """Width of the inputs side by side."""
-        return sum(store.d_in for store in self.inputs)
 
     @cached_property
     def hash(self) -> str:

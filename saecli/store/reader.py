@@ -39,7 +39,9 @@ class Rows:
         counts: (chunks,) number of its rows in each chunk.
     """
 
-    d_target = 0  # see `JoinedRows`
+    widths: tuple[int, ...] = ()  # this and the next two: see `JoinedRows`
+    places: tuple[int, ...] = ()
+    d_target = 0
 
     def __init__(self, store: "ActivationStore", split: Split, counts: np.ndarray) -> None:
         self.store = store

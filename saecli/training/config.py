@@ -187,7 +187,7 @@ class Plan:
     @property
     def places(self) -> tuple[int, ...]:
         """The widths of a crosscoder's places; none if it is none."""
-        return self.train_rows.places if isinstance(self.train_rows, JoinedRows) else ()
+        return self.train_rows.places
 
     @classmethod
     def resolved(cls, train_rows: AnyRows, test_rows: StoredRows | JoinedRows | None, training: TrainingConfig,
@@ -197,7 +197,7 @@ class Plan:
         if training.skip and not train_rows.d_target:
             raise ConfigError("skip", "does nothing without {target}: from rows to themselves it would be all",
                               "leave it out, or name the store that is predicted")
-        if isinstance(train_rows, JoinedRows) and train_rows.places and training.sparsity == "kl":
+        if train_rows.places and training.sparsity == "kl":
             raise ConfigError("sparsity", "kl is defined for one place, got {count}", "use another, such as l1",
                               count=len(train_rows.places))
         if start is not None:

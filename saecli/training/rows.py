@@ -60,6 +60,9 @@ class ArrayRows:
             raise ConfigError("rows", "must be finite, got {bad} of {count} with a NaN or infinity", "leave those out",
                               bad=bad, count=len(rows))
 
+    widths: tuple[int, ...] = ()  # this and the next: see `JoinedRows`
+    places: tuple[int, ...] = ()
+
     @property
     def d_target(self) -> int:
         """Width of the targets; 0 without."""

@@ -17,7 +17,6 @@ from ..distributed import ALONE, Communicator
 from ..errors import ConfigError, RunError, TrainingError
 from ..metrics import reconstruction
 from ..solvers import Solver, StepReport, Task
-from ..store import JoinedRows
 from ..torchrun import local_world
 from .checkpoints import Progress
 from .config import DTYPES, Plan
@@ -135,8 +134,8 @@ class Trainer:
         training, rows = self.plan.training, self.train_rows
         if checkpoint is None:
             spread = self.communicator.broadcast_object(rows.spread)
-            widths = rows.widths if isinstance(rows, JoinedRows) else ()
-            normalisation = fit_normalisation(training.normalize, spread, DTYPES[training.dtype], widths, rows.d_target)
+            normalisation = fit_normalisation(training.normalize, spread, DTYPES[training.dtype], rows.widths,
+                                              rows.d_target)
         else:
             width = rows.d_in + rows.d_target
             shapes = {"mean": (width,), "scale": (width,), "variance": ()}
