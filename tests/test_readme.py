@@ -12,7 +12,9 @@ from homes import CommandLine
 from saecli.cli import COMMANDS
 from saecli.language_model import BUNDLED, TINY_GEMMA2
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+READMES = sorted(path for folder in ("saecli", "tests", "examples") for path in (ROOT / folder).rglob("README.md"))
 NOTES = "\n\n".join(f"Note {n}. The {word} of the year {1900 + n} was {word[::-1]}, as everyone who read it knew."
                     for n, word in enumerate(["harvest", "winter", "letter", "machine", "garden", "number"] * 40))
 
@@ -73,13 +75,24 @@ def test_table_of_commands_lists_them_all():
 
 def test_figures_of_the_bundled_model_are_those_measured():
     measured = json.loads((BUNDLED[TINY_GEMMA2] / "training.json").read_text())
-    section = " ".join(README.split("## tiny-gemma2")[1].split("## ")[0].split())
+    text = (ROOT / "saecli/store/README.md").read_text(encoding="utf-8")
+    section = " ".join(text.split("## tiny-gemma2")[1].split("## ")[0].split())
+    assert f"{measured['parameters']:,} parameters" in README
     assert f"{measured['parameters']:,} parameters" in section
     assert f"{measured['held_out_cross_entropy']:.2f} nats" in section
     assert f"training tokens give {measured['unigram_cross_entropy']:.2f}" in section
     assert measured["held_out_cross_entropy"] < 0.6 * measured["unigram_cross_entropy"]
 
 
-@pytest.mark.parametrize("path", re.findall(r"`((?:saecli|tests|examples)/[\w/.]+)`", README))
-def test_every_file_named_exists(path: str):
-    assert (Path(__file__).parents[1] / path).exists()
+@pytest.mark.parametrize("readme", [ROOT / "README.md", *READMES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_named_or_linked_exists(readme: Path):
+    text = readme.read_text(encoding="utf-8")
+    named = [ROOT / path for path in re.findall(r"`((?:saecli|tests|examples)/[\w/.]+)`", text)]
+    linked = [readme.parent / path for path in re.findall(r"\]\((?!https://)([^)#]+)\)", text)]
+    assert [path for path in named + linked if not path.exists()] == []
+
+
+def test_the_readme_links_to_every_other_and_takes_two_minutes():
+    assert len(README.splitlines()) <= 220
+    linked = {ROOT / path for path in re.findall(r"\]\((?!https://)([^)#]+)\)", README)}
+    assert linked >= set(READMES)

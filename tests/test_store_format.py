@@ -144,7 +144,7 @@ def test_a_store_that_an_earlier_version_began_is_gone_on_with_and_measured_by_r
 
 
 def test_the_readmes_lines_read_a_bfloat16_shard_in_plain_h5py():
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[1] / "saecli/store/README.md").read_text(encoding="utf-8")
     (lines,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "activations" in block)
     shard = STORES / "version_1_measured" / "shards" / "00000.h5"
     found: dict = {}

@@ -18,7 +18,9 @@ alone. Without --saelens-python, an environment with sae-lens is made, and remov
 """
 
 import argparse
+import json
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,9 +39,10 @@ if TYPE_CHECKING:
     from saecli import SAE, ActivationStore
 
 MODEL = "tiny-gemma2"
+CODE = "stdlib-code.jsonl"  # see `write_code`
 SOLVERS = ("sgd", "pam-sgd")
-MEASURES = ("l0", "fvu", "ce_recovered", "kl", "mcc", "f1")
-SAELENS_CASES, SAELENS_RATES = ("batchtopk", "matryoshka"), ("3e-4", "1e-3", "3e-3")
+MEASURES = ("seconds", "l0", "fvu", "ce_recovered", "kl", "mcc", "f1")
+SAELENS_CASES, SAELENS_RATES = ("batchtopk", "matryoshka"), ("3e-4", "1e-3", "2e-3", "3e-3", "6e-3")
 SAELENS_DECAY = 1 / 3  # last fraction of its steps, over which its learning rate falls to zero
 
 
@@ -47,11 +50,14 @@ Making = tuple[str, dict[str, Any]]  # the library's function that fills a store
 STORES: dict[str, Making] = {
     "docs": ("extract", {"model": MODEL, "dataset": "stdlib-docs", "rows": 66_667}),
     "docs-6000": ("extract", {"model": MODEL, "dataset": "stdlib-docs", "rows": 6_700}),
+    "code": ("extract", {"model": MODEL, "dataset": CODE, "rows": 66_667}),
+    "code-6000": ("extract", {"model": MODEL, "dataset": CODE, "rows": 6_700}),
     "digits": ("import_array", {"file": "digits"}),
     "patches": ("import_array", {"file": "patches"}),
     "world": ("import_synthetic", {"rows": 111_000, "seed": 5}),
     "world-10k": ("import_synthetic", {"rows": 11_100, "seed": 5}),
     "world-20k": ("import_synthetic", {"rows": 22_200, "seed": 5}),
+    "world-1m": ("import_synthetic", {"rows": 1_111_000, "seed": 5}),
     "world-correlated": ("import_synthetic", {"rows": 111_000, "correlation": 0.75, "seed": 7}),
     "flat": ("import_synthetic", {"rows": 111_000, "features": 1536, "d_in": 192, "l0": 23.0, "hierarchy": False,
                                   "seed": 6}),
@@ -76,6 +82,8 @@ CELLS = {
     "docs-batchtopk": Cell("docs", {"act": "batchtopk", "k": 16, "d_sae": 512}),
     "docs-6000": Cell("docs-6000", {"act": "topk", "k": 16, "d_sae": 512}),
     "docs-6000-batchtopk": Cell("docs-6000", {"act": "batchtopk", "k": 16, "d_sae": 512}),
+    "code": Cell("code", {"act": "topk", "k": 16, "d_sae": 512}),
+    "code-batchtopk": Cell("code", {"act": "batchtopk", "k": 16, "d_sae": 512}),
     "digits": Cell("digits", {"act": "topk", "k": 15, "d_sae": 256}),
     "patches": Cell("patches", {"act": "topk", "k": 32, "d_sae": 512}),
     "world": Cell("world", {"act": "batchtopk", "k": 10, "d_sae": 1024}),
@@ -87,6 +95,7 @@ CELLS = {
 HEADLINES = tuple(CELLS)
 CELLS |= {
     "world-10k": Cell("world-10k", {"act": "batchtopk", "k": 10, "d_sae": 1024}),
+    "world-1m": Cell("world-1m", {"act": "batchtopk", "k": 10, "d_sae": 1024}),
     "world-half": Cell("world", {"act": "batchtopk", "k": 10, "d_sae": 512}),
     "world-twice": Cell("world", {"act": "batchtopk", "k": 10, "d_sae": 2048}),
     "world-topk": Cell("world", {"act": "topk", "k": 10, "d_sae": 1024}),
@@ -96,6 +105,13 @@ CELLS |= {
     "world-relu": Cell("world", {"act": "relu", "d_sae": 1024}),
     "world-swish": Cell("world", {"act": "swish", "d_sae": 1024}),
 }
+CELLS |= {
+    "code-6000": Cell("code-6000", {"act": "topk", "k": 16, "d_sae": 512}),
+    "docs-jumprelu": Cell("docs", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
+    "code-jumprelu": Cell("code", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
+}
+CELLS |= {f"{name}-{steps}": Cell(CELLS[name].store, CELLS[name].options | {"steps": steps})
+          for name, steps in product(("docs", "world"), (500, 1000, 2000, 8000, 16000))}  # and so by processor time
 BySeed = Mapping[str, Mapping[str, Any]]
 Results = Mapping["Job", Mapping[str, Any]]
 
@@ -170,8 +186,18 @@ def stores(cells: Sequence[str], out: Path) -> Path:
     home.mkdir(parents=True, exist_ok=True)
     for name in {CELLS[cell].store for cell in cells}:
         function, arguments = STORES[name]
+        if arguments.get("dataset") == CODE:
+            arguments = arguments | {"dataset": str(write_code(home / CODE))}
         getattr(saecli, function)(**arguments, name=name, home=home)
     return home
+
+
+def write_code(file: Path) -> Path:
+    """Write the sources of the modules of Python's standard library, a line of JSON each, if they are not there."""
+    if not file.exists():
+        sources = [path.read_text(encoding="utf-8") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+        file.write_text("".join(f"{json.dumps({'text': text})}\n" for text in sources), encoding="utf-8")
+    return file
 
 
 def table(results: Results) -> str:
