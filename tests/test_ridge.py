@@ -8,11 +8,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ridge_problems import objective, press, problem, solved, stacked_least_squares, sums_of, systems_of, terms_of
+from ridge_problems import (
+    codes_of,
+    objective,
+    press,
+    problem,
+    solved,
+    stacked_least_squares,
+    sums_of,
+    systems_of,
+    terms_of,
+)
 
 from saecli.errors import TrainingError
-from saecli.ridge import HeldRows, choose_alpha, solve
+from saecli.ridge import HeldRows, Place, Sums, Terms, choose_alpha, solve
 from saecli.ridge.cholesky import Cholesky
+from saecli.ridge.skip import SkipSums
 
 WEIGHTS = {"all": (0.7, 2.0, 0.3, 5.0), "ridge only": (0.7, 0.0, 0.0, 0.0), "no ridge on W": (0.0, 2.0, 0.3, 5.0)}
 
@@ -327,3 +338,52 @@ def test_as_alpha_falls_the_decoder_tends_to_least_squares(held):
         away.append(np.linalg.norm(np.vstack([decoder.W, decoder.b]) - expected))
     assert all(after < 0.02 * before for before, after in pairwise(away))
     assert away[-1] < 1e-6 * np.linalg.norm(expected)
+
+
+def effects_of(z, x, y, alpha, prefixes, case) -> torch.Tensor:
+    zeros, skip, targets = torch.zeros(6, 4).double(), None, y
+    if case == "skip":
+        skip, targets = SkipSums(4, 4, x.device), torch.cat([y, x], 1)
+        skip.add(x, y)
+    places = [Place(slice(2), zeros[:, 0], 1.0), Place(slice(2, 4), zeros[:, 0], 3.0)] if case == "places" else []
+    terms = Terms(alpha, 0.0, 0.0, 0.0, None, zeros, torch.zeros(targets.shape[1]).double(), zeros[:, 0], True, skip,
+                  places)
+    system = Sums(6, targets.shape[1], prefixes=prefixes)
+    system.add(codes_of(z), targets)
+    return solve(system, terms, effects=True).effect
+
+
+@pytest.mark.parametrize("case", ["plain", "places", "skip", "nested"])
+def test_the_effect_of_a_latent_is_how_much_the_objective_rises_without_it(case):
+    generator = torch.Generator().manual_seed(3)
+    z = torch.rand(60, 6, generator=generator, dtype=torch.float64)
+    x = torch.randn(60, 4, generator=generator, dtype=torch.float64)
+    prefixes = (3, 6) if case == "nested" else ()
+    alpha = 0.7
+
+    def best(z, prefixes) -> float:
+        """The least objective, by least squares on all unknowns at once: weights, bias, skip, ridge."""
+        held = [slice(0, m) for m in prefixes] or [slice(0, z.shape[1])]
+        skip = x if case == "skip" else x[:, :0]
+        y = (x @ torch.arange(16.0).double().view(4, 4)).sin() if case == "skip" else x
+        total = 0.0
+        for column in range(4):
+            own = alpha * (3.0 if case == "places" and column > 1 else 1.0)
+            blocks = []
+            for part in held:
+                used = torch.zeros_like(z)
+                used[:, part] = z[:, part]
+                blocks.append(torch.cat([used, torch.ones(60, 1), skip], 1) / len(held) ** 0.5)
+            ridge = torch.cat([own**0.5 * torch.eye(z.shape[1]), torch.zeros(z.shape[1], 1 + skip.shape[1])], 1)
+            left = torch.cat([*blocks, ridge.double()])
+            right = torch.cat([y[:, column].repeat(len(held)) / len(held) ** 0.5, torch.zeros(z.shape[1]).double()])
+            solution = torch.linalg.lstsq(left, right[:, None]).solution[:, 0]
+            total += (left @ solution - right).square().sum().item()
+        return total
+
+    targets = (x @ torch.arange(16.0).double().view(4, 4)).sin() if case == "skip" else x
+    found = effects_of(z, x, targets, alpha, prefixes, case)
+    for latent in range(6):
+        without = z.clone()
+        without[:, latent] = 0
+        assert found[latent].item() == pytest.approx(best(without, prefixes) - best(z, prefixes), rel=1e-5)

@@ -11,7 +11,7 @@ from saecli.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from saecli.batch import Batch
 from saecli.solvers import WIDEST, Solver, SolverConfig
 from saecli.solvers.base import MOST_INNER_STEPS
-from saecli.solvers.maintenance import directions_of_worst
+from saecli.solvers.maintenance import directions_of_worst, least_useful
 from saecli.solvers.pam_sgd import PamSgd
 from saecli.solvers.sgd import Sgd
 from saecli.solvers.smoothing import Smoothing, default_width
@@ -221,3 +221,28 @@ def test_directions_of_the_worst_rows_are_unit_whatever_their_size(size):
     residuals = normal(20, 4).float() * size
     found = directions_of_worst(residuals, 30, torch.Generator().manual_seed(0))
     torch.testing.assert_close(found.norm(dim=1), torch.ones(30))
+
+
+def test_the_least_useful_latents_are_few_fire_and_have_far_less_effect_than_the_median():
+    effect = torch.ones(200)
+    effect[:6] = torch.tensor([0.29, 0.31, 0.0, 0.1, 0.05, 0.2])
+    fired = torch.ones(200, dtype=torch.bool)
+    fired[2] = False  # dead already
+    assert least_useful(effect, fired).nonzero()[:, 0].tolist() == [0, 3, 4, 5]
+    effect[10:20] = 0.01
+    assert least_useful(effect, fired).sum() == 4  # 2% of 200
+    assert not least_useful(torch.full((200,), torch.nan), fired).any()
+    assert not least_useful(effect, torch.zeros(200, dtype=torch.bool)).any()
+
+
+def test_a_latent_that_doubles_another_is_re_aimed_after_the_decoder_step(monkeypatch):
+    monkeypatch.setattr("saecli.solvers.maintenance.MOST_REAIMED", 1.5 / F)
+    rows = sparse_mixture()
+    solver = started(PamSgd(alpha=0.01), rows, Relu())
+    with torch.no_grad():
+        solver.dictionary.W_enc[:, 1] = solver.dictionary.W_enc[:, 0]
+    before = solver.dictionary.W_enc.detach().clone()
+    solve_decoder(solver, rows, last=False)
+    cosines = torch.cosine_similarity(before, solver.dictionary.W_enc.detach(), dim=0)
+    assert solver.revived == 1
+    assert cosines.argmin().item() in (0, 1)

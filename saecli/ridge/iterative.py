@@ -239,6 +239,10 @@ class Iterative(Factorisation[StreamedCodes]):
         """The same, starting from the system's `start`."""
         return self._solve(self.system.cross(centre), self.system.start)
 
+    def inverse_diagonal(self) -> Tensor:
+        """NaN: each entry would take an iteration."""
+        return torch.full_like(self._diagonal, math.nan)
+
     def condition(self) -> float:
         """Estimate from the iterations so far; nan before the first."""
         return max((descent.condition for descent in self._descents), default=math.nan)

@@ -81,6 +81,10 @@ class Elimination:
         right = -self.C.T @ W
         return torch.cholesky_solve(right if A_xy is None else right + A_xy, self.factor)
 
+    def inverse_diagonal(self) -> Tensor:
+        """What the skip adds to the diagonal of M, (F,): that of `P K^-1 P'`."""
+        return torch.linalg.solve_triangular(self.factor, self.P.T, upper=False).square().sum(0)
+
     def __call__(self, W: Tensor, A_xy: Tensor | None = None) -> Tensor:
         """The solution with the skip, (F, E), from that without it."""
         return W - self.P @ self.skip(W, A_xy)

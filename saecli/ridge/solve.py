@@ -31,6 +31,8 @@ class DecoderState:
         dof: effective degrees of freedom of each target coordinate, without a skip's; nan if no codes were given for
             them.
         skip: weights of the affine skip, (D, E), float64; None for none.
+        effect: how much the objective would rise without each latent, all others solved for again and c fixed,
+            `||W_i||^2 / M_ii`, (F,), float64, NaN for a solution by iteration; None if not asked for.
     """
 
     c: float
@@ -44,6 +46,7 @@ class DecoderState:
     residual: float
     dof: float
     skip: Tensor | None = None
+    effect: Tensor | None = None
 
     def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
         """The decoder's weights, (F, E), float64, given its direction, (F, E)."""
@@ -51,7 +54,7 @@ class DecoderState:
 
 
 def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None = None,
-          z: Tensor | None = None) -> DecoderState:
+          z: Tensor | None = None, effects: bool = False) -> DecoderState:
     """The decoder that minimises the package's objective, jointly with c if there is a direction.
 
     Args:
@@ -60,9 +63,10 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
         factorisation: of the system with these terms; its alpha replaces theirs. None to factorise here.
         z: codes of a sample of rows, or of all in the system's order, (n, F), to compute the degrees of freedom; None
             to leave them out.
+        effects: whether to compute the effect of each latent.
 
-    Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, and n F^2 for the degrees of
-    freedom.
+    Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, n F^2 for the degrees of freedom,
+    and F^3 for the effects.
 
     Raises:
         TrainingError: the codes are not finite, or so far from 0 that their spread is lost in rounding.
@@ -77,7 +81,7 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
     centre, T0 = terms.centre(rows, y_bar), None if terms.direction is None else terms.direction.double()
     bias, c, skip, eliminated = terms.bare_bias(rows, y_bar)[:E], 0.0, None, None
     dof = math.nan if z is None else effective_dof(factorisation, terms, z)
-    solution = _by_place(factorisation, terms) if terms.places else _solved(factorisation, terms)
+    solution = (_by_place if terms.places else _solved)(factorisation, terms, effects)
     W, along = solution.W[:, :E], solution.along
     if terms.skip is not None:
         A_xx, A_xy = terms.skip.blocks(rows, y_bar[E:], centre)
@@ -90,42 +94,50 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
         skip = eliminated.skip(W, A_xy)
         W, bias = eliminated(W, A_xy), bias - terms.rows_fraction(rows) * (y_bar[E:] @ skip)
     b = bias - terms.rows_fraction(rows) * (system.u @ W)
+    effect = None
+    if solution.inverse is not None:
+        inverse = solution.inverse if eliminated is None else solution.inverse + eliminated.inverse_diagonal()[:, None]
+        effect = (W.square() / inverse).sum(1)
     Delta = W if T0 is None else W.sub_(T0, alpha=c)
     return DecoderState(c, Delta, b, alpha, factorisation.relative_alpha, factorisation.ridge, factorisation.raised,
-                        solution.condition, solution.residual, dof, skip)
+                        solution.condition, solution.residual, dof, skip, effect)
 
 
 class _Solution(NamedTuple):
-    """`M (C + mu W_t)`, (F, E + D), `M T0`, (F, E), None without a direction, and figures of the solving."""
+    """`M (C + mu W_t)`, (F, E + D), `M T0`, (F, E), None without a direction, figures of the solving, and the diagonal
+    of the M of each column, (F, 1) or (F, E), None if not asked for."""
 
     W: Tensor
     along: Tensor | None
     condition: float
     residual: float
+    inverse: Tensor | None
 
 
-def _solved(factorisation: Factorisation[Any], terms: Terms) -> _Solution:
+def _solved(factorisation: Factorisation[Any], terms: Terms, effects: bool) -> _Solution:
     """The solution of all columns; the figures are taken after it, since an iteration estimates them from its steps."""
     system = factorisation.system
     W = factorisation.solve_cross(terms.centre(system.rows, system.y_bar))
     if terms.mu:
         W[:, :terms.d_out] += factorisation.solve(terms.mu * terms.W_t.double())
     along = None if terms.direction is None else factorisation.solve(terms.direction.double())
-    return _Solution(W, along, factorisation.condition(), factorisation.residual())
+    inverse = factorisation.inverse_diagonal()[:, None] if effects else None
+    return _Solution(W, along, factorisation.condition(), factorisation.residual(), inverse)
 
 
-def _by_place(factorisation: Factorisation[Any], terms: Terms) -> _Solution:
+def _by_place(factorisation: Factorisation[Any], terms: Terms, effects: bool) -> _Solution:
     """As `_solved`, the columns of each place with its own decay and alpha, by whose ratio `M T0` is multiplied;
     supersedes the factorisation."""
     system, alpha, found = factorisation.system, factorisation.alpha, []
     for place in terms.places:
         own = system.factorise(replace(terms, alpha=place.ratio * alpha, decay=place.decay))
-        W, along, condition, residual = _solved(own, terms)
+        W, along, condition, residual, inverse = _solved(own, terms, effects)
         towards = None if along is None else place.ratio * along[:, place.columns]
-        found.append((W[:, place.columns], towards, condition, residual))
-    Ws, alongs, conditions, residuals = zip(*found, strict=True)
+        wide = None if inverse is None else inverse.expand_as(W[:, place.columns])
+        found.append((W[:, place.columns], towards, condition, residual, wide))
+    Ws, alongs, conditions, residuals, inverses = zip(*found, strict=True)
     return _Solution(torch.cat(Ws, 1), None if terms.direction is None else torch.cat(alongs, 1), max(conditions),
-                     max(residuals))
+                     max(residuals), torch.cat(inverses, 1) if effects else None)
 
 
 def _weighted(columns: Tensor, places: Sequence[Place]) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from ..codes import Codes, Prefixes
 from .skip import SkipSums
@@ -248,6 +249,12 @@ class Factorisation(ABC, Generic[S]):
     def quadratic(self, psi: Tensor) -> Tensor:
         """`psi_i' (A + diag(decay) + ridge I)^-1 psi_i`, (n,), of rows psi, (n, F)."""
         return (psi.T * self.solve(psi.T)).sum(0)
+
+    def inverse_diagonal(self) -> Tensor:
+        """The diagonal of `(A + diag(decay) + ridge I)^-1`, (F,); F times the cost of `quadratic`."""
+        u = self.system.u
+        units = (one_hot(some, len(u)).to(u) for some in torch.arange(len(u), device=u.device).split(PIECE))
+        return torch.cat([self.quadratic(unit) for unit in units])
 
     @abstractmethod
     def condition(self) -> float:

@@ -172,6 +172,11 @@ class Solver(ABC):
         self._held = {name: getattr(self.dictionary, name).detach().clone() for name, weight in PROXIMAL.items()
                       if getattr(self.config, weight)}
 
+    @property
+    def _revives(self) -> bool:
+        """Whether latents are revived now: not if training is about to end."""
+        return self.config.revive and not self.task.held and self.steps < REVIVAL * self.task.steps
+
     def revive(self, fired: Tensor, rows: float) -> None:
         """Re-aim latents that did not fire on enough rows at the sampled rows reconstructed worst, unless training is
         about to end.
@@ -181,8 +186,7 @@ class Solver(ABC):
             rows: the number of rows.
         """
         sample, dead = self.task.sample, ~fired
-        if (not self.config.revive or self.task.held or not len(sample) or rows < REVIVAL_ROWS * len(dead)
-                or self.steps >= REVIVAL * self.task.steps):
+        if not self._revives or not len(sample) or rows < REVIVAL_ROWS * len(dead):
             return
         count = int(dead.sum())
         if not 0 < count < len(dead):
@@ -295,8 +299,9 @@ class SolverConfig(Config, ABC):
     inner_steps: int | str = option("auto", f"Optimiser steps per batch. auto: about {DEFAULT_STEPS} in all of "
                                             f"training, at most {MOST_INNER_STEPS} per batch; with --steps, 1.",
                                     choices=("auto",), minimum=1)
-    revive: bool = option(True, "Re-aim dead latents at the rows reconstructed worst, where there are at least "
-                                f"{REVIVAL_ROWS} rows per latent.", advanced=True)
+    revive: bool = option(True, "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
+                                f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent.",
+                          advanced=True)
 
     def resolved(self, batches: int | None) -> Self:
         """The same with `inner_steps` a number: little data is no reason for few steps.

@@ -13,6 +13,8 @@ from ..dictionary import Coupled, Dictionary
 
 LEAST_SIZE = 1e-2  # least size of encoder and decoder, over the encoder's norm at the start
 LEAST_NORM = 1e-3  # decoder norm over the mean one, below which a penalty is replaced by a quadratic
+LEAST_EFFECT = 0.3  # effect over the median one, below which a latent is re-aimed
+MOST_REAIMED = 0.02  # fraction of the latents, that are re-aimed for it at a decoder step, at most
 SILENT = 1e-7  # a latent's mean contribution over a row's norm, below which a penalty has silenced it
 
 
@@ -34,6 +36,27 @@ def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generato
     again = int(weights.count_nonzero()) < count
     chosen = scaled[torch.multinomial(weights, count, replacement=again, generator=generator).to(scaled.device)]
     return (chosen / chosen.norm(dim=1, keepdim=True)).to(residuals.dtype)
+
+
+def least_useful(effect: Tensor, fired: Tensor) -> Tensor:
+    """The latents that fire but that the others could replace: those whose effect is far below the median.
+
+    In worlds of known features these are mostly duplicates and mixtures of features that others have; re-aimed, they
+    find features that none has.
+
+    Args:
+        effect: of each latent, (F,), NaN where unknown; see `DecoderState.effect`.
+        fired: the latents that fired, a mask, (F,).
+
+    Returns:
+        A mask, (F,), of the least ones, at most `MOST_REAIMED` of all latents; of fewer than 50 none.
+    """
+    if not fired.any():
+        return fired
+    ascending, order = effect.masked_fill(~fired, torch.inf).sort()
+    low = ascending < LEAST_EFFECT * effect[fired].median()
+    low[int(MOST_REAIMED * len(effect)):] = False
+    return torch.zeros_like(fired).index_put((order,), low)
 
 
 def unit(columns: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from ..errors import ConfigError
 from ..ridge import DecoderState, Place, Plan, Terms, by_place, choose_alpha, plan, solve
 from .base import DECODER_STEP, Solver, SolverConfig, proximal
 from .decoder_pass import DecoderPass, Observed, broadcast, choosing_bytes, notes_on
-from .maintenance import balance, penalty_decay, silence
+from .maintenance import balance, least_useful, penalty_decay, silence
 from .optimizers import OPTIMIZERS, is_choosing_step, outer_iterations
 from .task import StepReport, Task
 
@@ -254,7 +254,8 @@ class PamSgdSolver(Solver):
             self._release()
         self._apply(state)
         self.outer += 1
-        self.revive(observed.fired, observed.rows)
+        weak = torch.zeros_like(observed.fired) if state.effect is None else least_useful(state.effect, observed.fired)
+        self.revive(observed.fired & ~weak, observed.rows)
         self._balance()
         self._hold_encoder()
 
@@ -284,13 +285,15 @@ class PamSgdSolver(Solver):
             if self._last or self.outer + 1 == self._outers:
                 whole = len(observed.z) == observed.rows
                 z = observed.z if whole else observed.z[:: math.ceil(len(observed.z) / DOF_ROWS)]
-            found = solve(observed.system, replace(terms, alpha=fraction * alpha), factorisation, z)
-            tensors = {"Delta": found.Delta, "b": found.b} | ({} if found.skip is None else {
-                "skip": found.skip + self.dictionary.W_skip})  # targets lacked what the last skip predicts
+            found = solve(observed.system, replace(terms, alpha=fraction * alpha), factorisation, z, self._revives)
+            tensors = {"Delta": found.Delta, "b": found.b} | ({"effect": found.effect} if self._revives else {})
+            if found.skip is not None:
+                tensors["skip"] = found.skip + self.dictionary.W_skip  # targets lacked what the last skip predicts
             state = replace(found, alpha=found.alpha / fraction,
                             **{name: tensor.to(dtype) for name, tensor in tensors.items()})
         like = {"Delta": self.dictionary.Delta, "b": self.dictionary.b_dec}
         like |= {} if self.dictionary.W_skip is None else {"skip": self.dictionary.W_skip}
+        like |= {"effect": self.dictionary.b_enc.detach()} if self._revives else {}
         return broadcast(state, like, self.communicator)
 
     def _terms(self, observed: Observed, fraction: float) -> Terms:
