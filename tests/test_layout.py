@@ -17,7 +17,7 @@ FLOORS = [
     {"config", "console", "distributed", "home"},
     {"batch", "codes"},
     {"encoding"},
-    {"activations", "arrays", "devices", "language_model", "ridge", "store", "texts"},
+    {"activations", "arrays", "devices", "language_model", "precision", "ridge", "store", "texts"},
     {"dictionary", "worlds"},
     {"inventory"},
     {"harvest"},

@@ -18,6 +18,7 @@ from ..config import PAPER, Config, option
 from ..dictionary import SAE, Dictionary, Loss
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
+from ..precision import products_in
 from .maintenance import directions_of_worst, revive
 from .optimizers import OPTIMIZERS, check_schedule, weight_at
 from .smoothing import Smoothing, default_width
@@ -223,7 +224,8 @@ class Solver(ABC):
             evaluations[1:] = [Loss(value.detach(), found.squared_error.detach(), found.codes.detach())]
             return value
 
-        self.optimizer.descend(loss, self.task.learning_rate(self.steps))
+        with products_in(self.task.precision, batch.x.device):
+            self.optimizer.descend(loss, self.task.learning_rate(self.steps))
         first, latest = evaluations[0], evaluations[-1]
         with torch.no_grad():
             activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters

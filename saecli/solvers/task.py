@@ -41,6 +41,7 @@ class Task:
         B: the targets' linear regression on the rows, (D, E); None where they are the rows.
         held: the weights that keep their start bit for bit, W_enc or, where they are a parameter, W_dec; None for none.
             No latent is then revived, and with W_enc none is silenced or rescaled.
+        precision: in which descent steps multiply: float32, tf32 or bf16; decoder steps multiply in the rows' own.
     """
 
     rows: int
@@ -59,6 +60,7 @@ class Task:
     targets: Tensor | None = None
     B: Tensor | None = None
     held: str | None = None
+    precision: str = "float32"
 
     @property
     def sample_targets(self) -> Tensor:

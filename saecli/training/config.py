@@ -10,7 +10,9 @@ import torch
 from ..activations import Activation, sparsity_names
 from ..codes import Prefixes, rise
 from ..config import Config, option
+from ..devices import device_named
 from ..errors import ConfigError
+from ..precision import PRECISIONS, WORTH, chosen_precision
 from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP, WIDEST, SolverConfig
 from ..store import ActivationStore, Joined, JoinedRows
 from ..store import Rows as StoredRows
@@ -89,6 +91,10 @@ class TrainingConfig(Config):
     device: str = option("auto", "Where to train: cpu, cuda, cuda:1. auto: cuda where there is one.", once=True)
     dtype: str = option("float32", "Precision of weights and steps; the decoder step sums in float64 in any case.",
                         choices=tuple(DTYPES), once=True, advanced=True)
+    precision: str = option("float32", "Precision in which descent steps multiply matrices: float32; tf32; bf16, with "
+                                       "sums in float32. All else is in float32, decoder steps and measures too. auto: "
+                                       f"bf16 if it multiplies {WORTH} times as fast, timed at the start.",
+                            choices=PRECISIONS, once=True, advanced=True)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -139,9 +145,11 @@ class TrainingConfig(Config):
                 raise ConfigError(name, "does nothing with {optimizer} {given}, whose problem stays the same from step "
                                         "to step", "leave it out, or use {optimizer} adam or sgd",
                                   given=solver.optimizer)
+        precision = self._precision(solver, d_in, d_sae)
         epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / self.epoch_batches(rows)))
         return replace(
-            self, d_sae=d_sae, prefixes=prefixes, sparsity=sparsity, epochs=None if self.steps else epochs,
+            self, d_sae=d_sae, prefixes=prefixes, precision=precision, sparsity=sparsity,
+            epochs=None if self.steps else epochs,
             smoothing=solver.default_smoothing(rows, d_in, d_sae) if self.smoothing == "auto" else self.smoothing,
             sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
 
@@ -152,6 +160,17 @@ class TrainingConfig(Config):
         if max(numbers) > d_sae:
             raise ConfigError("prefixes", "must be at most {d_sae}, {most}, got {got}", most=d_sae, got=max(numbers))
         return ",".join(str(number) for number in sorted({*numbers, d_sae}))
+
+    def _precision(self, solver: SolverConfig, d_in: int, d_sae: int) -> str:
+        """The precision of products; ConfigError if it would undo the precision that other options ask for."""
+        exact = "float64" if self.dtype == "float64" else "lbfgs" if OPTIMIZERS[solver.optimizer].to_tolerance else ""
+        if self.precision == "auto":
+            return "float32" if exact else chosen_precision(device_named(self.device), self.batch_size, d_in, d_sae)
+        if exact and self.precision != "float32":
+            other = "{dtype} float64" if exact == "float64" else f"{{optimizer}} {solver.optimizer}"
+            raise ConfigError("precision", "{given} cannot be used with " + other + ", which asks for more",
+                              "leave it out", given=self.precision)
+        return self.precision
 
     def batches(self, rows: int) -> int | None:
         """Batches in all of a resolved training; None if it is given in optimiser steps."""

@@ -146,6 +146,8 @@ def _write_config(folder: Path, run: Run, given: Mapping[str, Any]) -> None:
               "data": [names["data"], *beside] if beside else names["data"]}
     if plan.start is not None:
         chosen |= {"init": plan.start.name, "init_hash": plan.start.hash}
+    if "precision" in given:  # auto goes by a measurement, which may come out otherwise another time
+        given = {**given, "precision": plan.training.precision}
     settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
     if settled["sparsity"] == "none":
         del settled["sparsity_weight"]

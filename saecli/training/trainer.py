@@ -16,6 +16,7 @@ from ..dictionary import SAE
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError, RunError, TrainingError
 from ..metrics import reconstruction
+from ..precision import demand_precision
 from ..solvers import Solver, StepReport, Task
 from ..torchrun import local_world
 from .checkpoints import Progress
@@ -82,6 +83,7 @@ class Trainer:
         training = plan.training
         self.train_rows, self.test_rows = plan.train_rows, plan.test_rows
         self.device = device_named(training.device)
+        demand_precision(training.precision, self.device)
         self._demand_processes(trainings)
         self.memory = self._demand_memory(trainings)
         self.batches = training.epoch_batches(self.train_rows.rows)
@@ -109,7 +111,7 @@ class Trainer:
         task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
                     sample.x, training.smoothing, training.seed, self.batches,
                     training.sparsity_warm_up, training.lr_warm_up, training.lr_decay, self.memory,
-                    None if B is None else sample.y, B, self.plan.held)
+                    None if B is None else sample.y, B, self.plan.held, training.precision)
         activation, start = self.plan.activation, self.plan.start
         places = self.plan.places
         initial = (initial_sae(activation, training.d_sae, sample, training.seed, training.nested, B, training.skip,

@@ -1,0 +1,172 @@
+"""Products of descent steps in bfloat16: that they are, that nothing else is, and which precision `auto` finds."""
+
+import json
+import tomllib
+
+import pytest
+import torch
+from homes import CommandLine, make_store, some_rows
+from safetensors.torch import load_file
+from torch import Tensor
+
+import saecli
+from saecli import precision
+from saecli.activations import Activation, Relu, TopK
+from saecli.batch import Batch
+from saecli.errors import ConfigError
+from saecli.precision import chosen_precision, products_in, rounds
+from saecli.solvers import Solver, SolverConfig, Task
+from saecli.solvers.pam_sgd import PamSgd
+from saecli.solvers.sgd import Sgd
+from saecli.training import RunRecord, TrainingConfig
+from saecli.training.rows import initial_sae
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")  # whose products are cast, wherever the matrices are
+needs_bf16 = pytest.mark.skipif(not rounds("bf16", CPU), reason="this processor has no bfloat16 products")
+BY_DEVICE = [pytest.param(CPU, marks=needs_bf16), GPU]
+SMALL = {"d_sae": 24, "steps": 30, "batch_size": 64}
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+def solver_in(name: str, config: SolverConfig, activation: Activation, sparsity: str = "none") -> Solver:
+    x = torch.randn(256, 48, generator=torch.Generator().manual_seed(0))
+    task = Task(256, 100, 1e-2, sparsity, 0.1, precision=name)
+    return config.resolved(None).build(initial_sae(activation, 96, Batch.of(x), seed=0), task)
+
+
+@pytest.mark.parametrize("device", BY_DEVICE, ids=str)
+def test_products_and_their_gradients_are_rounded_and_stay_float32(device: torch.device):
+    def products() -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        a, b, c = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((64, 80), (80, 96), (96,)))
+        found = [a @ b, torch.addmm(c, a, b)]
+        return [*found, *torch.autograd.grad([one.square().sum() for one in found], [a, b])]
+
+    exact = products()
+    with products_in("bf16", device):
+        rounded = products()
+    for one, other in zip(rounded, exact, strict=True):
+        assert one.dtype == torch.float32
+        assert 3e-4 < error(one, other) < 1e-2
+    assert all(map(torch.equal, products(), exact))
+
+
+@needs_bf16
+def test_an_error_within_leaves_the_process_as_it_was():
+    with pytest.raises(ZeroDivisionError), products_in("bf16", CPU):
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not rounds("float32", CPU)
+
+
+@needs_bf16
+@pytest.mark.parametrize("config", [Sgd(), PamSgd(), PamSgd(decoder="free")], ids=str)
+@pytest.mark.parametrize(("activation", "sparsity"), [(Relu(), "l1"), (TopK(k=4), "none")], ids=str)
+def test_gradients_are_those_of_float32_but_for_rounding_and_weights_are_float32(config, activation, sparsity):
+    x = torch.randn(256, 48, generator=torch.Generator().manual_seed(1))
+    exact, rounded = (solver_in(name, config, activation, sparsity) for name in ("float32", "bf16"))
+    for solver in (exact, rounded):
+        solver.descend(Batch.of(x))
+    for name, tensor in rounded.optimizer.tensors.items():
+        assert tensor.dtype == tensor.grad.dtype == torch.float32
+        if tensor.dim() == 2:
+            assert 1e-4 < error(tensor.grad, exact.optimizer.tensors[name].grad) < 0.1, name
+
+
+@needs_bf16
+def test_decoder_steps_are_bit_for_bit_those_of_float32():
+    x = torch.randn(256, 48, generator=torch.Generator().manual_seed(1))
+    exact, rounded = (solver_in(name, PamSgd(), Relu(), "l1") for name in ("float32", "bf16"))
+    rounded.descend(Batch.of(x))  # after which nothing of it is left
+    for solver in (exact, rounded):
+        solver.dictionary.load_state_dict(solver_in("float32", PamSgd(), Relu(), "l1").dictionary.state_dict())
+        solver.steps = 1
+        solver.begin_epoch()
+        solver.end_epoch()
+        solver.begin_pass(lambda: [Batch.of(x)])
+        solver.observe(Batch.of(x))
+        solver.end_pass()
+    for name, tensor in exact.dictionary.state_dict().items():
+        assert torch.equal(tensor, rounded.dictionary.state_dict()[name]), name
+    assert exact.decoder.alpha == rounded.decoder.alpha
+
+
+@needs_bf16
+@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+def test_bf16_trains_to_other_bits_and_the_same_error_and_leaves_float32_alone(solver: str):
+    rows = some_rows(2000)
+    found = {name: saecli.fit(rows, solver=solver, precision=name, **SMALL) for name in ("float32", "bf16")}
+    errors = {name: error(sae(torch.from_numpy(rows)).detach(), torch.from_numpy(rows)) for name, sae in found.items()}
+    assert not torch.equal(found["bf16"].W_enc, found["float32"].W_enc)
+    assert errors["bf16"] == pytest.approx(errors["float32"], rel=0.1)
+    assert torch.equal(saecli.fit(rows, solver=solver, **SMALL).W_enc, found["float32"].W_enc)
+
+
+@needs_bf16
+def test_a_run_keeps_the_precision_that_auto_found_and_goes_on_in_it(sae: CommandLine, monkeypatch):
+    make_store(sae.home, "rows", some_rows(1000))
+    words = ("train", "--d-sae", "24", "--epochs", "4", "--json")
+    monkeypatch.setattr(precision, "_speed_up", lambda *_: 2.0)
+    assert sae(*words, "--precision", "bf16", "--name", "whole").status == 0
+    keep = RunRecord.epoch
+
+    def keep_two(record, kept, state, progress, test):
+        keep(record, kept, state, progress, test)
+        if progress.epoch == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunRecord, "epoch", keep_two)
+        assert sae(*words, "--precision", "auto", "--name", "cut").status == 130
+    folder = sae.home / "runs" / "cut"
+    assert json.loads((folder / "run.json").read_text())["training"]["precision"] == "bf16"
+    assert tomllib.loads((folder / "config.toml").read_text())["precision"] == "bf16"
+    monkeypatch.setattr(precision, "_speed_up", lambda *_: 0.5)
+    assert sae("train", "--resume", "--json").status == 0
+    one, other = (load_file(folder.with_name(name) / "sae.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@needs_bf16
+@pytest.mark.parametrize(("speed_up", "expected"), [(1.2, "float32"), (1.4, "bf16")])
+def test_auto_takes_bf16_where_it_is_worth_it(monkeypatch, speed_up: float, expected: str):
+    monkeypatch.setattr(precision, "_speed_up", lambda *_: speed_up)
+    assert chosen_precision(CPU, 64, 64, 64) == expected
+
+
+def test_auto_is_float32_where_nothing_is_rounded_or_more_is_asked_for(monkeypatch):
+    monkeypatch.setattr(precision, "_speed_up", lambda *_: 2.0)
+    for options in ({"dtype": "float64"}, {}):
+        if not options:
+            monkeypatch.setattr(precision, "rounds", lambda *_: False)
+        settled = TrainingConfig(d_sae=8, precision="auto", **options).resolved(Relu(), Sgd(), 100, 8)
+        assert settled.precision == "float32"
+    lbfgs = TrainingConfig(d_sae=8, precision="auto", batch_size=1000).resolved(Relu(), Sgd(optimizer="lbfgs"), 100, 8)
+    assert lbfgs.precision == "float32"
+
+
+def test_auto_is_refused_by_several_processes(monkeypatch):
+    monkeypatch.setattr(precision, "world", lambda: 2)
+    with pytest.raises(ConfigError, match="precision auto cannot be used by several processes"):
+        chosen_precision(CPU, 64, 64, 64)
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (("--precision", "tf32"), "--precision tf32 does nothing here: --device cpu multiplies float32 matrices"),
+    (("--precision", "bf16", "--dtype", "float64"), "--precision bf16 cannot be used with --dtype float64"),
+    (("--precision", "bf16", "--optimizer", "lbfgs", "--batch-size", "5000"), "--precision bf16 cannot be used with"),
+])
+def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine, words: tuple, sentence: str):
+    make_store(sae.home, "rows", some_rows(1500))
+    done = sae("train", "--device", "cpu", *words)
+    assert done.status == 1
+    assert sentence in done.err
+    assert not list((sae.home / "runs").glob("*"))
+
+
+@needs_bf16
+def test_a_product_is_timed_in_both_precisions():
+    assert 0.05 < precision._speed_up(CPU, 64, 64, 64) < 50
