@@ -119,7 +119,8 @@ def extract_stores(config: ExtractConfig, *, given: Set[str], layers: Sequence[i
     there = communicator.broadcast_object(lambda: {request.place for request in requests
                                               if finished_store(request.folder, request.hash, listener)})
     if len(there) < len(requests):
-        model = LanguageModel(source, where, dtype=config.model_dtype)
+        model = LanguageModel(source, where, dtype=config.model_dtype,
+                              last=max(request.place.layer for request in requests))
         there |= Extraction(config, model, text, listener, communicator).run(requests, there)
     stores = [ActivationStore.open(request.folder) for request in requests]
     _check_same_rows(stores)

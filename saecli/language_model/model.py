@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from ..errors import ConfigError, ModelError
 from .source import DTYPE_WORD, UNLOADABLE, ModelSource, explained, no_tokenizer
+from .weights import Outline
 
 SITES = ("resid_post", "resid_pre", "mlp_in", "mlp_out", "attn_out")
 MLP = ("mlp", "feed_forward", "ffn")  # what architectures call a block's MLP
@@ -38,16 +39,6 @@ class Place(NamedTuple):
 
     layer: int
     site: str
-
-
-def blocks_of(model: nn.Module, name: str, layers: int) -> nn.ModuleList:
-    """The model's transformer blocks: the outermost module list of the configured length; ModelError if there is none.
-    """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
-    if not lists:
-        raise ModelError(f"cannot find the blocks of {name}: expected a module list of length {layers}, "
-                         f"as its configuration says, got none")
-    return lists[0]
 
 
 def hook_point(block: nn.Module, site: str) -> tuple[nn.Module, bool]:
@@ -86,13 +77,19 @@ class LanguageModel:
         head: load the unembedding too, which only `logits` needs.
         dtype: precision of weights and forward pass; see `ModelSource.dtype_on`.
         weights_seed: draw the weights anew, as the architecture initialises them, by this seed; None for the model's.
+        last: the last layer that is read, after which no block is loaded where that is safe; None for all blocks, as
+            `logits` and random weights take them.
+
+    Attributes:
+        size: number of parameters, including those of blocks that are not loaded.
+        blocks: its transformer blocks.
 
     Raises:
         ModelError: weights or tokenizer cannot be loaded.
     """
 
     def __init__(self, source: ModelSource, device: torch.device, head: bool = False, dtype: str = "auto",
-                 weights_seed: int | None = None) -> None:
+                 weights_seed: int | None = None, last: int | None = None) -> None:
         self.source, self.device = source, device
         settings: dict[str, Any] = {DTYPE_WORD: getattr(torch, source.dtype_on(device, dtype)),
                                     "trust_remote_code": False}
@@ -104,8 +101,9 @@ class LanguageModel:
         logging.disable_progress_bar()
         try:
             self.tokenizer = load_tokenizer(source)
+            outline = Outline(source, loader, settings)
             if weights_seed is None:
-                model = loader.from_pretrained(source.location, revision=source.revision, **settings)
+                model = outline.load(source.layers if last is None else last + 1)
             else:
                 with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU, the same for every device
                     torch.manual_seed(weights_seed)
@@ -121,12 +119,7 @@ class LanguageModel:
         if not hasattr(self.model.get_input_embeddings(), "weight"):
             raise ModelError(f"{source.name} reads no tokens: expected a causal language model, got a "
                              f"{type(self.model).__name__}; use another model")
-        self.blocks = blocks_of(self.model, source.name, source.layers)
-
-    @property
-    def size(self) -> int:
-        """Number of loaded parameters."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        self.size, self.blocks = outline.size, self.model.get_submodule(outline.path)
 
     @property
     def vocabulary(self) -> int:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +119,10 @@ def compare(name: str, model: LanguageModel, text: TextSource, place: Place, row
         print(f"  {what} over a bare pass: {np.median(ratio):+.1%} ({ratio.min():+.1%} to {ratio.max():+.1%})")
 
 
-def peak_memory(text: Path, rows: int, home: Path) -> float:
+def peak_memory(text: Path, rows: int, home: Path, model: str | Path = TINY_GEMMA2,
+                options: Sequence[object] = ()) -> float:
     """Peak memory of `sae extract`, MB; read by the process itself, as a parent's counts what it was forked from."""
-    words = ["sae", "--home", home, "extract", "--model", TINY_GEMMA2, "--dataset", text, "--rows", rows, "--json"]
+    words = ["sae", "--home", home, "extract", "--model", model, "--dataset", text, "--rows", rows, "--json", *options]
     script = (f"import re, sys; from saecli.cli import main; sys.argv = {[str(word) for word in words]!r}\n"
               "try: main()\nexcept SystemExit as stop: assert not stop.code\n"
               "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])")
