@@ -2,13 +2,14 @@
 known features.
 
     PYTHONPATH=. python tests/benchmarks/features.py [--data docs,world] [--seeds 5] [--rates 1e-3,3e-3] [--out FOLDER]
-                                                     [--saelens [--saelens-python PYTHON]]
+                                                     [--change precision=bf16] [--saelens [--saelens-python PYTHON]]
 
 Needs no network, but for --saelens without --saelens-python. Every run is a training on one thread, with as many passes
 and steps for either solver, and is written to FOLDER/runs.jsonl as it ends; the same command resumes. --rates also
 trains SGD at these learning rates, and compares with the one of its least mean FVU, which flatters it. The table has
 means over seeds, and the mean difference of PAM-SGD and SGD with the half width of its 95% interval over seeds, which
-decide weights and the order of rows; processor time is PAM-SGD's over the other's.
+decide weights and the order of rows; processor time is PAM-SGD's over the other's. --change also trains each solver
+with an option of `sae train` changed, and prints what that does in a table of its own.
 
 --saelens also trains `SAELENS_CASES` of SAELens at `SAELENS_RATES`, from memory, on the same rows, normalised alike, in
 batches of as many rows, with as many steps as either solver takes; see `saelens_training.py`. Its SAEs are saved in its
@@ -106,6 +107,7 @@ CELLS |= {
     "world-swish": Cell("world", {"act": "swish", "d_sae": 1024}),
 }
 CELLS |= {
+    "docs-relu": Cell("docs", {"act": "relu", "d_sae": 512}),
     "code-6000": Cell("code-6000", {"act": "topk", "k": 16, "d_sae": 512}),
     "docs-jumprelu": Cell("docs", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
     "code-jumprelu": Cell("code", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
@@ -117,11 +119,14 @@ Results = Mapping["Job", Mapping[str, Any]]
 
 
 class Job(NamedTuple):
-    """A training: of a cell, by a solver or one of SAELens' cases, at a learning rate, with a seed, as written."""
+    """A training: of a cell, by a solver or one of SAELens' cases, in a way, with a seed, as written.
+
+    The way is a learning rate, "auto" with all at its default, or "option=value" with this one changed.
+    """
 
     cell: str
     solver: str
-    lr: str
+    way: str
     seed: str
 
 
@@ -134,9 +139,11 @@ def run(job: Job, home: Path, saelens: Path | None) -> dict[str, Any]:
     if job.solver in SAELENS_CASES:
         sae, known = by_saelens(job, store, saelens)
     else:
-        lr = job.lr if job.lr == "auto" else float(job.lr)
+        name, _, value = job.way.rpartition("=")
+        name = name or "lr"
+        changed = {name: value if value == "auto" or name != "lr" else float(value)}
         began = time.process_time()
-        sae = saecli.fit(store, solver=job.solver, lr=lr, seed=seed, shuffle_seed=seed, **cell.options)
+        sae = saecli.fit(store, solver=job.solver, seed=seed, shuffle_seed=seed, **cell.options, **changed)
         known = {"seconds": time.process_time() - began}
     found = saecli.evaluate(sae, store, model=cell.model)
     return known | {name: found[name] for name in MEASURES if name in found}
@@ -149,7 +156,7 @@ def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE",
     options = CELLS[job.cell].options
     with tempfile.TemporaryDirectory() as folder:
         ((sae, found),) = trained_by_saelens(python, store, Path(folder), f"{job.solver}-{options['k']}",
-                                             options["d_sae"], steps(store, options), [job.lr], seed=int(job.seed),
+                                             options["d_sae"], steps(store, options), [job.way], seed=int(job.seed),
                                              decay=SAELENS_DECAY)
     return sae, {"seconds": found["processor"], "dead": found["dead"]}
 
@@ -247,17 +254,32 @@ def rates_table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def changes_table(results: Results, change: str) -> str:
+    """A row per cell, solver and measure, in Markdown: at the defaults, and what one option changes."""
+    lines = [f"| data | solver | measure | default | {change} | processor time |", "|---" * 6 + "|"]
+    for cell, solver in product(CELLS, SOLVERS):
+        ways = by_way(results, cell, [solver])
+        if not ways:
+            continue
+        changed, default = ways[solver, change], ways[solver, "auto"]
+        for measure in MEASURES:
+            if all(measure in one for one in changed.values()):
+                heading = f"{cell}, {len(changed)} seed{'s' * (len(changed) != 1)}"
+                lines.append(f"| {' | '.join([heading, solver, measure, *compared(changed, default, measure)])} |")
+    return "\n".join(lines)
+
+
 def by_way(results: Results, cell: str, solvers: Sequence[str]) -> dict[tuple[str, str], BySeed]:
-    """A cell's results of some solvers, by solver and learning rate, then by seed."""
+    """A cell's results of some solvers, by solver and way, then by seed."""
     found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for job, one in results.items():
         if job.cell == cell and job.solver in solvers:
-            found.setdefault((job.solver, job.lr), {})[job.seed] = one
+            found.setdefault((job.solver, job.way), {})[job.seed] = one
     return found
 
 
 def best(ways: Mapping[tuple[str, str], BySeed], measure: str) -> tuple[tuple[str, str], BySeed]:
-    """The solver and learning rate of the best mean of a measure, the least fvu or the greatest other; its results."""
+    """The solver and way of the best mean of a measure, the least fvu or the greatest other; its results."""
     sign = 1 if measure == "fvu" else -1
     return min(ways.items(), key=lambda way: sign * np.mean([one[measure] for one in way[1].values()]))
 
@@ -278,7 +300,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=",".join(HEADLINES), help=f"out of {', '.join(CELLS)}")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    parser.add_argument("--rates", default="", help="further learning rates, with commas between")
+    parser.add_argument("--rates", default="", help="learning rates to train at too, with commas between")
+    parser.add_argument("--change", metavar="OPTION=VALUE", help="also train with one option of `sae train` changed")
     parser.add_argument("--out", type=Path, default=Path("feature-benchmark"), help="folder of stores and runs")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
     parser.add_argument("--saelens", action="store_true", help="train SAELens too")
@@ -289,7 +312,7 @@ def main() -> None:
     if unknown:
         parser.error(f"--data: expected some of {', '.join(CELLS)}, got {', '.join(sorted(unknown))}")
     home = stores(cells, chosen.out)
-    ways = list(product(SOLVERS, ["auto", *(rate for rate in chosen.rates.split(",") if rate)]))
+    ways = list(product(SOLVERS, ["auto", *filter(None, [*chosen.rates.split(","), chosen.change])]))
     ways += product(SAELENS_CASES, SAELENS_RATES) if chosen.saelens else []
     jobs = [Job(cell, *way, str(seed)) for seed in range(chosen.seeds) for cell in cells for way in ways
             if way[0] not in SAELENS_CASES or "k" in CELLS[cell].options]
@@ -297,9 +320,12 @@ def main() -> None:
 
     def report(python: Path | None) -> None:
         results = fill(partial(run, home=home, saelens=python), jobs, log, chosen.jobs)
-        print(table(results))
+        unchanged = {job: one for job, one in results.items() if job.way != chosen.change}
+        print(table(unchanged))
         if chosen.rates:
-            print(f"\n{rates_table(results)}")
+            print(f"\n{rates_table(unchanged)}")
+        if chosen.change:
+            print(f"\n{changes_table(results, chosen.change)}")
 
     if chosen.saelens:
         from training_speed import with_saelens
