@@ -1,5 +1,9 @@
 """Torch devices."""
 
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -7,6 +11,7 @@ from .errors import ConfigError, one_line
 from .memory import available_memory
 from .torchrun import local_world, world
 
+AHEAD = 2  # batches on their way to a device
 
 def device_named(name: str) -> torch.device:
     """The device for a value of `--device`; ConfigError if there is none."""
@@ -39,3 +44,36 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)  # copies from pageable memory would block
+
+
+def carried(batches: Iterable[np.ndarray], device: torch.device) -> Iterator[Tensor]:
+    """Copies of batches, (B, D), on a device, in order and in their own dtype; uint16 holds the bits of bfloat16. For a
+    CPU, the batches themselves.
+
+    On CUDA they go through a stream of their own, from pinned memory that torch uses in turn, `AHEAD` batches before
+    they are asked for: a copy and the steps before it then overlap.
+    """
+    if device.type != "cuda":
+        yield from (moved(_tensor(batch), device) for batch in batches)
+        return
+    stream = torch.cuda.Stream(device)
+    under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            under_way.append((moved(_tensor(batch), device), stream.record_event()))
+        if len(under_way) > AHEAD:
+            yield _arrived(*under_way.popleft())
+    yield from (_arrived(*pair) for pair in under_way)
+
+
+def _tensor(batch: np.ndarray) -> Tensor:
+    tensor = torch.from_numpy(batch)
+    return tensor.view(torch.bfloat16) if batch.dtype == np.uint16 else tensor
+
+
+def _arrived(tensor: Tensor, copied: "torch.cuda.Event") -> Tensor:
+    """A tensor that another stream copies, for use by the current one."""
+    stream = torch.cuda.current_stream(tensor.device)
+    stream.wait_event(copied)
+    tensor.record_stream(stream)  # its memory is not reused before this stream is done with it
+    return tensor

@@ -14,7 +14,7 @@ from homes import CommandLine
 from storing import collect
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from saecli.store import ActivationStore, StoreMeta, StoreWriter, spread_of
+from saecli.store import ActivationStore, StoreMeta, StoreWriter
 
 STORES = Path(__file__).parent / "stores"
 # Exact in bfloat16. Row 7 has a NaN; row 8 is of high norm, which the second store leaves out.
@@ -108,7 +108,7 @@ def test_a_store_of_an_earlier_version_reads_row_for_row(tmp_path: Path, name: s
         np.testing.assert_array_equal(np.concatenate(list(rows.column(column, 4))), np.delete(values, LEFT_OUT[name]))
     assert store.verify() == []
     train = store.split("train")
-    spread, held = spread_of(train), collect(train.sequential(4))
+    spread, held = train.spread(), collect(train.sequential(4))
     assert 0 < spread.rows == len(held) < store.rows
     np.testing.assert_allclose(spread.mean, held.mean(axis=0), rtol=1e-6)
     np.testing.assert_allclose(spread.variance, held.var(axis=0), rtol=1e-6)
@@ -140,7 +140,7 @@ def test_a_store_that_an_earlier_version_began_is_gone_on_with_and_measured_by_r
     assert (store.meta.norms, store.meta.norm_quantiles, store.meta.dropped) == (None, {}, {"nonfinite": 1})
     np.testing.assert_array_equal(collect(store.split("all").sequential(4)), np.delete(ROWS, 7, axis=0))
     train = store.split("train")
-    np.testing.assert_allclose(spread_of(train).mean, collect(train.sequential(4)).mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(train.spread().mean, collect(train.sequential(4)).mean(axis=0), rtol=1e-6)
 
 
 def test_the_readmes_lines_read_a_bfloat16_shard_in_plain_h5py():

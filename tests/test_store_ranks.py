@@ -26,7 +26,6 @@ from saecli.store import (
     rank_folder,
     rank_meta,
     saved_rows,
-    spread_of,
 )
 
 META = make_meta(3, shard_rows=7, chunk_rows=4, columns=("document",))
@@ -256,4 +255,4 @@ def test_shards_of_uneven_sizes_are_read_as_the_rows_that_they_hold(data):
             train, test = store.split("train"), store.split("test")
             assert sorted([*collect(train.batches(size, **asked))[:, 0],
                            *collect(test.sequential(size))[:, 0]]) == list(range(total))
-            np.testing.assert_allclose(spread_of(train).mean, collect(train.sequential(64)).astype(np.float64).mean(0))
+            np.testing.assert_allclose(train.spread().mean, collect(train.sequential(64)).astype(np.float64).mean(0))

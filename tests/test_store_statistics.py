@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from storing import collect, make_store, memory_folder
 
 from saecli.errors import StoreError
-from saecli.store import DTYPES, ActivationStore, Rows, is_test, spread_of
+from saecli.store import DTYPES, ActivationStore, Rows, is_test
 from saecli.store.shard_statistics import stored_statistics
 from saecli.store.statistics import QUANTILE_ERROR, QUANTILES
 
@@ -62,10 +62,10 @@ def test_spread_of_training_rows_is_exact_and_untouched_by_held_out_rows(tmp_pat
     numbers = np.arange(1000) // 7 if documents else None
     store = make_store(tmp_path / "s", rows, documents=numbers, shard_rows=300)
     train = store.split("train", fraction=fraction)
-    assert_spread(spread_of(train), read_back(train))
-    assert_spread(spread_of(store.split("train", test_fraction=0)), read_back(store.split("all")))
-    assert_spread(spread_of(store.split("test")), read_back(store.split("test")))
-    assert_spread(spread_of(store.split("all")), read_back(store.split("all")))
+    assert_spread(train.spread(), read_back(train))
+    assert_spread(store.split("train", test_fraction=0).spread(), read_back(store.split("all")))
+    assert_spread(store.split("test").spread(), read_back(store.split("test")))
+    assert_spread(store.split("all").spread(), read_back(store.split("all")))
 
 
 @pytest.mark.parametrize(("inside", "outside"), [(0.0, 1.0), (1e-6, 1e6)])
@@ -79,8 +79,8 @@ def test_spread_stays_exact_where_a_dimension_varies_among_held_out_rows_alone(t
     store = make_store(tmp_path / "s", rows)
     assert plain.split("test").rows == len(held_out) > 50
     train = store.split("train")
-    assert_spread(spread_of(train), read_back(train))
-    assert (spread_of(train).scatter[1] == 0) == (inside == 0)
+    assert_spread(train.spread(), read_back(train))
+    assert (train.spread().scatter[1] == 0) == (inside == 0)
 
 
 def test_spread_of_training_rows_reads_the_held_out_rows_and_no_others(tmp_path):
@@ -94,7 +94,7 @@ def test_spread_of_training_rows_reads_the_held_out_rows_and_no_others(tmp_path)
         with path.open("r+b") as file:
             file.seek(at)
             file.write(b"\xff" * 20)
-    assert_spread(spread_of(ActivationStore.open(store.path).split("train")), expected)
+    assert_spread(ActivationStore.open(store.path).split("train").spread(), expected)
 
 
 def test_statistics_read_in_plain_h5py(tmp_path):
@@ -145,4 +145,4 @@ def test_a_store_of_which_a_shard_has_no_statistics_is_measured_by_reading_it(tm
     store = rewritten(make_store(tmp_path / "s", offset_rows(np.random.default_rng(0), 250, 5)), "statistics", None)
     assert stored_statistics(store.path, store.meta) is None
     train = store.split("train")
-    assert_spread(spread_of(train), read_back(train))
+    assert_spread(train.spread(), read_back(train))

@@ -6,7 +6,7 @@ from .claim import other_number
 from .dtypes import DTYPES
 from .joined import Joined, JoinedRows, in_words
 from .ranks import RankedStore, joining_began, rank_folder, rank_meta, saved_rows
-from .reader import ActivationStore, Rows, spread_of
+from .reader import ActivationStore, Rows
 from .schema import (
     COLUMNS,
     WORLD_FILE,
@@ -28,4 +28,4 @@ __all__ = ["CODES", "COLUMNS", "DTYPES", "MAX_NORM_HELP", "TEST_FRACTION", "WORL
            "Admission", "Joined", "JoinedRows", "Norms", "Part", "RankedStore", "Resume", "Rows", "ShardRecord",
            "SparseRows", "Spread", "StoreMeta", "StoreWriter", "Which", "WorldRecord", "damaged_world", "hash_request",
            "in_words", "is_test", "joining_began", "jointly", "offsets_of", "other_number", "rank_folder", "rank_meta",
-           "remembers", "rows_per_chunk", "rows_per_shard", "saved_rows", "spread_of", "window_starts"]
+           "remembers", "rows_per_chunk", "rows_per_shard", "saved_rows", "window_starts"]

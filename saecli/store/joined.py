@@ -81,16 +81,32 @@ class JoinedRows(SideBySide[Rows]):
         """The names of all stores, in words."""
         return self.stores.name
 
+    def as_stored(self) -> "JoinedRows":
+        """The same rows, in batches of the storage dtype; see `Rows.as_stored`."""
+        return JoinedRows(tuple(rows.as_stored() for rows in self.inputs), self.target and self.target.as_stored())
+
+    def whole(self) -> "JoinedRows":
+        """All rows of the stores."""
+        return JoinedRows(tuple(rows.whole() for rows in self.inputs), self.target and self.target.whole())
+
+    def order(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+        """The numbers of the rows of each of the `batches`; see `Rows.order`."""
+        return self.inputs[0].order(batch_size, seed=seed, epoch=epoch)
+
+    def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
+        """The numbers of these rows within their stores, in stored order; see `Rows.numbers`."""
+        return self.inputs[0].numbers(batch_size)
+
     def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
                 part: Part = WHOLE) -> Iterator[np.ndarray]:
-        """One epoch of shuffled batches, (B, D + E) float32, in the order of the first input alone; see
+        """One epoch of shuffled batches, (B, D + E), in the order of the first input alone; see
         `Rows.batches`."""
         row_bytes = self.inputs[0].store.meta.row_bytes
         return self._side_by_side([rows.batches(batch_size, seed=seed, epoch=epoch, window_bytes=window_bytes,
                                                 part=part, row_bytes=row_bytes) for rows in self.all])
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
-        """The rows in stored order, (B, D + E) float32; see `Rows.sequential`."""
+        """The rows in stored order, (B, D + E); see `Rows.sequential`."""
         return self._side_by_side([rows.sequential(batch_size, part) for rows in self.all])
 
     def spread(self) -> Spread:

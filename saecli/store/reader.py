@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..errors import ConfigError, StoreError, StoreOptionError
+from ..errors import ConfigError, StoreError
 from .checks import changed, damaged_world, find_damage, no_show
 from .schema import SHARDS, StoreMeta, read_meta
 from .shard import MappedShards, demand_room, read_layout
@@ -20,7 +20,7 @@ from .shuffle import Deal
 from .sparse_rows import CODES, SparseRows, stacked
 from .split import TEST_FRACTION, Split, Which
 from .statistics import Spread
-from .stream import WHOLE, Part, Source, in_order, shuffled
+from .stream import WHOLE, Part, Source, in_order, numbers_shuffled, shuffled
 
 WINDOW_BYTES = 256 << 20
 STATISTICS_ROWS = 1024  # rows per batch of a pass that measures rows
@@ -37,17 +37,18 @@ class Rows:
         store: the store.
         split: which of its rows.
         counts: (chunks,) number of its rows in each chunk.
+        decoded: whether batches are float32, rather than of the storage dtype.
     """
 
     widths: tuple[int, ...] = ()  # this and the next two: see `JoinedRows`
     places: tuple[int, ...] = ()
     d_target = 0
 
-    def __init__(self, store: "ActivationStore", split: Split, counts: np.ndarray) -> None:
+    def __init__(self, store: "ActivationStore", split: Split, counts: np.ndarray, decoded: bool = True) -> None:
         self.store = store
         self.split = split
         self._counts = counts
-        self._source = Source(store, counts, self._kept)
+        self._source = Source(store, counts, self._kept, decoded)
 
     @property
     def rows(self) -> int:
@@ -58,6 +59,14 @@ class Rows:
     def d_in(self) -> int:
         """Dimensions of a row."""
         return self.store.d_in
+
+    def as_stored(self) -> "Rows":
+        """The same rows, in batches of the storage dtype: bfloat16 as its bits, in uint16."""
+        return Rows(self.store, self.split, self._counts, decoded=False)
+
+    def whole(self) -> "Rows":
+        """All rows of the store."""
+        return self.store.split("all")
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
                 part: Part = WHOLE, row_bytes: int | None = None) -> Iterator[np.ndarray]:
@@ -78,16 +87,24 @@ class Rows:
             row_bytes: of a row of the store whose order to take, that of this store by default.
 
         Yields:
-            (B, D) float32, writable; its memory is reused for the next batch.
+            (B, D) float32, or as stored, writable; its memory is reused for the next batch.
 
         Raises:
             StoreError: a shard is missing or damaged.
         """
         _check_batch_size(batch_size)
         row_bytes = row_bytes or self.store.meta.row_bytes
-        deal = Deal(self.store.rows, self.rows, self._keeps, (seed, epoch), window_bytes // row_bytes,
+        return shuffled(self._source, self._deal(batch_size, seed, epoch, window_bytes, row_bytes), batch_size, part,
+                        row_bytes)
+
+    def order(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+        """The numbers within the store, (B,), of the rows of each of the `batches`."""
+        row_bytes = self.store.meta.row_bytes
+        return numbers_shuffled(self._deal(batch_size, seed, epoch, WINDOW_BYTES, row_bytes), batch_size, row_bytes)
+
+    def _deal(self, batch_size: int, seed: int, epoch: int, window_bytes: int, row_bytes: int) -> Deal:
+        return Deal(self.store.rows, self.rows, self._keeps, (seed, epoch), window_bytes // row_bytes,
                     UNIT_BYTES // row_bytes, batch_size)
-        return shuffled(self._source, deal, batch_size, part, row_bytes)
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in stored order, read ahead by threads.
@@ -97,7 +114,7 @@ class Rows:
             part: this process's part of the batches, where several divide them.
 
         Yields:
-            (B, D) float32, writable; its memory is reused for the next batch.
+            (B, D) float32, or as stored, writable; its memory is reused for the next batch.
 
         Raises:
             StoreError: a shard is missing or damaged.
@@ -106,8 +123,25 @@ class Rows:
         return in_order(self._source, batch_size, part)
 
     def spread(self) -> Spread:
-        """Their mean and scatter; see `spread_of`."""
-        return spread_of(self)
+        """Their mean and scatter, exact to rounding.
+
+        Raises:
+            StoreError: a shard is missing or damaged.
+
+        Cost: for all training rows, a pass over the held-out ones; else, and where a shard has no statistics or nearly
+        all of some dimension's scatter is held out, a pass over the rows themselves.
+        """
+        store, split = self.store, self.split
+        whole = stored_statistics(store.path, store.meta) if split.which == "train" and split.fraction == 1 else None
+        if whole is None:
+            return self._measured()
+        if self.rows == store.rows:
+            return whole.spread
+        rest = whole.spread - store.split("test", seed=split.seed, test_fraction=split.test_fraction)._measured()
+        return self._measured() if (rest.scatter < LEAST_LEFT * whole.spread.scatter).any() else rest
+
+    def _measured(self) -> Spread:
+        return Spread.measured(self.sequential(STATISTICS_ROWS), self.d_in)
 
     def column(self, name: str, batch_size: int) -> Iterator[np.ndarray]:
         """A column's values for these rows, in stored order.
@@ -170,29 +204,6 @@ class Rows:
 def _check_batch_size(batch_size: int) -> None:
     if batch_size < 1:
         raise ConfigError("batch_size", "must be at least 1, got {got}", got=batch_size)
-
-
-def spread_of(rows: Rows) -> Spread:
-    """Mean and scatter of a split's rows, exact to rounding.
-
-    Raises:
-        StoreError: a shard is missing or damaged.
-
-    Cost: for all training rows, a pass over the held-out ones; else, and where a shard has no statistics or nearly all
-    of some dimension's scatter is held out, a pass over the rows themselves.
-    """
-    store, split = rows.store, rows.split
-    whole = stored_statistics(store.path, store.meta) if split.which == "train" and split.fraction == 1 else None
-    if whole is None:
-        return _measured(rows)
-    if rows.rows == store.rows:
-        return whole.spread
-    rest = whole.spread - _measured(store.split("test", seed=split.seed, test_fraction=split.test_fraction))
-    return _measured(rows) if (rest.scatter < LEAST_LEFT * whole.spread.scatter).any() else rest
-
-
-def _measured(rows: Rows) -> Spread:
-    return Spread.measured(rows.sequential(STATISTICS_ROWS), rows.d_in)
 
 
 class ActivationStore:
@@ -297,7 +308,7 @@ class ActivationStore:
             for chunk in range(len(counts)):
                 counts[chunk] = np.count_nonzero(split.keeps(self.chunk_ids(chunk)))
         if not counts.sum():
-            raise self._empty(split)
+            raise split.empty(self.path, self.meta)
         return Rows(self, split, counts)
 
     def changed(self) -> list[int]:
@@ -386,13 +397,3 @@ class ActivationStore:
         """The shard of a chunk, and the chunk's number within it."""
         shard = int(np.searchsorted(self._chunk_starts, chunk, side="right")) - 1
         return shard, chunk - int(self._chunk_starts[shard])
-
-    def _empty(self, split: Split) -> StoreError:
-        unit = "documents" if "document" in self.meta.columns else "rows"
-        if not self.rows:
-            return StoreError(f"{self.path} holds no whole shard yet; run the command that makes it again")
-        remedy = ("make a store of more documents (blank lines separate those of a .txt file)" if unit == "documents"
-                  else "import more rows")
-        return StoreOptionError(None, "the {which} split of {path} is empty: of its {count} rows, chosen by a hash of "
-                                      "their {unit}, none belongs to it", "{advice}, or use another {split_seed}",
-                                which=split.which, path=self.path, count=self.rows, unit=unit, advice=remedy)

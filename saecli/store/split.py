@@ -10,11 +10,13 @@ Legend: R rows.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal, Self, get_args
 
 import numpy as np
 
-from ..errors import ConfigError, unknown_choice
+from ..errors import ConfigError, StoreError, StoreOptionError, unknown_choice
+from .schema import StoreMeta
 
 Which = Literal["train", "test", "all"]
 TEST_FRACTION = 0.1
@@ -141,6 +143,16 @@ class Split:
     def _held_out(self, ids: np.ndarray) -> np.ndarray:
         limit = max(_limit(self.test_fraction), self.least_test)
         return _hashes(ids, self.seed, _TEST_STREAM) < np.uint64(limit)
+
+    def empty(self, path: Path, meta: StoreMeta) -> StoreError:
+        """The error that none of a store's rows is chosen."""
+        if not meta.rows:
+            return StoreError(f"{path} holds no whole shard yet; run the command that makes it again")
+        unit, remedy = (("documents", "make a store of more documents (blank lines separate those of a .txt file)")
+                        if "document" in meta.columns else ("rows", "import more rows"))
+        return StoreOptionError(None, "the {which} split of {path} is empty: of its {count} rows, chosen by a hash of "
+                                      "their {unit}, none belongs to it", "{advice}, or use another {split_seed}",
+                                which=self.which, path=path, count=meta.rows, unit=unit, advice=remedy)
 
 
 def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:

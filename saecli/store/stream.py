@@ -84,11 +84,13 @@ class Source:
         store: the store.
         counts: (chunks,) number of wanted rows in each chunk.
         kept: chunk number -> ascending indices of its wanted rows; None for all.
+        decoded: yield them as float32, not in the storage dtype.
     """
 
     store: StoredChunks
     counts: np.ndarray
     kept: Callable[[int], np.ndarray | None]
+    decoded: bool = True
 
     @property
     def d_in(self) -> int:
@@ -99,6 +101,11 @@ class Source:
     def stored(self) -> StoredType:
         """How the rows are stored."""
         return DTYPES[self.store.dtype]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the rows that are yielded."""
+        return np.dtype(np.float32) if self.decoded else self.stored.storage
 
     def rows(self, chunk: int, begin: int, end: int) -> np.ndarray:
         """Wanted rows `begin` to `end` of a chunk, in the storage dtype; a view where all are wanted."""
@@ -115,7 +122,7 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
         part: of the sequence of batches.
 
     Yields:
-        (B, D) float32, valid until the next is asked for.
+        (B, D) of the source's dtype, valid until the next is asked for.
     """
     ends = np.cumsum(source.counts)
     total = int(ends[-1])
@@ -153,7 +160,7 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
         row_bytes: of a row, to which the order within a batch is fitted.
 
     Yields:
-        (B, D) float32, valid until the next is asked for.
+        (B, D) of the source's dtype, valid until the next is asked for.
     """
     run = max(1, RUN_BYTES // row_bytes)
     own_size = part.of(batch_size)[1] - part.of(batch_size)[0]
@@ -196,6 +203,13 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
         return gathered(pool) if source.store.in_memory() else from_windows(pool)
 
     return _read_ahead(blocks, buffers.ahead, own_size)
+
+
+def numbers_shuffled(deal: Deal, batch_size: int, row_bytes: int) -> Iterator[np.ndarray]:
+    """The numbers within the store, (B,), of the rows of each batch that `shuffled` yields."""
+    with ThreadPoolExecutor(1) as pool:
+        for leaving in _leaving(deal, batch_size, max(1, RUN_BYTES // row_bytes), pool):
+            yield from (leaving[begin : begin + batch_size] for begin in range(0, len(leaving), batch_size))
 
 
 def _part_of_batches(leaving: np.ndarray, batch_size: int, part: Part) -> np.ndarray:
@@ -274,12 +288,13 @@ def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callabl
 
 
 def _decode(rows: np.ndarray, out: np.ndarray) -> None:
-    """Decode rows as stored, (R, D), into out, float32, both contiguous; in one pass, where NumPy takes several."""
-    import torch  # here, since listing and writing stores do not need it
-
-    if rows.dtype == np.float32:
+    """Copy rows as stored, (R, D), into out, of their own dtype or float32, both contiguous; decoded in one pass, where
+    NumPy takes several."""
+    if rows.dtype == out.dtype:
         np.copyto(out, rows)
         return
+    import torch  # here, since listing and writing stores do not need it
+
     bits, kind = rows.view(np.int16), torch.float16 if rows.dtype == np.float16 else torch.bfloat16
     if not bits.flags.writeable:  # PyTorch would warn, although it only reads
         there = bits.__array_interface__
@@ -298,13 +313,14 @@ class _Buffers:
     """
 
     def __init__(self, source: Source, batch_size: int, total: int, run: int = 1) -> None:
-        batch_bytes = 4 * source.d_in * batch_size
+        row_bytes = source.dtype.itemsize * source.d_in
+        batch_bytes = row_bytes * batch_size
         self.rows = batch_size * max(1, BLOCK_BYTES // batch_bytes)
-        self.ahead = max(1, min(READERS + 2, AHEAD_BYTES // (self.rows * 4 * source.d_in)))
+        self.ahead = max(1, min(READERS + 2, AHEAD_BYTES // (self.rows * row_bytes)))
         self._part = self.rows if batch_bytes <= BLOCK_BYTES else run * -(-self.rows // (READERS * run))
         shape = (min(self.rows, total), source.d_in)
         # One more than are being filled: the one that the consumer holds.
-        self._blocks = [np.empty(shape, np.float32) for _ in range(self.ahead + 1)]
+        self._blocks = [np.empty(shape, source.dtype) for _ in range(self.ahead + 1)]
         self._turn = 0
 
     def fill(self, pool: ThreadPoolExecutor, fill: Callable[[int, int, np.ndarray], None], begin: int,

@@ -16,12 +16,13 @@ from torch import Tensor
 from ..activations import Activation
 from ..batch import Batch
 from ..codes import Prefixes
-from ..devices import moved
+from ..devices import carried
 from ..dictionary import SAE
 from ..distributed import ALONE, Communicator
 from ..errors import ConfigError
 from ..store import JoinedRows, Part, Spread
 from ..store import Rows as StoredRows
+from .held import HeldRows
 from .normalisation import Normalisation
 
 ArrayLike = Tensor | numpy.typing.ArrayLike
@@ -118,14 +119,14 @@ class TrainingRows:
     """Normalised rows of a store's split, in batches as solvers take them.
 
     Args:
-        stored: the rows.
+        stored: the rows; where batches are moved, in the storage dtype, or there already.
         normalisation: of the rows, on the device that batches are moved to.
         batch_size: B.
         seed: of their order.
         communicator: of the processes that each take a part of each batch.
     """
 
-    stored: AnyRows
+    stored: AnyRows | HeldRows
     normalisation: Normalisation
     batch_size: int
     seed: int
@@ -220,10 +221,11 @@ class TrainingRows:
     def _nothing(self) -> Tensor:
         return self.normalisation.mean.new_empty(0, self.d_in + self.stored.d_target)
 
-    def _normalised(self, batches: Iterator[np.ndarray]) -> Iterator[Tensor]:
+    def _normalised(self, batches: Iterator[np.ndarray] | Iterator[Tensor]) -> Iterator[Tensor]:
         mean = self.normalisation.mean
-        for batch in batches:
-            yield self.normalisation(moved(torch.from_numpy(batch), mean.device).to(mean.dtype))
+        there = batches if isinstance(self.stored, HeldRows) else carried(batches, mean.device)
+        for batch in there:
+            yield self.normalisation(batch.to(mean.dtype))
 
 
 def regressed(rows: int, xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:

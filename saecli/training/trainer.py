@@ -22,8 +22,9 @@ from ..torchrun import local_world
 from .checkpoints import Progress
 from .config import DTYPES, Plan
 from .doubts import doubts_at_end, doubts_at_start
+from .held import HeldRows, held_bytes
 from .normalisation import Normalisation, fit_normalisation, on_raw_rows
-from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae
+from .rows import SUMMED_ROWS, AnyRows, ArrayRows, TrainingRows, fitted_learning_rate, initial_sae
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
 
@@ -31,6 +32,7 @@ LOG_EVERY = 20  # steps between lines of measures, and between checks for diverg
 # Mean squared error, over the error of reconstructing every row as 0, above which training has diverged. Steps against
 # a decoder solved without a ridge reached 2e4 on the paper's settings, from which the next decoder step recovers.
 DIVERGED = 1e6
+MOST_TAKEN = 0.8  # of a device's free memory, by the solver and rows that are kept there
 ADVICE = "lower {lr}, or look at the data"
 
 
@@ -85,7 +87,7 @@ class Trainer:
         self.device = device_named(training.device)
         demand_precision(training.precision, self.device)
         self._demand_processes(trainings)
-        self.memory = self._demand_memory(trainings)
+        self.memory, self.holds = self._demand_memory(trainings)
         self.batches = training.epoch_batches(self.train_rows.rows)
         per_epoch = self.batches * plan.solver.inner_steps
         self.steps = training.steps or training.epochs * per_epoch
@@ -144,8 +146,14 @@ class Trainer:
             demand_shapes(checkpoint, {f"normalisation.{name}": shape for name, shape in shapes.items()})
             normalisation = Normalisation(**{name: checkpoint[f"normalisation.{name}"] for name in shapes},
                                           d_in=rows.d_in)
-        return TrainingRows(self.train_rows, normalisation.to(self.device), training.batch_size,
+        return TrainingRows(self._rows_for_device(), normalisation.to(self.device), training.batch_size,
                             training.shuffle_seed, self.communicator)
+
+    def _rows_for_device(self) -> AnyRows | HeldRows:
+        """The training rows, as they reach a GPU at the least cost: kept there, or as stored and converted there."""
+        if self.device.type == "cpu" or isinstance(self.train_rows, ArrayRows):
+            return self.train_rows
+        return HeldRows(self.train_rows, self.device) if self.holds else self.train_rows.as_stored()
 
     @property
     def sae(self) -> SAE:
@@ -246,8 +254,9 @@ class Trainer:
                               "expected one process, got {world_size}", "run it without torchrun, or use another "
                               "penalty", world_size=world_size)
 
-    def _demand_memory(self, trainings: int) -> int:
-        """The bytes that are free for the solver, one of `trainings`; ConfigError if it needs more."""
+    def _demand_memory(self, trainings: int) -> tuple[int, bool]:
+        """The bytes that are free for the solver, one of `trainings`, and whether the device keeps the rows beside it;
+        ConfigError if the solver needs more."""
         solver, training = self.plan.solver, self.plan.training
         d_sae = training.d_sae
         batch = 3 * 4 * max(training.batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
@@ -260,7 +269,11 @@ class Trainer:
             raise ConfigError("solver", "{name} with {d_sae} {latents} needs {needed:.1f} GiB of memory, {free:.1f} "
                               "GiB are free{beside}", solver.memory_advice, name=solver.name, latents=d_sae,
                               needed=needed / 2**30, free=free / 2**30, beside=beside)
-        return free - batch
+        if self.device.type == "cpu" or self.communicator.world_size > 1 or isinstance(self.train_rows, ArrayRows):
+            return free - batch, False
+        held = held_bytes(self.train_rows) // trainings
+        holds = needed + held <= MOST_TAKEN * free
+        return free - batch - holds * held, holds
 
     def _look(self, reports: Sequence[StepReport], now: bool = False) -> None:
         """Log reports, `LOG_EVERY` at a time, or all of them now."""

@@ -12,7 +12,6 @@ import torch
 import saecli
 from saecli import SAE, ActivationStore
 from saecli.metrics import reconstruction
-from saecli.store import spread_of
 from saecli.training.normalisation import fit_normalisation, on_raw_rows
 
 SCRIPT = Path(__file__).with_name("saelens_training.py")
@@ -36,7 +35,7 @@ def trained_by_saelens(python: Path, store: ActivationStore, folder: Path, case:
         RuntimeError: on the test rows, L0 or FVU of an SAE is not what its own encoding and decoding comes to.
     """
     train = store.split("train")
-    normalisation = fit_normalisation("scale", spread_of(train), torch.float32)
+    normalisation = fit_normalisation("scale", train.spread(), torch.float32)
     for name, rows in (("train", train), ("test", store.split("test"))):
         every = torch.cat([torch.from_numpy(batch.copy()) for batch in rows.sequential(2048)])
         np.save(folder / f"{name}.npy", normalisation(every).numpy())
