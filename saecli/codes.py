@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from .pairs import add_pairs, pairs_of
+
 DENSITY = 0.1  # fraction of non-zeros above which dense products are faster
-PAIRS = 1 << 19  # pairs of entries multiplied at a time
 PAIRS_FRACTION = 0.2  # number of pairs over the Gram matrix' size, up to which products are added pair by pair
 CACHED_CODES = 1 << 18  # 1 MiB in float32
 PANEL, SPARSE_PANEL = 256, 1024  # columns of a Gram matrix at a time; wider panels pay off for sparse codes
@@ -233,12 +234,14 @@ class SparseCodes(Codes):
         indices: the latent of each entry, (n,), distinct within a row, in any order.
         values: the entries, (n,); some may be zero.
         width: F.
+        each: number of entries of every row, where they have as many.
     """
 
     offsets: Tensor
     indices: Tensor
     values: Tensor
     width: int
+    each: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -320,41 +323,19 @@ class SparseCodes(Codes):
     def add_gram(self, gram: Tensor) -> None:
         """Add `z' z`: for each pair of entries in a row if pairs are few, else panel by panel.
 
-        Cost: some 25 ns per pair on a CPU, since writes are scattered.
+        Cost: some 25 ns per pair on a CPU, since writes are scattered. On a GPU the host waits once, for the rows'
+        numbers of entries, where they differ.
         """
-        if gram.device.type != "cpu":
+        sizes = self._sizes.cpu() if self.each is None else torch.full((len(self.offsets),), self.each)
+        if int(pairs_of(sizes).sum()) <= PAIRS_FRACTION * gram.numel():
+            add_pairs(gram, self.indices, self.values, sizes)
+        elif gram.device.type != "cpu":
             DenseCodes(self.dense()).add_gram(gram)
-        elif int(_pairs(self._sizes).sum()) <= PAIRS_FRACTION * gram.numel():
-            self._add_pairs(gram)
         else:
             z = self.dense()
             for begin in range(0, len(gram), SPARSE_PANEL):
                 end = begin + SPARSE_PANEL
                 gram[begin:, begin:end] += self.transposed_times(z[:, begin:end].contiguous())[begin:]
-
-    def _add_pairs(self, gram: Tensor) -> None:
-        """Add the products of all pairs, about `PAIRS` at a time, whole rows."""
-        sizes = self._sizes
-        ends, pairs = sizes.cumsum(0), _pairs(sizes).cumsum(0)
-        flat = gram.as_strided((len(gram) * gram.stride(0),), (1,))
-        begun = 0
-        while begun < len(sizes):
-            seen = int(pairs[begun - 1]) if begun else 0
-            stop = max(int(torch.searchsorted(pairs, seen + PAIRS, right=True)), begun + 1)
-            entries = slice(int(ends[begun] - sizes[begun]), int(ends[stop - 1]))
-            indices, values, own = self.indices[entries], self.values[entries], sizes[begun:stop]
-            firsts = (own.cumsum(0) - own).repeat_interleave(own)  # first entry of each entry's row, (n,)
-            partners = torch.arange(1, len(indices) + 1) - firsts  # number of entries of its row up to itself, (n,)
-            left = torch.arange(len(indices)).repeat_interleave(partners)
-            right = torch.arange(len(left)) - (partners.cumsum(0) - partners - firsts)[left]
-            low, high = torch.aminmax(torch.stack([indices[left], indices[right]]), dim=0)
-            flat.scatter_add_(0, high * gram.stride(0) + low, (values[left] * values[right]).to(gram.dtype))
-            begun = stop
-
-
-def _pairs(sizes: Tensor) -> Tensor:
-    """Number of pairs of entries, an entry with itself included, for rows of these numbers of entries."""
-    return sizes * (sizes + 1) // 2
 
 
 def offsets_of(bags: Tensor, count: int) -> Tensor:
@@ -391,4 +372,5 @@ def joined(blocks: Sequence[Codes]) -> Codes:
     *before, _ = accumulate((len(block.values) for block in blocks), initial=0)
     offsets = [block.offsets + begin for block, begin in zip(blocks, before, strict=True)]
     return SparseCodes(torch.cat(offsets), torch.cat([block.indices for block in blocks]),
-                       torch.cat([block.values for block in blocks]), blocks[0].width)
+                       torch.cat([block.values for block in blocks]), blocks[0].width,
+                       blocks[0].each if len({block.each for block in blocks}) == 1 else None)

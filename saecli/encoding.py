@@ -67,7 +67,7 @@ def at(pre: Tensor, indices: Tensor) -> Codes:
         return DenseCodes(torch.zeros_like(pre).scatter(1, indices, pre.gather(1, indices)))
     rows = torch.arange(len(pre), device=pre.device)
     values = _Taken.apply(pre, rows.repeat_interleave(count), indices.flatten())
-    return SparseCodes(rows * count, indices.flatten(), values, pre.shape[1])
+    return SparseCodes(rows * count, indices.flatten(), values, pre.shape[1], each=count)
 
 
 def at_entries(pre: Tensor, entries: Tensor) -> Codes:

@@ -83,7 +83,8 @@ def test_counts_equal_those_of_the_matrix(density: float, cached: int, form: Cal
 @pytest.mark.parametrize("more", [0, 1], ids=["alone", "in a wider array"])
 def test_gram_matrices_are_added_to_the_lower_triangle(density: float, pairs: int, fraction: float, more: int,
                                                        form: Callable, monkeypatch) -> None:
-    for name, value in {"PAIRS": pairs, "PAIRS_FRACTION": fraction, "PANEL": 16, "SPARSE_PANEL": 12}.items():
+    monkeypatch.setattr("saecli.pairs.PAIRS", pairs)
+    for name, value in {"PAIRS_FRACTION": fraction, "PANEL": 16, "SPARSE_PANEL": 12}.items():
         monkeypatch.setattr(f"saecli.codes.{name}", value)
     dense, before = matrix(density), normal(F, F + more, seed=5)
     array = before.clone()

@@ -31,7 +31,6 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products as a device takes them, on the CPU too: then the results are the same to the bit."""
     monkeypatch.setattr("saecli.codes.few_entries", lambda mask: None)
     monkeypatch.setattr("saecli.encoding.few_entries", lambda mask: None)
-    monkeypatch.setattr("saecli.codes.PAIRS_FRACTION", -1.0)
 
     def dense_gradient(indices, values, shape, check_invariants):  # tensors of the device cannot be sparse
         return values.new_zeros(shape).index_put_(tuple(indices), values)
