@@ -140,13 +140,20 @@ def run(job: Job, home: Path, saelens: Path | None) -> dict[str, Any]:
         sae, known = by_saelens(job, store, saelens)
     else:
         name, _, value = job.way.rpartition("=")
-        name = name or "lr"
-        changed = {name: value if value == "auto" or name != "lr" else float(value)}
+        changed = {name or "lr": number_or_word(value)}
         began = time.process_time()
         sae = saecli.fit(store, solver=job.solver, seed=seed, shuffle_seed=seed, **cell.options, **changed)
         known = {"seconds": time.process_time() - began}
     found = saecli.evaluate(sae, store, model=cell.model)
     return known | {name: found[name] for name in MEASURES if name in found}
+
+
+def number_or_word(text: str) -> float | str:
+    """An option's value, as `saecli.fit` takes it."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE", dict[str, float]]:
