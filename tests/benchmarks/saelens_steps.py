@@ -2,7 +2,8 @@
 
     python saelens_steps.py D_IN D_SAE BATCH STEPS THREADS CASE ...
 
-A case is "relu" or "topk-K". Prints, as JSON, the least seconds of a full training step of each, after two others.
+A case is "relu" or "topk-K", with "-bf16" behind it for SAELens' own autocast to bfloat16. Prints, as JSON, the least
+seconds of a full training step of each, after two others.
 """
 
 import json
@@ -18,7 +19,8 @@ from sae_lens.training.sae_trainer import SAETrainer
 
 def least_step(case: str, d_in: int, d_sae: int, batch: int, steps: int) -> float:
     """The least seconds of a step of a case."""
-    shape = {"d_in": d_in, "d_sae": d_sae}
+    shape, autocast = {"d_in": d_in, "d_sae": d_sae}, case.endswith("-bf16")
+    case = case.removesuffix("-bf16")
     if case == "relu":
         sae = StandardTrainingSAE(StandardTrainingSAEConfig(**shape, l1_coefficient=1.0))
     else:
@@ -32,7 +34,8 @@ def least_step(case: str, d_in: int, d_sae: int, batch: int, steps: int) -> floa
         while True:
             yield rows
 
-    config = SAETrainerConfig(total_training_samples=10**9, train_batch_size_samples=batch, lr=1e-3, lr_end=1e-4)
+    config = SAETrainerConfig(total_training_samples=10**9, train_batch_size_samples=batch, lr=1e-3, lr_end=1e-4,
+                              autocast=autocast)
     trainer = SAETrainer(config, sae, provider())
     taken = []
     for _ in range(steps + 2):

@@ -5,7 +5,8 @@
 Without --saelens-python, an environment with sae-lens is made in a folder that is removed at the end; the install at
 hand stays as it is. The two take turns, round after round, and the least time of a step counts. "of peak" is the share
 of the measured float32 matrix product that the dense arithmetic of a step comes to: 10 d_in d_sae operations a row, 8
-where the decoder gets no gradient; above 1 where zeros are skipped. Beside it, in milliseconds a step: the optimiser's
+where the decoder gets no gradient; above 1 where zeros are skipped, and in bf16. "bf16" is `--precision bf16`, beside
+which SAELens trains in float32 and by its own autocast. Beside that, in milliseconds a step: the optimiser's
 pass over its tensors, and the activation's over a batch of pre-activations.
 """
 
@@ -32,9 +33,14 @@ from saecli.training.rows import initial_sae
 SAELENS = "sae-lens==6.54.12"
 CASES: dict[str, tuple[Activation, SolverConfig, str, int]] = {
     "relu, sgd": (Relu(), Sgd(), "relu", 10),
+    "relu, sgd, bf16": (Relu(), Sgd(), "relu", 10),
+    "relu, sgd, bf16 both": (Relu(), Sgd(), "relu-bf16", 10),
+    "relu, pam-sgd, bf16": (Relu(), PamSgd(), "relu", 10),
     "relu, pam-sgd": (Relu(), PamSgd(), "relu", 10),
     "relu, pam-sgd, free": (Relu(), PamSgd(decoder="free"), "relu", 8),
     "topk 32, sgd": (TopK(k=32), Sgd(), "topk-32", 10),
+    "topk 32, sgd, bf16": (TopK(k=32), Sgd(), "topk-32", 10),
+    "topk 32, sgd, bf16 both": (TopK(k=32), Sgd(), "topk-32-bf16", 10),
     "topk 32, pam-sgd": (TopK(k=32), PamSgd(), "topk-32", 10),
     "topk 320, sgd": (TopK(k=320), Sgd(), "topk-320", 10),
     "topk 320, pam-sgd": (TopK(k=320), PamSgd(), "topk-320", 10),
@@ -56,7 +62,8 @@ def ours(case: str, chosen: argparse.Namespace) -> dict[str, float]:
     activation, config, _, _ = CASES[case]
     rows = torch.randn(chosen.batch, chosen.d_in, generator=torch.Generator().manual_seed(0))
     sparsity = activation.default_sparsity
-    task = Task(10**6, 10**6, 1e-3, sparsity, activation.default_weight(sparsity, chosen.d_in))
+    task = Task(10**6, 10**6, 1e-3, sparsity, activation.default_weight(sparsity, chosen.d_in),
+                precision="bf16" if "bf16" in case else "float32")
     solver = config.resolved(None).build(initial_sae(activation, chosen.d_sae, Batch.of(rows), seed=0), task)
     step = least(lambda: solver.descend(Batch.of(rows)), chosen.steps)
     tensors = [tensor.detach().clone().requires_grad_() for tensor in solver.optimizer.tensors.values()]
