@@ -82,9 +82,10 @@ class PamSgd(SolverConfig):
                                   choices=("auto",), minimum=0, maximum=1, advanced=True)
     decoder_first: bool = option(False, "Solve for the decoder before the encoder steps of each epoch, not after them, "
                                         "as in the paper's code for language models.", **PAPER)
-    solve: str = option("auto", "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix; "
-                                "iterative, without that matrix, to a residual of 1e-4. auto: direct where the matrix "
-                                "fits in memory.", choices=("auto", "direct", "iterative"), advanced=True)
+    solve: str = option("auto", "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix in "
+                                "float64, slow on consumer GPUs; iterative, without it, to a residual of 1e-4. auto: "
+                                "direct where it fits in memory.", choices=("auto", "direct", "iterative"),
+                                advanced=True)
 
     def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
         """Refuse training settings that cannot work with the optimiser, and options that contradict each other, by a
