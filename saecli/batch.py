@@ -11,6 +11,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from .devices import moved
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -67,7 +69,7 @@ def mixed(whole: Batch, order: Tensor, size: int) -> Iterator[Batch]:
     for numbers in order.split(size):
         own = here[numbers]
         index = (own >= 0).nonzero()[:, 0]
-        rows = own[index].to(whole.x.device)
+        rows = moved(own[index], whole.x.device)
         x = whole.x[rows]
         yield Batch(x, x if whole.y is whole.x else whole.y[rows], len(numbers),
                     None if whole.index is None else index)

@@ -215,10 +215,17 @@ class DenseCodes(Codes):
         return torch.stack([rows.abs().sum(1, dtype=precision).sum(dtype=torch.float64)
                             for rows in in_cache(self.values)]).sum()
 
+    def compact(self) -> Codes:
+        """The non-zeros alone, if they are few; the host waits for their number."""
+        return self._searched(wait=True) or self
+
     @cached_property
     def _few(self) -> "SparseCodes | None":
         """The non-zeros, searched for once; None if gradients flow through zeros or dense products are faster."""
-        flat = None if self.requires_grad else few_entries(self.values != 0)
+        return None if self.requires_grad else self._searched()
+
+    def _searched(self, wait: bool = False) -> "SparseCodes | None":
+        flat = few_entries(self.values != 0, wait)
         if flat is None:
             return None
         offsets, _, indices = located(flat, self.shape)
@@ -253,13 +260,11 @@ class SparseCodes(Codes):
         return flat.scatter(0, self.rows * self.width + self.indices, self.values).view(self.shape)
 
     def dense_rows(self, numbers: Tensor) -> Tensor:
-        places = self.rows.new_full((len(self.offsets),), -1)
+        places = self.rows.new_full((len(self.offsets),), len(numbers))  # one row more, for all that are not wanted
         places[numbers] = torch.arange(len(numbers), device=places.device)
-        places = places[self.rows]
-        kept = places >= 0
-        found = self.values.new_zeros(len(numbers), self.width)
-        found[places[kept], self.indices[kept]] = self.values[kept]
-        return found
+        found = self.values.new_zeros((len(numbers) + 1) * self.width)
+        found.scatter_(0, places[self.rows] * self.width + self.indices, self.values)
+        return found.view(-1, self.width)[:-1]
 
     def times(self, right: Tensor) -> Tensor:
         return embedding_bag(self.indices, right, self.offsets, mode="sum", per_sample_weights=self.values)
@@ -348,11 +353,12 @@ def in_cache(values: Tensor) -> tuple[Tensor, ...]:
     return values.split(max(1, CACHED_CODES // values.shape[1] if values.device.type == "cpu" else len(values)))
 
 
-def few_entries(mask: Tensor) -> Tensor | None:
-    """The flat indices of a mask's entries, (n,), ascending, for a mask (B, F); None on a GPU, or if dense products are
-    faster."""
+def few_entries(mask: Tensor, wait: bool = False) -> Tensor | None:
+    """The flat indices of a mask's entries, (n,), ascending, for a mask (B, F); None if dense products are faster, and
+    on a GPU unless the host may wait."""
     if mask.device.type != "cpu":
-        return None
+        flat = mask.flatten().nonzero()[:, 0] if wait else None
+        return None if flat is None or len(flat) > DENSITY * mask.numel() else flat
     # NumPy counts and finds true entries several times faster than PyTorch.
     flat = mask.detach().flatten().numpy()
     return None if np.count_nonzero(flat) > DENSITY * len(flat) else torch.from_numpy(np.flatnonzero(flat))

@@ -35,14 +35,17 @@ def device_named(name: str) -> torch.device:
 
 def free_memory(device: torch.device, processes: int = 1) -> int:
     """Bytes that are free on a device, of the machine's own memory for each of its processes."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory() // processes
+    if device.type != "cuda":
+        return available_memory() // processes
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, to be used again
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device without blocking; its memory can then be reused. For a CPU, the tensor itself.
-    """
-    if device.type == "cpu":
-        return tensor
+    """A tensor on a device; from a CPU it is copied without blocking, and its memory can be reused. Where it is there
+    already, the tensor itself."""
+    if tensor.device.type != "cpu" or device.type == "cpu":
+        return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)  # copies from pageable memory would block
 
 

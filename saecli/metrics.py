@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .batch import Batch
 from .codes import Codes, Prefixes
+from .devices import moved
 from .dictionary import Dictionary
 from .distributed import ALONE, Communicator
 from .errors import ConfigError
@@ -133,7 +134,7 @@ def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
     found = [Reconstruction(sae.d_out, sae.d_sae, sae.prefixes) for sae in saes]
     for batch in batches:
         for sae, own in zip(saes, found, strict=True):
-            rows = Batch.of(batch.to(sae.W_enc), sae.d_in)
+            rows = Batch.of(moved(batch, sae.W_enc.device).to(sae.W_enc.dtype), sae.d_in)
             z = sae.codes(rows.x)
             by_prefix = sae.predicted(rows.x, z)
             own.update(rows.y, by_prefix[:, -1], z, by_prefix)

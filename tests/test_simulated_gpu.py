@@ -29,7 +29,7 @@ CASES = [case if (SOLVERS.index(case[0]), ACTS.index(case[1])) in QUICK else pyt
 @pytest.fixture(autouse=True)
 def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products as a device takes them, on the CPU too: then the results are the same to the bit."""
-    monkeypatch.setattr("saecli.codes.few_entries", lambda mask: None)
+    monkeypatch.setattr("saecli.codes.few_entries", lambda mask, wait=False: None)
     monkeypatch.setattr("saecli.encoding.few_entries", lambda mask: None)
 
     def dense_gradient(indices, values, shape, check_invariants):  # tensors of the device cannot be sparse
@@ -118,3 +118,15 @@ def test_the_device_refuses_what_cuda_refuses() -> None:
         with pytest.raises((RuntimeError, TypeError)):
             wrong()
     assert (here + torch.tensor(1.0)).device.type == "gpu"
+
+
+def test_a_planted_wait_and_a_planted_mix_are_named_by_file_and_line() -> None:
+    planted: dict = {}
+    exec(compile("def wait(x):\n    return x.sum().item()\n\ndef mix(x, y):\n    return x @ y\n",
+                 f"{simulated_gpu.PACKAGE}/solvers/planted.py", "exec"), planted)
+    there = torch.ones(3, 3, device="gpu")
+    with simulated_gpu.waits_within() as found:
+        assert planted["wait"](there) == 9
+    assert found == {"solvers/planted.py:2": 1}
+    with pytest.raises(RuntimeError, match=r"CPU tensors .* at solvers/planted\.py:5"):
+        planted["mix"](there, torch.ones(3, 3))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import formats
 from ..console import Listener
-from ..devices import device_named
+from ..devices import carried, device_named
 from ..dictionary import SAE
 from ..errors import ConfigError, HubError, RunError
 from ..formats import SavedSAE
@@ -205,8 +205,9 @@ class Measured:
         device; the listener shows progress."""
         done = 0
         with listener.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
-            for batch in self.rows.sequential(self.batch_rows):
-                yield torch.from_numpy(batch).to(self.sae.W_enc)
+            W_enc = self.sae.W_enc
+            for batch in carried(self.rows.sequential(self.batch_rows), W_enc.device):
+                yield batch.to(W_enc.dtype)
                 done += len(batch)
                 show(done)
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..devices import moved
 from ..errors import ModelError
 from ..language_model import LanguageModel, Place
 from ..memory import is_out_of_memory
@@ -69,8 +70,8 @@ class Forward:
                 found = found or [(rows.new_empty(block.rows, rows.shape[1]), norms.new_empty(block.specials))
                                   for rows, norms in parts]
                 for (all_rows, all_norms), (rows, norms) in zip(found, parts, strict=True):
-                    all_rows.index_copy_(0, batch.rows.to(rows.device), rows)
-                    all_norms.index_copy_(0, batch.specials.to(norms.device), norms)
+                    all_rows.index_copy_(0, moved(batch.rows, rows.device), rows)
+                    all_norms.index_copy_(0, moved(batch.specials, norms.device), norms)
                 fits = True
             except RuntimeError as error:
                 if not is_out_of_memory(error):
@@ -85,7 +86,7 @@ class Forward:
 
     def _read(self, batch: Batch, places: Sequence[Place]) -> list[tuple[Tensor, Tensor]]:
         """A batch's rows, and its norms at special tokens, at each place."""
-        kept, special = batch.kept.to(self._model.device), batch.special.to(self._model.device)
+        kept, special = moved(batch.kept, self._model.device), moved(batch.special, self._model.device)
 
         def take(activations: Tensor) -> tuple[Tensor, Tensor]:
             flat = activations.flatten(0, 1)

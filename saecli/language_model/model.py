@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from ..devices import moved
 from ..errors import ConfigError, ModelError
 from .source import DTYPE_WORD, UNLOADABLE, ModelSource, explained, no_tokenizer
 from .weights import Outline
@@ -166,7 +167,8 @@ class LanguageModel:
             for place in places:
                 hooks.enter_context(self.intercepted(*place, partial(note, place)))
             try:
-                self.model(input_ids=token_ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False)
+                self.model(input_ids=moved(token_ids, self.device), attention_mask=moved(mask, self.device),
+                           use_cache=False)
             except _Reached:
                 return [found[place] for place in places]
         never = next(place for place in places if place not in found)
@@ -175,7 +177,8 @@ class LanguageModel:
     @torch.no_grad()
     def logits(self, token_ids: Tensor, mask: Tensor) -> Tensor:
         """The logits, (B, T, vocabulary), float32; arguments as in `read`. Needs a model loaded with its head."""
-        output = self.model(input_ids=token_ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False)
+        output = self.model(input_ids=moved(token_ids, self.device), attention_mask=moved(mask, self.device),
+                           use_cache=False)
         return output.logits.float()
 
     @contextmanager

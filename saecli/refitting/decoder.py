@@ -22,7 +22,7 @@ import torch
 from ..batch import Batch
 from ..codes import Codes
 from ..console import Listener
-from ..devices import free_memory, moved
+from ..devices import carried, free_memory
 from ..dictionary import SAE
 from ..distributed import ALONE
 from ..errors import MachineError, RunError, TrainingError
@@ -117,5 +117,5 @@ def _system(sae: SAE, rows: AnyRows) -> System:
 
 def _batches(sae: SAE, rows: AnyRows) -> Iterable[Batch]:
     """The rows in stored order, in the SAE's dtype and on its device."""
-    for batch in rows.sequential(SUMMED_ROWS):
-        yield Batch.of(moved(torch.from_numpy(batch), sae.W_enc.device).to(sae.W_enc.dtype), sae.d_in)
+    for batch in carried(rows.sequential(SUMMED_ROWS), sae.W_enc.device):
+        yield Batch.of(batch.to(sae.W_enc.dtype), sae.d_in)

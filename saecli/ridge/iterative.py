@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..codes import Codes, Prefixes, SparseCodes, joined
+from ..codes import Codes, DenseCodes, Prefixes, SparseCodes, joined
 from ..errors import TrainingError
 from .system import NOT_FINITE, AllReduce, Factorisation, System, reduced
 
@@ -139,6 +139,8 @@ class StreamedCodes(System):
     def add(self, codes: Codes, y: Tensor) -> None:
         """Add a block of rows: codes (B, F), kept if they fit, and targets (B, E)."""
         self.changed()
+        if isinstance(codes, DenseCodes):
+            codes = codes.compact()
         self.count += len(y)
         self.sum_z += codes.sums()
         self.sum_y += y.sum(0)

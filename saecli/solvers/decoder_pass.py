@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..codes import Codes
+from ..devices import moved
 from ..dictionary import Dictionary
 from ..distributed import Communicator
 from ..ridge import TOLERANCE, DecoderState, HeldRows, SkipSums, StreamedCodes, System
@@ -90,7 +91,7 @@ class DecoderPass:
             y = torch.cat([y, batch.x], 1)
         sampled = (numbers % (1 if self._holds else self._stride) == 0).nonzero()[:, 0]
         if len(sampled):
-            here = sampled.to(y.device)
+            here = moved(sampled, y.device)
             self._z.append(codes.dense_rows(here))
             self._y.append(y[here])
             self._numbers.append(numbers[sampled])
