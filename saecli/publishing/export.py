@@ -13,7 +13,7 @@ from ..console import Listener, listening
 from ..dictionary import SAE
 from ..errors import ConfigError, FormatError, StoreError
 from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, measured, opened
-from ..formats import FORMATS, SavedSAE, stand_in
+from ..formats import FORMATS, WRITABLE, SavedSAE, stand_in
 from ..home import Home
 from ..metrics import Reconstruction
 
@@ -40,13 +40,16 @@ class Conversion:
         """A sentence on the deviation, if any."""
         if (found := self.deviation) is None:
             return None
-        change = (f"{self.format} has no {self.original.activation.name}: wrote {self.written.sae.activation.name}, "
-                  f"which clips at zero")
+        kind, instead = self.original.activation.name, self.written.sae.activation.name
+        change = (f"{self.format} applies a ReLU to the k largest pre-activations in its topk, this run's {kind} keeps "
+                  f"their signs: wrote {instead}, which is {self.format}'s topk")
         if not found["rows_that_differ"]:
-            return f"{change}; the two agree on all {found['rows']:,} held-out rows of {found['data']}"
-        return (f"{change}; of the {found['rows']:,} held-out rows of {found['data']} "
-                f"{found['rows_that_differ'] / found['rows']:.2%} differ, by up to {found['max_difference']:.3g}, and "
-                f"fvu goes from {found['fvu']:.4g} to {found['fvu_written']:.4g}")
+            return (f"{change}; the two agree on all {found['rows']:,} held-out rows of {found['data']}, none of which "
+                    "has a negative code")
+        return (f"{change}; {found['rows_that_differ'] / found['rows']:.2%} of the {found['rows']:,} held-out rows of "
+                f"{found['data']} have negative codes, which become 0: predictions change by up to "
+                f"{found['max_difference']:.3g}, and fvu goes from {found['fvu']:.4g} to {found['fvu_written']:.4g}; "
+                f"train with --act {instead} to have the same SAE in both")
 
 
 def converted(saved: SavedSAE, to: str, held_out: Callable[[], Measured], listener: Listener) -> Conversion:
@@ -113,7 +116,8 @@ def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, hom
 
     Args:
         sae: as in `evaluate`.
-        to: saelens, sparsify, dictionary-learning, gemma-scope, circuit-tracer or native.
+        to: saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2, circuit-tracer or native; also with _
+            for -.
         out: folder to write, new or empty; it appears whole or not at all.
         data: rows to measure the difference on, as in `evaluate`.
         home: as in `evaluate`.
@@ -128,9 +132,9 @@ def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, hom
         FormatError: the folder is in use, or the format cannot express the SAE.
         SaeError: as in `evaluate`.
     """
-    if to not in FORMATS:
-        raise ConfigError("to", "must be one of {choices}, got {got!r}", choices=", ".join(FORMATS), got=to)
-    return exported(Home.at(home), sae, to, Path(out), data, listening(progress))
+    if formats.named(to) not in WRITABLE:
+        raise ConfigError("to", "must be one of {choices}, got {got!r}", choices=", ".join(WRITABLE), got=to)
+    return exported(Home.at(home), sae, formats.named(to), Path(out), data, listening(progress))
 
 
 def exported(home: Home, sae: SAELike, to: str, out: Path, data: RowsLike, listener: Listener) -> dict[str, Any]:
