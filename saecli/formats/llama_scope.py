@@ -60,11 +60,12 @@ def load_llama_scope(folder: Path) -> SavedSAE:
     normalisation."""
     config = read_config(folder / CONFIG, Hyperparameters)
     norms, threshold = config.dataset_average_activation_norm, config.jump_relu_threshold
-    for name, value in {"jump_relu_threshold": threshold,
-                        **{f"dataset_average_activation_norm.{end}": norms.get(end) for end in ("in", "out")}}.items():
-        if value is None or not 0 <= value < math.inf or (value == 0 and value is not threshold):
-            raise FormatError(f"{folder / CONFIG}: expected a positive number in {name}, got {value}; the file is "
-                              "damaged")
+    if not all(0 < norms.get(end, math.nan) < math.inf for end in ("in", "out")):
+        raise FormatError(f"{folder / CONFIG}: expected positive numbers `in` and `out` in "
+                          f"dataset_average_activation_norm, got {norms}; the file is damaged")
+    if not 0 <= threshold < math.inf:
+        raise FormatError(f"{folder / CONFIG}: expected jump_relu_threshold of at least 0, got {threshold}; negative "
+                          "codes cannot be expressed here")
     path = next(path for place in PLACES if (path := folder / place).is_file())
     found, _ = read_safetensors(path)
     expect_names(path, found, set(NAMES))
