@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import published
 import pytest
 import torch
 from damage import damaged
@@ -38,8 +39,21 @@ def old_torch(folder: Path) -> Path:
     return folder
 
 
+def crosscoder(folder: Path) -> Path:
+    return published.gemma_scope_2_crosscoder(folder).path
+
+
+def llama_scope(folder: Path) -> Path:
+    return published.llama_scope(folder, moved=True).path
+
+
+def qwen_scope(folder: Path) -> Path:
+    return published.qwen_scope(folder, k=4).path.parent
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [*WRITABLE, old_torch], ids=lambda write: getattr(write, "__name__", write))
+@pytest.mark.parametrize("write", [*WRITABLE, old_torch, crosscoder, llama_scope, qwen_scope],
+                         ids=lambda write: getattr(write, "__name__", write))
 def test_damage_is_told_in_one_sentence_that_names_the_place_or_does_not_matter(
         tmp_path: Path, write: str | Callable[[Path], Path]) -> None:
     folder = write(tmp_path / "sae") if callable(write) else saved(write, tmp_path / "sae")
