@@ -51,8 +51,8 @@ def test_a_signed_topk_is_written_clipped_and_the_difference_measured_on_held_ou
         "max_difference": pytest.approx(float((x_hat - clipped).abs().max()), rel=1e-5),
         "fvu": pytest.approx(float((x_hat - x).square().sum(1).mean() / variance), rel=1e-5),
         "fvu_written": pytest.approx(float((clipped - x).square().sum(1).mean() / variance), rel=1e-5)}
-    assert (f"{name} applies a ReLU to the k largest pre-activations in its topk, this run's topk keeps their signs: "
-            f"wrote relu-topk, which is {name}'s topk; {short.double().mean():.2%} of the {len(x)} held-out rows of "
+    assert (f"the topk of {name} applies a ReLU to the k largest pre-activations, and topk here keeps their signs: "
+            f"wrote relu-topk, which {name} calls topk; {short.double().mean():.2%} of the {len(x)} held-out rows of "
             "rows have negative codes, which become 0") in done.err
     assert "train with --act relu-topk to have the same SAE in both" in done.err
 

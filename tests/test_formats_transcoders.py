@@ -282,7 +282,7 @@ def test_a_signed_topk_of_a_transcoder_is_written_clipped_and_the_difference_mea
     assert done.json["written_as"] == "relu-topk"
     fvu = (mine(x) - y).square().sum() / (y - y.mean(0)).square().sum()
     assert done.json["deviation"]["fvu"] == pytest.approx(fvu.item(), rel=1e-4)
-    assert "this run's topk keeps their signs: wrote relu-topk, which is sparsify's topk" in done.err
+    assert "and topk here keeps their signs: wrote relu-topk, which sparsify calls topk" in done.err
     done = sae("export", "run", "--to", "saelens", "--out", tmp_path / "other")
     assert "saelens cannot express the activation topk of a transcoder" in done.err and "use sparsify" in done.err
 

@@ -164,7 +164,7 @@ def test_a_signed_topk_is_native_where_saelens_would_change_rows_and_says_so(sae
         "clipped/cfg.json", "clipped/sae_weights.safetensors"}
     assert sae("push", "positive", "someone/saes").status == 0  # which keeps what is said of the others
     card = hub.repos["someone/saes"].files["README.md"].decode()
-    assert "\n- `clipped`: saelens applies a ReLU to the k largest pre-activations in its topk" in card
+    assert "\n- `clipped`: the topk of saelens applies a ReLU to the k largest pre-activations" in card
 
 
 def test_layers_for_circuit_tracer_are_pushed_into_one_folder_in_which_other_formats_are_replaced(

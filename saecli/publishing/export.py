@@ -17,6 +17,9 @@ from ..formats import FORMATS, WRITABLE, SavedSAE, stand_in
 from ..home import Home
 from ..metrics import Reconstruction
 
+CLIPPING = ("the topk of {to} applies a ReLU to the k largest pre-activations, and topk here keeps their "
+            "signs")  # why `stand_in` stands in
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -40,16 +43,14 @@ class Conversion:
         """A sentence on the deviation, if any."""
         if (found := self.deviation) is None:
             return None
-        kind, instead = self.original.activation.name, self.written.sae.activation.name
-        change = (f"{self.format} applies a ReLU to the k largest pre-activations in its topk, this run's {kind} keeps "
-                  f"their signs: wrote {instead}, which is {self.format}'s topk")
+        instead = self.written.sae.activation.name
+        change = f"{CLIPPING.format(to=self.format)}: wrote {instead}, which {self.format} calls topk"
         if not found["rows_that_differ"]:
             return (f"{change}; the two agree on all {found['rows']:,} held-out rows of {found['data']}, none of which "
                     "has a negative code")
         return (f"{change}; {found['rows_that_differ'] / found['rows']:.2%} of the {found['rows']:,} held-out rows of "
                 f"{found['data']} have negative codes, which become 0: predictions change by up to "
-                f"{found['max_difference']:.3g}, and fvu goes from {found['fvu']:.4g} to {found['fvu_written']:.4g}; "
-                f"train with --act {instead} to have the same SAE in both")
+                f"{found['max_difference']:.3g}, and fvu goes from {found['fvu']:.4g} to {found['fvu_written']:.4g}")
 
 
 def converted(saved: SavedSAE, to: str, held_out: Callable[[], Measured], listener: Listener) -> Conversion:
@@ -88,9 +89,8 @@ def _deviation(sae: SAE, stand_in: SAE, to: str, held_out: Callable[[], Measured
     try:
         one = held_out()
     except StoreError as error:
-        raise ConfigError(None, "{to} lacks the activation {lacking}", "writing {instead} in its place needs rows to "
-                                "measure the difference on, but {error}", to=to, lacking=sae.activation.name,
-                          instead=stand_in.activation.name, error=error) from error
+        raise ConfigError(None, CLIPPING, "writing {instead} in its place needs rows to measure the difference on, but "
+                                          "{error}", to=to, instead=stand_in.activation.name, error=error) from error
     sae, stand_in = one.sae, stand_in.copy_to(one.sae.W_enc.device)
     exact, instead = (Reconstruction(sae.d_out, sae.d_sae) for _ in range(2))
     differ, largest = 0, 0.0
@@ -146,7 +146,8 @@ def exported(home: Home, sae: SAELike, to: str, out: Path, data: RowsLike, liste
                           activation=saved.sae.activation.name)
     formats.save(found.written, to, out)
     if found.remark is not None:
-        listener.note(found.remark)
+        advice = f"; train with --act {found.written.sae.activation.name} to have the same SAE in both"
+        listener.note(found.remark + (advice if found.deviation["rows_that_differ"] else ""))
     return {"run": subject.name, "format": to, "path": str(out), "activation": saved.sae.activation.name,
             "written_as": found.written.sae.activation.name, "deviation": found.deviation,
             "files": sorted(path.name for path in out.iterdir())}
