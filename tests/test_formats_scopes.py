@@ -162,6 +162,14 @@ def test_a_crosscoder_is_measured_on_the_stores_of_its_places(sae: CommandLine, 
     assert found["l0"] == pytest.approx((published.codes != 0).sum(1).mean(), rel=1e-3)
 
 
+def test_a_crosscoder_is_refused_for_gemma_scope_2_whose_latents_read_one_place(sae: CommandLine,
+                                                                                tmp_path: Path) -> None:
+    folder = gemma_scope_2_crosscoder(tmp_path / "crosscoder").path
+    done = sae("export", folder, "--to", "gemma-scope-2", "--out", tmp_path / "out")
+    assert (done.status, done.err.count("\n")) == (1, 1) and "cannot express a crosscoder" in done.err
+    assert not (tmp_path / "out").exists()
+
+
 def without(name: str) -> Callable[[Path], Path]:
     """A Gemma Scope 2 transcoder without one of its tensors."""
     def folder(path: Path) -> Path:
@@ -254,6 +262,12 @@ def test_saelens_makes_the_same_of_these_folders(tmp_path: Path) -> None:
         "transcoder": gemma_scope_2(gemma / "transcoder" / "layer_17_width_16k_l0_big_affine", "transcoder", True),
         "llama": llama_scope(tmp_path / "Llama3_1-8B-Base-LXR-8x" / "Llama3_1-8B-Base-L15R-8x", unit_norms=True),
         "qwen": qwen_scope(tmp_path / QWEN)}
+    for name, skip in (("gemma-ours", {}), ("transcoder-ours", {"W_skip": torch.eye(D) / 2})):
+        ours, x = random_sae(JumpRelu()).changed(threshold=torch.rand(F), **skip), torch.from_numpy(ROWS).float()
+        folder = gemma / ("transcoder" if skip else "mlp_out") / "layer_3_width_16k_l0_small"
+        save(SavedSAE(ours, MLP if skip else {"model": "google/gemma-3-4b-pt", "layer": 3, "site": "mlp_out"}),
+             "gemma-scope-2", folder)
+        published[name] = Published(folder, ours.encode(x).numpy(), ours(x).numpy())
     np.save(tmp_path / "rows.npy", ROWS.astype(np.float32))
     words = [f"{name}={one.path.relative_to(tmp_path)}" for name, one in published.items()]
     done = subprocess.run([python, LIBRARY, tmp_path, *words], capture_output=True, text=True)

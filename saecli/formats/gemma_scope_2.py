@@ -118,7 +118,11 @@ def _origin(hook: Any, of: str = "") -> dict[str, Any]:
 
 def save_gemma_scope_2(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE or a transcoder, its activation one of `WRITTEN`, to an existing folder as Gemma Scope 2's are
-    published, in float32; places that have no name there are left out."""
+    published, in float32, places that have no name there left out; FormatError if it is a crosscoder, whose latents
+    read all its places."""
+    if saved.sae.widths:
+        raise FormatError("gemma-scope-2 cannot express a crosscoder whose latents read several places: expected an "
+                          "SAE or a transcoder; use saelens, which takes it for an SAE of its rows side by side")
     sae, origin = saved.sae.copy_to(torch.float32), saved.origin
     modules = {site: module for module, site in SITES.items()}
     config = {"architecture": "jump_relu", "type": "transcoder" if saved.is_transcoder else "sae", "width": sae.d_sae,

@@ -75,8 +75,8 @@ def load_llama_scope(folder: Path) -> SavedSAE:
     if config.d_model != sae.d_in:
         raise FormatError(f"{path}: expected encoder.weight of d_model columns, {config.d_model}, got {sae.d_in}")
     scale_in, scale_out = (norms[end] / math.sqrt(sae.d_in) for end in ("in", "out"))
-    written = sae.W_dec.double().norm(dim=1) * scale_out  # what a code of 1 adds to the raw prediction
-    thresholds = (threshold / written.masked_fill(written == 0, 1)).to(sae.W_dec.dtype)
+    written = sae.W_dec.norm(dim=1) * scale_out  # what a code of 1 adds to the raw prediction
+    thresholds = threshold / written.masked_fill(written == 0, 1)
     folded = sae.changed(threshold=thresholds).on_raw_rows(
         *(sae.W_dec.new_full((width,), value) for width, value in (
             (sae.d_in, 0), (sae.d_in, scale_in), (sae.d_out, 0), (sae.d_out, scale_out))))

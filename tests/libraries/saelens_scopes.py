@@ -3,8 +3,8 @@ environment that has sae-lens.
 
     python saelens_scopes.py FOLDER NAME=PATH ...
 
-PATH, in FOLDER, is a folder or a file laid out as on the hub, NAME the release; codes and reconstructions of
-FOLDER/rows.npy go to FOLDER/NAME.npz.
+PATH, in FOLDER, is a folder or a file laid out as on the hub, NAME the release up to a `-`; codes and reconstructions
+of FOLDER/rows.npy go to FOLDER/NAME.npz.
 """
 
 import json
@@ -26,17 +26,18 @@ MODEL = {"gemma": "google", "transcoder": "google", "llama": "fnlp", "qwen": "Qw
 @torch.no_grad()
 def record(folder: Path, name: str, repo: Path, place: Path, rows: torch.Tensor) -> None:
     """Keeps codes and reconstructions of the rows."""
+    kind = name.partition("-")[0]
     loaders.hf_hub_download = lambda repo_id, filename, subfolder="", force_download=False: str(
         repo / subfolder / filename)
     loaders.get_safetensors_tensor_shapes = lambda repo_id, filename: {
         key: list(one.shape) for key, one in load_file(repo / filename).items()}
 
     def load(cfg_overrides: dict[str, Any], **further: Any) -> tuple:
-        widths = {"d_in": rows.shape[1], "d_sae": 20} if name == "qwen" else {}  # else of Qwen's own models
-        return CONVERTERS[name](cfg_overrides=cfg_overrides | widths | {"dtype": "float32"}, **further)
+        widths = {"d_in": rows.shape[1], "d_sae": 20} if kind == "qwen" else {}  # else of Qwen's own models
+        return CONVERTERS[kind](cfg_overrides=cfg_overrides | widths | {"dtype": "float32"}, **further)
 
-    sae = SAE.from_pretrained(f"{MODEL[name]}/{repo.name}", place.as_posix(), converter=load, dtype="float32")
-    if name == "llama":  # which SAELens does for the releases that it knows by name
+    sae = SAE.from_pretrained(f"{MODEL[kind]}/{repo.name}", place.as_posix(), converter=load, dtype="float32")
+    if kind == "llama":  # which SAELens does for the releases that it knows by name
         config = json.loads((repo / place / "hyperparams.json").read_text())
         sae.fold_activation_norm_scaling_factor(
             config["d_model"] ** 0.5 / config["dataset_average_activation_norm"]["in"])
