@@ -65,17 +65,23 @@ def gemma_scope_2(folder: Path, kind: str = "sae", affine: bool = False, width: 
     return Published(folder, codes, codes @ w["w_dec"] + w["b_dec"] + skip)
 
 
-def gemma_scope_2_crosscoder(folder: Path, **config: Any) -> Published:
-    """A weakly causal crosscoder of layers 5, 9 and 12 of Gemma 3 270M."""
-    codes, predicted = [], np.zeros((len(WIDE_ROWS), PLACES, D))
+def gemma_scope_2_crosscoder(folder: Path, stacked: bool = False, **config: Any) -> Published:
+    """A weakly causal crosscoder of layers 5, 9 and 12 of Gemma 3 270M; `stacked`: in one file."""
+    codes, predicted, parts = [], np.zeros((len(WIDE_ROWS), PLACES, D)), []
     for place in range(PLACES):
         arrays = normals(place, w_enc=(D, F), b_enc=(F,), w_dec=(F, PLACES, D), b_dec=(D,), threshold=(F,))
         arrays["w_dec"][:, :place] = 0  # earlier layers are not written to
-        w = write(folder / f"params_layer_{place}.safetensors", arrays)
+        path = folder / f"params_layer_{place}.safetensors"
+        w = write(path, arrays)
+        parts.append(arrays)
+        if stacked:
+            path.unlink()
         x = WIDE_ROWS[:, place * D:(place + 1) * D]
         codes.append(jumprelu(x @ w["w_enc"] + w["b_enc"], w["threshold"]))
         predicted += np.einsum("bf,fpd->bpd", codes[-1], w["w_dec"])
         predicted[:, place] += w["b_dec"]
+    if stacked:
+        write(folder / "params.safetensors", {name: np.stack([part[name] for part in parts]) for name in parts[0]})
     hook = "model.layers.{5,9,12}.output"
     (folder / "config.json").write_text(json.dumps({
         "architecture": "jump_relu", "model_name": "google/gemma-3-270m-pt", "width": PLACES * F, "l0": 150,

@@ -63,8 +63,9 @@ def test_gemma_scope_2_transcoders_match_their_formula_with_a_skip_and_without(
                             "target_site": "mlp_out"}
 
 
-def test_a_gemma_scope_2_crosscoder_matches_its_formula_place_by_place(tmp_path: Path) -> None:
-    found = assert_agrees(gemma_scope_2_crosscoder(tmp_path), WIDE_ROWS)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_gemma_scope_2_crosscoder_matches_its_formula_place_by_place(tmp_path: Path, stacked: bool) -> None:
+    found = assert_agrees(gemma_scope_2_crosscoder(tmp_path, stacked), WIDE_ROWS)
     assert recognise(tmp_path) == "gemma-scope-2" and not found.is_transcoder
     assert (found.sae.widths, found.sae.d_sae) == ((D,) * PLACES, PLACES * F)
     assert found.origin == {"model": "google/gemma-3-270m-pt", "layer": 5, "site": "resid_post"}
@@ -204,13 +205,17 @@ def text_in(name: str, text: str) -> Callable[[Path], Path]:
     (lambda path: gemma_scope_2(path, type="clt").path, "type 'clt' cannot be expressed here; expected 'sae' or 't"),
     (lambda path: gemma_scope_2(path, affine_connection=True).path, r"missing \['affine_skip_connection'\]"),
     (lambda path: gemma_scope_2(path, type="crosscoder").path,
-     r"expected a file params_layer_\*.safetensors for each layer in hf_hook_point_in, of which there are 1, got none"),
+     r"params.safetensors: expected .* with one entry for each layer in hf_hook_point_in, of which there are 1, got"),
     (lambda path: gemma_scope_2_crosscoder(path, type="sae").path, "there is no file .*/params.safetensors"),
     (lambda path: gemma_scope_2_crosscoder(path, hf_hook_point_in="x").path, "of which there are 0, got params_layer"),
     (without("threshold"), r"params.safetensors: .*missing \['threshold'\]"),
     (without("affine_skip_connection"), r"missing \['affine_skip_connection'\]"),
     (without_a_place, "of which there are 3, got params_layer_0.safetensors, params_layer_2.safetensors; fetch"),
-    (with_narrow_place, r"params_layer_2.safetensors: expected w_dec of shape \(20, 3, 8\), got \(20, 2, 8\)"),
+    (with_narrow_place,
+     r"params_layer_2.safetensors: expected w_dec of shape \(20, 3, 8\) for each place, got \(20, 2, 8\)"),
+    (lambda path: gemma_scope_2_crosscoder(path, True, hf_hook_point_in=None).path, "there are 0, got shape"),
+    (lambda path: gemma_scope_2_crosscoder(path, True, hf_hook_point_in="model.layers.{5,9}.output").path,
+     "there are 2, got shape"),
     (lambda path: llama_scope(path, act_fn="topk").path, "act_fn: expected 'jumprelu', got 'topk'"),
     (lambda path: llama_scope(path, norm_activation="token-wise").path, "norm_activation: expected 'dataset-wise'"),
     (lambda path: llama_scope(path, use_glu_encoder=True).path, "use_glu_encoder: expected False"),

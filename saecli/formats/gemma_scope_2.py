@@ -5,8 +5,9 @@ affine_skip_connection (D, E), applied as `x @ affine_skip_connection`. The conf
 in transformers (`hf_hook_point_in`, `hf_hook_point_out`).
 
 A crosscoder of n layers, `model.layers.{5,9,12,15}.output`, is weakly causal: file `params_layer_I.safetensors` has
-latents that read place I alone, w_enc (D, F), and write to all n, w_dec (F, n, D); b_dec (D,) is place I's. Here it is
-one SAE of n F latents over the places side by side, whose encoder is zero outside its diagonal blocks.
+latents that read place I alone, w_enc (D, F), and write to all n, w_dec (F, n, D); b_dec (D,) is place I's. The same
+tensors stacked in one `params.safetensors`, as the release's own class holds them, are read too. Here it is one SAE of
+n F latents over the places side by side, whose encoder is zero outside its diagonal blocks.
 
 Checked against what SAELens 6.54 reads (its loader `gemma_3`, which has no crosscoders).
 """
@@ -78,28 +79,42 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
 
 def _side_by_side(folder: Path, places: int) -> tuple[dict[str, Tensor], tuple[int, ...]]:
     """The tensors of a crosscoder over all its places, and the places' widths."""
-    files = [folder / PLACES.replace("*", str(place)) for place in range(places)]
     there = {path.name for path in folder.glob(PLACES)}
-    if not files or there != {path.name for path in files}:
+    files = [folder / PLACES.replace("*", str(place)) for place in range(places)]
+    if not there and (folder / WHOLE).is_file():
+        parts = _unstacked(folder / WHOLE, places)
+        files = [folder / WHOLE] * places
+    elif there != {path.name for path in files}:
         raise FormatError(f"{folder}: expected a file {PLACES} for each layer in hf_hook_point_in, of which there are "
-                          f"{places}, got {', '.join(sorted(there)) or 'none'}; fetch the whole folder again")
-    parts: list[dict[str, Tensor]] = []
-    for path in files:
-        part, _ = read_safetensors(path)
-        expect_names(path, part, set(NAMES))
-        first = parts[0] if parts else part
-        width, latents = first["b_dec"].numel(), first["b_enc"].numel()
-        shapes = {"w_enc": (width, latents), "b_enc": (latents,), "w_dec": (latents, places, width),
-                  "b_dec": (width,), "threshold": (latents,)}
+                          f"{places}, got {', '.join(sorted(there))}; fetch the whole folder again")
+    else:
+        parts = [read_safetensors(path)[0] for path in files]
+        for path, part in zip(files, parts, strict=True):
+            expect_names(path, part, set(NAMES))
+    width, latents = parts[0]["b_dec"].numel(), parts[0]["b_enc"].numel()
+    shapes = {"w_enc": (width, latents), "b_enc": (latents,), "w_dec": (latents, places, width), "b_dec": (width,),
+              "threshold": (latents,)}
+    for path, part in zip(files, parts, strict=True):
         for name, shape in shapes.items():
             if tuple(part[name].shape) != shape:
-                raise FormatError(f"{path}: expected {name} of shape {shape}, got {tuple(part[name].shape)}")
-        parts.append(part)
+                raise FormatError(f"{path}: expected {name} of shape {shape} for each place, got "
+                                  f"{tuple(part[name].shape)}")
     entries = places**2 * width * latents  # of either matrix
-    check_memory(str(folder), 2 * entries * first["w_enc"].dtype.itemsize, TO_FIT)
+    check_memory(str(folder), 2 * entries * parts[0]["w_enc"].dtype.itemsize, TO_FIT)
     stacked = {ours: torch.cat([part[theirs].flatten(1) if theirs == "w_dec" else part[theirs] for part in parts])
                for theirs, ours in NAMES.items() if theirs != "w_enc"}
     return stacked | {"W_enc": torch.block_diag(*(part["w_enc"] for part in parts))}, (width,) * places
+
+
+def _unstacked(path: Path, places: int) -> list[dict[str, Tensor]]:
+    """The tensors of each place, in a file of all."""
+    found, _ = read_safetensors(path)
+    expect_names(path, found, set(NAMES))
+    for name, tensor in found.items():
+        if not tensor.ndim or len(tensor) != places or not places:
+            raise FormatError(f"{path}: expected {name} of a crosscoder with one entry for each layer in "
+                              f"hf_hook_point_in, of which there are {places}, got shape {tuple(tensor.shape)}")
+    return [{name: tensor[place] for name, tensor in found.items()} for place in range(places)]
 
 
 def _layers(hook: Any) -> list[int]:
