@@ -206,6 +206,13 @@ def two_layers(folder: Path) -> Path:
     return circuit_tracer_folder(circuit_tracer_folder(folder, made(Relu)), made(Relu), layer=6)
 
 
+def test_one_layer_of_several_is_opened_by_its_file(tmp_path: Path) -> None:
+    folder = two_layers(tmp_path)
+    for layer in (5, 6):
+        assert load(folder / f"layer_{layer}.safetensors").origin["layer"] == layer
+    assert recognise(folder / "config.yaml") is None
+
+
 def renamed(folder: Path) -> Path:
     (circuit_tracer_folder(folder, made(Relu)) / "layer_5.safetensors").rename(folder / "layer_x.safetensors")
     return folder
