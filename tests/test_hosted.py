@@ -221,7 +221,7 @@ SCOPES = {  # places, the files fetched from each, and the folder or file as pub
 
 
 @pytest.mark.parametrize("place", SCOPES)
-def test_the_layouts_of_2026_are_opened_by_place_and_only_their_files_fetched(
+def test_the_layouts_of_model_suites_are_opened_by_place_and_only_their_files_fetched(
         sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     address, (files, write) = Address.parse(place), SCOPES[place]
     one = write(tmp_path / "there" / ("." if address.folder.endswith(".pt") else address.folder))

@@ -70,7 +70,7 @@ def load_llama_scope(folder: Path) -> SavedSAE:
     found, _ = read_safetensors(path)
     expect_names(path, found, set(NAMES))
     tensors = renamed(found, NAMES)
-    transcodes = config.hook_point_in != config.hook_point_out is not None
+    transcodes = config.hook_point_out not in (None, config.hook_point_in)
     sae = assemble(path, tensors | {"threshold": torch.zeros_like(tensors["b_enc"])}, JumpRelu(), transcodes=transcodes)
     if config.d_model != sae.d_in:
         raise FormatError(f"{path}: expected encoder.weight of d_model columns, {config.d_model}, got {sae.d_in}")

@@ -27,14 +27,12 @@ class Conversion:
 
     Args:
         format: one of `FORMATS`.
-        original: the SAE.
-        written: the SAE to write: the original, or its stand-in if the format lacks the activation.
-        deviation: of a stand-in from the original on held-out rows: `data`, `rows`, `rows_that_differ`,
+        written: the SAE to write: the one given, or its stand-in if the format lacks the activation.
+        deviation: of a stand-in from the one given on held-out rows: `data`, `rows`, `rows_that_differ`,
             `max_difference`, `fvu`, `fvu_written`.
     """
 
     format: str
-    original: SAE
     written: SavedSAE
     deviation: dict[str, Any] | None = None
 
@@ -68,13 +66,13 @@ def converted(saved: SavedSAE, to: str, held_out: Callable[[], Measured], listen
     """
     lacking, instead = FORMATS[to].lacks(saved), stand_in(saved)
     if lacking is None:
-        return Conversion(to, saved.sae, saved)
+        return Conversion(to, saved)
     if instead is None or not can_be_written(saved, to):
         others = [name for name in FORMATS if name != "native" and can_be_written(saved, name)]
         advice = (f"use {' or '.join(others)}" if others else "no library here can: hand on the run folder, whose "
                                                               "sae.safetensors this tool reads")
         raise FormatError(f"{to} cannot express {lacking}; {advice}")
-    return Conversion(to, saved.sae, instead, _deviation(saved.sae, instead.sae, to, held_out, listener))
+    return Conversion(to, instead, _deviation(saved.sae, instead.sae, to, held_out, listener))
 
 
 def can_be_written(saved: SavedSAE, to: str) -> bool:
