@@ -19,7 +19,7 @@ from .dictionary import SAE
 from .errors import ConfigError, did_you_mean, unknown_choice
 from .evaluation.sae_and_rows import find_subject
 from .evaluation.starts import start_of
-from .formats import FORMATS, SavedSAE
+from .formats import WRITABLE, SavedSAE
 from .home import STORE_MARKER, Home
 from .solvers import SOLVERS
 from .store import ActivationStore, Joined, JoinedRows, Rows
@@ -54,9 +54,9 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
     """Load an SAE trained by `sae train` or another library.
 
     Args:
-        run: a run's name in the home, else a folder with an SAE saved by this tool, SAELens, sparsify,
-            dictionary_learning or Gemma Scope, else such a folder on the Hugging Face hub, as
-            `user/repo/folder@revision`; None for the newest run.
+        run: a run's name in the home, else a folder with an SAE saved by this tool or another, or one of several
+            layers' files there, else such a folder or file on the Hugging Face hub, as `user/repo/folder@revision`;
+            None for the newest run.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
 
     Returns:
@@ -78,18 +78,18 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native",
     Args:
         sae: the SAE.
         folder: new or empty; its parents are created.
-        format: native, saelens, sparsify, dictionary-learning, gemma-scope or circuit-tracer, all of which `load_sae`
-            reads.
+        format: native, saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2 or circuit-tracer, all of
+            which `load_sae` reads; also with _ for -.
         store: the store that it was trained on, so that the files name model, layer and site.
 
     Raises:
         ConfigError: there is no such format.
         FormatError: the folder is in use, or the format cannot express the SAE.
     """
-    if format not in FORMATS:
-        raise unknown_choice("format", format, FORMATS)
+    if formats.named(format) not in WRITABLE:
+        raise unknown_choice("format", format, WRITABLE)
     origin = origin_of(store if isinstance(store, Joined) else Joined((store,))) if store else {}
-    formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin), format, Path(folder))
+    formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin), formats.named(format), Path(folder))
 
 
 def join(*inputs: ActivationStore, target: ActivationStore | None = None) -> Joined:

@@ -50,7 +50,9 @@ def load(name: str) -> Any:
     module = importlib.import_module(f".commands.{'import_' if name == 'import' else name}", __package__)
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
     paragraphs = inspect.getdoc(module.command).split("\n\n")
-    app.command(name, cls=Command, help="\n\n".join(" ".join(lines.split()) for lines in paragraphs))(module.command)
+    spelling = getattr(module.command, "spelling", None)  # of options' choices
+    app.command(name, cls=Command, help="\n\n".join(" ".join(lines.split()) for lines in paragraphs),
+                context_settings={"token_normalize_func": spelling})(module.command)
     command = typer.main.get_command(app)
     command.advanced = getattr(module.command, "advanced", Command.advanced)
     return command

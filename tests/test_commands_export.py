@@ -7,6 +7,7 @@ import pytest
 import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
 
+import saecli
 from saecli.activations import AbsTopK, Activation, JumpRelu, Relu, ReluTopK, SoftTopK, Swish, TopK
 from saecli.formats import load, recognise
 from saecli.store import is_test
@@ -51,7 +52,23 @@ def test_a_signed_topk_is_written_clipped_and_the_difference_measured_on_held_ou
         "max_difference": pytest.approx(float((x_hat - clipped).abs().max()), rel=1e-5),
         "fvu": pytest.approx(float((x_hat - x).square().sum(1).mean() / variance), rel=1e-5),
         "fvu_written": pytest.approx(float((clipped - x).square().sum(1).mean() / variance), rel=1e-5)}
-    assert f"{name} has no topk: wrote relu-topk, which clips at zero; of the {len(x)} held-out rows" in done.err
+    assert (f"the topk of {name} applies a ReLU to the k largest pre-activations, and topk here keeps their signs: "
+            f"wrote relu-topk, which {name} calls topk; {short.double().mean():.2%} of the {len(x)} held-out rows of "
+            "rows have negative codes, which become 0") in done.err
+    assert "train with --act relu-topk to have the same SAE in both" in done.err
+
+
+def test_a_format_may_be_spelt_as_its_library_is(sae: CommandLine, tmp_path: Path) -> None:
+    make_run(sae.home, "run", random_sae())
+    done = sae("export", "run", "--to", "dictionary_learning", "--out", tmp_path / "out", "--json")
+    assert (done.status, done.json["format"]) == (0, "dictionary-learning")
+    found = saecli.export(random_sae(), "dictionary_learning", tmp_path / "other")
+    assert found["format"] == recognise(tmp_path / "other") == "dictionary-learning"
+    saecli.save_sae(random_sae(), tmp_path / "saved", "dictionary_learning")
+    for folder in ("out", "other", "saved"):
+        assert (tmp_path / folder / "config.json").read_bytes() and recognise(tmp_path / folder)
+    done = sae("export", "run", "--to", "dictionary_learn", "--out", tmp_path / "new")
+    assert (done.status, "did you mean dictionary-learning?" in done.err) == (2, True)
 
 
 def test_a_signed_topk_without_negative_codes_is_said_to_agree(sae: CommandLine, tmp_path: Path) -> None:

@@ -174,13 +174,14 @@ def test_circuit_tracer_files_are_what_its_own_loader_asks_for(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("sae", "origin", "name", "said"), [
-    *((made(Relu), MLP, name, "a transcoder; it can be written as saelens or sparsify or circuit-tracer or native")
+    *((made(Relu), MLP, name, "a transcoder; it can be written as saelens or sparsify or gemma-scope-2 or "
+                                             "circuit-tracer or native")
       for name in ("dictionary-learning", "gemma-scope")),
     (made(Relu, True), {}, "gemma-scope", "a transcoder; it can be written as saelens or"),
     (made(Relu), {"layer": 3, "site": "mlp_out"}, "circuit-tracer", "an SAE that is no transcoder; it can be written "
                                                                     "as saelens or sparsify or dictionary-learning"),
     (made(Relu, width=E), MLP, "sparsify", f"targets of {E} dimensions predicted from rows of {D}; expected as many as "
-                                           "the rows'; it can be written as saelens or native"),
+                                           "the rows'; it can be written as saelens or gemma-scope-2 or native"),
     (made(Relu, width=E), MLP, "circuit-tracer", f"targets of {E} dimensions"),
     (made(ReluTopK), MLP, "saelens", "the activation relu-topk of a transcoder; expected one of relu, jumprelu, "
                                      "batchtopk; it can be written as sparsify or native"),
@@ -205,6 +206,13 @@ def two_layers(folder: Path) -> Path:
     return circuit_tracer_folder(circuit_tracer_folder(folder, made(Relu)), made(Relu), layer=6)
 
 
+def test_one_layer_of_several_is_opened_by_its_file(tmp_path: Path) -> None:
+    folder = two_layers(tmp_path)
+    for layer in (5, 6):
+        assert load(folder / f"layer_{layer}.safetensors").origin["layer"] == layer
+    assert recognise(folder / "config.yaml") is None
+
+
 def renamed(folder: Path) -> Path:
     (circuit_tracer_folder(folder, made(Relu)) / "layer_5.safetensors").rename(folder / "layer_x.safetensors")
     return folder
@@ -212,7 +220,7 @@ def renamed(folder: Path) -> Path:
 
 @pytest.mark.parametrize(("folder", "said"), [
     (crossing, "model_kind 'cross_layer_transcoder' cannot be expressed here; expected 'transcoder_set'"),
-    (two_layers, r"holds 2 files layer_\*.safetensors: expected one; put it into a folder of its own"),
+    (two_layers, r"holds 2 files layer_\*.safetensors: expected one; name it, such as \.\.\./layer_5.safetensors$"),
     (renamed, "expected layer_L.safetensors, L the number"),
     (lambda folder: circuit_tracer_folder(folder, made(Relu), thresholds=THRESHOLD - 1), "thresholds below 0 cannot"),
     (lambda folder: circuit_tracer_folder(folder, made(Relu), "model_kind: transcoder_set\nactivation: topk"),
@@ -265,7 +273,7 @@ def test_a_run_on_two_stores_is_a_transcoder_whatever_its_file_says(sae: Command
     assert json.loads((tmp_path / "out" / "cfg.json").read_text())["architecture"] == "transcoder"
     assert load(tmp_path / "out").is_transcoder
     done = sae("export", "run", "--to", "gemma-scope", "--out", tmp_path / "other")
-    assert "cannot express a transcoder; use saelens or sparsify or circuit-tracer" in done.err
+    assert "cannot express a transcoder; use saelens or sparsify or gemma-scope-2 or circuit-tracer" in done.err
     done = sae("export", "run", "--to", "circuit-tracer", "--out", tmp_path / "other")
     assert (done.status, "stores that `sae extract` made" in done.err) == (1, True)
     assert not (tmp_path / "other").exists()
@@ -281,7 +289,7 @@ def test_a_signed_topk_of_a_transcoder_is_written_clipped_and_the_difference_mea
     assert done.json["written_as"] == "relu-topk"
     fvu = (mine(x) - y).square().sum() / (y - y.mean(0)).square().sum()
     assert done.json["deviation"]["fvu"] == pytest.approx(fvu.item(), rel=1e-4)
-    assert "sparsify has no topk: wrote relu-topk" in done.err
+    assert "and topk here keeps their signs: wrote relu-topk, which sparsify calls topk" in done.err
     done = sae("export", "run", "--to", "saelens", "--out", tmp_path / "other")
     assert "saelens cannot express the activation topk of a transcoder" in done.err and "use sparsify" in done.err
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import published
 import pytest
 import torch
 from homes import MLP, CommandLine, make_run, make_store, make_transcoder, random_sae, some_rows
@@ -162,7 +164,7 @@ def test_a_signed_topk_is_native_where_saelens_would_change_rows_and_says_so(sae
         "clipped/cfg.json", "clipped/sae_weights.safetensors"}
     assert sae("push", "positive", "someone/saes").status == 0  # which keeps what is said of the others
     card = hub.repos["someone/saes"].files["README.md"].decode()
-    assert "\n- `clipped`: saelens has no topk: wrote relu-topk" in card
+    assert "\n- `clipped`: the topk of saelens applies a ReLU to the k largest pre-activations" in card
 
 
 def test_layers_for_circuit_tracer_are_pushed_into_one_folder_in_which_other_formats_are_replaced(
@@ -204,6 +206,59 @@ def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(
         "layer_11/width_16k/average_l0_80/params.npz"]})
     new, before = sae("eval", address, f"{address}@{old}", "--json").json["runs"]
     assert before | {"run": address, "unbeaten": None} == found != new
+
+
+SCOPES = {  # places, the files fetched from each, and the folder or file as published
+    "google/gemma-scope-2-4b-pt/transcoder/layer_17_width_16k_l0_big_affine": (
+        ["config.json", "params.safetensors"], lambda folder: published.gemma_scope_2(folder, "transcoder", True)),
+    "google/gemma-scope-2-270m-pt/crosscoder/layer_5_9_12_width_65k_l0_medium": (
+        ["config.json", *(f"params_layer_{place}.safetensors" for place in range(3))],
+        published.gemma_scope_2_crosscoder),
+    "OpenMOSS-Team/Llama3_1-8B-Base-LXR-8x/Llama3_1-8B-Base-L15R-8x": (
+        ["checkpoints/final.safetensors", "hyperparams.json"], published.llama_scope),
+    "Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_4": (["layer5.sae.pt"], published.qwen_scope),
+    "Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_4/layer5.sae.pt": (["layer5.sae.pt"], published.qwen_scope)}
+
+
+@pytest.mark.parametrize("place", SCOPES)
+def test_the_layouts_of_model_suites_are_opened_by_place_and_only_their_files_fetched(
+        sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    address, (files, write) = Address.parse(place), SCOPES[place]
+    one = write(tmp_path / "there" / ("." if address.folder.endswith(".pt") else address.folder))
+    others = {} if address.repo == place else {"layer6.sae.pt": b"large", "other/config.json": b"{}"}
+    hub.add(address.repo, files_of(tmp_path / "there") | others | {"README.md": b"", f"{address.folder}-notes": b""})
+    rows = published.WIDE_ROWS if "crosscoder" in place else published.ROWS
+    for _ in range(2):
+        found = saecli.load_sae(place)
+        assert np.abs(found(torch.from_numpy(rows)).numpy() - one.predicted).max() < 1e-4
+        monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")  # the second time from the cache
+    (snapshot,) = (tmp_path / "cache").glob("*/snapshots/*")
+    folder = snapshot if address.folder.endswith(".pt") else snapshot / address.folder
+    assert sorted(files_of(snapshot)) == [(folder / name).relative_to(snapshot).as_posix() for name in files]
+
+
+def test_of_several_layers_on_the_hub_one_must_be_named(sae: CommandLine, hub: ModelHub, tmp_path: Path) -> None:
+    for layer in (5, 11):
+        published.qwen_scope(tmp_path / "there", layer)
+    repo = "Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_4"
+    hub.add(repo, files_of(tmp_path / "there"))
+    done = sae("eval", repo)
+    assert (done.status, done.err) == (1, f"sae: {repo} holds 2 files layer*.sae.pt: expected one; name it, such as "
+                                          ".../layer11.sae.pt\n")
+    for layer in (11, 5):  # the second with the first beside it in the cache
+        predicted = saecli.load_sae(f"{repo}/layer{layer}.sae.pt")(torch.from_numpy(published.ROWS)).numpy()
+        one = published.qwen_scope(tmp_path / "again", layer)
+        assert np.abs(predicted - one.predicted).max() < 1e-4
+
+
+def test_a_cross_layer_transcoder_is_refused_before_its_weights_are_fetched(
+        sae: CommandLine, hub: ModelHub, tmp_path: Path) -> None:
+    published.gemma_scope_2_crosscoder(tmp_path / "there/clt/width_262k_l0_big", type="clt")
+    hub.add("google/gemma-scope-2-270m-pt", files_of(tmp_path / "there"))
+    done = sae("eval", "google/gemma-scope-2-270m-pt")
+    assert (done.status, done.err.count("\n")) == (1, 2) and "type 'clt' cannot be expressed here" in done.err
+    assert set(files_of(tmp_path / "cache" / "models--google--gemma-scope-2-270m-pt" / "snapshots")) == {
+        f"{hub.repos['google/gemma-scope-2-270m-pt'].head}/clt/width_262k_l0_big/config.json"}
 
 
 def test_many_saes_none_and_no_such_folder_are_told_by_name(sae: CommandLine, hub: ModelHub, tmp_path: Path) -> None:

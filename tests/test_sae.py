@@ -11,7 +11,7 @@ from homes import D, F, make_store, random_sae, sae_for, some_rows
 import saecli
 from saecli.activations import ACTIVATIONS, Activation, TopK
 from saecli.codes import DenseCodes
-from saecli.formats import FORMATS, load, save
+from saecli.formats import WRITABLE, load, save
 
 EVERY = [kind(k=4) if "k" in kind.__dataclass_fields__ else kind() for kind in ACTIVATIONS.values()]
 LEADING = [(), (1,), (7,), (2, 3), (2, 1, 4), (0,), (3, 0), (0, 5, 2)]
@@ -62,7 +62,7 @@ def test_rows_in_the_saes_own_type_are_encoded_and_decoded_as_ever_to_the_bit_an
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", WRITABLE)
 def test_what_other_libraries_saved_takes_the_same(tmp_path: Path, name: str) -> None:
     save(sae_for(name), name, tmp_path / "sae")
     sae, x = load(tmp_path / "sae").sae, torch.from_numpy(some_rows(6)).bfloat16()

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..evaluation.evaluate import TOKENS
-from ..formats import FORMATS
+from ..formats import WRITABLE, named
 from ..hub import Address
 from ..options import Device, Json, run_names, start
 from ..publishing.push import PushOptions, pushed
@@ -17,7 +17,7 @@ Repo = Annotated[str, typer.Argument(metavar="USER/REPO", help="Repository on th
                                      "need be; /FOLDER after it names the folder in it, else a folder of RUN's name.")]
 Private = Annotated[bool, typer.Option("--private", help="Create the repository as private; an existing public one is "
                                                          "refused.")]
-Form = Annotated[Literal[("auto", *FORMATS)], typer.Option(
+Form = Annotated[Literal[("auto", *WRITABLE)], typer.Option(
     "--format", help="Format of the files. auto: saelens if it gives the same codes on all held-out rows, else "
                      "native.")]
 
@@ -38,3 +38,6 @@ def command(ctx: typer.Context, run: Run, repo: Repo, private: Private = False, 
     address = Address(document["repo"], document["folder"])
     session.console.result(document, f"pushed {document['run']} to {address} as {document['format']}: "
                                      f"{', '.join(document['files'])}", document["url"])
+
+
+command.spelling = named

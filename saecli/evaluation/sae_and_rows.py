@@ -34,7 +34,7 @@ class Subject:
 
     Args:
         name: for tables: its run's name, its path below the runs, or the path that was given.
-        folder: that holds it; None for an SAE in memory.
+        folder: that holds it, or of several layers' files its own; None for an SAE in memory.
         data: name of the store that it was trained on; None if unknown.
         split_seed: seed of the split into training and held-out rows.
         fraction: fraction of the training rows that it was trained on, in (0, 1].
@@ -63,8 +63,9 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
 
     Args:
         home: the folder of stores and runs.
-        text: name of a run in the home, else a folder that holds an SAE in any known format, else an address on the
-            Hugging Face hub (see `hub.Address`; with `hf://` only that); None for the newest run.
+        text: name of a run in the home, else a folder that holds an SAE in any known format, or one of several layers'
+            files there, else an address on the Hugging Face hub (see `hub.Address`; with `hf://` only that); None for
+            the newest run.
         note: called with the choice made if the text is ambiguous.
 
     Raises:
@@ -81,7 +82,7 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
     if address is not None and text.startswith(("hf://", "https://")):
         return _hosted(address, note)
     folder = Path(text).expanduser()
-    if folder.is_file():
+    if folder.is_file() and formats.recognise(folder) is None:
         raise RunError(f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
                        f"folder, {folder.parent}")
     if address is not None and folder.is_dir() and is_cached(address):
@@ -104,7 +105,7 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
 
 def _hosted(address: Address, note: Callable[[str], None]) -> Subject:
     found = fetch(address, note)
-    return Subject(str(found.address), found.folder)
+    return Subject(str(found.address), found.path)
 
 
 def _run(folder: Path, marker: str, name: str) -> Subject:

@@ -3,21 +3,31 @@
 To add a format, write `saecli/formats/NAME.py` and a line in `FORMATS`. No format runs code from a file.
 """
 
-import fnmatch
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from ..activations import ACTIVATIONS, Activation, ReluTopK, TopK
 from ..dictionary import SAE
 from ..errors import FormatError
 from ..files import folder_appearing_whole, is_free, is_utf8
-from . import circuit_tracer, dictionary_learning, gemma_scope, native, saelens, sparsify
-from .common import SavedSAE, the_files
+from . import (
+    circuit_tracer,
+    dictionary_learning,
+    gemma_scope,
+    gemma_scope_2,
+    llama_scope,
+    native,
+    qwen_scope,
+    saelens,
+    sparsify,
+)
+from .common import SavedSAE, in_words, matching
 from .native import load_native, save_native
 
-__all__ = ["FORMATS", "STAND_INS", "Format", "SavedSAE", "format_of", "known_files", "load", "load_native", "recognise",
-           "save", "save_native", "stand_in", "the_files"]
+__all__ = ["FORMATS", "STAND_INS", "WRITABLE", "Format", "SavedSAE", "format_of", "known_files", "load", "load_native",
+           "matching", "named", "recognise", "save", "save_native", "stand_in"]
 
 
 @dataclass(frozen=True)
@@ -25,20 +35,49 @@ class Format:
     """A format of SAEs.
 
     Args:
-        files: patterns of the names of the files that a folder of this format holds, one file of each.
-        load: reads the SAE in a folder.
-        save: writes an SAE into an existing folder.
+        files: patterns of the files that a folder of this format holds, one file of each, the weights last; in a
+            pattern, `|` stands between alternatives, and `/` after the name of a folder in the folder.
+        load: reads the SAE in a folder, or with `layers` of each, in a file.
+        save: writes an SAE into an existing folder; None for a format that is only read.
         activations: the activations of SAEs that `save` can express; none if it writes no SAEs.
         transcoders: likewise, of transcoders.
         one_width: whether a transcoder's targets must be as wide as its rows.
+        layers: how many files of weights there may be: one; one for each of several layers, which are SAEs of their
+            own; or one for each place of an SAE, all of which are its own.
+        check: reads the first of the files, and raises a FormatError if it says that the SAE cannot be expressed here,
+            before the weights are fetched from the hub.
     """
 
     files: tuple[str, ...]
     load: Callable[[Path], SavedSAE]
-    save: Callable[[SavedSAE, Path], None]
-    activations: Collection[type[Activation]]
+    save: Callable[[SavedSAE, Path], None] | None = None
+    activations: Collection[type[Activation]] = ()
     transcoders: Collection[type[Activation]] = ()
     one_width: bool = False
+    layers: Literal["one", "each", "all"] = "one"
+    check: Callable[[Path], object] | None = None
+
+    def are_in(self, names: Collection[str]) -> bool:
+        """Whether a folder with these files holds all of this format's."""
+        return all(matching(names, pattern) for pattern in self.files)
+
+    def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
+        """The names of this format's files, the weights last; FormatError if several match one pattern, unless they are
+        all one SAE's.
+
+        Args:
+            names: of the files in a folder.
+            place: the folder, for the message.
+            file: the one of several layers' files that is wanted; None if there is one layer.
+        """
+        there, found = sorted(names), []
+        for pattern in self.files:
+            here = matching([file] if file and pattern == self.files[-1] else there, pattern)
+            if len(here) != 1 and not (self.layers == "all" and pattern == self.files[-1]):
+                such = f"; name it, such as .../{here[0]}" if self.layers == "each" and here else ""
+                raise FormatError(f"{place} holds {len(here)} files {in_words(pattern)}: expected one{such}")
+            found += here
+        return found
 
     def lacks(self, saved: SavedSAE) -> str | None:
         """What `save` cannot express of an SAE, in words with what it can; None if it can express it."""
@@ -66,10 +105,17 @@ FORMATS: dict[str, Format] = {  # the first whose files are all present is used:
                                   dictionary_learning.save_dictionary_learning, dictionary_learning.WRITTEN_AS),
     "gemma-scope": Format((gemma_scope.TENSORS,), gemma_scope.load_gemma_scope, gemma_scope.save_gemma_scope,
                           gemma_scope.WRITTEN),
+    "gemma-scope-2": Format((gemma_scope_2.CONFIG, gemma_scope_2.TENSORS), gemma_scope_2.load_gemma_scope_2,
+                            gemma_scope_2.save_gemma_scope_2, gemma_scope_2.WRITTEN, gemma_scope_2.WRITTEN,
+                            layers="all", check=gemma_scope_2.read_config_of),
+    "llama-scope": Format((llama_scope.CONFIG, llama_scope.TENSORS), llama_scope.load_llama_scope),
+    "qwen-scope": Format((qwen_scope.TENSORS,), qwen_scope.load_qwen_scope, layers="each"),
     "circuit-tracer": Format((circuit_tracer.CONFIG, circuit_tracer.TENSORS), circuit_tracer.load_circuit_tracer,
-                             circuit_tracer.save_circuit_tracer, (), circuit_tracer.WRITTEN, one_width=True),
+                             circuit_tracer.save_circuit_tracer, (), circuit_tracer.WRITTEN, one_width=True,
+                             layers="each"),
     "native": Format((native.FILE_NAME,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()),
 }
+WRITABLE = tuple(name for name, form in FORMATS.items() if form.save is not None)
 
 # For activations that other libraries lack, the nearest SAE that they have.
 STAND_INS: dict[type[Activation], Callable[[SAE], SAE]] = {
@@ -83,33 +129,52 @@ def stand_in(saved: SavedSAE) -> SavedSAE | None:
     return None if instead is None else replace(saved, sae=instead(saved.sae))
 
 
-def recognise(folder: Path) -> str | None:
-    """The name of a folder's format; None if it is unknown."""
-    return format_of(path.name for form in FORMATS.values() for pattern in form.files for path in folder.glob(pattern)
-                     if path.is_file())
+def named(name: str) -> str:
+    """A format's name as in `FORMATS`, where it is spelt as the library's own, such as dictionary_learning."""
+    return name.replace("_", "-")
 
 
-def format_of(names: Iterable[str]) -> str | None:
-    """The name of the format whose files are all among `names`; None if there is none."""
+def recognise(path: Path) -> str | None:
+    """The name of the format of a folder, or of one of several layers' files in it; None if it is unknown."""
+    return format_of(_files_in(path), path.name if path.is_file() else None)
+
+
+def _files_in(path: Path) -> set[str]:
+    """The files that some format's pattern matches, by names relative to a folder, or to a file's folder."""
+    folder = path.parent if path.is_file() else path
+    return {found.relative_to(folder).as_posix() for form in FORMATS.values() for pattern in form.files
+            for one in pattern.split("|") for found in folder.glob(one) if found.is_file()}
+
+
+def format_of(names: Iterable[str], file: str | None = None) -> str | None:
+    """The name of the format whose files are all among `names`; None if there is none.
+
+    Args:
+        names: of the files in a folder, relative to it.
+        file: one of them, which must be one of several layers' files of that format; None for the whole folder.
+    """
     there = set(names)
-    return next((name for name, form in FORMATS.items()
-                 if all(fnmatch.filter(there, pattern) for pattern in form.files)), None)
+    return next((name for name, form in FORMATS.items() if form.are_in(there)
+                 and (file is None or (form.layers == "each" and matching([file], form.files[-1])))), None)
 
 
 def known_files() -> str:
     """The files of the known formats, in words."""
-    return "; ".join(f"{' and '.join(form.files)} ({name})" for name, form in FORMATS.items())
+    return "; ".join(f"{' and '.join(map(in_words, form.files))} ({name})" for name, form in FORMATS.items())
 
 
-def load(folder: Path) -> SavedSAE:
-    """Read the SAE in a folder, in any known format; FormatError if there is none, or it is damaged or cannot be
-    expressed here."""
-    name = recognise(folder)
+def load(path: Path) -> SavedSAE:
+    """Read the SAE in a folder in any known format, or in one of several layers' files there; FormatError if there is
+    none, or it is damaged or cannot be expressed here."""
+    name = recognise(path)
     if name is None:
-        there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
-        raise FormatError(f"no SAE found in {folder}; expected {known_files()}, got {there or 'an empty folder'}")
-    _demand_utf8(folder)
-    return FORMATS[name].load(folder)
+        there = ", ".join(sorted(found.name for found in path.iterdir())[:8]) if path.is_dir() else "no such folder"
+        raise FormatError(f"no SAE found in {path}; expected {known_files()}, got {there or 'an empty folder'}")
+    _demand_utf8(path)
+    form = FORMATS[name]
+    if form.layers == "each" and path.is_dir():
+        path /= form.among(_files_in(path), str(path))[-1]
+    return form.load(path)
 
 
 def _demand_utf8(folder: Path) -> None:

@@ -29,7 +29,6 @@ from .common import (
     origin_of_hook,
     read_safetensors,
     refuse_unless,
-    the_files,
     transposed,
     write_safetensors,
 )
@@ -42,22 +41,21 @@ PLACES = ("layer", "site", "target_layer", "target_site")
 _LAYER = re.compile(r"layer_(\d{1,9})\.safetensors")
 
 
-def load_circuit_tracer(folder: Path) -> SavedSAE:
-    """Read the transcoder of one layer; FormatError if the files are damaged, or hold several layers, a cross-layer
-    transcoder, or thresholds below zero, under which negative codes would pass."""
-    name, _ = the_files((TENSORS, CONFIG), (path.name for path in folder.iterdir()), str(folder))
-    path, match = folder / CONFIG, _LAYER.fullmatch(name)
+def load_circuit_tracer(file: Path) -> SavedSAE:
+    """Read the transcoder of one layer from its file; FormatError if it or the configuration beside it is damaged, or
+    is of a cross-layer transcoder, or thresholds are below zero, under which negative codes would pass."""
+    path, match = file.parent / CONFIG, _LAYER.fullmatch(file.name)
     if match is None:
-        raise FormatError(f"{folder / name}: expected layer_L.safetensors, L the number of its layer")
+        raise FormatError(f"{file}: expected layer_L.safetensors, L the number of its layer")
     config = _read_yaml(path)
     refuse_unless(path, {"model_kind": config.get("model_kind")}, "model_kind", "transcoder_set")
-    found, _ = read_safetensors(folder / name)
+    found, _ = read_safetensors(file)
     activation = _activation(path, config, found)
     tensors = {key.removeprefix("activation_function."): transposed(tensor) if key in ("W_enc", "W_skip") else tensor
                for key, tensor in found.items()}
-    sae = assemble(folder / name, tensors, activation, transcodes=True)
+    sae = assemble(file, tensors, activation, transcodes=True)
     if (lowest := float(sae.activation_parameters.get("threshold", torch.zeros(1)).min())) < 0:
-        raise FormatError(f"{folder / name}: thresholds below 0 cannot be expressed here, got {lowest:.3g}")
+        raise FormatError(f"{file}: thresholds below 0 cannot be expressed here, got {lowest:.3g}")
     hooks = {of: config.get(f"feature_{side}_hook") for of, side in (("", "input"), ("target_", "output"))}
     return SavedSAE.of(sae, origin_from({
         "model": config.get("model_name"), "layer": int(match[1]),

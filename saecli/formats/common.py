@@ -29,6 +29,7 @@ from ..files import appearing_whole, as_named, regular
 Document = TypeVar("Document")
 
 WEIGHTS = ("W_enc", "b_enc", "W_dec", "b_dec")
+LINEAR = {"encoder.weight": "W_enc", "encoder.bias": "b_enc", "decoder.weight": "W_dec"}  # of nn.Linear: transposes
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
 TO_FIT = "end other programs, or read it on a machine with more"
@@ -127,20 +128,30 @@ def expect_names(path: Path, tensors: Mapping[str, Any], wanted: set[str]) -> No
                           f"unexpected {sorted(tensors.keys() - wanted)}")
 
 
-def the_files(patterns: Iterable[str], names: Iterable[str], place: str) -> list[str]:
-    """The name of one file for each pattern of a format; FormatError if several match one, as several layers do."""
-    there = sorted(names)
-    found = {pattern: fnmatch.filter(there, pattern) for pattern in patterns}
-    for pattern, matching in found.items():
-        if len(matching) != 1:
-            raise FormatError(f"{place} holds {len(matching)} files {pattern}: expected one; put it into a folder of "
-                              f"its own, beside copies of the other files")
-    return [name for (name,) in found.values()]
+def matching(names: Iterable[str], pattern: str) -> list[str]:
+    """The names, relative to a folder, that match a pattern of a format's files; see `formats.Format`."""
+    return [name for name in names for one in pattern.split("|")
+            if name.count("/") == one.count("/") and fnmatch.fnmatchcase(name, one)]
+
+
+def in_words(pattern: str) -> str:
+    """A pattern of a format's files, for a message."""
+    return pattern.replace("|", " or ")
 
 
 def transposed(matrix: Tensor) -> Tensor:
     """The transpose of an `nn.Linear` weight; other shapes unchanged, for `assemble` to refuse."""
     return matrix.T if matrix.ndim == 2 else matrix
+
+
+def renamed(found: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The weights in a state_dict by this tool's names, those of `LINEAR` transposed.
+
+    Args:
+        found: the state_dict.
+        names: its name for each weight -> this tool's.
+    """
+    return {ours: transposed(found[theirs]) if theirs in LINEAR else found[theirs] for theirs, ours in names.items()}
 
 
 def bias_with_subtraction(b_enc: Tensor, b_dec: Tensor, W_enc: Tensor) -> Tensor:

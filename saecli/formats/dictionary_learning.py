@@ -18,6 +18,7 @@ from ..dictionary import SAE
 from ..errors import ConfigError, FormatError
 from ..files import write_json
 from .common import (
+    LINEAR,
     WEIGHTS,
     SavedSAE,
     assemble,
@@ -26,13 +27,12 @@ from .common import (
     origin_from,
     read_config,
     read_torch,
-    transposed,
+    renamed,
     write_torch,
 )
 
 CONFIG, TENSORS = "config.json", "ae.pt"
 
-LINEAR = {"encoder.weight": "W_enc", "encoder.bias": "b_enc", "decoder.weight": "W_dec"}  # their transposes
 PLAIN = {name: name for name in WEIGHTS}
 
 
@@ -112,8 +112,7 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
         activation = layout.activation(extras)
     except ConfigError as error:
         raise FormatError(f"{folder / TENSORS}: {error}") from error
-    tensors = {ours: transposed(found[theirs]) if theirs in LINEAR else found[theirs]
-               for theirs, ours in layout.names.items()}
+    tensors = renamed(found, layout.names)
     if "threshold" in activation.parameters(1):
         tensors["threshold"] = extras["threshold"]
     prefixes = _prefixes(folder / TENSORS, extras["group_sizes"]) if "group_sizes" in extras else ()

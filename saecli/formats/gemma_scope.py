@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..activations import Activation, BatchTopK, JumpRelu, Relu
+from ..dictionary import SAE
 from ..files import appearing_whole
 from .common import WEIGHTS, SavedSAE, assemble, read_npz
 
@@ -23,11 +25,15 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
     return SavedSAE(assemble(path, read_npz(path), JumpRelu()))
 
 
+def arrays_of(sae: SAE) -> dict[str, Tensor]:
+    """The arrays of an SAE in float32, its activation one of `WRITTEN`, by Gemma Scope's names."""
+    thresholds = sae.activation.thresholds(sae.activation_parameters, sae.d_sae).to(torch.float32)
+    return {name: sae.tensors()[name] for name in WEIGHTS} | {"threshold": thresholds}
+
+
 def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE, its activation one of `WRITTEN`, to an existing folder as Gemma Scope's are published, in float32
     and atomically."""
-    sae = saved.sae.copy_to(torch.float32)
-    tensors = {name: sae.tensors()[name] for name in WEIGHTS}
-    tensors["threshold"] = sae.activation.thresholds(sae.activation_parameters, sae.d_sae).to(torch.float32)
+    tensors = arrays_of(saved.sae.copy_to(torch.float32))
     with appearing_whole(folder / TENSORS) as temporary, temporary.open("wb") as file:
         np.savez(file, **{name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()})

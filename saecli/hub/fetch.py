@@ -2,14 +2,14 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Self
 
 from ..errors import HubError, SaeError, one_line
-from ..formats import FORMATS, format_of, known_files, the_files
+from ..formats import FORMATS, Format, format_of, known_files
 from ..network import LOG_IN, why_refused, why_unreachable
 
 SCHEME = "hf://"
@@ -169,18 +169,19 @@ class Fetched:
 
     Args:
         address: its address, including the folder that was found.
-        folder: its folder on this machine.
+        path: its folder on this machine, or its file there if the address names one of several layers' files.
     """
 
     address: Address
-    folder: Path
+    path: Path
 
 
 def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
     """Fetch the SAE at an address; files that are up to date in the cache are not fetched again.
 
     Args:
-        address: a folder that holds an SAE in a known format, or has exactly one such folder below it.
+        address: a folder that holds an SAE in a known format, or has exactly one such folder below it; or one of
+            several layers' files in such a folder.
         note: called with a message on which folder was chosen, or that the hub cannot be reached.
 
     Raises:
@@ -199,30 +200,57 @@ def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
                 raise
             reason = one_line(error.__cause__)
         else:
-            found, files = _choose(address, (file.rfilename for file in info.siblings or ()), note)
-            return Fetched(found, _download(found, files, info.sha))
+            found = _choose(address, [file.rfilename for file in info.siblings or ()], note)
+            return Fetched(found.address, _download(found, info.sha) / found.address.folder)
     snapshot = cached_snapshot(address)
     if snapshot is None:
         raise HubError(f"{address} is not in the cache, nor can the Hugging Face hub be reached ({reason}): connect to "
                        f"the network, or name a run or a folder that is here")
-    names = (path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file())
-    found, _ = _choose(address, names, note)
+    names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
+    found = _choose(address, names, note).address
     note(f"the Hugging Face hub cannot be reached ({reason}); {found} is taken from the cache, as of {snapshot.name}")
     return Fetched(found, snapshot / found.folder)
 
 
-def _choose(address: Address, names: Iterable[str], note: Callable[[str], None]) -> tuple[Address, list[str]]:
-    """The address of the SAE, and the names of its files."""
+@dataclass(frozen=True)
+class _Choice:
+    """An SAE in a repository.
+
+    Args:
+        address: its folder's, or its file's if that is one of several layers'.
+        form: its format.
+        files: the names of its files in the repository, in the order of the format's.
+    """
+
+    address: Address
+    form: Format
+    files: list[str]
+
+
+def _choose(address: Address, names: Sequence[str], note: Callable[[str], None]) -> _Choice:
+    """The SAE at an address, among the names of a repository's files."""
+    wanted, file = address.folder, None
+    if wanted in names:
+        wanted, _, file = wanted.rpartition("/")
     folders: dict[str, list[str]] = {}
-    for name in map(PurePosixPath, names):
-        folders.setdefault("" if str(name.parent) == "." else str(name.parent), []).append(name.name)
-    inside = {folder: FORMATS[form].files for folder, files in sorted(folders.items())
-              if (form := format_of(files)) and PurePosixPath(folder).is_relative_to(address.folder)}
-    found = address.folder if address.folder in inside else next(iter(inside)) if len(inside) == 1 else None
+    for name in names:
+        folder, _, own = name.rpartition("/")
+        folders.setdefault(folder, []).append(own)
+    below = {folder: list(files) for folder, files in folders.items()}  # and the files in a folder of the folder
+    for folder, files in folders.items():
+        above, _, own = folder.rpartition("/")
+        if folder and above in below:
+            below[above] += [f"{own}/{name}" for name in files]
+    inside = {folder: FORMATS[form] for folder, files in sorted(below.items())
+              if PurePosixPath(folder).is_relative_to(wanted) and (file is None or folder == wanted)
+              and (form := format_of(files, file))}
+    found = wanted if wanted in inside else next(iter(inside)) if len(inside) == 1 else None
     if found is not None:
-        if found != address.folder:
+        if found != wanted:
             note(f"{address} holds one SAE, in {found}")
-        return address.at(found), the_files(inside[found], folders[found], str(address.at(found)))
+        at = address if file else address.at(found)
+        own_files = inside[found].among(below[found], str(at), file)
+        return _Choice(at, inside[found], [f"{found}/{name}" if found else name for name in own_files])
     if inside:
         shown = ", ".join(str(address.at(folder)) for folder in list(inside)[:SHOWN])
         raise HubError(f"{address} holds {len(inside):,} SAEs: name one of them, {shown}"
@@ -231,12 +259,17 @@ def _choose(address: Address, names: Iterable[str], note: Callable[[str], None])
     raise HubError(f"no SAE found in {address}: expected a folder with {known_files()}, got {there}")
 
 
-def _download(address: Address, files: Sequence[str], commit: str) -> Path:
+def _download(found: _Choice, commit: str) -> Path:
+    """Fetch an SAE's files, and return the folder on this machine of the repository's files."""
     from huggingface_hub import hf_hub_download
 
-    prefix = f"{address.folder}/" if address.folder else ""
-    with hub_errors(address), bars_on_terminals():
-        paths = [Path(hf_hub_download(address.repo, prefix + file, revision=commit)) for file in files]
+    first, *others = found.files
+    with hub_errors(found.address), bars_on_terminals():
+        path = Path(hf_hub_download(found.address.repo, first, revision=commit))
+        if found.form.check is not None:
+            found.form.check(path.parent)
+        for name in others:
+            hf_hub_download(found.address.repo, name, revision=commit)
         # Records in the cache which commit the branch is, so that it is found by name without a network.
-        hf_hub_download(address.repo, prefix + files[0], revision=address.revision)
-    return paths[0].parent
+        hf_hub_download(found.address.repo, first, revision=found.address.revision)
+    return path.parents[first.count("/")]

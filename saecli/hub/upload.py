@@ -2,14 +2,13 @@
 their measures, and how to load them.
 """
 
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from ..errors import ConfigError, HubError
-from ..formats import FORMATS, format_of
+from ..formats import FORMATS, format_of, matching
 from ..network import LOG_IN, why_unreachable
 from ..wording import number
 from .fetch import Address, bars_on_terminals, hub_errors
@@ -198,7 +197,7 @@ class Repository:
         own = format_of(path.name for path in folder.iterdir())
         others = [pattern for form in FORMATS if form != own for pattern in FORMATS[form].files]
         here = [name.name for name in map(PurePosixPath, self.files or ()) if self._inside(name.name) == str(name)]
-        known = {self._inside(name) for pattern in others for name in fnmatch.filter(here, pattern)}
+        known = {self._inside(name) for pattern in others for name in matching(here, pattern)}
         additions: Mapping[str, Path | bytes] = new if card is None else {**new, README: card.encode()}
         operations = [*(CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
                         for name, content in additions.items()),

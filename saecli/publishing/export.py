@@ -13,9 +13,12 @@ from ..console import Listener, listening
 from ..dictionary import SAE
 from ..errors import ConfigError, FormatError, StoreError
 from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, measured, opened
-from ..formats import FORMATS, SavedSAE, stand_in
+from ..formats import FORMATS, WRITABLE, SavedSAE, stand_in
 from ..home import Home
 from ..metrics import Reconstruction
+
+CLIPPING = ("the topk of {to} applies a ReLU to the k largest pre-activations, and topk here keeps their "
+            "signs")  # why `stand_in` stands in
 
 
 @dataclass(frozen=True)
@@ -24,14 +27,12 @@ class Conversion:
 
     Args:
         format: one of `FORMATS`.
-        original: the SAE.
-        written: the SAE to write: the original, or its stand-in if the format lacks the activation.
-        deviation: of a stand-in from the original on held-out rows: `data`, `rows`, `rows_that_differ`,
+        written: the SAE to write: the one given, or its stand-in if the format lacks the activation.
+        deviation: of a stand-in from the one given on held-out rows: `data`, `rows`, `rows_that_differ`,
             `max_difference`, `fvu`, `fvu_written`.
     """
 
     format: str
-    original: SAE
     written: SavedSAE
     deviation: dict[str, Any] | None = None
 
@@ -40,13 +41,14 @@ class Conversion:
         """A sentence on the deviation, if any."""
         if (found := self.deviation) is None:
             return None
-        change = (f"{self.format} has no {self.original.activation.name}: wrote {self.written.sae.activation.name}, "
-                  f"which clips at zero")
+        instead = self.written.sae.activation.name
+        change = f"{CLIPPING.format(to=self.format)}: wrote {instead}, which {self.format} calls topk"
         if not found["rows_that_differ"]:
-            return f"{change}; the two agree on all {found['rows']:,} held-out rows of {found['data']}"
-        return (f"{change}; of the {found['rows']:,} held-out rows of {found['data']} "
-                f"{found['rows_that_differ'] / found['rows']:.2%} differ, by up to {found['max_difference']:.3g}, and "
-                f"fvu goes from {found['fvu']:.4g} to {found['fvu_written']:.4g}")
+            return (f"{change}; the two agree on all {found['rows']:,} held-out rows of {found['data']}, none of which "
+                    "has a negative code")
+        return (f"{change}; {found['rows_that_differ'] / found['rows']:.2%} of the {found['rows']:,} held-out rows of "
+                f"{found['data']} have negative codes, which become 0: predictions change by up to "
+                f"{found['max_difference']:.3g}, and fvu goes from {found['fvu']:.4g} to {found['fvu_written']:.4g}")
 
 
 def converted(saved: SavedSAE, to: str, held_out: Callable[[], Measured], listener: Listener) -> Conversion:
@@ -64,13 +66,13 @@ def converted(saved: SavedSAE, to: str, held_out: Callable[[], Measured], listen
     """
     lacking, instead = FORMATS[to].lacks(saved), stand_in(saved)
     if lacking is None:
-        return Conversion(to, saved.sae, saved)
+        return Conversion(to, saved)
     if instead is None or not can_be_written(saved, to):
         others = [name for name in FORMATS if name != "native" and can_be_written(saved, name)]
         advice = (f"use {' or '.join(others)}" if others else "no library here can: hand on the run folder, whose "
                                                               "sae.safetensors this tool reads")
         raise FormatError(f"{to} cannot express {lacking}; {advice}")
-    return Conversion(to, saved.sae, instead, _deviation(saved.sae, instead.sae, to, held_out, listener))
+    return Conversion(to, instead, _deviation(saved.sae, instead.sae, to, held_out, listener))
 
 
 def can_be_written(saved: SavedSAE, to: str) -> bool:
@@ -85,9 +87,8 @@ def _deviation(sae: SAE, stand_in: SAE, to: str, held_out: Callable[[], Measured
     try:
         one = held_out()
     except StoreError as error:
-        raise ConfigError(None, "{to} lacks the activation {lacking}", "writing {instead} in its place needs rows to "
-                                "measure the difference on, but {error}", to=to, lacking=sae.activation.name,
-                          instead=stand_in.activation.name, error=error) from error
+        raise ConfigError(None, CLIPPING, "writing {instead} in its place needs rows to measure the difference on, but "
+                                          "{error}", to=to, instead=stand_in.activation.name, error=error) from error
     sae, stand_in = one.sae, stand_in.copy_to(one.sae.W_enc.device)
     exact, instead = (Reconstruction(sae.d_out, sae.d_sae) for _ in range(2))
     differ, largest = 0, 0.0
@@ -113,7 +114,8 @@ def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, hom
 
     Args:
         sae: as in `evaluate`.
-        to: saelens, sparsify, dictionary-learning, gemma-scope, circuit-tracer or native.
+        to: saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2, circuit-tracer or native; also with _
+            for -.
         out: folder to write, new or empty; it appears whole or not at all.
         data: rows to measure the difference on, as in `evaluate`.
         home: as in `evaluate`.
@@ -128,9 +130,9 @@ def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, hom
         FormatError: the folder is in use, or the format cannot express the SAE.
         SaeError: as in `evaluate`.
     """
-    if to not in FORMATS:
-        raise ConfigError("to", "must be one of {choices}, got {got!r}", choices=", ".join(FORMATS), got=to)
-    return exported(Home.at(home), sae, to, Path(out), data, listening(progress))
+    if formats.named(to) not in WRITABLE:
+        raise ConfigError("to", "must be one of {choices}, got {got!r}", choices=", ".join(WRITABLE), got=to)
+    return exported(Home.at(home), sae, formats.named(to), Path(out), data, listening(progress))
 
 
 def exported(home: Home, sae: SAELike, to: str, out: Path, data: RowsLike, listener: Listener) -> dict[str, Any]:
@@ -142,7 +144,8 @@ def exported(home: Home, sae: SAELike, to: str, out: Path, data: RowsLike, liste
                           activation=saved.sae.activation.name)
     formats.save(found.written, to, out)
     if found.remark is not None:
-        listener.note(found.remark)
+        advice = f"; train with --act {found.written.sae.activation.name} to have the same SAE in both"
+        listener.note(found.remark + (advice if found.deviation["rows_that_differ"] else ""))
     return {"run": subject.name, "format": to, "path": str(out), "activation": saved.sae.activation.name,
             "written_as": found.written.sae.activation.name, "deviation": found.deviation,
             "files": sorted(path.name for path in out.iterdir())}

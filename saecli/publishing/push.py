@@ -11,7 +11,7 @@ from ..dictionary import SAE
 from ..errors import ConfigError
 from ..evaluation.evaluate import check_tokens_of_model, evaluated
 from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, measured
-from ..formats import FORMATS, SavedSAE
+from ..formats import WRITABLE, SavedSAE
 from ..home import Home
 from ..hub import Address, Entry, Repository, card_with
 from .export import Conversion, can_be_written, converted
@@ -28,8 +28,8 @@ class PushOptions:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.format not in ("auto", *FORMATS):
-            raise ConfigError("format", "must be one of {choices}, got {got!r}", choices=", ".join(("auto", *FORMATS)),
+        if self.format not in ("auto", *WRITABLE):
+            raise ConfigError("format", "must be one of {choices}, got {got!r}", choices=", ".join(("auto", *WRITABLE)),
                               got=self.format)
         check_tokens_of_model(self.tokens, self.model)
 
@@ -55,7 +55,7 @@ def push(sae: SAELike, repo: str, data: RowsLike = None, *, private: bool = Fals
         HubError: the hub cannot be reached, or refuses.
         SaeError: as in `evaluate`.
     """
-    options = PushOptions(private, format, model, tokens, device)
+    options = PushOptions(private, formats.named(format), model, tokens, device)
     return pushed(Home.at(home), sae, repo, data, options, listening(progress))
 
 
