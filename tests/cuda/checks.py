@@ -1,0 +1,134 @@
+"""Whether a GPU computes what a CPU does, the same each time, and for what the host waits."""
+
+import collections
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from day import Day, Figures
+from device_cases import ACTS, SOLVERS, trained
+
+import saecli
+from saecli.activations import Relu
+from saecli.store import Joined
+
+FAR = 1e-6  # relative, in float64, above which a difference is no rounding
+LAYERS, ROWS = (1, 2), 3000
+
+
+def correctness(day: Day) -> Figures:
+    """Trainings in float64, and commands, on the device against the CPU."""
+    far: dict[str, str] = {}
+    cases = list(itertools.product(SOLVERS, ACTS)) if day.full else list(itertools.product(SOLVERS[:3], ACTS[:4]))
+    for (solver, of_solver), (act, of_act) in cases:
+        _compare(far, f"{solver} {of_solver} {act} {of_act}", day, solver, act, of_act | of_solver)
+    with tempfile.TemporaryDirectory() as home:
+        stores = [saecli.extract("tiny-gemma2", layer=layer, rows=ROWS, home=home, name=f"layer-{layer}", device="cpu")
+                  for layer in LAYERS]
+        target, places = Joined((stores[0],), stores[1]), Joined(tuple(stores))
+        topk = {"k": 8, "d_sae": 64, "batch_size": 512}
+        for name, data, act, options in (
+                ("prefixes", stores[0], "topk", topk | {"prefixes": "auto"}), ("target", target, "topk", topk),
+                ("target, skip", target, "batchtopk", topk | {"skip": True}),
+                ("crosscoder", places, "batchtopk", topk)):
+            _compare(far, name, day, "pam-sgd", act, options, data.split("train"))
+        sae = saecli.fit(stores[0], act="topk", k=8, d_sae=64, epochs=1, device="cpu")
+        for name, command in (("evaluate", saecli.evaluate), ("sparsity", saecli.sparsity),
+                              ("geometry", saecli.geometry)):
+            found = [_numbers(command(sae.copy_to(device), stores[0])) for device in ("cpu", day.device)]
+            if not np.allclose(*found, rtol=1e-4, atol=1e-6):
+                far[name] = f"{np.abs(np.subtract(*found)).max():.2g} apart"
+        refits = [saecli.refit(sae, stores[0], device=device).W_dec.cpu() for device in ("cpu", day.device)]
+        if not torch.allclose(*refits, rtol=1e-4, atol=1e-5):
+            far["refit"] = f"{(refits[0] - refits[1]).abs().max():.2g} apart"
+        extracted = saecli.extract("tiny-gemma2", layer=LAYERS[0], rows=ROWS, home=home, name="device",
+                                   device=day.device, model_dtype="float32")
+        rows = [next(one.split("all").sequential(ROWS)) for one in (stores[0], extracted)]
+        if not np.allclose(*rows, rtol=0.02, atol=0.05):  # stored as bfloat16
+            far["extract"] = f"{np.abs(np.subtract(*rows)).max():.2g} apart"
+    if far:
+        raise AssertionError(f"not as on the CPU: {json.dumps(far)}")
+    return {"trainings in float64 as on the CPU": len(cases) + 4, "commands as on the CPU": 5}
+
+
+def _compare(far: dict[str, str], name: str, day: Day, solver: str, act: str, options: dict[str, Any],
+             rows: Any = None) -> None:
+    """Note a training that differs between the device and the CPU, or fails."""
+    given = {} if rows is None else {"rows": rows}
+    options = options | {"dtype": "float64"}
+    try:
+        ours, theirs = (trained(device, solver, act, options, **given)[0] for device in (day.device, "cpu"))
+    except Exception as error:  # all cases are told at once
+        far[name] = f"{type(error).__name__}: {error}"[:200]
+        return
+    worst = max(((ours.tensors()[key].cpu() - tensor).norm() / tensor.norm().clamp(min=1e-30)).item()
+                for key, tensor in theirs.tensors().items())
+    if not worst < FAR:
+        far[name] = f"{worst:.2g} apart"
+
+
+def _numbers(found: Any) -> list[float]:
+    if isinstance(found, dict):
+        found = list(found.values())
+    if isinstance(found, list | tuple):
+        return [number for one in found for number in _numbers(one)]
+    return [] if isinstance(found, str | bool | Path) or found is None else [float(found)]
+
+
+def repeats(day: Day) -> Figures:
+    """Whether a training has the same bits again, and resumed from its first epoch."""
+    found: Figures = {}
+    for solver, act in itertools.product(("sgd", "pam-sgd"), ("relu", "topk", "batchtopk")):
+        options = {} if act == "relu" else {"k": 3}
+        whole, kept = trained(day.device, solver, act, options)
+        for what, start in (("again", None), ("resumed", kept)):
+            other, _ = trained(day.device, solver, act, options, start)
+            same = all(torch.equal(one, other.tensors()[name]) for name, one in whole.tensors().items())
+            found[f"{solver} {act}, {what}"] = "the same bits" if same else "OTHER BITS"
+    return found
+
+
+def waits(day: Day) -> Figures:
+    """Where the host waits for the device, by file and line, and how often, in a training of each solver."""
+    if not day.full:
+        return {"host waits": "counted on CUDA only"}
+    found: Figures = {}
+    for solver in ("sgd", "pam-sgd"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                trained(day.device, solver, "topk", {"k": 3, "epochs": 3, "batch_size": 10, "inner_steps": 1}
+                        if solver == "pam-sgd" else {"k": 3, "epochs": 3, "batch_size": 10})
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        places = collections.Counter(f"{one.filename.rpartition('saecli/')[2]}:{one.lineno}" for one in caught)
+        found[f"{solver}, 90 steps"] = sum(places.values())
+        found |= {f"{solver}, {place}": count for place, count in places.most_common(12)}
+    return found
+
+
+def processes(day: Day) -> Figures:
+    """Two processes, over NCCL if there are as many GPUs, else over gloo on the CPU, against one."""
+    both = day.full and torch.cuda.device_count() > 1
+    device = "cuda" if both else "cpu"
+    with tempfile.TemporaryDirectory() as home:
+        saecli.extract("tiny-gemma2", layer=1, rows=ROWS, home=home, name="rows", device="cpu")
+        words = ["--home", home, "train", "--data", "rows", "--d-sae", "64", "--epochs", "2", "--dtype", "float64",
+                 "--device", device, "--json"]
+        for name, launch in (("one", []), ("two", ["-m", "torch.distributed.run", "--nproc-per-node", "2"])):
+            subprocess.run([sys.executable, *launch, "-m", "saecli", *words, "--name", name], check=True,
+                           stdout=subprocess.DEVNULL)
+        one, two = (saecli.load_sae(Path(home) / "runs" / name) for name in ("one", "two"))
+    assert isinstance(one.activation, Relu)
+    apart = ((one.W_dec - two.W_dec).norm() / one.W_dec.norm()).item()
+    if not apart < FAR:
+        raise AssertionError(f"two processes train another SAE than one: {apart:.2g} apart")
+    return {"two processes": "NCCL" if both else "gloo, on the CPU", "apart from one": apart}

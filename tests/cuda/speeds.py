@@ -1,0 +1,148 @@
+"""What steps, rows and decoder steps cost, beside the device's own products and copies."""
+
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from day import Day, Figures
+from device_cases import trained
+from training_speed import SAELENS
+
+from saecli.activations import ACTIVATIONS
+from saecli.batch import Batch
+from saecli.codes import DenseCodes
+from saecli.devices import free_memory
+from saecli.encoding import at
+from saecli.precision import products_in, rounds
+from saecli.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
+from saecli.solvers import SOLVERS, Task
+from saecli.store import ActivationStore, StoreMeta, StoreWriter
+from saecli.training.rows import initial_sae
+
+PRECISIONS = ("float32", "tf32", "bf16")
+K = 32
+WIDEST_DENSE = 16_384  # d_sae up to which dense codes are summed, and alpha chosen
+
+
+def sizes(day: Day) -> tuple[int, int, tuple[int, ...]]:
+    """Rows of a batch, d_in, and numbers of latents."""
+    return (4096, 2304, (4096, 16_384)) if day.full else (256, 64, (512,))
+
+
+def machine(day: Day) -> Figures:
+    """The device, its products in each precision, and copies to it."""
+    B, D, widths = sizes(day)
+    found: Figures = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if day.full else "cpu"}
+    x, W = torch.randn(B, D, device=day.device), torch.randn(D, widths[-1], device=day.device)
+    for precision in PRECISIONS:
+        if precision == "float32" or rounds(precision, torch.device(day.device)):
+            with products_in(precision, torch.device(day.device)):
+                found[f"{precision} product, TFLOP/s"] = 2 * x.numel() * widths[-1] / day.seconds(lambda: x @ W) / 1e12
+    wide = x.double(), W.double()
+    found["float64 product, TFLOP/s"] = 2 * x.numel() * widths[-1] / day.seconds(lambda: wide[0] @ wide[1], 2) / 1e12
+    host = torch.randn(B, D)
+    found["pageable copy, GB/s"] = host.nbytes / day.seconds(lambda: host.to(day.device, copy=True)) / 1e9
+    if day.full:
+        pinned = host.pin_memory()
+        found["pinned copy, GB/s"] = host.nbytes / day.seconds(lambda: pinned.to("cuda", non_blocking=True)) / 1e9
+        found["memory, GiB"] = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return found
+
+
+def steps(day: Day) -> Figures:
+    """Rows per second of training steps on rows that are there, in each precision."""
+    B, D, widths = sizes(day)
+    rows, found = torch.randn(B, D, generator=torch.Generator().manual_seed(0)).to(day.device), {}
+    for F, act, solver in product(widths, ("relu", "topk", "batchtopk", "jumprelu"), ("sgd", "pam-sgd")):
+        activation = ACTIVATIONS[act](**({"k": K} if "topk" in act else {"target_l0": K} if act == "jumprelu" else {}))
+        for precision in PRECISIONS:
+            if precision != "float32" and not rounds(precision, rows.device):
+                continue
+            sparsity = activation.default_sparsity
+            task = Task(10**6, 10**6, 1e-3, sparsity, activation.default_weight(sparsity, D), precision=precision)
+            solving = SOLVERS[solver]().resolved(None).build(initial_sae(activation, F, Batch.of(rows), seed=0), task)
+            rate = B / day.seconds(lambda solving=solving: solving.descend(Batch.of(rows)), 10 if day.full else 2)
+            found[f"{act}, {solver}, d_sae {F:,}, {precision}: rows/s"] = rate
+    return found | {"peak memory, GiB": day.peak()}
+
+
+def rows(day: Day) -> Figures:
+    """Rows per second from a bfloat16 store through a whole training step, kept on the device and copied to it."""
+    import saecli.training.trainer as trainer
+
+    B, D, widths = sizes(day)
+    count, found = (65_536, {}) if day.full else (2048, {})
+    with tempfile.TemporaryDirectory() as folder:
+        store = written(Path(folder) / "store", count, D)
+        options = {"k": K, "d_sae": widths[-1], "batch_size": B, "epochs": 4, "smoothing": 0.1}
+        chosen = store.split("train")
+        for way, most in (("kept on the device", trainer.MOST_TAKEN), ("copied", 0.0)):
+            trainer.MOST_TAKEN = most
+            taken = day.seconds(lambda: trained(day.device, "sgd", "topk", options, rows=chosen), 1)
+            found[f"{way}: rows/s"] = options["epochs"] * chosen.rows / taken
+    return found
+
+
+def written(path: Path, count: int, d_in: int) -> ActivationStore:
+    """A store of random rows."""
+    meta = StoreMeta({"dataset": "random"}, "", "bfloat16", d_in, count, 256)
+    with StoreWriter.open(path, meta) as writer:
+        random = np.random.default_rng(0)
+        for block in range(0, count, 2048):
+            writer.append(random.standard_normal((2048, d_in), np.float32), {}, {"block": block})
+        writer.finish()
+    return ActivationStore.open(path)
+
+
+def decoder(day: Day) -> Figures:
+    """Seconds of a decoder step's parts, of topk 32 and of dense codes, as d_sae grows."""
+    found: Figures = {}
+    for F in (4096, 16_384, 32_768, 65_536) if day.full else (512,):
+        found |= {f"d_sae {F:,}: {what}": figure for what, figure in _decoder_step(day, F).items()}
+        if day.full:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def _decoder_step(day: Day, d_sae: int) -> Figures:
+    device, (B, D, _) = torch.device(day.device), sizes(day)
+    direction = torch.randn(d_sae, D, generator=torch.Generator().manual_seed(1)).to(device) / D**0.5
+    terms = Terms(1.0, 0.0, 0.0, 0.0, direction, torch.zeros_like(direction), direction.new_zeros(D),
+                  direction.new_zeros(d_sae, dtype=torch.float64))
+    x, pre = (torch.randn(B, width, device=device) for width in (D, d_sae))
+    codes, found = at(pre.relu(), pre.topk(K, sorted=False).indices), {}
+    if plan(B, d_sae, D).bytes < free_memory(device):
+        sums = Sums(d_sae, D, device)
+        found[f"sums of topk {K}, rows/s"] = B / day.seconds(lambda: sums.add(codes, x), 3)
+        if d_sae <= WIDEST_DENSE:
+            dense = DenseCodes(pre.sub(1.5).relu())
+            found["sums of dense codes, rows/s"] = B / day.seconds(lambda: sums.add(dense, x), 2)
+            found["alpha chosen, s"] = day.seconds(lambda: choose_alpha(sums, terms, codes.dense(), x, None), 1)
+        found["solved directly, s"] = day.seconds(lambda: solve(_changed(sums), terms), 1)
+    system = StreamedCodes(torch.zeros_like(direction), lambda: iter([codes]), 2.0**33)
+    system.add(codes, x)
+    found["solved iteratively, s"] = day.seconds(lambda: solve(_changed(system), terms), 1)
+    return found | {"peak memory, GiB": day.peak()}
+
+
+def _changed(system: Sums | StreamedCodes) -> Sums | StreamedCodes:
+    """The system without what has been computed for it."""
+    system.changed()
+    return system
+
+
+def saelens(day: Day) -> Figures:
+    """SAELens' steps in float32 and with its autocast, where it is installed."""
+    try:
+        import sae_lens  # noqa: F401
+    except ImportError:
+        return {SAELENS: "not installed here"}
+    from saelens_steps import least_step
+
+    B, D, widths = sizes(day)
+    torch.set_default_device(day.device)
+    return {f"{case}, d_sae {F:,}: rows/s": B / least_step(case, D, F, B, 10 if day.full else 1)
+            for F, case in product(widths, ("relu", "relu-bf16", "topk-32", "topk-32-bf16"))}
