@@ -33,7 +33,7 @@ def quality(day: Day) -> Figures:
             name = f"{solver}-{device}"
             done = sae(home, "train", "--data", "world", "--solver", solver, "--act", "batchtopk", "--k", 10, "--d-sae",
                        1024, "--epochs", epochs, "--device", device, "--name", name)
-            measured = sae(home, "eval", name, "--data", "world", "--device", device)
+            (measured,) = sae(home, "eval", name, "--data", "world", "--device", device)["runs"]
             found[f"{solver} on {device}: seconds"] = done["seconds"]
             found[f"{solver} on {device}: FVU, mcc"] = f"{measured['fvu']:.4f}, {measured['mcc']:.3f}"
     return found
