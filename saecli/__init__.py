@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .evaluation.stability import stability
     from .harvest import extract
     from .html_report.report import report
+    from .interventions.generation import steer
+    from .interventions.steering import steering
     from .inventory.importing import import_array
     from .inventory.listing import list_home
     from .inventory.synthetic import import_synthetic
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["SAE", "ActivationStore", "SaeError", "compare", "controls", "evaluate", "export", "extract", "fit",
            "geometry", "import_array", "import_synthetic", "join", "list_home", "load_sae", "open_store", "push",
-           "refit", "report", "save_sae", "sparsity", "stability"]
+           "refit", "report", "save_sae", "sparsity", "stability", "steer",
+           "steering"]
 
 _MODULES = {
     "SAE": "dictionary",
@@ -61,6 +64,8 @@ _MODULES = {
     "report": "html_report.report",
     "sparsity": "evaluation.evaluate",
     "stability": "evaluation.stability",
+    "steer": "interventions.generation",
+    "steering": "interventions.steering",
 }
 
 if not TYPE_CHECKING:
