@@ -27,6 +27,7 @@ from saecli.activations import AbsTopK, Relu
 from saecli.dictionary import SAE
 from saecli.formats import SavedSAE, save_native
 from saecli.language_model import TINY_GEMMA2, Place
+from saecli.plots import ProbedRun, probes
 from saecli.probing.probes import CS, dense_score, mean_and_interval, most_different, sparse_scores
 from saecli.probing.rows import LastTokens, codes_of
 from saecli.probing.sets import Sets
@@ -202,6 +203,30 @@ def test_tables_have_the_runs_side_by_side_and_one_set_has_no_interval_over_sets
     assert "±" not in over and "±" in by_set
     one = home("probe", "first", "--rows", "20", "--k", "2", "--sets", "87", "--context", "5", "--json").json
     assert one["context"] == 5 and one["probes"][0]["auc_low"] is None and one["by_set"][0]["rows"] == 20
+
+
+def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list, tmp_path: Path):
+    dense, sets = (0.9, 0.85, 0.95), [0.8, 1.0, 0.9]
+    runs = {"first": ProbedRun([1, 16], [(0.6, 0.5, 0.7), (0.8, 0.7, 0.9)], dense, sets, [0.7, 0.9, 0.8]),
+            "second": ProbedRun([1, 16], [(0.7, 0.7, 0.7), (0.7, 0.6, 0.8)], dense, sets, [0.3, 0.8, 1.0])}
+    probes(tmp_path / "probes.svg", runs)
+    left, right = drawn[0].axes
+    curves = [container.lines[0] for container in left.containers]
+    assert [list(line.get_ydata()) for line in curves] == [[0.6, 0.8], [0.7, 0.7]]
+    np.testing.assert_allclose([line.get_xdata() for line in curves], [[1, 16]] * 2, rtol=0.05)
+    ends = [container.lines[2][0].get_segments()[0][:, 1] for container in left.containers]
+    np.testing.assert_allclose(ends, [[0.5, 0.7], [0.7, 0.7]])
+    points = [(list(line.get_xdata()), list(line.get_ydata())) for line in right.lines[:2]]
+    assert points == [(sets, run.by_set) for run in runs.values()]
+    low, high = right.get_ylim()
+    assert low < 0.3 and high > 1
+    names = [text.get_text() for text in drawn[0].legends[0].texts]
+    assert names == ["first", "second", "dense probe on the activations"]
+    assert [list(line.get_ydata()) for line in left.lines if line.get_linestyle() == ":"] == [[0.9, 0.9]]
+    probes(tmp_path / "places.svg", runs | {"second": runs["second"]._replace(dense=(0.6, 0.6, 0.6))})
+    dense = [line for line in drawn[1].axes[0].lines if line.get_linestyle() == ":"]
+    assert [line.get_ydata()[0] for line in dense] == [0.9, 0.6]
+    assert [line.get_color() for line in dense] == [line.get_color() for line in curves]
 
 
 @pytest.mark.parametrize(("words", "sentence"), [

@@ -74,7 +74,8 @@ def test_logits_are_those_of_a_hook_written_by_hand(model: nn.Module, method: st
     expected = hooked(model, blocks(model)[1], lambda x: by_hand(sae, method, x), token_ids)
     with torch.no_grad():
         before = model(token_ids).logits
-        with saecli.steering(model, sae, LATENTS, method=method, scale=scale, layer=1, site="resid_post"):
+        with saecli.steering(model, sae, torch.tensor(LATENTS), method=method, scale=scale, layer=1,
+                             site="resid_post"):
             found = model(token_ids).logits
         after = model(input_ids=token_ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -225,7 +226,9 @@ def test_places_that_a_file_does_not_say_are_given(home: CommandLine):
     model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2])
     for wrong, sentence in (({"layer": 7, "site": "resid_post"}, "layer must be from 0 to 3"),
                             ({"layer": 1, "site": "resid"}, "site must be one of"),
+                            ({"layer": 1, "site": "mlp_in", "latents": []}, r"latent must be the number .* got \[\]"),
+                            ({"layer": 1, "site": "mlp_in", "latents": 1.5}, "latent must be the number .* got 1.5"),
                             ({"layer": 1, "site": "mlp_in", "method": "set"}, "method must be one of")):
         with pytest.raises(saecli.SaeError, match=sentence), \
-                saecli.steering(model, steerable(d_in=128), 3, **{"scale": 1, **wrong}):
+                saecli.steering(model, steerable(d_in=128), **{"latents": 3, "scale": 1, **wrong}):
             pass

@@ -14,7 +14,8 @@ Sets = Annotated[str | None, typer.Option(
     "--sets", help="Sets of sae-probes by name, number or pattern, separated by commas: 87_glue_cola,5,*emotion*.",
     show_default="all 113")]
 Rows = Annotated[int, typer.Option("--rows", min=LEAST_ROWS, help="Texts per set, half of each class.")]
-Counts = Annotated[list[int], typer.Option("--k", min=1, help="Latents of a probe; can be given several times.")]
+Counts = Annotated[list[int], typer.Option("--k", min=1, help="Latents of a probe; can be given several times.",
+                                           show_default=", ".join(map(str, COUNTS)))]
 Context = Annotated[int | None, typer.Option(
     "--context", min=1, help="Tokens of a text that are read, its last ones.",
     show_default="1,024, or the model's positions")]
@@ -34,7 +35,7 @@ def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: L
     difference from the dense probe is taken set by set.
 
     Cost: --rows texts per set through the model, up to the SAEs' last block, and 65 small regressions per probe and
-    set; with the default of 200, all sets take about 3 minutes per run of tiny-gemma2 on one core.
+    set; with the default of 200, all sets take about 2 minutes per run of tiny-gemma2 on one core.
 
     Example: sae probe first second --sets 87_glue_cola,*emotion* --plot probes.png
     """

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -65,16 +66,17 @@ class Change:
         """
         if method not in METHODS:
             raise unknown_choice("method", method, METHODS)
-        numbers = (latents,) if isinstance(latents, int) else tuple(latents)
-        if not numbers:
-            raise ConfigError("latent", "is needed: expected the number of a latent, got none", "name one")
+        given = np.ravel(latents)
+        if not given.size or given.dtype.kind not in "iu":
+            raise ConfigError("latent", "must be the number of a latent, or several, got {got}", got=latents)
+        numbers = tuple(given.tolist())
         for number in numbers:
             if not 0 <= number < d_sae:
                 raise ConfigError("latent", "must be from 0 to {last}, the last of {sae}, got {got}", last=d_sae - 1,
                                   sae=name, got=number)
             if numbers.count(number) > 1:
                 raise ConfigError("latent", "names {got} twice", "name each latent once", got=number)
-        scales = () if scale is None else (scale,) if isinstance(scale, int | float) else tuple(scale)
+        scales = () if scale is None else tuple(np.ravel(scale).tolist())
         if method == "ablate":
             if scales:
                 raise ConfigError("scale", "does nothing with {method} ablate", "leave it out, or use {method} clamp")
@@ -86,7 +88,7 @@ class Change:
             raise ConfigError("scale", "must be given once, or once for each of {count} latents, got {got} of them",
                               count=len(numbers), got=len(scales))
         if not all(map(math.isfinite, scales)):
-            raise ConfigError("scale", "must be finite, got {got}", got=scales[0] if len(scales) == 1 else scales)
+            raise ConfigError("scale", "must be finite, got {got}", got=", ".join(map(str, scales)))
         return cls(method, numbers, tuple(map(float, scales * len(numbers) if len(scales) == 1 else scales)))
 
     def effect(self, sae: SAE, x: Tensor) -> Tensor:

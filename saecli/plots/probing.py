@@ -32,6 +32,8 @@ class ProbedRun(NamedTuple):
 def probes(path: Path, runs: Mapping[str, ProbedRun]) -> None:
     """Draw the AUC against the number of latents, and set by set against the dense probe's.
 
+    Dense probes at several places are dotted in the colours of their runs; where there is one, it is grey.
+
     Args:
         path: PNG, PDF or SVG by its ending.
         runs: by name; their counts are the same.
@@ -42,9 +44,12 @@ def probes(path: Path, runs: Mapping[str, ProbedRun]) -> None:
     with figure(path, 9, 4) as drawn:
         left, right = drawn.subplots(1, 2)
         counts = next(iter(runs.values())).counts
-        for mean, low, high in dict.fromkeys(run.dense for run in runs.values()):
-            left.axhspan(low, high, color=GREY, alpha=0.15, linewidth=0)
-            left.axhline(mean, color=GREY, linestyle=":")
+        one_place = len({run.dense for run in runs.values()}) == 1
+        for index, run in enumerate(list(runs.values())[:1] if one_place else runs.values()):
+            mean, low, high = run.dense
+            colour = GREY if one_place else COLOURS[index % len(COLOURS)]
+            left.axhspan(low, high, color=colour, alpha=0.12, linewidth=0)
+            left.axhline(mean, color=colour, linestyle=":")
         for index, run in enumerate(runs.values()):
             mean, low, high = np.array(run.aucs).T
             # Side by side, so that intervals do not hide each other.
