@@ -3,6 +3,7 @@
 import csv
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -273,16 +274,57 @@ def test_sets_that_are_missing_or_damaged_are_told_in_a_sentence(home: CommandLi
     assert done.status == 1 and "run `pip install 'saecli[probes]'`" in done.err
 
 
-@pytest.mark.slow
-def test_the_package_has_113_sets_of_two_classes_each_of_which_can_be_read():
-    script = ("from saecli.probing.sets import Sets\n"
-              "sets = Sets()\n"
-              "for name in sets.names:\n"
-              "    found = sets.read(name, 200)\n"
-              "    print(len(found.texts), found.labels.sum(), all(map(str.strip, found.texts)))\n")
+def with_package(script: str) -> list[str]:
+    """The lines that a script prints in an environment with the package itself."""
     done = subprocess.run([python_with("sae-probes"), "-c", script], capture_output=True, text=True, check=True,
                           env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.stdout.splitlines() == ["200 100 True"] * 113
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_the_package_has_113_sets_of_two_classes_each_of_which_can_be_read():
+    assert with_package("from saecli.probing.sets import Sets\n"
+                        "sets = Sets()\n"
+                        "for name in sets.names:\n"
+                        "    found = sets.read(name, 200)\n"
+                        "    print(len(found.texts), found.labels.sum(), all(map(str.strip, found.texts)))\n"
+                        ) == ["200 100 True"] * 113
+
+
+@pytest.mark.slow
+def test_latents_are_chosen_in_the_packages_own_order():
+    # To import its module would import TransformerLens and SAELens, so its functions are taken out of it.
+    script = """
+import ast, importlib.util, pathlib, typing, numpy, scipy.sparse, torch
+from saecli.probing.probes import most_different
+folder = importlib.util.find_spec("sae_probes").submodule_search_locations[0]
+tree = ast.parse((pathlib.Path(folder) / "run_sae_evals.py").read_text())
+wanted = "get_sorted_indices", "mean_act_normalization"
+tree.body = [node for node in tree.body if getattr(node, "name", "") in wanted]
+exec(compile(tree, "", "exec"), names := {"torch": torch, "Callable": typing.Callable})
+draw = numpy.random.default_rng(0)
+codes = draw.exponential(size=(200, 50)) * (draw.random((200, 50)) < 0.3) * draw.uniform(0.1, 9, 50)
+labels = draw.random(200) < 0.5
+order = names["get_sorted_indices"](torch.from_numpy(codes), labels, names["mean_act_normalization"])
+print(order.tolist() == most_different(scipy.sparse.csr_matrix(codes), labels, 50))
+"""
+    assert with_package(script) == ["True"]
+
+
+def interrupted(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_says_that_nothing_was_written(home: CommandLine, tmp_path: Path):
+    before = signal.signal(signal.SIGALRM, interrupted)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        done = home("probe", "first", "second", "--csv", tmp_path / "probes.csv")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert (done.status, done.out, done.err.splitlines()[-1]) == (130, "", "stopped; nothing was written")
+    assert not (tmp_path / "probes.csv").exists()
 
 
 def test_the_same_texts_are_read_each_time_as_many_of_each_class(package: Path):

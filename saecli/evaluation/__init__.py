@@ -2,6 +2,6 @@
 those that differ in seed learn the same latents.
 
 `sae_and_rows.py` opens an SAE and its rows, `placing.py` an SAE and its places in a language model; `evaluate.py`
-measures, `comparing.py` marks the SAEs that no other beats and formats the results; `matching.py` matches latents one to
-one, and `stability.py` measures runs by it.
+measures, `comparing.py` marks the SAEs that no other beats and formats the results; `matching.py` matches latents one
+to one, and `stability.py` measures runs by it.
 """
