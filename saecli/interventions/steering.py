@@ -170,7 +170,7 @@ def changed(model: nn.Module, one: Placed, change: Change, special: Sequence[int
         if plain is None:
             plain = torch.ones(y.shape[:-1], dtype=torch.bool)
         plain, steered = plain.to(y.device), y.clone()
-        steered[plain] += change.effect(sae, x[plain].to(sae.W_enc)).to(y)
+        steered[plain] += change.effect(sae, x[plain.to(x.device)].to(sae.W_enc)).to(y)
         return steered
 
     with ExitStack() as hooks:
