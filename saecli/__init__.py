@@ -29,9 +29,12 @@ if TYPE_CHECKING:
     from .evaluation.stability import stability
     from .harvest import extract
     from .html_report.report import report
+    from .interventions.generation import steer
+    from .interventions.steering import steering
     from .inventory.importing import import_array
     from .inventory.listing import list_home
     from .inventory.synthetic import import_synthetic
+    from .probing.probe import probe
     from .publishing.export import export
     from .publishing.push import push
     from .refitting.refit import refit
@@ -40,8 +43,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["SAE", "ActivationStore", "SaeError", "compare", "controls", "evaluate", "export", "extract", "fit",
-           "geometry", "import_array", "import_synthetic", "join", "list_home", "load_sae", "open_store", "push",
-           "refit", "report", "save_sae", "sparsity", "stability"]
+           "geometry", "import_array", "import_synthetic", "join", "list_home", "load_sae", "open_store", "probe",
+           "push", "refit", "report", "save_sae", "sparsity", "stability", "steer",
+           "steering"]
 
 _MODULES = {
     "SAE": "dictionary",
@@ -56,11 +60,14 @@ _MODULES = {
     "import_array": "inventory.importing",
     "import_synthetic": "inventory.synthetic",
     "list_home": "inventory.listing",
+    "probe": "probing.probe",
     "push": "publishing.push",
     "refit": "refitting.refit",
     "report": "html_report.report",
     "sparsity": "evaluation.evaluate",
     "stability": "evaluation.stability",
+    "steer": "interventions.generation",
+    "steering": "interventions.steering",
 }
 
 if not TYPE_CHECKING:

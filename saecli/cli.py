@@ -34,6 +34,8 @@ COMMANDS = {
     "controls": "Train a run's controls, to see how much of it is the SAE's.",
     "sparsity": "Show how often latents fire, which are silent and which dense.",
     "geometry": "Show the spline: cells, power diagram, margins, references.",
+    "probe": "Probe latents for labels of texts, beside the activations.",
+    "steer": "Continue a text with latents of an SAE changed, beside the plain text.",
     "report": "Write pages to look at latents in a browser, from disk.",
     "export": "Write a run in another library's format.",
     "push": "Put a run on the Hugging Face hub, with a model card.",

@@ -49,7 +49,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             yield figure
             kept.append(figure)
 
-    for name in ("runs", "geometry", "stability"):  # by name: the package has functions of these names
+    for name in ("runs", "geometry", "probing", "stability"):  # by name: the package has functions of these names
         monkeypatch.setattr(sys.modules[f"saecli.plots.{name}"], "figure", keeping)
     return kept
 

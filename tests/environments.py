@@ -16,10 +16,12 @@ import pytest
 import torch
 
 PINNED = {"saelens": "sae-lens==6.54.12", "sparsify": "eai-sparsify==1.3.3",
-          "dictionary-learning": "dictionary-learning==0.1.0", "circuit-tracer": "circuit-tracer==0.5.0"}
+          "dictionary-learning": "dictionary-learning==0.1.0", "circuit-tracer": "circuit-tracer==0.5.0",
+          "sae-probes": "sae-probes==0.4.2"}
 
 # Named among its requirements, imported nowhere there; PyPI's is built for one torch and fails beside another.
 UNUSED = {"dictionary-learning": "torchvision"}
+ALONE = {"sae-probes"}  # of which only the data are used, and none of the many packages that it requires
 
 
 def python_with(library: str) -> Path:
@@ -45,8 +47,8 @@ def _install(library: str, folder: Path) -> None:
                            capture_output=True, text=True, check=True)
     (Path(asked.stdout.strip()) / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     # What is there is taken where it will do; torch is named, lest a newer one come with gigabytes for a GPU.
-    done = subprocess.run([*pip, "install", "-q", pinned, f"torch=={torch.__version__}"], capture_output=True,
-                          text=True)
+    wanted = ["--no-deps", pinned] if library in ALONE else [pinned, f"torch=={torch.__version__}"]
+    done = subprocess.run([*pip, "install", "-q", *wanted], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"{pinned} could not be installed: {done.stderr.strip().splitlines()[-1]}")
     if library in UNUSED:

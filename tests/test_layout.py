@@ -26,7 +26,7 @@ FLOORS = [
     {"latent_survey", "plots", "solvers", "splice"},
     {"options", "training"},
     {"evaluation"},
-    {"baselines", "html_report", "publishing", "refitting", "spline_measures"},
+    {"baselines", "html_report", "interventions", "probing", "publishing", "refitting", "spline_measures"},
     {"api", "commands", "help_page"},
     {"cli"},
     {"__init__", "__main__"},

@@ -66,6 +66,27 @@ def hook_point(block: nn.Module, site: str) -> tuple[nn.Module, bool]:
                       "use resid_post or resid_pre", got=site, kind=type(block).__name__, names=" or ".join(names))
 
 
+@contextmanager
+def intercepted(block: nn.Module, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While open, forward passes replace the activations, (B, T, D), at a site of a block by `replace(activations)`."""
+    module, is_input = hook_point(block, site)
+
+    def on_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (replace(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": replace(kwargs["hidden_states"])}
+
+    def on_output(module: nn.Module, args: tuple, output: Any) -> Any:
+        return (replace(output[0]), *output[1:]) if isinstance(output, tuple) else replace(output)
+
+    handle = (module.register_forward_pre_hook(on_input, with_kwargs=True) if is_input
+              else module.register_forward_hook(on_output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 Taken = TypeVar("Taken")
 
 
@@ -183,24 +204,9 @@ class LanguageModel:
 
     @contextmanager
     def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """While open, forward passes replace the activations, (B, T, D), at a site of a block by
-        `replace(activations)`."""
-        module, is_input = hook_point(self.blocks[layer], site)
-
-        def on_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            if args:
-                return (replace(args[0]), *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": replace(kwargs["hidden_states"])}
-
-        def on_output(module: nn.Module, args: tuple, output: Any) -> Any:
-            return (replace(output[0]), *output[1:]) if isinstance(output, tuple) else replace(output)
-
-        handle = (module.register_forward_pre_hook(on_input, with_kwargs=True) if is_input
-                  else module.register_forward_hook(on_output))
-        try:
+        """`intercepted` at a site of a block of this model."""
+        with intercepted(self.blocks[layer], site, replace):
             yield
-        finally:
-            handle.remove()
 
 
 class _Reached(Exception):  # noqa: N818 - not an error

@@ -38,7 +38,7 @@ class Outline:
             self._whole = loader.from_config(source.config, **settings)
         self._source, self._settings = source, settings
         self.size = sum(parameter.numel() for parameter in self._whole.parameters())
-        self.path = _path_of_blocks(self._whole, source)
+        self.path = _path_of_blocks(self._whole, source.layers, source.name)
 
     def load(self, blocks: int) -> nn.Module:
         """The model with its weights, up to a number of blocks if no later block shares weights with the rest.
@@ -80,13 +80,27 @@ class Outline:
         return set(names[: last + 1])
 
 
-def _path_of_blocks(model: nn.Module, source: ModelSource) -> str:
-    """Name of the model's transformer blocks: the outermost module list of the configured length."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == source.layers:
-            return name
-    raise ModelError(f"cannot find the blocks of {source.name}: expected a module list of length {source.layers}, as "
-                     f"its configuration says, got none")
+def _path_of_blocks(model: nn.Module, layers: int, name: str) -> str:
+    """Name of the model's transformer blocks: the outermost module list of the configured length.
+
+    Args:
+        model: the model.
+        layers: number of blocks, as its configuration says.
+        name: the model's, for messages.
+
+    Raises:
+        ModelError: it has no such list.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return path
+    raise ModelError(f"cannot find the blocks of {name}: expected a module list of length {layers}, as its "
+                     f"configuration says, got none")
+
+
+def blocks_of(model: nn.Module, layers: int, name: str) -> nn.ModuleList:
+    """The model's transformer blocks; arguments and errors as of `_path_of_blocks`."""
+    return model.get_submodule(_path_of_blocks(model, layers, name))
 
 
 def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Module]:

@@ -2,9 +2,10 @@
 
 from .geometry import GeometryPicture, geometry, geometry_runs
 from .places import places
+from .probing import ProbedRun, probes
 from .runs import firing, frontier, loss_curves, patterns
 from .stability import stability
 from .style import check_suffix
 
-__all__ = ["GeometryPicture", "check_suffix", "firing", "frontier", "geometry", "geometry_runs", "loss_curves",
-           "patterns", "places", "stability"]
+__all__ = ["GeometryPicture", "ProbedRun", "check_suffix", "firing", "frontier", "geometry", "geometry_runs",
+           "loss_curves", "patterns", "places", "probes", "stability"]
