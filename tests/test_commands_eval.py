@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.activations import JumpRelu, Relu, TopK
-from saecli.cli import load
 from saecli.dictionary import SAE
 from saecli.evaluation.comparing import LIKE_L0, unbeaten
 from saecli.formats import SavedSAE, save
+from saecli.outline import loaded
 from saecli.store import is_test
 
 KEYS = ["run", "data", "split", "rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "silent_fraction",
@@ -144,7 +144,7 @@ def test_of_runs_with_finite_errors_at_least_one_is_unbeaten(runs: list[tuple[fl
 
 
 def test_help_names_the_tolerance_in_l0() -> None:
-    assert f"at most {LIKE_L0:g} times its L0" in " ".join(load("eval").help.split())
+    assert f"at most {LIKE_L0:g} times its L0" in " ".join(loaded("eval").help.split())
 
 
 def test_runs_on_different_rows_are_pointed_out(sae: CommandLine) -> None:

@@ -10,7 +10,8 @@ import torch
 from homes import CommandLine, make_store, some_rows
 from safetensors.torch import load_file
 
-from saecli.cli import COMMANDS, load
+from saecli.cli import COMMANDS
+from saecli.outline import loaded
 
 QUICK = ("--d-sae", "24", "--epochs", "2")
 CHOICES = {
@@ -94,7 +95,7 @@ def test_options_that_are_given_several_times_are_lists(sae: CommandLine, tmp_pa
 
 def test_every_key_is_the_name_of_an_option():
     for name in COMMANDS:
-        options = {param.name: param.opts for param in load(name).params}
+        options = {param.name: param.opts for param in loaded(name).params}
         if "config" in options:
             assert all(opts[0] == "--" + key.replace("_", "-") for key, opts in options.items()
                        if opts[0].startswith("-"))
