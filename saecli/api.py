@@ -20,7 +20,8 @@ from .errors import ConfigError, did_you_mean, unknown_choice
 from .evaluation.sae_and_rows import find_subject
 from .evaluation.starts import start_of
 from .formats import FORMATS, SavedSAE
-from .home import STORE_MARKER, Home
+from .home import Home
+from .inventory.filling import found_store
 from .solvers import SOLVERS
 from .store import ActivationStore, Joined, JoinedRows, Rows
 from .training import Loop, Plan, Record, Start, Trainer, TrainingConfig, origin_of
@@ -44,10 +45,7 @@ def open_store(store: str | Path | None = None, home: str | Path | None = None) 
     Raises:
         StoreError: there is none, or its `store.json` is damaged.
     """
-    shelf = Home.at(home).stores
-    if store is not None and store not in shelf.names() and (Path(store) / STORE_MARKER).is_file():
-        return ActivationStore.open(Path(store))
-    return ActivationStore.open(shelf.find(None if store is None else str(store)))
+    return found_store(Home.at(home), None if store is None else str(store))
 
 
 def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> SAE:

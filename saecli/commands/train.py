@@ -24,8 +24,8 @@ from ..training.tables import run_table, runs_table
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="Training algorithm.")]
 Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="Activation.")]
 Data = Annotated[list[str] | None, typer.Option(
-    "--data", help="Activation store to train on; several, of the same tokens at other places, are read side by side, "
-                   "for a crosscoder.", show_default="the newest", autocompletion=store_names)]
+    "--data", help="Activation store to train on, its name or folder; several, of the same tokens at other places, are "
+                   "read side by side, for a crosscoder.", show_default="the newest", autocompletion=store_names)]
 Target = Annotated[str | None, typer.Option(
     "--target", help="Store of the same tokens to predict from --data, for a transcoder.", show_default="--data itself",
     autocompletion=store_names)]
