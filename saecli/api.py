@@ -22,6 +22,7 @@ from .evaluation.starts import start_of
 from .formats import FORMATS, SavedSAE
 from .home import Home
 from .inventory.filling import found_store
+from .other_names import in_place_of
 from .solvers import SOLVERS
 from .store import ActivationStore, Joined, JoinedRows, Rows
 from .training import Loop, Plan, Record, Start, Trainer, TrainingConfig, origin_of
@@ -167,8 +168,9 @@ def _planned(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, tar
         idle |= dict.fromkeys(OF_SPLITS, " with rows that are chosen already")
     for name in options:
         if name not in known:
-            advice = did_you_mean(name, {*known, "solver", "act"}) or "expected one of `sae train`'s"
-            raise ConfigError(None, "fit has no option {name}", "{advice}", name=name, advice=advice)
+            taken = {*known, "solver", "act"}
+            raise ConfigError(None, "fit has no option {given}", in_place_of(name, taken) or did_you_mean(name, taken)
+                              or "expected one of `sae train`'s", given=name)
         if name in idle:
             raise ConfigError(name, "does nothing in fit{why}", "leave it out", why=idle[name])
     training = TrainingConfig(**{name: options[name] for name in options_of(TrainingConfig) if name in options})

@@ -198,7 +198,7 @@ def main() -> None:
             print(f"sae: {sentence}", file=errors)
         elif _is_first_to_say(sentence, error):
             print(f"sae: process {rank()} of {world()}: {sentence}", file=errors)
-        _end(1)
+        _end(2 if isinstance(error, ConfigError) else 1)
 
 
 def _end(status: int) -> NoReturn:

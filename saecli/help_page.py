@@ -10,12 +10,16 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from inspect import Parameter
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+from .config import flag_of
+from .errors import ConfigError
+from .other_names import in_place_of
 
 ROUND, PLAIN = "╭─╮│╰╯", "+-+|++"  # corners and edges: in UTF, and for other encodings
 LEAST_WIDTH = 50
@@ -23,9 +27,31 @@ LONGEST_NAME = 26  # letters of an option and its value; a longer one has a line
 
 
 class Command(TyperCommand):
-    """A command whose `--help` leaves its advanced options to `--help-all`."""
+    """A command that takes options in any spelling, and whose `--help` leaves the advanced ones to `--help-all`."""
 
     advanced: frozenset[str] = frozenset()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command's words, options in any spelling: `--d_sae` is `--d-sae`."""
+        return super().parse_args(ctx, args if ctx.resilient_parsing else [*self._spelled(ctx, args)])
+
+    def _spelled(self, ctx: Any, args: list[str]) -> Iterator[str]:
+        """The words with hyphens in the names of options; ConfigError for an option of another tool."""
+        flags = {flag for one in self.get_params(ctx) for flag in (*one.opts, *one.secondary_opts)}
+        rest = iter(args)
+        for word in rest:
+            flag, equals, value = word.partition("=")
+            name = flag.removeprefix("--").replace("-", "_").lower()
+            if word == "--":
+                yield from (word, *rest)
+            elif not flag.startswith("--") or flag in flags:
+                yield word
+            elif flag_of(name) in flags:
+                yield flag_of(name) + equals + value
+            elif remedy := in_place_of(name, {one.name for one in self.params}):
+                raise ConfigError(None, "{command} has no option {flag}", remedy, command=ctx.command_path, flag=flag)
+            else:
+                yield word
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the page of `--help`."""

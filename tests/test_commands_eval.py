@@ -175,19 +175,19 @@ def test_a_store_of_another_width_is_refused_with_both_widths(sae: CommandLine) 
     make_store(sae.home, "wide", some_rows(d_in=9))
     make_run(sae.home, "run", random_sae())
     done = sae("eval", "run", "--data", "wide")
-    assert done.status == 1
+    assert done.status == 2
     assert done.err.endswith("expected rows of 8 dimensions, got 9; name another store with --data\n")
     assert done.out == ""
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    (["nosuch"], "there are: run"), (["run", "--data", "nosuch"], "there are: rows"),
-    (["run", "--device", "toaster"], "--device must be cpu, cuda, cuda:N or auto, got 'toaster'")])
-def test_what_is_missing_is_one_sentence_and_status_1(sae: CommandLine, words: list[str], told: str) -> None:
+@pytest.mark.parametrize(("words", "told", "status"), [
+    (["nosuch"], "there are: run", 1), (["run", "--data", "nosuch"], "there are: rows", 1),
+    (["run", "--device", "toaster"], "--device must be cpu, cuda, cuda:N or auto, got 'toaster'", 2)])
+def test_what_is_missing_or_wrong_is_one_sentence(sae: CommandLine, words: list[str], told: str, status: int) -> None:
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "run", random_sae())
     done = sae("eval", *words)
-    assert done.status == 1
+    assert done.status == status
     assert told in done.err
     assert len(done.err.splitlines()) == 1
 

@@ -132,7 +132,7 @@ def test_what_is_wrong_is_told_with_the_file_and_the_key(sae: CommandLine, tmp_p
     config = tmp_path / "run.toml"
     config.write_text(text)
     done = sae("train", "--config", config, *words)
-    assert done.status == 1
+    assert done.status == 2
     assert sentence in done.err
     assert str(config) in done.err or "--resume" in words
     assert done.err.strip().splitlines()[-1].startswith("sae: ")

@@ -180,7 +180,7 @@ def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine,
                                                                monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     done = sae("extract", "--model", models["gpt2"], "--dataset", text, *words)
-    assert done.status == 1
+    assert done.status == 2
     assert sentence in done.err
     assert "Traceback" not in done.err
     assert not (sae.home / "activations").exists()

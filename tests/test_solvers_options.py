@@ -252,7 +252,7 @@ def test_a_fixed_alpha_at_the_interpolation_threshold_is_warned_of(rows, alpha, 
 def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine, words: tuple, sentence: str):
     make_store(sae.home, "rows", some_rows(1500))
     done = sae("train", *words)
-    assert done.status == 1
+    assert done.status == 2
     assert sentence in done.err
     assert "Traceback" not in done.err
     assert not (sae.home / "runs").exists()
