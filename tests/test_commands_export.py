@@ -94,7 +94,7 @@ def test_a_folder_in_use_is_left_alone(sae: CommandLine, tmp_path: Path) -> None
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     done = sae("export", "run", "--to", "saelens", "--out", tmp_path / "out")
-    assert done.status == 1
+    assert done.status == 2
     assert "expected an empty or a new folder" in done.err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 

@@ -272,7 +272,7 @@ def test_what_cannot_be_pushed_is_one_sentence_and_changes_nothing(
     hub.add("someone/public", {})
     monkeypatch.setenv("HF_TOKEN", token)
     done = sae("push", "run", repo, *words)
-    assert (done.status, done.out, len(done.err.splitlines())) == (1, "", 1)
+    assert (done.status, done.out, len(done.err.splitlines())) == (status, "", 1)
     assert said in done.err
     assert {name: repo.files for name, repo in hub.repos.items()} == {"other/saes": {}, "someone/public": {}}
 

@@ -134,7 +134,7 @@ def test_a_target_for_l0_is_held_from_the_first_step_on_and_refused_where_no_thr
         assert done.json["final"]["test_l0"] == pytest.approx(float(target), rel=0.2)
         words = (*words[:2], run, *words[3:])
     done = sae("train", "--init", "old", "--act", "jumprelu", "--target-l0", "19", "--name", "no")
-    assert (done.status, (sae.home / "runs" / "no").exists()) == (1, False)
+    assert (done.status, (sae.home / "runs" / "no").exists()) == (2, False)
     assert "--target-l0 cannot be reached from --init old, " in done.err and "or use another --act" in done.err
 
 
