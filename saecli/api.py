@@ -20,7 +20,9 @@ from .errors import ConfigError, did_you_mean, unknown_choice
 from .evaluation.sae_and_rows import find_subject
 from .evaluation.starts import start_of
 from .formats import WRITABLE, SavedSAE
-from .home import STORE_MARKER, Home
+from .home import Home
+from .inventory.filling import found_store
+from .other_names import in_place_of
 from .solvers import SOLVERS
 from .store import ActivationStore, Joined, JoinedRows, Rows
 from .training import Loop, Plan, Record, Start, Trainer, TrainingConfig, origin_of
@@ -44,10 +46,7 @@ def open_store(store: str | Path | None = None, home: str | Path | None = None) 
     Raises:
         StoreError: there is none, or its `store.json` is damaged.
     """
-    shelf = Home.at(home).stores
-    if store is not None and store not in shelf.names() and (Path(store) / STORE_MARKER).is_file():
-        return ActivationStore.open(Path(store))
-    return ActivationStore.open(shelf.find(None if store is None else str(store)))
+    return found_store(Home.at(home), None if store is None else str(store))
 
 
 def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> SAE:
@@ -169,8 +168,9 @@ def _planned(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, tar
         idle |= dict.fromkeys(OF_SPLITS, " with rows that are chosen already")
     for name in options:
         if name not in known:
-            advice = did_you_mean(name, {*known, "solver", "act"}) or "expected one of `sae train`'s"
-            raise ConfigError(None, "fit has no option {name}", "{advice}", name=name, advice=advice)
+            taken = {*known, "solver", "act"}
+            raise ConfigError(None, "fit has no option {given}", in_place_of(name, taken) or did_you_mean(name, taken)
+                              or "expected one of `sae train`'s", given=name)
         if name in idle:
             raise ConfigError(name, "does nothing in fit{why}", "leave it out", why=idle[name])
     training = TrainingConfig(**{name: options[name] for name in options_of(TrainingConfig) if name in options})

@@ -4,8 +4,6 @@ To add a command, write `saecli/commands/NAME.py` with a function `command`, and
 """
 
 import errno
-import importlib
-import inspect
 import io
 import os
 import re
@@ -20,9 +18,10 @@ from . import __version__, interrupts
 from .config import flag_of
 from .errors import ConfigError, PeerError, SaeError, did_you_mean, one_line, printable
 from .files import as_named
-from .help_page import Command, show_root_help
+from .help_page import show_root_help
 from .home import Home
 from .memory import demand_address_space, is_out_of_memory
+from .outline import loaded, outlined
 from .torchrun import rank, world
 
 COMMANDS = {
@@ -44,30 +43,22 @@ COMMANDS = {
 }
 
 
+HELP = {"-h", "--help", "--help-all"}
 TOGETHER = ("extract", "train")  # commands that torchrun may run in several processes
 
 
-def load(name: str) -> Any:
-    """Import a command's module and return its Typer command."""
-    module = importlib.import_module(f".commands.{'import_' if name == 'import' else name}", __package__)
-    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    paragraphs = inspect.getdoc(module.command).split("\n\n")
-    spelling = getattr(module.command, "spelling", None)  # of options' choices
-    app.command(name, cls=Command, help="\n\n".join(" ".join(lines.split()) for lines in paragraphs),
-                context_settings={"token_normalize_func": spelling})(module.command)
-    command = typer.main.get_command(app)
-    command.advanced = getattr(module.command, "advanced", Command.advanced)
-    return command
-
-
 class LazyGroup(TyperGroup):
-    """Imports a command's module only when it is run, so that `sae --help` does not import torch."""
+    """Imports a command's module only when it is run, so that help pages and completion do not import torch."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command to run, and load it."""
         name, listed, rest = super().resolve_command(ctx, args)
+        if ctx.resilient_parsing:  # while a shell completes words
+            return name, listed and outlined(name), rest
+        if HELP.intersection(rest):
+            outlined(name).make_context(name, [*rest], parent=ctx)  # shows the page and exits, unless it is a value
         demand_address_space()
-        command = listed and load(name)
+        command = listed and loaded(name)
         interrupts.begin()
         return name, command, rest
 
@@ -116,7 +107,8 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def root(
     ctx: typer.Context,
-    home: Annotated[Path, typer.Option(help="Folder of stores and runs.", envvar="SAE_HOME")] = Path(Home.DEFAULT),
+    home: Annotated[Path, typer.Option(help="Folder of stores and runs.", metavar="PATH",
+                                       envvar="SAE_HOME")] = Path(Home.DEFAULT),
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
                                           help="Print the version and exit.")] = False,
 ) -> None:
@@ -208,7 +200,7 @@ def main() -> None:
             print(f"sae: {sentence}", file=errors)
         elif _is_first_to_say(sentence, error):
             print(f"sae: process {rank()} of {world()}: {sentence}", file=errors)
-        _end(1)
+        _end(2 if isinstance(error, ConfigError) else 1)
 
 
 def _end(status: int) -> NoReturn:

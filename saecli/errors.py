@@ -22,7 +22,7 @@ from typing import Self
 
 
 class SaeError(Exception):
-    """Base of every error that the command line reports as one sentence and exit status 1."""
+    """Base of every error that the command line reports as one sentence and exit status 1, a `ConfigError` 2."""
 
     def sentence(self, spell: Callable[[str], str]) -> str:
         """The message, an option's name, where the error names options apart, written as `spell` gives it."""

@@ -28,6 +28,7 @@ from storing import make_meta
 
 from saecli import cli
 from saecli.errors import StoreError
+from saecli.outline import loaded
 from saecli.store import StoreWriter
 
 BLOCKS = 60
@@ -128,7 +129,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if order.get("words"):
-            cli.load(order["words"][0])
+            loaded(order["words"][0])
             for module in order["imports"]:
                 importlib.import_module(module)  # once, and not by every child
         child = os.fork()

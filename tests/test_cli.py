@@ -15,49 +15,45 @@ import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
 
 from saecli import __version__
-from saecli.cli import COMMANDS, load, sentence_for
+from saecli.cli import COMMANDS, sentence_for
+from saecli.help_page import Command
+from saecli.outline import FOLDER, loaded, outline_of, outlined
 
-HELP_PAGES = Path(__file__).parent / "help_pages"
-TEXT_OF_ALL = "SAECLI_WRITE_HELP_PAGES"  # set it to write the pages anew
-
-
-def page(name: str) -> str:
-    """A command's help as text, whatever the layout: its description, then each option with its default, those that
-    only `--help-all` shows last."""
-    command = load(name)
-    lines = [command.help, ""]
-    for parameter in sorted(command.params, key=lambda one: one.name in command.advanced):
-        names = ", ".join(parameter.opts) if parameter.opts[0].startswith("-") else parameter.name.upper()
-        shown = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
-        default = f" [{shown}]" if parameter.show_default and shown is not None and shown is not False else ""
-        more = " (--help-all)" if parameter.name in command.advanced else ""
-        lines.append(f"{names}{more}: {parameter.help}{default}")
-    return "\n".join(lines) + "\n"
+TEXT_OF_ALL = "SAECLI_WRITE_HELP_PAGES"  # set it to write the outlines anew
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_page_is_the_one_kept_as_text(name: str):
-    path = HELP_PAGES / f"{name}.txt"
+def test_help_page_is_made_from_an_outline_that_says_what_the_command_does(name: str):
+    path = FOLDER / f"{name}.json"
     if os.environ.get(TEXT_OF_ALL):
-        path.write_text(page(name), encoding="utf-8")
-    kept = path.read_text(encoding="utf-8")
-    assert page(name) == kept, f"if this change is meant, run the tests with {TEXT_OF_ALL}=1"
+        path.write_text(outline_of(loaded(name)), encoding="utf-8")
+    assert outline_of(loaded(name)) == path.read_text(encoding="utf-8"), \
+        f"if this change is meant, run the tests with {TEXT_OF_ALL}=1"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_outline_has_the_parameters_of_its_command_as_the_parser_sees_them(name: str):
+    def seen(command: Command) -> list[tuple]:
+        return [(one.name, one.param_type_name, one.opts, one.secondary_opts, one.multiple, one.nargs, one.required,
+                 getattr(one, "is_flag", None)) for one in command.params]
+
+    assert seen(outlined(name)) == seen(loaded(name)) and outlined(name).advanced == loaded(name).advanced
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_shown_as_it_is_written(sae: CommandLine, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setenv("COLUMNS", "200")  # square brackets are markup to the library that prints it
-    done = sae(name, "--help-all" if load(name).advanced else "--help")
+    done = sae(name, "--help-all" if loaded(name).advanced else "--help")
     assert (done.status, done.err) == (0, "")
     shown = "".join(letter for letter in done.out if letter.isalnum())
-    for parameter in load(name).params:
+    for parameter in loaded(name).params:
         assert "".join(letter for letter in parameter.help if letter.isalnum())[:60] in shown
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_fits_two_screens_and_leaves_the_advanced_options_to_help_all(sae: CommandLine, monkeypatch, name: str):
     monkeypatch.setenv("COLUMNS", "80")
-    command = load(name)
+    command = loaded(name)
     short = sae(name, "--help").out
     assert len(short.splitlines()) <= 100 and {len(line) for line in short.splitlines() if line[:1] in "╭│╰"} <= {0, 80}
     shown = set(re.findall(r"^│ (?:-h, )?(--[a-z-]+)", short, re.MULTILINE))
@@ -77,7 +73,7 @@ def test_summary_in_the_list_is_the_first_line_of_the_commands_own_help(name: st
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_prints_json_on_demand_and_every_option_says_what_it_does(name: str):
-    parameters = load(name).params
+    parameters = loaded(name).params
     assert "--json" in [opt for parameter in parameters for opt in parameter.opts]
     assert all(parameter.help and parameter.help.endswith((".", ")")) for parameter in parameters)
     assert not [parameter.help for parameter in parameters if re.search(r"\[[a-z]", parameter.help)]  # taken for markup
@@ -85,7 +81,7 @@ def test_every_command_prints_json_on_demand_and_every_option_says_what_it_does(
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_page_has_one_example_that_the_command_takes(name: str):
-    command = load(name)
+    command = loaded(name)
     (example,) = re.findall(r"Example: (sae .*)$", command.help, re.MULTILINE)
     program, named, *words = shlex.split(example)
     assert (program, named) == ("sae", name)
@@ -94,7 +90,9 @@ def test_every_page_has_one_example_that_the_command_takes(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "absent"), [
-    (["--help"], ("torch", "transformers", "h5py", "numpy", "rich.console")),
+    *(([*words, "--help"], ("torch", "transformers", "h5py", "numpy", "rich.console"))
+      for words in ([], ["train"], ["extract"], ["demo"], ["train", "--name", "x"])),
+    (["train", "--help-all"], ("torch", "numpy", "rich.console")),
     (["list"], ("torch", "transformers")),
 ])
 def test_quick_commands_import_nothing_slow(tmp_path: Path, words: list[str], absent: tuple):

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.activations import JumpRelu, Relu, TopK
-from saecli.cli import load
 from saecli.dictionary import SAE
 from saecli.evaluation.comparing import LIKE_L0, unbeaten
 from saecli.formats import SavedSAE, save
+from saecli.outline import loaded
 from saecli.store import is_test
 
 KEYS = ["run", "data", "split", "rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "silent_fraction",
@@ -144,7 +144,7 @@ def test_of_runs_with_finite_errors_at_least_one_is_unbeaten(runs: list[tuple[fl
 
 
 def test_help_names_the_tolerance_in_l0() -> None:
-    assert f"at most {LIKE_L0:g} times its L0" in " ".join(load("eval").help.split())
+    assert f"at most {LIKE_L0:g} times its L0" in " ".join(loaded("eval").help.split())
 
 
 def test_runs_on_different_rows_are_pointed_out(sae: CommandLine) -> None:
@@ -175,19 +175,19 @@ def test_a_store_of_another_width_is_refused_with_both_widths(sae: CommandLine) 
     make_store(sae.home, "wide", some_rows(d_in=9))
     make_run(sae.home, "run", random_sae())
     done = sae("eval", "run", "--data", "wide")
-    assert done.status == 1
+    assert done.status == 2
     assert done.err.endswith("expected rows of 8 dimensions, got 9; name another store with --data\n")
     assert done.out == ""
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    (["nosuch"], "there are: run"), (["run", "--data", "nosuch"], "there are: rows"),
-    (["run", "--device", "toaster"], "--device must be cpu, cuda, cuda:N or auto, got 'toaster'")])
-def test_what_is_missing_is_one_sentence_and_status_1(sae: CommandLine, words: list[str], told: str) -> None:
+@pytest.mark.parametrize(("words", "told", "status"), [
+    (["nosuch"], "there are: run", 1), (["run", "--data", "nosuch"], "there are: rows", 1),
+    (["run", "--device", "toaster"], "--device must be cpu, cuda, cuda:N or auto, got 'toaster'", 2)])
+def test_what_is_missing_or_wrong_is_one_sentence(sae: CommandLine, words: list[str], told: str, status: int) -> None:
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "run", random_sae())
     done = sae("eval", *words)
-    assert done.status == 1
+    assert done.status == status
     assert told in done.err
     assert len(done.err.splitlines()) == 1
 

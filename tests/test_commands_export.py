@@ -82,7 +82,7 @@ def test_a_signed_topk_without_negative_codes_is_said_to_agree(sae: CommandLine,
 def test_a_signed_topk_without_rows_to_measure_on_is_refused(sae: CommandLine, tmp_path: Path) -> None:
     make_run(sae.home, "run", random_sae(TopK(k=4)))
     done = sae("export", "run", "--to", "saelens", "--out", tmp_path / "out")
-    assert done.status == 1
+    assert done.status == 2
     assert "needs rows to measure the difference on, but there is no activation store named 'rows'" in done.err
     assert not (tmp_path / "out").exists()
 
@@ -111,7 +111,7 @@ def test_a_folder_in_use_is_left_alone(sae: CommandLine, tmp_path: Path) -> None
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     done = sae("export", "run", "--to", "saelens", "--out", tmp_path / "out")
-    assert done.status == 1
+    assert done.status == 2
     assert "expected an empty or a new folder" in done.err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
@@ -127,5 +127,5 @@ def test_a_folder_of_another_library_is_converted_without_a_run(sae: CommandLine
 def test_options_that_do_nothing_and_libraries_unknown_are_refused(sae: CommandLine, tmp_path: Path) -> None:
     make_run(sae.home, "run", random_sae())
     done = sae("export", "run", "--to", "saelens", "--out", tmp_path / "out", "--data", "rows")
-    assert (done.status, "leave it out" in done.err) == (1, True)
+    assert (done.status, "leave it out" in done.err) == (2, True)
     assert sae("export", "run", "--to", "onnx", "--out", tmp_path / "out").status == 2

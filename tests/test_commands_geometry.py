@@ -230,23 +230,23 @@ def test_small_spaces_are_drawn_whole(sae: CommandLine, tmp_path: Path, d_in: in
     assert sae("geometry", "small", "--plot", tmp_path / "x.png").status == 0
 
 
-@pytest.mark.parametrize(("words", "sentence"), [
-    (["--slice", "0,1,2"], "--slice does nothing without --plot; leave it out, or name a picture with --plot"),
-    (["--slice", "0,1", "--plot", "x.png"], "--slice must be pca or three row numbers like 0,5,9, got '0,1'"),
-    (["--slice", "0,1,9999", "--plot", "x.png"], "--slice names row 9999, but the split has"),
-    (["--slice", "1,1,2", "--plot", "x.png"], "the rows of --slice span no plane"),
-    (["--plot", "x.gif"], "cannot draw x.gif: expected an ending out of .png, .pdf, .svg, got .gif"),
-    (["--lambda", "-1"], "--lambda must be auto or a number that is at least 0, got '-1'"),
-    (["--lambda", "nan"], "--lambda must be auto or a number that is at least 0, got 'nan'"),
-    (["--radius", "0"], "--radius must be a number above 0, got 0"),
-    (["--radius", "inf"], "--radius must be a number above 0, got inf"),
-    (["no-such-run"], "there is no run and no folder named 'no-such-run'")])
+@pytest.mark.parametrize(("words", "sentence", "status"), [
+    (["--slice", "0,1,2"], "--slice does nothing without --plot; leave it out, or name a picture with --plot", 2),
+    (["--slice", "0,1", "--plot", "x.png"], "--slice must be pca or three row numbers like 0,5,9, got '0,1'", 2),
+    (["--slice", "0,1,9999", "--plot", "x.png"], "--slice names row 9999, but the split has", 2),
+    (["--slice", "1,1,2", "--plot", "x.png"], "the rows of --slice span no plane", 2),
+    (["--plot", "x.gif"], "cannot draw x.gif: expected an ending out of .png, .pdf, .svg, got .gif", 2),
+    (["--lambda", "-1"], "--lambda must be auto or a number that is at least 0, got '-1'", 2),
+    (["--lambda", "nan"], "--lambda must be auto or a number that is at least 0, got 'nan'", 2),
+    (["--radius", "0"], "--radius must be a number above 0, got 0", 2),
+    (["--radius", "inf"], "--radius must be a number above 0, got inf", 2),
+    (["no-such-run"], "there is no run and no folder named 'no-such-run'", 1)])
 def test_bad_input_gets_one_sentence(sae: CommandLine, words: list[str], sentence: str, tmp_path: Path,
-                                     monkeypatch: pytest.MonkeyPatch) -> None:
+                                     monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     make_run(sae.home, "one", random_sae(TopK(3)))
     monkeypatch.chdir(tmp_path)
     done = sae("geometry", *words)
-    assert done.status == 1
+    assert done.status == status
     assert f"sae: {sentence}" in done.err
     assert not list(tmp_path.glob("*.png"))
 

@@ -149,7 +149,7 @@ def test_a_killed_import_goes_on_and_equals_one_that_was_never_killed(sae, tmp_p
 def test_a_file_whose_name_no_store_can_have_is_imported_under_another(sae, tmp_path):
     np.save(tmp_path / "a\udcff.npy", np.random.default_rng(0).normal(size=(30, 4)))
     refused = sae("import", tmp_path / "a\udcff.npy")
-    assert refused.status == 1
+    assert refused.status == 2
     assert "the store's name, which --name sets, must be a plain folder name, " in refused.err
     assert sae("import", tmp_path / "a\udcff.npy", "--name", "a").status == 0
     assert sae("import", tmp_path / "a\udcff.npy", "--name", "a", "--json").json["cached"]
@@ -308,6 +308,6 @@ def test_list_folds_no_name_and_no_state_on_a_narrow_terminal(sae, monkeypatch, 
 def test_a_home_that_is_a_file_is_refused(sae):
     sae.home.write_text("")
     done = sae("list")
-    assert done.status == 1
+    assert done.status == 2
     assert f"cannot use {sae.home} as the home: expected a folder, got a file" in done.err
     assert not done.out

@@ -198,20 +198,20 @@ def test_latents_that_never_fire_have_a_page_too(sae: CommandLine, tmp_path: Pat
     assert all(page["examples"] == page["counts"] == [] and page["neighbours"] for page in pages.values())
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (("--latents", "3,20"), "names latent 20, but run has 20, counted from 0"),
-    (("--latents", "9-99999999999"), "names latent 99999999999"),
-    (("--latents", "5-3"), "must be all, or numbers and ranges"), (("--latents", ""), "must be all, or numbers"),
-    (("--latents", "1,,2"), "must be all, or numbers"), (("--latents", "-1"), "must be all, or numbers"),
-    (("--latents", "0", "--top", "3"), "cannot use both --latents and --top"),
-    (("--data", "none"), "no activation store named 'none'"), (("--model", "/no/such"), "no/such"),
-    (("--model", "tiny-gemma2"), "expected a model of width 8, got 128"),
+@pytest.mark.parametrize(("words", "said", "status"), [
+    (("--latents", "3,20"), "names latent 20, but run has 20, counted from 0", 2),
+    (("--latents", "9-99999999999"), "names latent 99999999999", 2),
+    (("--latents", "5-3"), "must be all, or numbers and ranges", 2), (("--latents", ""), "must be all, or numbers", 2),
+    (("--latents", "1,,2"), "must be all, or numbers", 2), (("--latents", "-1"), "must be all, or numbers", 2),
+    (("--latents", "0", "--top", "3"), "cannot use both --latents and --top", 2),
+    (("--data", "none"), "no activation store named 'none'", 1), (("--model", "/no/such"), "no/such", 1),
+    (("--model", "tiny-gemma2"), "expected a model of width 8, got 128", 2),
 ])
 def test_what_cannot_work_is_refused_in_a_sentence_and_leaves_nothing(
-        sae: CommandLine, tmp_path: Path, model: str, words: tuple[str, ...], said: str):
+        sae: CommandLine, tmp_path: Path, model: str, words: tuple[str, ...], said: str, status: int):
     make_text_run(sae.home, model)
     done = sae("report", "run", "--out", tmp_path / "out", *words)
-    assert done.status == 1
+    assert done.status == status
     assert said in done.err
     assert done.err.count("\n") == 1 or done.err.splitlines()[-1].startswith("sae: ")
     assert not (tmp_path / "out").exists()
@@ -223,7 +223,7 @@ def test_a_folder_in_use_is_refused_before_any_work_and_an_empty_one_taken(
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     done = sae("report", "no-such-run", "--out", tmp_path / "out")
-    assert (done.status, "expected an empty or a new folder, got one in use" in done.err) == (1, True)
+    assert (done.status, "expected an empty or a new folder, got one in use" in done.err) == (2, True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
     (tmp_path / "out" / "mine").unlink()
     assert sae("report", "run", "--out", tmp_path / "out", "--latents", "0").status == 0

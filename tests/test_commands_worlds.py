@@ -150,7 +150,7 @@ def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):
 ])
 def test_options_that_cannot_work_are_refused_by_their_names(sae, words, sentence):
     refused = sae("import", *words)
-    assert refused.status == 1 and sentence in refused.err
+    assert refused.status == 2 and sentence in refused.err
     assert not (sae.home / "activations").exists()
 
 

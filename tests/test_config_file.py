@@ -10,7 +10,8 @@ import torch
 from homes import CommandLine, make_store, some_rows
 from safetensors.torch import load_file
 
-from saecli.cli import COMMANDS, load
+from saecli.cli import COMMANDS
+from saecli.outline import loaded
 
 QUICK = ("--d-sae", "24", "--epochs", "2")
 CHOICES = {
@@ -94,7 +95,7 @@ def test_options_that_are_given_several_times_are_lists(sae: CommandLine, tmp_pa
 
 def test_every_key_is_the_name_of_an_option():
     for name in COMMANDS:
-        options = {param.name: param.opts for param in load(name).params}
+        options = {param.name: param.opts for param in loaded(name).params}
         if "config" in options:
             assert all(opts[0] == "--" + key.replace("_", "-") for key, opts in options.items()
                        if opts[0].startswith("-"))
@@ -131,7 +132,7 @@ def test_what_is_wrong_is_told_with_the_file_and_the_key(sae: CommandLine, tmp_p
     config = tmp_path / "run.toml"
     config.write_text(text)
     done = sae("train", "--config", config, *words)
-    assert done.status == 1
+    assert done.status == 2
     assert sentence in done.err
     assert str(config) in done.err or "--resume" in words
     assert done.err.strip().splitlines()[-1].startswith("sae: ")

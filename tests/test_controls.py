@@ -202,22 +202,23 @@ def runs(sae: CommandLine) -> CommandLine:
     return sae
 
 
-@pytest.mark.parametrize(("words", "sentence"), [
-    (("refit-run",), "expected a finished run of `sae train`, got one of `sae refit`; name the run that it was made"),
-    (("half",), "got an unfinished one; finish it by `sae train --resume --name half`"),
-    (("from",), "got one that began from run; name one without --init"),
-    (("both",), "got a crosscoder"),
-    (("old",), "cannot make controls of old: "),
-    (("{home}/saved",), "got a folder with an SAE of unknown training; name a run"),
-    (("{home}/runs/run/kept/epoch-1",), "got an epoch of one; name the run itself"),
-    (("nowhere",), "there is no run and no folder named 'nowhere'"),
-    (("run", "--tokens", "5"), "--tokens does nothing without --model"),
-    (("run", "--model", "tiny-gemma2"), "expected a store that `sae extract` made"),
-    (("run", "--device", "abacus"), "--device must be cpu, cuda, cuda:N or auto, got 'abacus'"),
+@pytest.mark.parametrize(("words", "sentence", "status"), [
+    (("refit-run",), "expected a finished run of `sae train`, got one of `sae refit`; name the run that it was made",
+     1),
+    (("half",), "got an unfinished one; finish it by `sae train --resume --name half`", 1),
+    (("from",), "got one that began from run; name one without --init", 1),
+    (("both",), "got a crosscoder", 1),
+    (("old",), "cannot make controls of old: ", 1),
+    (("{home}/saved",), "got a folder with an SAE of unknown training; name a run", 1),
+    (("{home}/runs/run/kept/epoch-1",), "got an epoch of one; name the run itself", 1),
+    (("nowhere",), "there is no run and no folder named 'nowhere'", 1),
+    (("run", "--tokens", "5"), "--tokens does nothing without --model", 2),
+    (("run", "--model", "tiny-gemma2"), "expected a store that `sae extract` made", 1),
+    (("run", "--device", "abacus"), "--device must be cpu, cuda, cuda:N or auto, got 'abacus'", 2),
 ])
-def test_what_has_no_controls_is_told_in_a_sentence(runs: CommandLine, words, sentence):
+def test_what_has_no_controls_is_told_in_a_sentence(runs: CommandLine, words, sentence, status: int):
     done = runs("controls", *(word.format(home=runs.home) for word in words))
-    assert (done.status, done.out) == (1, "")
+    assert (done.status, done.out) == (status, "")
     assert sentence in done.err
     assert runs("controls", "run", "--seeds", "0").status == 2
     with pytest.raises(saecli.SaeError, match="seeds must be at least 1, got 0"):

@@ -83,7 +83,7 @@ def test_without_the_package_a_sentence_says_what_to_install(sae: CommandLine, m
     monkeypatch.setattr("importlib.util.find_spec",
                         lambda name, *more: None if name == "tensorboard" else find(name, *more))
     done = sae("train", "--tensorboard", *QUICK)
-    assert done.status == 1
+    assert done.status == 2
     assert "install it with `pip install 'saecli[tensorboard]'`" in done.err
     assert not list((sae.home / "runs").iterdir())
 

@@ -288,7 +288,7 @@ def test_the_forward_pass_runs_in_the_precision_asked_for_and_is_another_request
 
 def test_packing_last_positions_is_refused(sae: CommandLine, model, text):
     done = sae("extract", "--model", model, "--dataset", text, "--packed", "--positions", "last")
-    assert done.status == 1 and "--packed does nothing with --positions last" in done.err
+    assert done.status == 2 and "--packed does nothing with --positions last" in done.err
 
 
 def test_without_a_terminal_a_line_tells_of_tokens_rows_bytes_and_time_left(sae: CommandLine, model, text):

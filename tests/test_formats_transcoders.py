@@ -264,7 +264,7 @@ def test_an_exported_transcoder_is_measured_as_its_run_is(sae: CommandLine, tmp_
     (after,) = sae("eval", tmp_path / "out", "--data", "x", "--target", "y", "--split", "all", "--json").json["runs"]
     assert after["fvu"] == pytest.approx(before["fvu"], rel=1e-5)
     done = sae("eval", tmp_path / "out", "--data", "x")
-    assert (done.status, "is a transcoder: expected the store of what it predicts" in done.err) == (1, True)
+    assert (done.status, "is a transcoder: expected the store of what it predicts" in done.err) == (2, True)
 
 
 def test_a_run_on_two_stores_is_a_transcoder_whatever_its_file_says(sae: CommandLine, tmp_path: Path) -> None:

@@ -308,26 +308,26 @@ def test_what_cannot_be_read_is_one_sentence(
     assert said in done.err
 
 
-@pytest.mark.parametrize(("repo", "words", "token", "said"), [
-    ("someone/new", [], "", "pushing to someone/new needs a token that may write: log in with `hf auth login`"),
-    ("someone/new", [], READER, "the token may only read: expected one that may write to someone/new"),
-    ("someone/new", [], "hf_wrong", "does not accept the token"),
-    ("other/new", [], WRITER, "the token may not write to other/new: got You don't have the rights to create"),
-    ("other/saes", [], WRITER, "the token may not write to other/saes: got You don't have the rights to write"),
-    ("someone/public", ["--private"], WRITER, "someone/public exists and is public; leave --private out"),
-    ("nonsense", [], WRITER, "cannot push to 'nonsense': expected USER/REPO or USER/REPO/FOLDER"),
-    ("someone/saes@v1", [], WRITER, "cannot push to the revision v1 of someone/saes"),
-    ("someone/saes", ["--format", "sparsify"], WRITER, "sparsify cannot express the activation jumprelu")])
+@pytest.mark.parametrize(("repo", "words", "token", "said", "status"), [
+    ("someone/new", [], "", "pushing to someone/new needs a token that may write: log in with `hf auth login`", 1),
+    ("someone/new", [], READER, "the token may only read: expected one that may write to someone/new", 1),
+    ("someone/new", [], "hf_wrong", "does not accept the token", 1),
+    ("other/new", [], WRITER, "the token may not write to other/new: got You don't have the rights to create", 1),
+    ("other/saes", [], WRITER, "the token may not write to other/saes: got You don't have the rights to write", 1),
+    ("someone/public", ["--private"], WRITER, "someone/public exists and is public; leave --private out", 2),
+    ("nonsense", [], WRITER, "cannot push to 'nonsense': expected USER/REPO or USER/REPO/FOLDER", 2),
+    ("someone/saes@v1", [], WRITER, "cannot push to the revision v1 of someone/saes", 2),
+    ("someone/saes", ["--format", "sparsify"], WRITER, "sparsify cannot express the activation jumprelu", 1)])
 def test_what_cannot_be_pushed_is_one_sentence_and_changes_nothing(
         sae: CommandLine, hub: ModelHub, monkeypatch: pytest.MonkeyPatch, repo: str, words: list[str], token: str,
-        said: str) -> None:
+        said: str, status: int) -> None:
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "run", random_sae(JumpRelu()))
     hub.add("other/saes", {}, owner="other")
     hub.add("someone/public", {})
     monkeypatch.setenv("HF_TOKEN", token)
     done = sae("push", "run", repo, *words)
-    assert (done.status, done.out, len(done.err.splitlines())) == (1, "", 1)
+    assert (done.status, done.out, len(done.err.splitlines())) == (status, "", 1)
     assert said in done.err
     assert {name: repo.files for name, repo in hub.repos.items()} == {"other/saes": {}, "someone/public": {}}
 

@@ -201,10 +201,10 @@ def test_a_model_that_the_rows_cannot_come_from_is_refused_before_they_are_measu
     model.tokenizer.save_pretrained(other)
     monkeypatch.setattr("saecli.evaluation.evaluate.reconstruction", lambda *_: pytest.fail("measured first"))
     done = sae("eval", "--model", other)
-    assert done.status == 1
+    assert done.status == 2
     assert sentence in done.err
 
 
 def test_tokens_without_a_model_do_nothing_and_are_refused(sae: CommandLine) -> None:
     done = sae("eval", "--tokens", "5")
-    assert (done.status, "--tokens does nothing without --model" in done.err) == (1, True)
+    assert (done.status, "--tokens does nothing without --model" in done.err) == (2, True)

@@ -215,13 +215,13 @@ def test_tables_show_the_mean_over_pairs_and_those_that_fire_where_some_are_sile
     (["seed-0", "other", "--stability"], "expected other to be trained on rows as seed-0, got others; name runs"),
     (["seed-0", "thin", "--stability"], "compares runs of one d_in: expected thin to have 8 as seed-0, got 5"),
 ])
-def test_wrong_input_is_one_sentence_and_status_1(runs: CommandLine, words: list[str], told: str) -> None:
+def test_wrong_input_is_one_sentence_and_status_2(runs: CommandLine, words: list[str], told: str) -> None:
     make_store(runs.home, "others", some_rows(seed=1))
     make_store(runs.home, "thin", some_rows(d_in=5))
     make_run(runs.home, "other", random_sae(seed=4), data="others")
     make_run(runs.home, "thin", random_sae(d_in=5), data="thin")
     done = runs("eval", *words)
-    assert (done.status, done.out) == (1, "")
+    assert (done.status, done.out) == (2, "")
     assert told in done.err.splitlines()[-1]
 
 

@@ -86,5 +86,5 @@ def test_extract_drops_rows_above_the_limit_and_stores_as_many_as_were_asked_for
 @pytest.mark.parametrize("value", ["0.5", "-1", "nan", "inf"])
 def test_a_multiple_that_would_drop_most_rows_is_refused(sae: CommandLine, value):
     done = sae("import", "digits", "--max-norm-multiple", value)
-    assert done.status == 1
+    assert done.status == 2
     assert "--max-norm-multiple must be" in done.err

@@ -132,7 +132,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(sae, home, command, sentence)
     if command[0] != "train":
         sae("train", "--data", "x", "--target", "y", *TOPK, *QUICK, "--name", "run")
     done = sae(*command)
-    assert done.status == 1 and sentence in done.err, done.err
+    assert done.status == 2 and sentence in done.err, done.err
 
 
 def test_sparsity_report_and_list_take_a_transcoder(sae, home, tmp_path):

@@ -20,8 +20,8 @@ from ..files import write_csv
 from ..options import Device, Json, Plot, Runs, start, store_names
 
 Data = Annotated[list[str] | None, typer.Option(
-    "--data", help="Activation store; of a crosscoder several, in order.", autocompletion=store_names,
-    show_default="the one that the run was trained on, else the newest",
+    "--data", help="Activation store, its name or folder; of a crosscoder several, in order.",
+    autocompletion=store_names, show_default="the one that the run was trained on, else the newest",
     callback=lambda names: names or None)]  # without it typer gives an empty list
 Target = Annotated[str | None, typer.Option(
     "--target", help="Store of what a transcoder predicts from --data.", autocompletion=store_names,

@@ -12,6 +12,7 @@ from ..options import Given, Json, configured, start
 from ..worlds import SyntheticConfig
 
 File = Annotated[str, typer.Argument(
+    metavar="FILE",
     help=f"A file ({SUFFIXES}); or digits: scikit-learn's handwritten digits; or patches: 16x16 grey patches of its "
          "two photographs, each less its mean, 8 per square of 32x32 pixels, which is trained on or held out whole; or "
          "synthetic: rows made of known features, which are stored beside them; or a folder in which SAELens saved "

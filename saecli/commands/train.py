@@ -17,15 +17,15 @@ from ..inventory.filling import open_joined
 from ..options import Given, Json, configured, run_names, start, store_names, unfinished_names
 from ..solvers import SOLVERS
 from ..store import Joined
-from ..training import Job, Plan, Run, Start, TrainingConfig, claimed_folders, resumed_job, train_runs
+from ..training import CONFIG, Job, Plan, Run, Start, TrainingConfig, claimed_folders, resumed_job, train_runs
 from ..training import run_names as names_of
-from ..training.tables import run_table, runs_table
+from ..training.tables import figures, results_table
 
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="Training algorithm.")]
 Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="Activation.")]
 Data = Annotated[list[str] | None, typer.Option(
-    "--data", help="Activation store to train on; several, of the same tokens at other places, are read side by side, "
-                   "for a crosscoder.", show_default="the newest", autocompletion=store_names)]
+    "--data", help="Activation store to train on, its name or folder; several, of the same tokens at other places, are "
+                   "read side by side, for a crosscoder.", show_default="the newest", autocompletion=store_names)]
 Target = Annotated[str | None, typer.Option(
     "--target", help="Store of the same tokens to predict from --data, for a transcoder.", show_default="--data itself",
     autocompletion=store_names)]
@@ -91,10 +91,13 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             raise
         documents, errors = train_runs(jobs, session.console, processes)
         if len(jobs) == 1:
-            session.console.result(documents[0], run_table(documents[0]), f"saved in {documents[0]['path']}")
+            (document,) = documents
+            session.console.result(document, results_table(documents), figures(document),
+                                   f"saved in {document['path']}; loss.png there has its curves")
             return
-        session.console.result({"runs": documents}, runs_table(documents, [*jobs[0].varied]),
-                               f"saved in {jobs[0].folder.parent}")
+        session.console.result({"runs": documents}, results_table(documents, [*jobs[0].varied]),
+                               *(f"{document['run']}: {figures(document)}" for document in documents),
+                               f"saved in {jobs[0].folder.parent}; loss.png in each has its curves")
         *others, last = [*errors.values()] or [None]
         for error in others:
             session.console.note(error.sentence(flag_of) if isinstance(error, SaeError) else str(error))
@@ -130,6 +133,13 @@ def _note_hash(ctx: typer.Context, names: Sequence[str], words: str, found: str 
 def _demand_no_others(ctx: typer.Context) -> None:
     """Refuse options beside --resume."""
     given = {name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"}
+    if longer := sorted(given & {"epochs", "steps"}):
+        name = ctx.params["name"] or "RUN"
+        raise ConfigError(longer[0], "cannot lengthen a run by {resume}: the learning rate falls to 0 over its last "
+                                     "steps, so a longer training is another from the start", "train on from its SAE, "
+                                     "at a learning rate that rises again, by `sae train {init} {run}`, or train anew "
+                                     "by `sae train {config} {path}`, each with {longer}", run=name,
+                          path=ctx.find_root().obj.runs.path / name / CONFIG, longer=flag_of(longer[0]))
     if others := sorted(given - {"name", "resume", "json"}):
         raise ConfigError(others[0], "does nothing with {resume}, which goes on with the settings of the run",
                           "leave it out")

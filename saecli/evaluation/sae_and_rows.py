@@ -289,7 +289,7 @@ def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str 
         found = names or [name for name in (subject.data, *subject.beside) if name]
         stores = open_joined(home, found, target if target or names else subject.target, listener)
     own = (subject.data, *subject.beside, subject.target) == (
-        *(store.name for store in stores.inputs), stores.target and stores.target.name)
+        *(store.reference for store in stores.inputs), stores.target and stores.target.reference)
     if subject.data_hash is not None and own and subject.data_hash != stores.hash:
         listener.note(f"{stores.name} is not the store that {subject.name} was trained on, though it has its name")
     return stores.split(split, fraction=subject.fraction if split == "train" else 1.0, seed=subject.split_seed)

@@ -11,10 +11,20 @@ from ..store import ActivationStore, Joined, StoreWriter, remembers, saved_rows
 from ..wording import counted
 
 
+def found_store(home: Home, name: str | None) -> ActivationStore:
+    """The store of that name in the home, else in the folder of that path; None for the newest. StoreError if there is
+    none, or its `store.json` is damaged."""
+    shelf = home.stores
+    folder = None if name is None or name in shelf.names() else Path(name).expanduser()
+    if folder is None or not (folder / STORE_MARKER).is_file():
+        return ActivationStore.open(shelf.find(name))
+    return ActivationStore.open(folder, homed=folder.resolve().parent == shelf.path.resolve())
+
+
 def open_store(home: Home, name: str | None, listener: Listener) -> ActivationStore:
-    """The store of that name, or the newest, with a note that names it; StoreError if there is none, or a shard that
-    changed since the store was written is damaged."""
-    store = ActivationStore.open(home.stores.find(name))
+    """As `found_store`, with a note that names the newest; StoreError also if a shard that changed since the store was
+    written is damaged."""
+    store = found_store(home, name)
     if name is None:
         listener.note(f"using the newest store, {store.name}")
     if not store.complete:
@@ -26,16 +36,18 @@ def open_store(home: Home, name: str | None, listener: Listener) -> ActivationSt
 
 
 def open_joined(home: Home, data: Sequence[str], target: str | None, listener: Listener) -> Joined:
-    """The stores of these names side by side, none for the newest, and that of a target, None for the inputs.
+    """The stores of these names or folders side by side, none for the newest, and that of a target, None for the
+    inputs.
 
     Raises:
         StoreError: as of `open_store`.
         ConfigError: one is named twice among the inputs, or they are not row for row the same tokens.
     """
-    if twice := [name for index, name in enumerate(data) if name in data[:index]]:
+    inputs = tuple(open_store(home, name, listener) for name in data or [None])
+    places = [store.path.resolve() for store in inputs]
+    if twice := [store.name for index, store in enumerate(inputs) if places[index] in places[:index]]:
         raise ConfigError("data", "names {name} twice", "name each store once", name=twice[0])
-    joined = Joined(tuple(open_store(home, name, listener) for name in data or [None]),
-                    None if target is None else open_store(home, target, listener))
+    joined = Joined(inputs, None if target is None else open_store(home, target, listener))
     joined.demand_alike()
     return joined
 

@@ -106,7 +106,8 @@ def find_model(name: str) -> ModelSource:
         ModelError: it is missing or gated, or the hub cannot be reached.
     """
     if not name.strip():  # the path of an empty name is the working directory
-        raise ModelError(f"--model is empty: expected a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}")
+        raise ConfigError("model", "is empty: expected a folder, a hub id such as google/gemma-2-2b, or {bundled}",
+                          bundled=TINY_GEMMA2)
     local = name in BUNDLED or Path(name).is_dir()
     if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(f"no model {name!r}: expected a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}")

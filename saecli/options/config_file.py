@@ -18,6 +18,7 @@ import typer
 from ..config import Option, toml_lines
 from ..errors import ConfigError, did_you_mean, one_line
 from ..files import regular
+from ..other_names import in_place_of
 
 HELP = 'TOML file of options, each by its long name (dtype = "float32"); those on the command line win.'
 
@@ -78,9 +79,9 @@ def _look_at(name: str, written: str, value: Any, options: Mapping[str, Option],
         raise ConfigError(None, "expected lines such as d_sae = 512 outside of any table, got the table [{written}]",
                           "leave its heading out", written=written)
     if name not in options:
-        raise ConfigError(None, "expected the long name of an option of `{command}`, got {written}", "{advice}",
-                          command=command, written=written,
-                          advice=did_you_mean(name, options) or f"`{command} --help` lists them")
+        raise ConfigError(None, "expected the long name of an option of `{command}`, got {written}",
+                          in_place_of(name, options) or did_you_mean(name, options) or "`{command} --help` lists them",
+                          command=command, written=written)
     if not options[name].admits(value):
         question = did_you_mean(value, options[name].choices) if isinstance(value, str) else ""
         raise ConfigError(None, "{written} must be {expected}, got {got}", question, written=written,

@@ -2,10 +2,8 @@
 an option.
 """
 
-import enum
 import functools
 import inspect
-import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import Parameter
@@ -14,8 +12,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
-from ..config import KINDS, PAPER, Config, Option, choose, flag_of, options_of, scalar_types
+from ..config import KINDS, PAPER, Config, Option, choose, flag_of, options_of
 from ..errors import ConfigError
+from ..help_page import help_all_parameter
+from ..outline import kind_of
 from .config_file import config_parameter, naming
 
 
@@ -35,7 +35,6 @@ def parameter_of(option: Option) -> Parameter:
     if kind is bool:
         flag += f"/{flag_of('no_' + option.name)}"  # so that the command line can undo a file's
     if option.several:
-        settings["metavar"] = (settings["metavar"] or f"<{kind.__name__}>") + " ..."
         kind = list[kind]  # type: ignore[valid-type]
         default = None if default is None else [default]
     return Parameter(
@@ -51,13 +50,7 @@ def own_options(parameters: Mapping[str, Parameter]) -> dict[str, Option]:
             continue
         annotation, info = get_args(parameter.annotation)
         if isinstance(info, typer.models.OptionInfo):
-            (kind,) = (kind for kind in scalar_types(annotation) if kind is not types.NoneType)
-            several = get_origin(kind) is list
-            if several:
-                (kind,) = get_args(kind)
-            choices = get_args(kind) if get_origin(kind) is Literal else ()
-            if isinstance(kind, enum.EnumType):
-                choices = tuple(member.value for member in kind)
+            kind, choices, several = kind_of(annotation)
             found[name] = Option(info.help or "", name, (kind,) if kind in KINDS else (str,), choices=choices,
                                  several=several)
     return found
@@ -136,7 +129,7 @@ def configured(*configs: type[Config], repeated: bool = False, advanced: Collect
         own = {name: parameter for name, parameter in signature.parameters.items() if name != "options"}
         left_out = {*advanced, *(name for name, one in options.items() if one.advanced)}
         shown = sorted(options.values(), key=lambda one: one.panel == PAPER["panel"])
-        added = [config_parameter(options | own_options(own)), *[_help_all()] * bool(left_out)]
+        added = [config_parameter(options | own_options(own)), *[help_all_parameter()] * bool(left_out)]
 
         @functools.wraps(function)
         def command(**arguments: Any) -> Any:
@@ -168,19 +161,6 @@ def _merged(table: Mapping[str, type[Config]]) -> list[Option]:
             takers.setdefault(name, []).append(key)
     return [one if len(takers[name]) == len(table) else replace(one, help=f"{one.help} ({', '.join(takers[name])})")
             for name, one in found.items()]
-
-
-def _help_all() -> inspect.Parameter:
-    """The parameter that prints the help page with all options, and exits."""
-
-    def show(ctx: typer.Context, wanted: bool) -> None:
-        if wanted and not ctx.resilient_parsing:
-            ctx.command.show_all(ctx)
-            raise typer.Exit
-
-    option = typer.Option("--help-all", help="Show all options, and exit.", is_eager=True, callback=show)
-    return inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False,
-                             annotation=Annotated[bool, option])
 
 
 def _combinations(values: Mapping[str, Any], given: frozenset[str]) -> tuple[Given, ...]:

@@ -150,7 +150,7 @@ def broadcast(state: DecoderState | None, like: Mapping[str, Tensor], communicat
 
 
 def notes_on(decoder: DecoderState, chosen: bool, rows: int, latents: int, raised: float) -> list[str]:
-    """Sentences on the last decoder step, and on its problems if there were any.
+    """Sentences on the problems of the decoder steps.
 
     Args:
         decoder: after the last step.
@@ -160,9 +160,7 @@ def notes_on(decoder: DecoderState, chosen: bool, rows: int, latents: int, raise
         raised: the largest ridge that a decoder step used instead of a smaller one; 0 for none.
     """
     alpha, dof = decoder.alpha, decoder.dof
-    notes = [f"decoder: alpha {alpha:.3g} {'chosen by leave-one-out' if chosen else 'as given'} leaves {dof:,.0f} "
-             f"effective degrees of freedom of {rows:,} rows ({rows / latents:.2g} rows a latent); "
-             f"condition {decoder.condition:.0e}"]
+    notes = []
     if not chosen and dof > THRESHOLD_FRACTION * rows and 1 / THRESHOLD_RATIO <= rows / latents <= THRESHOLD_RATIO:
         notes.append(f"--alpha {alpha:.3g} lets the decoder fit nearly every one of {rows:,} rows by itself with "
                      f"{latents:,} latents, which is where the error on other rows peaks; use --alpha auto, or a "

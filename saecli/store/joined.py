@@ -159,11 +159,11 @@ class Joined(SideBySide[ActivationStore]):
         return first | {f"target_{key}": target[key] for key in ("layer", "site") if key in target}
 
     def names(self) -> dict[str, Any]:
-        """The entries of a run's document: `data`, and where there are such, `beside`, the further inputs, and
-        `target`."""
-        first, *others = (store.name for store in self.inputs)
+        """The entries of a run's document, each a `reference`: `data`, and where there are such, `beside`, the further
+        inputs, and `target`."""
+        first, *others = (store.reference for store in self.inputs)
         return {"data": first, "data_hash": self.hash, **({"beside": others} if others else {}),
-                **({"target": self.target.name} if self.target else {})}
+                **({"target": self.target.reference} if self.target else {})}
 
     def demand_alike(self) -> None:
         """Refuse stores that are not row for row the same tokens, by a ConfigError.

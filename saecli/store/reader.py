@@ -212,31 +212,34 @@ class ActivationStore:
     Args:
         path: the store's folder.
         meta: its `store.json`.
+        homed: whether it is in the home, where its name finds it.
 
     Attributes:
         shard_starts: (shards + 1,) number of each shard's first row, then the number of rows in all.
     """
 
-    def __init__(self, path: Path, meta: StoreMeta) -> None:
+    def __init__(self, path: Path, meta: StoreMeta, homed: bool = True) -> None:
         self.path = path
         self.meta = meta
+        self.homed = homed
         self._shards = MappedShards(path, meta)
         rows = np.array([shard.rows for shard in meta.shards], np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum(-(-rows // meta.chunk_rows))])
         self.shard_starts = np.concatenate([[0], np.cumsum(rows)])
 
     @classmethod
-    def open(cls, path: Path) -> Self:
+    def open(cls, path: Path, homed: bool = True) -> Self:
         """Open a store.
 
         Args:
             path: its folder, e.g. `home.stores.find(name)`.
+            homed: whether that is in the home.
 
         Raises:
             StoreError: there is none, or its `store.json` is damaged or of a newer version. Damage to a shard is
                 found when the shard is first read.
         """
-        return cls(path, read_meta(path))
+        return cls(path, read_meta(path), homed)
 
     def __repr__(self) -> str:
         unfinished = "" if self.complete else ", unfinished"
@@ -247,6 +250,11 @@ class ActivationStore:
     def name(self) -> str:
         """The store's name."""
         return self.path.resolve().name
+
+    @property
+    def reference(self) -> str:
+        """What finds the store again: its name, and of one outside the home its folder."""
+        return self.name if self.homed else str(self.path.resolve())
 
     @property
     def rows(self) -> int:

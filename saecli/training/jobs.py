@@ -110,7 +110,8 @@ def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
     path = folder / runs.marker
     document = read_settings(path)
     if document["complete"]:
-        raise RunError(f"{name} is finished; there is nothing to resume, start a new run with `sae train`")
+        raise RunError(f"{name} is finished; there is nothing to resume, train on from its SAE with `sae train --init "
+                       f"{name}`")
     return Job(folder, run_again(home, folder, document, listener, "go on with"))
 
 

@@ -6,30 +6,42 @@ from typing import Any
 from rich.console import RenderableType
 
 from ..tables import table
+from ..wording import counted, number
 
-SHOWN = ("test_fvu", "test_l0", "train_fvu", "dead_fraction", "lr", "alpha")  # of several runs
-
-
-def run_table(document: Mapping[str, Any]) -> RenderableType:
-    """One run's final measures."""
-    epochs = f"{document['epochs']} epoch{'s' * (document['epochs'] != 1)}"
-    title = f"{document['run']}: {epochs}, {document['steps']:,} steps in {document['seconds']:.0f} s"
-    return table(title, ["measure", "value", "rows"],
-                 [[key, value, _rows_of(key, document)] for key, value in document["final"].items()])
+RESULTS = {"run": "run", "data": "data", "d_sae": "d_sae", "test_fvu": "FVU", "test_l0": "L0", "dead": "dead latents"}
+FIGURES = {  # of a run, below its results; a solver's own that have no words here go by their names
+    "train_fvu": "train FVU {}", "test_mse": "held-out MSE {}", "lr": "peak learning rate {}",
+    "revived": "latents re-aimed {}", "alpha": "decoder ridge alpha {}",
+    "relative_alpha": "{} of the Gram matrix's mean diagonal", "condition": "condition {}",
+    "released": "decoder released {}", "residual": "residual of the solve {}", "dof": "effective degrees of freedom {}"}
 
 
-def runs_table(documents: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> RenderableType:
-    """Several runs' varied options and final measures."""
-    names = [name for name in SHOWN if name not in varied]
-    rows = [[document["run"], *document["varied"].values(), *(document["final"].get(name) for name in names)]
-            for document in documents]
-    title = (f"test: {_rows_of('test', documents[0])} rows; train and dead: {_rows_of('train', documents[0])} rows"
-             if documents else None)
-    return table(title, ["run", *(name.replace("_", " ") for name in [*varied, *names])], rows)
+def results_table(documents: Sequence[Mapping[str, Any]], varied: Sequence[str] = ()) -> RenderableType:
+    """The results of runs on the same rows, a line each.
+
+    Args:
+        documents: as `sae train --json` prints them.
+        varied: the options in which the runs differ.
+    """
+    first = documents[0] if documents else None
+    title = first and (f"FVU and L0 on {counted(first['rows_test'], 'held-out row')}, dead latents on "
+                       f"{counted(first['rows_train'], 'training row')}")
+    options = [name for name in varied if name not in RESULTS]
+    rows = [[document["run"], *(document["varied"][name] for name in options),
+             *(_result(name, document) for name in RESULTS if name != "run")] for document in documents]
+    return table(title, ["run", *(name.replace("_", " ") for name in options), *[*RESULTS.values()][1:]], rows)
 
 
-def _rows_of(measure: str, document: Mapping[str, Any]) -> str:
-    """The rows on which a final measure is taken, in words; empty for a setting."""
-    if measure.startswith("test"):
-        return f"{document['rows_test']:,} held-out"
-    return f"{document['rows_train']:,} training" if measure.startswith(("train", "dead")) else ""
+def _result(name: str, document: Mapping[str, Any]) -> Any:
+    if name == "dead":
+        return round(document["final"]["dead_fraction"] * document["d_sae"])
+    return document[name] if name in document else document["final"][name]
+
+
+def figures(document: Mapping[str, Any]) -> str:
+    """A run's other measures, and its solver's figures, in a line."""
+    words = [FIGURES.get(name, f"{name.replace('_', ' ')} {{}}").format(
+                 number(value) if name != "released" else "yes" if value else "no")
+             for name, value in document["final"].items() if name not in (*RESULTS, "dead_fraction")]
+    return (f"{document['solver']}: {counted(document['epochs'], 'epoch')}, {counted(document['steps'], 'step')} in "
+            f"{document['seconds']:.0f} s; {', '.join(words)}")
