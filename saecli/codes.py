@@ -287,7 +287,8 @@ class SparseCodes(Codes):
                            self.width)
 
     def sums(self) -> Tensor:
-        return self.values.new_zeros(self.width).index_add(0, self.indices, self.values)
+        # index_add of floats has no order on CUDA, so that bits would differ from run to run.
+        return self.values.new_zeros(self.width).index_put((self.indices,), self.values, accumulate=True)
 
     def by_latent(self, vector: Tensor) -> Tensor:
         """The vector's entry for each value, (n,)."""

@@ -1,4 +1,5 @@
-"""A device "gpu" that computes on the CPU, refuses what CUDA refuses, and counts what would make the host wait.
+"""A device "gpu" that computes on the CPU, refuses what CUDA refuses, and counts what would make the host wait, and
+sums that CUDA makes in any order, with other bits on each run.
 
 Its tensors are wrappers, on torch's PrivateUse1 device, of CPU tensors with the real values: control flow and results
 are those of a run, only the rules are a GPU's. Real devices abort at autograd in a torch built without CUDA.
@@ -7,6 +8,7 @@ are those of a run, only the rules are a GPU's. Real devices abort at autograd i
 import collections
 import contextlib
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -20,9 +22,13 @@ aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.bincount.default,
          aten.equal.default, aten.repeat_interleave.Tensor, aten._unique2.default, aten._linalg_eigh.default,
          aten._linalg_svd.default, aten.linalg_cholesky.default}
+UNORDERED = {aten.index_add.default, aten.index_add_.default, aten.scatter_add.default, aten.scatter_add_.default,
+             aten.cumsum.default, aten.cumsum_.default, aten.scatter_reduce.two, aten.scatter_reduce_.two,
+             aten.histc.default}  # of floats; index_put sorts
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 ADAMS = {aten._fused_adam_.default, aten._fused_adamw_.default}
 waits: collections.Counter[str] = collections.Counter()  # by place, "file:line"
+unordered: collections.Counter[str] = collections.Counter()  # likewise
 _library = None
 
 
@@ -89,7 +95,7 @@ def _check(op, args, kwargs, here, elsewhere):
         copies = op is aten.copy_.default
         leaves = not isinstance(args[0], OnGpu) if copies else torch.device(kwargs.get("device") or NAME).type != NAME
         waits_not = kwargs.get("non_blocking") or (copies and args[2:] == (True,))
-        if leaves or (elsewhere and not waits_not):  # what comes without blocking is pinned
+        if leaves or (elsewhere and not (waits_not and _is_pinned(elsewhere[0]))):
             _wait(op)
     elif op in INDEXING:
         masks = [i for i in args[1] if i is not None and i.dtype == torch.bool]
@@ -109,6 +115,10 @@ def _check(op, args, kwargs, here, elsewhere):
     _demand(generator is None or generator.device.type == NAME or not here, op, "a CPU generator")
 
 
+    if op in UNORDERED and here[0].is_floating_point() and "amax" not in args and "amin" not in args:
+        unordered[_place()] += 1
+
+
 def _demand(holds, op, given):
     if not holds:
         raise RuntimeError(f"{op} on the device was given {given}, at {_place()}")
@@ -119,10 +129,23 @@ def _wait(op):
 
 
 def _place():
-    frame = sys._getframe(2)
-    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename[len(PACKAGE) + 1:]}:{frame.f_lineno}" if frame else "outside the package"
+    """The innermost line of the package; in a thread of autograd's, of the thread that waits for it."""
+    for frame in (sys._getframe(2), sys._current_frames()[threading.main_thread().ident]):
+        while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+            frame = frame.f_back
+        if frame is not None:
+            return f"{frame.f_code.co_filename[len(PACKAGE) + 1:]}:{frame.f_lineno}"
+    return "outside the package"
+
+
+def _is_pinned(tensor):
+    return getattr(tensor, "in_pinned_memory", False)
+
+
+def _pinned(tensor):  # pinned memory needs a real device
+    tensor = tensor.clone()
+    tensor.in_pinned_memory = True
+    return tensor
 
 
 def register():
@@ -131,7 +154,7 @@ def register():
     if _library is not None:
         return
     backend_registration._setup_privateuseone_for_python_backend(NAME)
-    torch.Tensor.pin_memory = lambda tensor: tensor.clone()  # which needs a real device
+    torch.Tensor.pin_memory = _pinned
     _library = torch.library.Library("aten", "IMPL")
 
     def making(op):  # factories, and what torch.tensor(..., device=) comes down to
@@ -142,7 +165,7 @@ def register():
         _library.impl(name, making(getattr(getattr(aten, family), overload or "default")), "PrivateUse1")
 
     def copy_from(source, into, non_blocking=False):
-        if not non_blocking or isinstance(source, OnGpu):
+        if isinstance(source, OnGpu) or not (non_blocking and _is_pinned(source)):
             _wait("_copy_from")
         held = [t.held if isinstance(t, OnGpu) else t for t in (into, source)]
         held[0].copy_(held[1])
@@ -154,6 +177,16 @@ def register():
 @contextlib.contextmanager
 def waits_within():
     """The waits while it is open, by place."""
-    before, found = collections.Counter(waits), collections.Counter()
+    yield from _within(waits)
+
+
+@contextlib.contextmanager
+def unordered_within():
+    """The sums in no order while it is open, by place."""
+    yield from _within(unordered)
+
+
+def _within(counts):
+    before, found = collections.Counter(counts), collections.Counter()
     yield found
-    found.update(waits - before)
+    found.update(counts - before)

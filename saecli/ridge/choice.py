@@ -43,6 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..devices import moved
 from .solve import best_multiple
 from .system import Factorisation, Place, System, Terms
 
@@ -305,6 +306,7 @@ def sample_rows(y: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:
     norms = (y.double() - centre).square().sum(1)
     fraction = UNIFORM / len(y) + (1 - UNIFORM) * norms / norms.sum().clamp(min=torch.finfo(torch.float64).tiny)
     chance = (size * fraction).clamp(max=1)
-    ticks = (chance.cumsum(0) - 0.5).ceil()
-    index = torch.diff(ticks, prepend=ticks.new_zeros(1)).nonzero().squeeze(1)
+    chances = chance.cpu()  # where the running sum has one order, so that the sample is the same on every call
+    ticks = (chances.cumsum(0) - 0.5).ceil()
+    index = moved(torch.diff(ticks, prepend=ticks.new_zeros(1)).nonzero().squeeze(1), y.device)
     return index, 1 / chance[index]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..devices import moved
 from ..dictionary import Coupled, Dictionary
 
 LEAST_SIZE = 1e-2  # least size of encoder and decoder, over the encoder's norm at the start
@@ -34,7 +35,8 @@ def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generato
     if not weights.any():
         return residuals.new_zeros(count, residuals.shape[1])
     again = int(weights.count_nonzero()) < count
-    chosen = scaled[torch.multinomial(weights, count, replacement=again, generator=generator).to(scaled.device)]
+    drawn = torch.multinomial(weights, count, replacement=again, generator=generator)
+    chosen = scaled[moved(drawn, scaled.device)]
     return (chosen / chosen.norm(dim=1, keepdim=True)).to(residuals.dtype)
 
 

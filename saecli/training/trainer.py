@@ -310,7 +310,7 @@ def averages(reports: list[StepReport], variance: Tensor, communicator: Communic
     """
     parts = torch.stack([torch.stack([report.loss, report.squared_error, report.l0.to(report.loss)])
                          for report in reports])
-    losses, errors, l0s = communicator.all_reduce(parts.double()).unbind(1)
+    losses, errors, l0s = communicator.all_reduce(parts.double()).cpu().unbind(1)  # all in one copy
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
         first = reports[int(bad[0])]
@@ -319,7 +319,7 @@ def averages(reports: list[StepReport], variance: Tensor, communicator: Communic
     rows = torch.tensor([report.rows for report in reports]).to(losses)
     weights = rows / rows.sum()
     return {"step": reports[-1].step, "loss": (weights @ losses).item(),
-            "batch_fvu": (weights @ errors / variance).item(), "batch_l0": (weights @ l0s).item()}
+            "batch_fvu": (weights @ errors / variance.item()).item(), "batch_l0": (weights @ l0s).item()}
 
 
 def demand_no_worse(fvu: float, worst: float, when: str) -> None:
