@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from .devices import add_at
 from .pairs import add_pairs, pairs_of
 
 DENSITY = 0.1  # fraction of non-zeros above which dense products are faster
@@ -287,8 +288,9 @@ class SparseCodes(Codes):
                            self.width)
 
     def sums(self) -> Tensor:
-        # index_add of floats has no order on CUDA, so that bits would differ from run to run.
-        return self.values.new_zeros(self.width).index_put((self.indices,), self.values, accumulate=True)
+        sums = self.values.new_zeros(self.width)
+        add_at(sums, self.indices, self.values)
+        return sums
 
     def by_latent(self, vector: Tensor) -> Tensor:
         """The vector's entry for each value, (n,)."""

@@ -49,6 +49,20 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)  # copies from pageable memory would block
 
 
+def add_at(sums: Tensor, places: Tensor, values: Tensor) -> None:
+    """Add each value at its place of a vector, several to one perhaps, in an order that is the same on every run.
+
+    Args:
+        sums: changed in place, (F,).
+        places: indices into it, (n,).
+        values: in the vector's dtype, (n,).
+    """
+    if sums.device.type == "cpu":
+        sums.scatter_add_(0, places, values)
+    else:
+        sums.index_put_((places,), values, accumulate=True)  # which sorts on CUDA; on a CPU its threads race
+
+
 def carried(batches: Iterable[np.ndarray], device: torch.device) -> Iterator[Tensor]:
     """Copies of batches, (B, D), on a device, in order and in their own dtype; uint16 holds the bits of bfloat16. For a
     CPU, the batches themselves.

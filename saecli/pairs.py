@@ -6,7 +6,7 @@ Shapes: B rows, n entries, F = d_sae.
 import torch
 from torch import Tensor
 
-from .devices import moved
+from .devices import add_at, moved
 
 PAIRS, DEVICE_PAIRS = 1 << 19, 1 << 23  # multiplied at a time, on a CPU and on a GPU
 
@@ -18,8 +18,6 @@ def pairs_of(sizes: Tensor) -> Tensor:
 
 def add_pairs(gram: Tensor, indices: Tensor, values: Tensor, sizes: Tensor) -> None:
     """Add `z' z` to the lower triangle of a matrix: the products of all pairs of entries in a row, some rows at a time.
-
-    On a GPU sums are as reproducible as on a CPU: pairs are sorted by where they are added.
 
     Args:
         gram: (F, F), which may be the left part of a wider array; products are added in its precision.
@@ -40,10 +38,7 @@ def add_pairs(gram: Tensor, indices: Tensor, values: Tensor, sizes: Tensor) -> N
         left, right = _within_rows(moved(sizes[begun:stop], device), end - begin, int(pairs[stop - 1]) - seen)
         low, high = torch.aminmax(torch.stack([chosen[left], chosen[right]]), dim=0)
         places, products = high * gram.stride(0) + low, (factors[left] * factors[right]).to(gram.dtype)
-        if device.type == "cpu":
-            flat.scatter_add_(0, places, products)
-        else:
-            flat.index_put_((places,), products, accumulate=True)
+        add_at(flat, places, products)
         begun = stop
 
 

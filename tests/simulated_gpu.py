@@ -113,10 +113,15 @@ def _check(op, args, kwargs, here, elsewhere):
         _demand(not wide and (torch.Tag.pointwise in op.tags or "fill" in str(op)), op, f"CPU tensors {wide}")
     generator = kwargs.get("generator")
     _demand(generator is None or generator.device.type == NAME or not here, op, "a CPU generator")
-
-
-    if op in UNORDERED and here[0].is_floating_point() and "amax" not in args and "amin" not in args:
+    if op in UNORDERED and here[0].is_floating_point() and "amax" not in args and "amin" not in args and (
+            "scatter_add" not in str(op) or _meet(args[1], args[2])):
         unordered[_place()] += 1
+
+
+def _meet(dim, index):
+    """Whether several values are added to one place."""
+    places = index.held.sort(dim)[0]
+    return bool((places.narrow(dim, 1, places.shape[dim] - 1) == places.narrow(dim, 0, places.shape[dim] - 1)).any())
 
 
 def _demand(holds, op, given):

@@ -15,9 +15,9 @@ FLOORS = [
     {"files", "memory", "tables"},
     {"devices", "documents"},
     {"config", "console", "distributed", "home", "pairs"},
-    {"batch", "codes"},
-    {"encoding"},
-    {"activations", "arrays", "language_model", "precision", "ridge", "store", "texts"},
+    {"batch", "codes", "other_names"},
+    {"encoding", "help_page"},
+    {"activations", "arrays", "language_model", "outline", "precision", "ridge", "store", "texts"},
     {"dictionary", "worlds"},
     {"inventory"},
     {"harvest"},
@@ -27,12 +27,12 @@ FLOORS = [
     {"options", "training"},
     {"evaluation"},
     {"baselines", "html_report", "interventions", "probing", "publishing", "refitting", "spline_measures"},
-    {"api", "commands", "help_page"},
+    {"api", "commands"},
     {"cli"},
     {"__init__", "__main__"},
 ]
 ALONE = {"transformers": "language_model", "matplotlib": "plots", "datasets": "texts", "pydantic": "documents",
-         "typer": ("commands", "cli", "help_page", "options")}
+         "typer": ("commands", "cli", "help_page", "options", "outline")}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -43,7 +43,9 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> None:
     options = act[1] | solver[1]
     on_cpu, _ = trained("cpu", solver[0], act[0], options)
-    on_gpu, kept = trained("gpu", solver[0], act[0], options)
+    with simulated_gpu.unordered_within() as unordered:
+        on_gpu, kept = trained("gpu", solver[0], act[0], options)
+    assert unordered == {}  # so that CUDA gives the same bits again
     again, _ = trained("gpu", solver[0], act[0], options, kept)
     for name, tensor in on_cpu.tensors().items():
         assert on_gpu.tensors()[name].device.type == "gpu"
@@ -120,9 +122,10 @@ def test_the_device_refuses_what_cuda_refuses() -> None:
     assert (here + torch.tensor(1.0)).device.type == "gpu"
 
 
-def test_a_planted_wait_and_a_planted_mix_are_named_by_file_and_line() -> None:
+def test_a_planted_wait_mix_and_sum_in_any_order_are_named_by_file_and_line() -> None:
     planted: dict = {}
-    exec(compile("def wait(x):\n    return x.sum().item()\n\ndef mix(x, y):\n    return x @ y\n",
+    exec(compile("def wait(x):\n    return x.sum().item()\n\ndef mix(x, y):\n    return x @ y\n\n"
+                 "def sum_up(x):\n    return x.cumsum(0)\n",
                  f"{simulated_gpu.PACKAGE}/solvers/planted.py", "exec"), planted)
     there = torch.ones(3, 3, device="gpu")
     with simulated_gpu.waits_within() as found:
@@ -130,3 +133,8 @@ def test_a_planted_wait_and_a_planted_mix_are_named_by_file_and_line() -> None:
     assert found == {"solvers/planted.py:2": 1}
     with pytest.raises(RuntimeError, match=r"CPU tensors .* at solvers/planted\.py:5"):
         planted["mix"](there, torch.ones(3, 3))
+    with simulated_gpu.unordered_within() as found:
+        planted["sum_up"](there)
+        planted["sum_up"](there.long())
+        there.scatter_add(1, torch.arange(3, device="gpu").expand(3, 3), there)
+    assert found == {"solvers/planted.py:8": 1}

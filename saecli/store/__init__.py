@@ -1,4 +1,4 @@
-"""The activation store: see `schema.py` for the format, `writer.py` and `reader.py` for its use."""
+"""The activation store: see `schema.py` for the format, `writer.py`, `reader.py` and `rows.py` for its use."""
 
 from .admission import MAX_NORM_HELP, Admission, jointly
 from .checks import damaged_world, remembers
@@ -6,7 +6,8 @@ from .claim import other_number
 from .dtypes import DTYPES
 from .joined import Joined, JoinedRows, in_words
 from .ranks import RankedStore, joining_began, rank_folder, rank_meta, saved_rows
-from .reader import ActivationStore, Rows
+from .reader import ActivationStore
+from .rows import Rows
 from .schema import (
     COLUMNS,
     WORLD_FILE,

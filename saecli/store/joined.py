@@ -13,7 +13,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 import numpy as np
 
 from ..errors import ConfigError
-from .reader import WINDOW_BYTES, ActivationStore, Rows
+from .reader import ActivationStore
+from .rows import WINDOW_BYTES, Rows
 from .schema import hash_request
 from .split import Which
 from .statistics import Spread

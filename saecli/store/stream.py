@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, pairwise
 from types import SimpleNamespace
-from typing import Protocol
 
 import numpy as np
 
+from .chunks import Chunks
 from .dtypes import DTYPES, StoredType
-from .schema import StoreMeta
 from .shuffle import Deal
 
 READERS = 2
@@ -29,31 +28,6 @@ LOAD_BYTES = 4 << 20
 RUN_BYTES = 1 << 20  # about the size of a core's own cache
 
 Buffer = tuple[list[Future[None]], np.ndarray]  # the tasks that fill it, and its rows, (R, D)
-
-
-class StoredChunks(Protocol):
-    """The part of `ActivationStore` that streams read."""
-
-    meta: StoreMeta
-
-    @property
-    def d_in(self) -> int: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shard_starts(self) -> np.ndarray: ...
-
-    def chunk(self, chunk: int) -> np.ndarray: ...
-
-    def expect(self, chunk: int) -> None: ...
-
-    def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
-
-    def in_memory(self) -> bool: ...
-
-    def whole_shards(self) -> list[np.ndarray]: ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +61,7 @@ class Source:
         decoded: yield them as float32, not in the storage dtype.
     """
 
-    store: StoredChunks
+    store: Chunks
     counts: np.ndarray
     kept: Callable[[int], np.ndarray | None]
     decoded: bool = True

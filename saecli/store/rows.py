@@ -1,0 +1,214 @@
+"""Rows of a store, to iterate over: shuffled, in order, with their columns.
+
+Legend: B rows of a batch, R rows, D = d_in.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import numpy as np
+
+from ..errors import ConfigError, StoreError
+from .chunks import Chunks
+from .shard_statistics import stored_statistics
+from .shuffle import Deal
+from .sparse_rows import CODES, SparseRows, stacked
+from .split import Split
+from .statistics import Spread
+from .stream import WHOLE, Part, Source, in_order, numbers_shuffled, shuffled
+
+WINDOW_BYTES = 256 << 20
+STATISTICS_ROWS = 1024  # rows per batch of a pass that measures rows
+# Subtracting held-out rows must leave at least this fraction of the scatter in every dimension, which keeps 9 of
+# float64's 15 digits.
+LEAST_LEFT = 1e-6
+UNIT_BYTES = 64 << 10  # random reads of this size reach about half a disk's speed, or more where others are near
+
+
+class Rows:
+    """Some of a store's rows, to iterate over as often as needed, each time from one thread.
+
+    Args:
+        store: the store.
+        split: which of its rows.
+        counts: (chunks,) number of its rows in each chunk.
+        decoded: whether batches are float32, rather than of the storage dtype.
+    """
+
+    widths: tuple[int, ...] = ()  # this and the next two: see `JoinedRows`
+    places: tuple[int, ...] = ()
+    d_target = 0
+
+    def __init__(self, store: Chunks, split: Split, counts: np.ndarray, decoded: bool = True) -> None:
+        self.store = store
+        self.split = split
+        self._counts = counts
+        self._source = Source(store, counts, self._kept, decoded)
+
+    @classmethod
+    def chosen(cls, store: Chunks, split: Split) -> Self:
+        """The rows that a split chooses; StoreError if there are none, or a shard is damaged."""
+        split = split.fitted(lambda: map(store.chunk_ids, range(len(store.chunk_sizes))))
+        counts = store.chunk_sizes.copy()
+        if split.which != "all":
+            for chunk in range(len(counts)):
+                counts[chunk] = np.count_nonzero(split.keeps(store.chunk_ids(chunk)))
+        if not counts.sum():
+            raise split.empty(store.path, store.meta)
+        return cls(store, split, counts)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return int(self._counts.sum())
+
+    @property
+    def d_in(self) -> int:
+        """Dimensions of a row."""
+        return self.store.d_in
+
+    def as_stored(self) -> "Rows":
+        """The same rows, in batches of the storage dtype: bfloat16 as its bits, in uint16."""
+        return Rows(self.store, self.split, self._counts, decoded=False)
+
+    def whole(self) -> "Rows":
+        """All rows of the store."""
+        return Rows.chosen(self.store, Split("all"))
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
+                part: Part = WHOLE, row_bytes: int | None = None) -> Iterator[np.ndarray]:
+        """One epoch of shuffled batches, read ahead by threads.
+
+        Every row comes exactly once. A batch holds no more pairs of rows of one document than under a uniform shuffle
+        (see `shuffle.py`). The order depends only on the rows, seed, epoch, batch size and window.
+
+        Args:
+            batch_size: rows per batch, at least 1; the epoch's last may be short.
+            seed: at least 0.
+            epoch: at least 0.
+            window_bytes: size of a window as stored. Two are held in memory, or none where the store lies in the
+                system's page cache, from which rows are then gathered; a store smaller than a window is shuffled
+                uniformly.
+            part: this process's part of every batch, where several divide them; batches of which it has no row are
+                skipped. Only its own rows are read.
+            row_bytes: of a row of the store whose order to take, that of this store by default.
+
+        Yields:
+            (B, D) float32, or as stored, writable; its memory is reused for the next batch.
+
+        Raises:
+            StoreError: a shard is missing or damaged.
+        """
+        _check_batch_size(batch_size)
+        row_bytes = row_bytes or self.store.meta.row_bytes
+        return shuffled(self._source, self._deal(batch_size, seed, epoch, window_bytes, row_bytes), batch_size, part,
+                        row_bytes)
+
+    def order(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+        """The numbers within the store, (B,), of the rows of each of the `batches`."""
+        row_bytes = self.store.meta.row_bytes
+        return numbers_shuffled(self._deal(batch_size, seed, epoch, WINDOW_BYTES, row_bytes), batch_size, row_bytes)
+
+    def _deal(self, batch_size: int, seed: int, epoch: int, window_bytes: int, row_bytes: int) -> Deal:
+        return Deal(self.store.rows, self.rows, self._keeps, (seed, epoch), window_bytes // row_bytes,
+                    UNIT_BYTES // row_bytes, batch_size)
+
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """The rows in stored order, read ahead by threads.
+
+        Args:
+            batch_size: rows per batch, at least 1; the last may be short.
+            part: this process's part of the batches, where several divide them.
+
+        Yields:
+            (B, D) float32, or as stored, writable; its memory is reused for the next batch.
+
+        Raises:
+            StoreError: a shard is missing or damaged.
+        """
+        _check_batch_size(batch_size)
+        return in_order(self._source, batch_size, part)
+
+    def spread(self) -> Spread:
+        """Their mean and scatter, exact to rounding.
+
+        Raises:
+            StoreError: a shard is missing or damaged.
+
+        Cost: for all training rows, a pass over the held-out ones; else, and where a shard has no statistics or nearly
+        all of some dimension's scatter is held out, a pass over the rows themselves.
+        """
+        store, split = self.store, self.split
+        whole = stored_statistics(store.path, store.meta) if split.which == "train" and split.fraction == 1 else None
+        if whole is None:
+            return self._measured()
+        if self.rows == store.rows:
+            return whole.spread
+        held_out = Rows.chosen(store, Split("test", seed=split.seed, test_fraction=split.test_fraction))
+        rest = whole.spread - held_out._measured()
+        return self._measured() if (rest.scatter < LEAST_LEFT * whole.spread.scatter).any() else rest
+
+    def _measured(self) -> Spread:
+        return Spread.measured(self.sequential(STATISTICS_ROWS), self.d_in)
+
+    def column(self, name: str, batch_size: int) -> Iterator[np.ndarray]:
+        """A column's values for these rows, in stored order.
+
+        Args:
+            name: one of the store's columns.
+            batch_size: values at a time, at least 1; the last batch may be short.
+
+        Yields:
+            (B,) integers.
+
+        Raises:
+            StoreError: the store has no such column, or a shard is missing or damaged.
+        """
+        _check_batch_size(batch_size)
+        if name not in self.store.meta.columns:
+            there = ", ".join(self.store.meta.columns) or "none"
+            raise StoreError(f"{self.store.path} has no column {name}; expected one of its columns ({there})")
+        return self._beside(lambda chunk: self.store.chunk_column(chunk, name), batch_size)
+
+    def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
+        """The numbers of these rows within the store, from 0, in stored order, in batches as of `column`."""
+        _check_batch_size(batch_size)
+        starts = np.cumsum(self.store.chunk_sizes) - self.store.chunk_sizes
+        return self._beside(lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size)
+
+    def codes(self, batch_size: int) -> Iterator[SparseRows]:
+        """The true codes of these rows, in stored order, in batches as of `column`; StoreError if there are none, or a
+        shard is missing or damaged."""
+        _check_batch_size(batch_size)
+        if self.store.meta.world is None:
+            raise StoreError(f"{self.store.path} has no true codes; expected a store of rows made of known features")
+        return self._beside(lambda chunk: self.store.chunk_column(chunk, CODES), batch_size)
+
+    def _beside(self, of_chunk: Callable[[int], Any], batch_size: int) -> Iterator[Any]:
+        """Values of these rows in batches; `of_chunk` gives those of all rows of a chunk."""
+        waiting = None
+        for chunk in np.flatnonzero(self._counts):
+            kept = self._kept(int(chunk))
+            values = of_chunk(int(chunk))
+            values = values if kept is None else values[kept]
+            waiting = values if waiting is None else stacked([waiting, values])
+            whole = len(waiting) - len(waiting) % batch_size
+            yield from (waiting[begin : begin + batch_size] for begin in range(0, whole, batch_size))
+            waiting = waiting[whole:]
+        if waiting is not None and len(waiting):
+            yield waiting
+
+    def _kept(self, chunk: int) -> np.ndarray | None:
+        """Indices of these rows within a chunk; None for all. Not kept, so that memory is constant."""
+        if self._counts[chunk] == self.store.chunk_sizes[chunk]:
+            return None
+        return np.flatnonzero(self.split.keeps(self.store.chunk_ids(chunk)))
+
+    def _keeps(self, rows: np.ndarray) -> np.ndarray | None:
+        """Whether each of some rows of the store is one of these; None for all. See `Deal`."""
+        return None if self.rows == self.store.rows else self.split.keeps(self.store.row_ids(rows))
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ConfigError("batch_size", "must be at least 1, got {got}", got=batch_size)
