@@ -93,10 +93,10 @@ def test_batches_in_memory_hold_every_row_once_in_an_order_of_the_epochs_own():
 
 
 def test_progress_is_shown_on_demand(capsys):
-    saecli.fit(some_rows(300), **QUICK, progress=True)
+    saecli.fit(some_rows(300), **QUICK | {"d_sae": 300}, alpha=1e-9, progress=True)
     said = capsys.readouterr()
     assert said.out == ""
-    assert "chosen by leave-one-out" in said.err
+    assert "use --alpha auto" in said.err
 
 
 @pytest.mark.parametrize(("rows", "options", "sentence"), [
