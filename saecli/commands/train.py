@@ -17,7 +17,7 @@ from ..inventory.filling import open_joined
 from ..options import Given, Json, configured, run_names, start, store_names, unfinished_names
 from ..solvers import SOLVERS
 from ..store import Joined
-from ..training import CONFIG, Job, Plan, Run, Start, TrainingConfig, claimed_folders, resumed_job, train_runs
+from ..training import Job, Plan, Run, Start, TrainingConfig, claimed_folders, resumed_job, train_runs
 from ..training import run_names as names_of
 from ..training.tables import figures, results_table
 
@@ -44,7 +44,8 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number",
                                           autocompletion=unfinished_names)]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, else the newest unfinished one, from "
-                                                       "its last checkpoint, bit for bit.")]
+                                                       "its last checkpoint, bit for bit. With --epochs, lengthen it, "
+                                                       "or the newest, finished or not.")]
 
 
 @configured(TrainingConfig, repeated=True, advanced={"data_hash", "init", "init_hash"}, solver=SOLVERS,
@@ -69,7 +70,8 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             if resume:
                 _demand_no_others(ctx)
                 jobs = [resumed_job(session.home, name, session.console, claims, processes,
-                                    lambda sae: start_of(session.home, sae, session.console))]
+                                    lambda sae: start_of(session.home, sae, session.console),
+                                    ctx.params["epochs"])]
             else:
                 names = names_of(name, [each.varied for each in options])
                 stores = processes.main_first(lambda: open_joined(session.home, data or [], target, session.console))
@@ -133,13 +135,6 @@ def _note_hash(ctx: typer.Context, names: Sequence[str], words: str, found: str 
 def _demand_no_others(ctx: typer.Context) -> None:
     """Refuse options beside --resume."""
     given = {name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"}
-    if longer := sorted(given & {"epochs", "steps"}):
-        name = ctx.params["name"] or "RUN"
-        raise ConfigError(longer[0], "cannot lengthen a run by {resume}: the learning rate falls to 0 over its last "
-                                     "steps, so a longer training is another from the start", "train on from its SAE, "
-                                     "at a learning rate that rises again, by `sae train {init} {run}`, or train anew "
-                                     "by `sae train {config} {path}`, each with {longer}", run=name,
-                          path=ctx.find_root().obj.runs.path / name / CONFIG, longer=flag_of(longer[0]))
-    if others := sorted(given - {"name", "resume", "json"}):
+    if others := sorted(given - {"name", "resume", "epochs", "json"}):
         raise ConfigError(others[0], "does nothing with {resume}, which goes on with the settings of the run",
                           "leave it out")

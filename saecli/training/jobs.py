@@ -30,12 +30,14 @@ class Job:
         run: what to train, on which store.
         given: the options that a new run was given; None for a resumed run.
         varied: with several runs, this run's options in which they differ.
+        lengthened: the epochs that a resumed run had before it was given more; None if it was not.
     """
 
     folder: Path
     run: Run
     given: Mapping[str, Any] | None = None
     varied: Mapping[str, Any] = field(default_factory=dict)
+    lengthened: int | None = None
 
 
 def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str | None]:
@@ -80,15 +82,24 @@ def _new_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> P
 
 
 def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack, communicator: Communicator,
-                start_of: Callable[[str], Start]) -> Job:
-    """A run to resume, by default the newest unfinished one; rank 0 claims its folder. `start_of` opens the SAE of a
-    name again, which a run without a checkpoint starts from anew.
+                start_of: Callable[[str], Start], epochs: int | None = None) -> Job:
+    """A run to resume, whose folder rank 0 claims.
+
+    Args:
+        home: the folder of stores and runs.
+        name: the run's; by default the newest unfinished one, or the newest of all to lengthen.
+        listener: receives notes.
+        claims: until it is closed the folder is claimed.
+        communicator: of the processes that take part.
+        start_of: opens the SAE of a name again, which a run without a checkpoint starts from anew.
+        epochs: how many it is to have in all, more than it had; None to leave them as they are.
 
     Raises:
         RunError: there is none, it is finished, or it is being trained; or its settings, its store or the SAE that it
             starts from have changed.
+        ConfigError: it cannot have so many epochs.
     """
-    job = communicator.main_first(lambda: _begun_before(home, name, listener))
+    job = communicator.main_first(lambda: _begun_before(home, name, listener, epochs))
     if communicator.is_main:
         claims.enter_context(claimed(job.folder, new=False))
     plan = job.run.plan
@@ -98,21 +109,39 @@ def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitSt
     return replace(job, run=replace(job.run, plan=replace(plan, start=start)))
 
 
-def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
+def _begun_before(home: Home, name: str | None, listener: Listener, epochs: int | None) -> Job:
     runs = home.runs
-    if name is None:
+    if name is None and epochs is not None:
+        name = next(iter(runs.names()), None)
+    elif name is None:
         unfinished = runs.unfinished()
         if not unfinished:
             raise RunError(f"there is no unfinished run in {runs.path}; start one with `sae train`")
         name = unfinished[0]
         listener.note(f"going on with {name}")
     folder = runs.find(name)
-    path = folder / runs.marker
-    document = read_settings(path)
-    if document["complete"]:
-        raise RunError(f"{name} is finished; there is nothing to resume, train on from its SAE with `sae train --init "
-                       f"{name}`")
-    return Job(folder, run_again(home, folder, document, listener, "go on with"))
+    document = read_settings(folder / runs.marker)
+    if document["complete"] and epochs is None:
+        raise RunError(f"{folder.name} is finished; there is nothing to resume, lengthen it by `sae train --resume "
+                       f"--name {folder.name} --epochs`, or start from its SAE by `sae train --init {folder.name}`")
+    job = Job(folder, run_again(home, folder, document, listener, "go on with"))
+    if epochs is None or (epochs == job.run.plan.training.epochs and not document["complete"]):
+        return job
+    return _longer(job, epochs)
+
+
+def _longer(job: Job, epochs: int) -> Job:
+    """A run with more epochs; those that it has count. Schedules are fractions of all steps, the new ones included."""
+    plan = job.run.plan
+    had = plan.training.epochs
+    if had is None:
+        raise ConfigError("epochs", "cannot lengthen {run}, which was given {steps}", "start from its SAE by {init}",
+                          run=job.folder.name)
+    if epochs <= had:
+        raise ConfigError("epochs", "must be above {had} to lengthen {run}, which has so many, got {got}", had=had,
+                          run=job.folder.name, got=epochs)
+    plan = replace(plan, training=replace(plan.training, epochs=epochs))
+    return replace(job, run=replace(job.run, plan=plan), lengthened=had)
 
 
 def run_again(home: Home, folder: Path, document: Mapping[str, Any], listener: Listener, purpose: str) -> Run:

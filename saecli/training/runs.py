@@ -1,5 +1,6 @@
 """Training runs, each in its own folder; several together from one reading of the store."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,12 @@ def _begun(job: Job, trainings: int, listener: Listener, communicator: Communica
     if job.given is not None and communicator.is_main:
         _write_config(folder, run, job.given)  # before run.json, which marks a run that can be resumed
         run.write(folder, None)
+    if job.lengthened is not None:
+        listener.note(f"{folder.name}: {plan.training.epochs} epochs in place of {job.lengthened}; the learning rate "
+                      "goes on where it would be in a run of so many")
+        if communicator.is_main:
+            _lengthen_config(folder, job.lengthened, plan.training.epochs)
+            run.write(folder, None)
     trainer = Trainer(plan, RunRecord(run, folder) if communicator.is_main else Record(), trainings=trainings,
                       communicator=communicator)
     listener.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
@@ -158,3 +165,12 @@ def _write_config(folder: Path, run: Run, given: Mapping[str, Any]) -> None:
              "# Not given, and so by default:", *(f"# {line}" for line in toml_lines(filled))]
     with appearing_whole(folder / CONFIG) as temporary:
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _lengthen_config(folder: Path, had: int, epochs: int) -> None:
+    """Have the file for `--config` say how many epochs the run has now, and that it was lengthened."""
+    text = (folder / CONFIG).read_text(encoding="utf-8")
+    note = f"# Lengthened from {had} epochs to {epochs}: trained again in one, the weights will be others.\n"
+    text = re.sub(r"^(# )?epochs = \d+$", f"epochs = {epochs}", note + text, count=1, flags=re.MULTILINE)
+    with appearing_whole(folder / CONFIG) as temporary:
+        temporary.write_text(text, encoding="utf-8")
