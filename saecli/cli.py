@@ -39,6 +39,7 @@ COMMANDS = {
     "export": "Write a run in another library's format.",
     "push": "Put a run on the Hugging Face hub, with a model card.",
     "list": "Show the stores and runs in the home folder, newest first.",
+    "rm": "Remove stores and runs, with all of their files.",
     "demo": "Run the whole chain offline, printing each command first.",
 }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,9 @@ def _sizes(norms: Norms) -> str:
 
 
 # Most wanted first: columns that do not fit in a narrow terminal are stacked below.
-STORE_COLUMNS = ("rows", "d_in", "dtype", "bytes", "state", "norms", "dropped", "shards")
-RUN_COLUMNS = ("test_fvu", "test_l0", "solver", "act", "d_sae", "state", "data", "bytes")
-HEADS = {"bytes": "size", "norms": "median norm"}
+STORE_COLUMNS = ("rows", "d_in", "dtype", "bytes", "state", "created", "norms", "dropped", "shards")
+RUN_COLUMNS = ("test_fvu", "test_l0", "solver", "act", "d_sae", "state", "created", "data", "bytes")
+HEADS = {"bytes": "size", "created": "begun", "norms": "median norm"}
 
 
 def list_home(home: str | Path | None = None, *, check: bool = False, progress: bool = False) -> dict[str, Any]:
@@ -118,14 +119,14 @@ def listed(home: Home, check: bool, listener: Listener) -> dict[str, Any]:
 def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> list[dict[str, Any]]:
     """The entries of a shelf, newest first; one that cannot be read, or has no marker, says why."""
     found = [{"name": name, "path": str(shelf.path / name), "state": "unreadable", "created": "", "problem": sentence,
-              "bytes": _size(shelf.path / name)} for name, sentence in shelf.unmarked().items()]
+              "bytes": folder_bytes(shelf.path / name)} for name, sentence in shelf.unmarked().items()]
     for marker in shelf.path.glob(f"*/{shelf.marker}"):
         entry: dict[str, Any] = {"name": marker.parent.name, "path": str(marker.parent)}
         try:
             entry |= describe(shelf, entry["name"])
         except SaeError as error:
             entry |= {"state": "unreadable", "created": "", "problem": str(error)}
-        found.append(entry | {"bytes": _size(marker.parent)})
+        found.append(entry | {"bytes": folder_bytes(marker.parent)})
     return sorted(found, key=lambda entry: (str(entry["created"]), entry["name"]), reverse=True)
 
 
@@ -145,7 +146,7 @@ def _run(shelf: Shelf, name: str) -> dict[str, Any]:
             "test_fvu": final.get("test_fvu"), "test_l0": final.get("test_l0")}
 
 
-def _size(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
     """Bytes of the files in a folder."""
     total = 0
     for path in folder.rglob("*"):
@@ -198,11 +199,22 @@ def _cell(entry: dict[str, Any], column: str) -> Any:
     value = entry.get(column)
     if column == "bytes":
         return size_words(value)
+    if column == "created":
+        return _local_time(value)
     if column == "norms" and value is not None:
         return value["quantiles"].get("0.5")
     if column == "dropped" and value is not None:
         return _fraction_dropped(entry["rows"], value, entry["dropped_norms"])
     return value
+
+
+def _local_time(created: str) -> str | None:
+    """To the minute, from a marker's time with its zone; as it is where it has none."""
+    try:
+        when = datetime.fromisoformat(created)
+    except ValueError:
+        return created or None
+    return f"{when.astimezone():%Y-%m-%d %H:%M}" if when.tzinfo else created
 
 
 def _fraction_dropped(stored: int, counts: dict[str, int], norms: dict[str, dict[str, float]]) -> str | None:

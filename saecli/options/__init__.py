@@ -2,7 +2,7 @@
 `--config`, and a line of help."""
 
 from .given import Given, configured
-from .shared import Device, Json, Plot, Run, Runs, Session, run_names, start, store_names, unfinished_names
+from .shared import Device, Json, Plot, Run, Runs, Session, all_names, run_names, start, store_names, unfinished_names
 
-__all__ = ["Device", "Given", "Json", "Plot", "Run", "Runs", "Session", "configured", "run_names", "start",
+__all__ = ["Device", "Given", "Json", "Plot", "Run", "Runs", "Session", "all_names", "configured", "run_names", "start",
            "store_names", "unfinished_names"]

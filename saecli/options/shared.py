@@ -22,6 +22,11 @@ def run_names(ctx: typer.Context) -> list[str]:
     return _home(ctx).runs.names()
 
 
+def all_names(ctx: typer.Context) -> list[str]:
+    """Names of runs and of stores, for shell completion."""
+    return [*run_names(ctx), *store_names(ctx)]
+
+
 def unfinished_names(ctx: typer.Context) -> list[str]:
     """Names of unfinished runs, for shell completion."""
     return _home(ctx).runs.unfinished()
