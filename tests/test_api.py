@@ -51,7 +51,7 @@ def test_rows_in_memory_fit_alike_whatever_holds_them_and_the_sae_acts_on_them_a
     rows = np.round(some_rows(600) * 30 + np.arange(8)).astype(np.float32)  # whole, below 256
     kinds = {"tensor": torch.from_numpy(rows), "bfloat16": torch.from_numpy(rows).bfloat16(),
              "whole": rows.astype(np.int16), "wider": rows.astype(np.float64), "list": rows.tolist()}
-    options = {"solver": "sgd", "act": "topk", "k": 6, "d_sae": 24, "epochs": 10, "batch_size": 64}
+    options = {"solver": "sgd", "act": "topk", "k": 6, "d_sae": 24, "epochs": 20, "batch_size": 64, "inner_steps": 1}
     fitted = saecli.fit(rows, **options)
     assert unexplained(fitted, rows) < 0.3
     for name, held in kinds.items():

@@ -51,7 +51,8 @@ def test_held_weights_equal_their_start_bit_for_bit_and_the_others_move(held, so
         assert not torch.equal(start[name], end[name]), name
 
 
-@pytest.mark.parametrize("act", ["batchtopk", pytest.param("jumprelu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("act", ["batchtopk", "jumprelu"])
 def test_thresholds_beside_a_held_encoder_are_trained_to_the_l0_asked_for(act):
     _, trainer = trained("W_enc", "pam-sgd", act, epochs=40, **({"k": 4} if act == "batchtopk" else {"target_l0": 4}))
     codes = trainer.sae.encode(torch.from_numpy(some_rows(900)))
@@ -168,6 +169,7 @@ def test_a_run_finds_known_features_and_its_controls_do_not(sae: CommandLine, so
     assert saecli.controls("run", home=sae.home) == done.json
 
 
+@pytest.mark.slow
 def test_what_makes_no_sense_is_left_out_with_a_note(sae: CommandLine, monkeypatch):
     x = make_store(sae.home, "x", some_rows(1500))
     make_store(sae.home, "y", targets_of(x))

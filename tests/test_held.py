@@ -7,10 +7,8 @@ import pytest
 import torch
 from storing import collect, make_store
 
-from saecli.api import _planned
 from saecli.devices import carried
 from saecli.store import DTYPES, JoinedRows, Rows
-from saecli.training import Loop, Record, Trainer
 from saecli.training.held import HeldRows, held_bytes
 
 random = np.random.default_rng(0)
@@ -76,20 +74,3 @@ def test_kept_targets_lie_beside_their_rows(tmp_path: Path):
 def all_held(held: HeldRows) -> tuple[np.ndarray, np.ndarray]:
     return tuple(torch.cat([batch.float() for batch in batches]).numpy()
                  for batches in (held.batches(64, seed=1, epoch=2), held.sequential(64)))
-
-
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "carried"])
-@pytest.mark.parametrize("dtype", list(DTYPES))
-def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str, kept: bool,
-                                               monkeypatch: pytest.MonkeyPatch):
-    device = pytest.importorskip("test_simulated_gpu").simulated_gpu.NAME
-    monkeypatch.setattr("saecli.training.trainer.MOST_TAKEN", 0.8 if kept else 0.0)
-    rows, saes = rows_of(tmp_path / "store", dtype), []
-    for where in ("cpu", device):
-        plan = _planned(rows, None, "pam-sgd", "relu", {"d_sae": 16, "epochs": 2, "batch_size": 100, "device": where})
-        trainer = Trainer(plan, Record())
-        (sae,) = Loop([trainer]).train()
-        saes.append(sae)
-    assert isinstance(trainer.rows.stored, HeldRows) == kept
-    for name, tensor in saes[0].tensors().items():
-        assert torch.equal(saes[1].tensors()[name].cpu(), tensor), name

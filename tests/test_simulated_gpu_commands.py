@@ -11,10 +11,14 @@ import torch
 simulated = pytest.importorskip("test_simulated_gpu")
 import simulated_gpu  # noqa: E402
 from device_cases import trained  # noqa: E402
+from test_held import rows_of  # noqa: E402
 
 import saecli  # noqa: E402
+from saecli.api import _planned  # noqa: E402
 from saecli.codes import DenseCodes, SparseCodes  # noqa: E402
-from saecli.store import Joined  # noqa: E402
+from saecli.store import DTYPES, Joined  # noqa: E402
+from saecli.training import Loop, Record, Trainer  # noqa: E402
+from saecli.training.held import HeldRows  # noqa: E402
 
 dense = simulated.dense  # products as a device takes them
 GPU = simulated_gpu.NAME
@@ -177,3 +181,20 @@ def test_few_codes_of_a_device_are_kept_as_entries(density: float, monkeypatch: 
     found = DenseCodes(dense.to(GPU)).compact()
     assert isinstance(found, SparseCodes) == (density < 0.1)
     assert torch.equal(found.dense().cpu(), dense)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "carried"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in DTYPES
+                                                 if name != "bfloat16")])
+def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str, kept: bool,
+                                               monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("saecli.training.trainer.MOST_TAKEN", 0.8 if kept else 0.0)
+    rows, saes = rows_of(tmp_path / "store", dtype), []
+    for where in ("cpu", GPU):
+        plan = _planned(rows, None, "pam-sgd", "relu", {"d_sae": 16, "epochs": 2, "batch_size": 100, "device": where})
+        trainer = Trainer(plan, Record())
+        (sae,) = Loop([trainer]).train()
+        saes.append(sae)
+    assert isinstance(trainer.rows.stored, HeldRows) == kept
+    for name, tensor in saes[0].tensors().items():
+        assert torch.equal(saes[1].tensors()[name].cpu(), tensor), name

@@ -72,7 +72,7 @@ def test_every_solver_and_activation_leaves_a_transcoder_that_eval_agrees_with(s
     assert measured["fvu"] == pytest.approx(fvu.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+@pytest.mark.parametrize("solver", ["pam-sgd", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_from_rows_to_themselves_it_is_the_sae(sae, home, solver):
     release = ("--release", "0.5") if solver == "pam-sgd" else ()  # which by default is another for transcoders
     options = ("--solver", solver, *release, *TOPK, *QUICK, "--name")
@@ -92,8 +92,9 @@ def test_a_skip_takes_all_that_is_linear(sae, home):
     assert with_skip["test_fvu"] < 1e-6 < 1e-3 < without["test_fvu"]
 
 
-@pytest.mark.parametrize("stores", [("--data", "x", "--target", "y", "--skip"), ("--data", "x", "--data", "y")],
-                         ids=["transcoder", "crosscoder"])
+@pytest.mark.parametrize("stores", [
+    ("--data", "x", "--target", "y", "--skip"), pytest.param(("--data", "x", "--data", "y"), marks=pytest.mark.slow),
+], ids=["transcoder", "crosscoder"])
 def test_a_killed_run_goes_on_bit_for_bit_and_its_config_repeats_it(sae, home, monkeypatch, stores):
     options = (*stores, *TOPK, *QUICK)
     sae("train", *options, "--name", "whole")
