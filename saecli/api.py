@@ -29,7 +29,7 @@ from .training import Loop, Plan, Record, Start, Trainer, TrainingConfig, origin
 from .training.rows import ArrayLike, ArrayRows
 
 # Training options on files, and on the choice of a store's rows.
-OF_FOLDERS, OF_SPLITS = ("keep_every", "tensorboard"), ("fraction", "split_seed")
+OF_FOLDERS, OF_SPLITS = ("keep_every", "log_to"), ("fraction", "split_seed")
 
 
 def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:

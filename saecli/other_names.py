@@ -33,7 +33,7 @@ _CONTEXT = Ours("context", "", "extract")
 _TOKENS = Ours("rows", "a row is a token's activations; training passes over them {epochs} times, or for {steps} steps",
                "extract")
 _FOLDER = Ours("home", "the folder of stores and runs, before the command; {name} is the run's name in it", "")
-_LOG = Ours("tensorboard", "metrics.jsonl and loss.png are written in any case, and nothing is sent anywhere")
+_LOG = Ours("log_to", "wandb; WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE are read as by wandb itself")
 _RISE = Ours("lr_warm_up", "a fraction of all steps, not their number")
 _FALL = Ours("lr_decay", "a fraction of all steps, not their number")
 _PENALTY_RISE = Ours("sparsity_warm_up", "a fraction of all steps, not their number")

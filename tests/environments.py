@@ -17,7 +17,7 @@ import torch
 
 PINNED = {"saelens": "sae-lens==6.54.12", "sparsify": "eai-sparsify==1.3.3",
           "dictionary-learning": "dictionary-learning==0.1.0", "circuit-tracer": "circuit-tracer==0.5.0",
-          "sae-probes": "sae-probes==0.4.2"}
+          "sae-probes": "sae-probes==0.4.2", "wandb": "wandb==0.31.0", "trackio": "trackio==0.43.0"}
 
 # Named among its requirements, imported nowhere there; PyPI's is built for one torch and fails beside another.
 UNUSED = {"dictionary-learning": "torchvision"}

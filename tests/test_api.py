@@ -107,7 +107,7 @@ def test_progress_is_shown_on_demand(capsys):
     (some_rows(20), {"k": 3}, "k does nothing with act relu; leave it out, or use act topk"),
     (some_rows(20), {"act": "topk", "d_sae": 3, "k": 9}, "k must be at most d_sae, 3, got 9; lower k or raise d_sae"),
     (some_rows(20), {"fraction": 0.5}, "fraction does nothing in fit with rows that are chosen already"),
-    (some_rows(20), {"tensorboard": True}, "tensorboard does nothing in fit, which writes no files"),
+    (some_rows(20), {"log_to": "wandb"}, "log_to does nothing in fit, which writes no files"),
     (some_rows(20), {"lr": 1e29, "solver": "sgd", "epochs": 9}, "lower lr"),
     (some_rows(20)[0], {}, "rows must be numbers in an array (rows, d_in), got one of float32 and shape (8,)"),
     (some_rows(20)[:0], {}, "shape (0, 8)"),

@@ -34,7 +34,7 @@ def test_every_name_stands_for_an_option_that_there_is_and_is_none_itself(comman
     (["train", "--expansion-factor", "8"], "here --d-sae: the number of latents, which is the factor times d_in"),
     (["train", "--num-latents", "8"], "here --d-sae"),
     (["train", "--architecture", "topk"], "here --act: "),
-    (["train", "--wandb-project", "x"], "here --tensorboard: "),
+    (["train", "--wandb-project", "x"], "here --log-to: wandb"),
     (["train", "--model-name", "gpt2"], "here `sae extract --model`"),
     (["train", "--hook-name", "x"], "here `sae extract --layer`: blocks.12.hook_resid_post is --layer 12 --site"),
     (["train", "--output-path", "x"], "here `sae --home`: "),

@@ -4,10 +4,11 @@
 step, which passes codes and targets to `saecli/ridge`.
 """
 
-from .checkpoints import CHECKPOINT, claimed, read_metrics
+from .checkpoints import CHECKPOINT, claimed
 from .config import Plan, TrainingConfig
 from .doubts import doubts_at_start
 from .jobs import Job, claimed_folders, resumed_job, run_again, run_names
+from .logs import read_metrics
 from .loop import Loop
 from .run import Run, RunRecord, origin_of
 from .runs import train_runs

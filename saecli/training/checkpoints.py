@@ -6,33 +6,30 @@
                               and at the end of each epoch `test_fvu, test_l0` of all held-out rows
     checkpoint.safetensors    all state needed to resume, from the end of the last complete epoch
     sae.safetensors           the SAE at that time, acting on raw activations
-    tensorboard/              if asked for, metrics.jsonl as event files
+    tensorboard/, wandb/      if asked for by --log-to, metrics.jsonl in their files
     kept/epoch-N              if asked for, the SAE of an earlier epoch, with a run.json
 
 Each file but `metrics.jsonl` appears whole or not at all; lines of `metrics.jsonl` newer than the checkpoint are
 dropped on resuming.
 """
 
-import importlib.util
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from ..documents import parse_json, read_json
-from ..errors import ConfigError, RunError
-from ..files import appearing_whole, lock_folder, regular, to_json
+from ..errors import RunError
+from ..files import lock_folder, to_json
 from ..formats.common import read_safetensors, write_safetensors
 from ..home import RUN_MARKER, Marker
+from .logs import METRICS, TRACKERS
 
 CHECKPOINT = "checkpoint.safetensors"
-METRICS = "metrics.jsonl"
 
 
 @dataclass
@@ -63,95 +60,8 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
         raise RunError(f"cannot read {path}: {error}; remove it to train this run from the start") from error
 
 
-class MetricsLog:
-    """Appends to a run's `metrics.jsonl`.
-
-    Args:
-        folder: the run folder.
-        up_to_step: lines of later steps, left by a stopped run, are dropped first.
-    """
-
-    def __init__(self, folder: Path, up_to_step: int) -> None:
-        path = folder / METRICS
-        kept = [line for line in read_metrics(folder) if line["step"] <= up_to_step]
-        with appearing_whole(path) as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Append a line, which has a `step`."""
-        self._file.write(to_json(line) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`, without a last line cut off by a kill. Raises RunError if another line is
-    no JSON object with a step."""
-    path = folder / METRICS
-    if not path.exists():
-        return []
-    try:
-        text = regular(path).read_bytes()
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error}; remove it to go on without it") from error
-    lines = []
-    for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
-        try:
-            parse_json(line, _Step)
-            lines.append(parse_json(line, dict[str, int | float | None]))
-        except ValueError as error:
-            raise RunError(f"cannot read line {number} of {path}: expected a JSON object of numbers with a step, got "
-                           f"{line[:60].decode(errors='replace')!r}; remove the line to go on without it") from error
-    return lines
-
-
-@dataclass(frozen=True)
-class _Step:
-    step: int
-
-
-EVENTS = "tensorboard"  # folder of a run
-
-
-def check_tensorboard() -> None:
-    """Refuse to write event files if TensorBoard is not installed, by a ConfigError."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("tensorboard", "needs the package tensorboard, which is not installed",
-                          "install it with `pip install 'saecli[tensorboard]'`, or leave {tensorboard} out: "
-                          "metrics.jsonl holds the same figures")
-
-
-class EventFiles:
-    """Appends to a run's event files.
-
-    Args:
-        folder: the run folder.
-        up_to_step: events of later steps, left by a stopped run, are purged: TensorBoard ignores them.
-    """
-
-    def __init__(self, folder: Path, up_to_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a second to import, and an extra
-
-        self._writer = SummaryWriter(str(folder / EVENTS), purge_step=up_to_step + 1)
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Append each number in a line of `metrics.jsonl` under its name, at the line's step."""
-        for name, value in line.items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, line["step"])
-        self._writer.flush()  # now: events before a checkpoint must not be lost with the process
-
-    def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
-
-
 BEFORE_MARKER = {"config.toml"}  # files that a run writes before its run.json, and before its first checkpoint
-BEFORE_CHECKPOINT = {*BEFORE_MARKER, RUN_MARKER, METRICS, EVENTS, "sae.safetensors"}
+BEFORE_CHECKPOINT = {*BEFORE_MARKER, RUN_MARKER, METRICS, *TRACKERS, "sae.safetensors"}
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from ..precision import PRECISIONS, WORTH, chosen_precision
 from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP, WIDEST, SolverConfig
 from ..store import ActivationStore, Joined, JoinedRows
 from ..store import Rows as StoredRows
+from .logs import TRACKERS, check_trackers
 from .normalisation import NORMALISATIONS
 from .rows import AnyRows
 from .starting import Start
@@ -86,8 +87,9 @@ class TrainingConfig(Config):
     keep_every: int | None = option(None, "Also keep the SAE of every N-th epoch, as RUN/kept/epoch-N, which eval, "
                                           "sparsity and geometry take.",
                                     minimum=1, once=True, metavar="N", advanced=True)
-    tensorboard: bool = option(False, "Also write TensorBoard event files, in RUN/tensorboard; needs the package "
-                                      "tensorboard.", advanced=True)
+    log_to: str | None = option(None, f"Also log to {', '.join(TRACKERS)}, or several with commas between; each is an "
+                                      "extra. WANDB_PROJECT, TRACKIO_PROJECT name another project than saecli.",
+                                check=check_trackers, metavar="NAME,...", once=True, advanced=True)
     device: str = option("auto", "Where to train: cpu, cuda, cuda:1. auto: cuda where there is one.", once=True)
     dtype: str = option("float32", "Precision of weights and steps; the decoder step sums in float64 in any case.",
                         choices=tuple(DTYPES), once=True, advanced=True)

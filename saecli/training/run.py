@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from ..activations import activation_to_json
+from ..console import Listener
 from ..dictionary import SAE
 from ..files import write_json
 from ..formats import SavedSAE, save_native
 from ..home import RUN_MARKER, RUN_VERSION
 from ..store import Joined
-from .checkpoints import EventFiles, MetricsLog, Progress, check_tensorboard, load_checkpoint, save_checkpoint
+from .checkpoints import Progress, load_checkpoint, save_checkpoint
 from .config import Plan
+from .logs import Log, Logged, demand_trackers, logs_of
 from .trainer import Measures, Record
 
 # Of the rows' source, kept in an SAE's file.
@@ -42,6 +44,13 @@ class Run:
     plan: Plan
     created: str
 
+    def settings(self) -> dict[str, Any]:
+        """All options, by name."""
+        plan = self.plan
+        start = {} if plan.start is None else {"init": plan.start.name, "init_hash": plan.start.hash}
+        return {"solver": plan.solver.name, "act": plan.activation.name, **self.stores.names(), **start,
+                **plan.training.to_json(), **plan.solver.to_json(), **plan.activation.to_json()}
+
     def write(self, folder: Path, result: dict[str, Any] | None) -> None:
         """Write the run's `run.json`: complete if there is a result, as of `Trainer.result`."""
         plan = self.plan
@@ -59,30 +68,30 @@ class RunRecord(Record):
     Args:
         run: the run.
         folder: the run folder, which exists.
+        listener: receives notes on trackers.
 
     Raises:
-        ConfigError: event files are asked for, and TensorBoard is not installed.
+        ConfigError: a tracker is asked for that is not installed.
     """
 
-    def __init__(self, run: Run, folder: Path) -> None:
-        if run.plan.training.tensorboard:
-            check_tensorboard()
-        self.run, self.folder = run, folder
-        self.logs: list[MetricsLog | EventFiles] = []
+    def __init__(self, run: Run, folder: Path, listener: Listener) -> None:
+        demand_trackers(run.plan.training.log_to)
+        self.run, self.folder, self.listener = run, folder, listener
+        self.logs: list[Log] = []
 
     def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
         """The last one in the folder."""
         return load_checkpoint(self.folder)
 
     def begin(self, step: int, epochs: int) -> None:
-        """Open `metrics.jsonl`, with lines of later steps dropped, and event files if asked for."""
+        """Open `metrics.jsonl`, with lines of later steps dropped, and begin runs of the trackers asked for."""
         self.epochs = epochs
-        self.logs = [MetricsLog(self.folder, step)]
-        if self.run.plan.training.tensorboard:
-            self.logs.append(EventFiles(self.folder, step))
+        logged = Logged(self.folder, self.run.created, self.run.settings(), step, self.listener)
+        for log in logs_of(logged, self.run.plan.training.log_to):
+            self.logs.append(log)
 
     def line(self, line: dict[str, Any]) -> None:
-        """Append to `metrics.jsonl` and event files."""
+        """Append to `metrics.jsonl` and to trackers."""
         for log in self.logs:
             log.write(line)
 
@@ -100,7 +109,7 @@ class RunRecord(Record):
                                 "final": {"test_fvu": test["fvu"], "test_l0": test["l0"]}})
 
     def end(self) -> None:
-        """Close `metrics.jsonl` and event files."""
+        """Close `metrics.jsonl`, and end the runs of trackers."""
         for log in self.logs:
             log.close()
 

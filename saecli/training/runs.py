@@ -11,9 +11,10 @@ from ..console import Listener, Step
 from ..distributed import Communicator
 from ..errors import PeerError, SaeError, TrainingError
 from ..files import appearing_whole
-from .checkpoints import CHECKPOINT, read_metrics
+from .checkpoints import CHECKPOINT
 from .doubts import doubts_at_start
 from .jobs import Job
+from .logs import read_metrics
 from .loop import Loop
 from .run import CONFIG, Run, RunRecord
 from .trainer import Record, Trainer
@@ -65,7 +66,7 @@ def _begun(job: Job, trainings: int, listener: Listener, communicator: Communica
         if communicator.is_main:
             _lengthen_config(folder, job.lengthened, plan.training.epochs)
             run.write(folder, None)
-    trainer = Trainer(plan, RunRecord(run, folder) if communicator.is_main else Record(), trainings=trainings,
+    trainer = Trainer(plan, RunRecord(run, folder, listener) if communicator.is_main else Record(), trainings=trainings,
                       communicator=communicator)
     listener.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
                   f"on {run.stores.d_in} dimensions, {trainer.train_rows.rows:,} training and "

@@ -21,6 +21,7 @@ import torch
 from store_speed import drop, write
 
 from saecli.activations import ACTIVATIONS
+from saecli.console import listening
 from saecli.home import now
 from saecli.solvers import SOLVERS
 from saecli.store import ActivationStore, Rows
@@ -79,7 +80,7 @@ def train(path: Path, solver: str, settings: dict[str, int], cold: bool) -> None
     rows = Waiting(training.rows_of(store), cold)
     plan = Plan.resolved(rows, training.test_rows_of(store), training, chosen, activation)
     with tempfile.TemporaryDirectory() as folder:
-        loop = Loop([Trainer(plan, RunRecord(Run(store, plan, now()), Path(folder)))])
+        loop = Loop([Trainer(plan, RunRecord(Run(store, plan, now()), Path(folder), listening(False)))])
         started = time.perf_counter()
         loop.results(loop.train())
         seconds = time.perf_counter() - started
