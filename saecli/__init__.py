@@ -6,16 +6,17 @@
     x_hat = sae.decode(z)
     saecli.save_sae(sae, "folder")        # saecli.load_sae("folder") reads it again
     saecli.evaluate(sae, store)           # {"fvu": ..., "l0": ...}, on the held-out rows
+    saecli.draw("sparsity", sae, data=store)  # figures, which a notebook shows
 
 Names are imported on first use, so that `import saecli` is fast.
 """
 
-import importlib
-import os
+import importlib as _importlib
+import os as _os
 
 # Waiting OpenMP threads sleep rather than spin, unless the user has set this: beside other work, spinning takes half of
 # a training's CPU time or more (tests/benchmarks/waiting_threads.py). OpenMP reads it when torch is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+_os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 TYPE_CHECKING = False  # true to a type checker, which then knows exactly these names
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .api import fit, join, load_sae, open_store, save_sae
     from .baselines.controls import controls
     from .dictionary import SAE
+    from .drawing import draw
     from .errors import SaeError
     from .evaluation.evaluate import compare, evaluate, sparsity
     from .evaluation.stability import stability
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from .store import ActivationStore
 
 __version__ = "0.1.0"
-__all__ = ["SAE", "ActivationStore", "SaeError", "compare", "controls", "evaluate", "export", "extract", "fit",
+__all__ = ["SAE", "ActivationStore", "SaeError", "compare", "controls", "draw", "evaluate", "export", "extract", "fit",
            "geometry", "import_array", "import_synthetic", "join", "list_home", "load_sae", "open_store", "probe",
            "push", "refit", "report", "save_sae", "sparsity", "stability", "steer",
            "steering"]
@@ -53,6 +55,7 @@ _MODULES = {
     "SaeError": "errors",
     "compare": "evaluation.evaluate",
     "controls": "baselines.controls",
+    "draw": "drawing",
     "evaluate": "evaluation.evaluate",
     "export": "publishing.export",
     "extract": "harvest",
@@ -74,8 +77,8 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> "Any":
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f".{_MODULES.get(name, 'api')}", __name__), name)
+        return getattr(_importlib.import_module(f".{_MODULES.get(name, 'api')}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted(__all__)

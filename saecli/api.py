@@ -14,18 +14,18 @@ import torch
 from . import formats
 from .activations import ACTIVATIONS
 from .config import choose, options_of
-from .console import Console, listening
+from .console import listening
 from .dictionary import SAE
 from .errors import ConfigError, did_you_mean, unknown_choice
 from .evaluation.sae_and_rows import find_subject
 from .evaluation.starts import start_of
 from .formats import WRITABLE, SavedSAE
-from .home import Home
+from .home import RUN_MARKER, Home
 from .inventory.filling import found_store
 from .other_names import in_place_of
 from .solvers import SOLVERS
 from .store import ActivationStore, Joined, JoinedRows, Rows
-from .training import Loop, Plan, Record, Start, Trainer, TrainingConfig, origin_of
+from .training import Loop, Plan, Record, Start, Trainer, TrainingConfig, origin_of, settings_in
 from .training.rows import ArrayLike, ArrayRows
 
 # Training options on files, and on the choice of a store's rows.
@@ -61,13 +61,17 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
     Returns:
         The SAE, on the CPU, in the precision it was saved in. It acts on raw activations: `encode` maps (..., D) to
         codes (..., F), `decode` codes to reconstructions (..., D), from any floating-point type to the SAE's own.
+        `cfg` has its settings, those of its run and the place in its model as far as its folder names them.
 
     Raises:
         RunError: there is no such run or folder, or the run has no SAE yet.
         FormatError: the folder holds no SAE in a known format.
         HubError: there is none here, and none on the hub, or the hub cannot be reached.
     """
-    return formats.load(find_subject(Home.at(home), None if run is None else str(run)).folder).sae
+    folder = find_subject(Home.at(home), None if run is None else str(run)).folder
+    saved = formats.load(folder)
+    saved.sae.metadata = saved.origin | (settings_in(folder) if (folder / RUN_MARKER).exists() else {})
+    return saved.sae
 
 
 def save_sae(sae: SAE, folder: str | Path, format: str = "native",
@@ -145,13 +149,12 @@ def fit(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, *, targe
     start = None if init is None else start_of(Home.at(None), init, listening(progress))
     act = act or (start.sae.activation.name if start else "relu")
     trainer = Trainer(_planned(rows, target, solver, act, options, start), Record())
-    if not progress:
-        return Loop([trainer]).train()[0]
-    console = Console()
-    with console.progress("training", trainer.steps, "steps") as trainer.show:
+    listener = listening(progress)
+    with listener.progress("training", trainer.steps, "steps") as trainer.show:
         (sae,) = Loop([trainer]).train()
     for note in trainer.solver.notes():
-        console.note(note)
+        listener.note(note)
+    sae.metadata = trainer.plan.settings()
     return sae
 
 

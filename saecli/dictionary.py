@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -209,8 +209,13 @@ class Dictionary(Module, ABC):
                                      self.activation_parameters.items()}, self.prefixes,
                    None if self.W_skip is None else self.W_skip.detach().clone(), self.widths)
 
+    @property
+    def k(self) -> int | None:
+        """The activation's k; None for one without."""
+        return self.activation.k if isinstance(self.activation, KeepsK) else None
+
     def __repr__(self) -> str:
-        kept = f", k={self.activation.k}" if isinstance(self.activation, KeepsK) else ""
+        kept = f", k={self.k}" if self.k else ""
         nested = f", prefixes={self.prefixes}" if self.prefixes else ""
         dtype = str(self.W_enc.dtype).removeprefix("torch.")
         out = f", d_out={self.d_out}" if self.d_out != self.d_in else ""
@@ -248,13 +253,30 @@ class SAE(Dictionary):
         prefixes: of a nested SAE, the number of latents in each prefix, ascending, the last being F.
         W_skip: of a transcoder with a skip, its weights, (D, E).
         widths: of a crosscoder's places.
+
+    Attributes:
+        metadata: where it comes from, as far as that is known: the settings of its run, the place in its model.
     """
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, W_dec: Tensor, b_dec: Tensor, activation: Activation,
                  activation_parameters: Parameters | None = None, prefixes: Prefixes = (),
                  W_skip: Tensor | None = None, widths: Sequence[int] = ()) -> None:
         super().__init__(W_enc, b_enc, b_dec, activation, activation_parameters, prefixes, W_skip, widths)
+        self.metadata: dict[str, Any] = {}
         self.register_parameter("W_dec", Parameter(W_dec.detach(), requires_grad=False))
+
+    @property
+    def cfg(self) -> dict[str, Any]:
+        """What it is: its `metadata`, activation, sizes, dtype and device."""
+        shape = {"act": self.activation.name, **self.activation.to_json(), "d_in": self.d_in, "d_out": self.d_out,
+                 "d_sae": self.d_sae, "prefixes": self.prefixes, "widths": self.widths, "skip": self.W_skip is not None}
+        return self.metadata | shape | {"dtype": str(self.W_enc.dtype).removeprefix("torch."),
+                                        "device": str(self.W_enc.device)}
+
+    def _repr_html_(self) -> str:
+        from .tables import html_table  # rich takes a while to import
+
+        return html_table(type(self).__name__, self.cfg)
 
     def decoder(self) -> Tensor:
         return self.W_dec
@@ -268,8 +290,10 @@ class SAE(Dictionary):
         """The same with another activation or other tensors, named as in `tensors`."""
         new = self.tensors() | tensors
         learned = {name: new.pop(name) for name in self._learned}
-        return type(self)(**new, activation=activation or self.activation, activation_parameters=learned,
-                          prefixes=self.prefixes, widths=self.widths)
+        changed = type(self)(**new, activation=activation or self.activation, activation_parameters=learned,
+                             prefixes=self.prefixes, widths=self.widths)
+        changed.metadata = self.metadata
+        return changed
 
     def without_training_parameters(self) -> Self:
         """The same without the activation's parameters that only training needs."""

@@ -1,7 +1,8 @@
 """Tables that fit the console's width."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from rich.cells import cell_len
@@ -117,3 +118,11 @@ def _band(columns: Sequence[tuple[_Column, int]], width: int) -> Table:
     for row in zip(*(column.cells for column, _ in columns), strict=True):
         result.add_row(*row)
     return result
+
+
+def html_table(title: str, entries: Mapping[str, Any]) -> str:
+    """A table of names and values as HTML, for a notebook; values that are None or empty are left out."""
+    rows = "".join(f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>"
+                   f"{escape(number(value) if isinstance(value, float) else str(value))}</td></tr>"
+                   for name, value in entries.items() if value not in (None, "", (), [], {}))
+    return f"<table><caption><b>{escape(title)}</b></caption>{rows}</table>"

@@ -27,7 +27,7 @@ FLOORS = [
     {"options", "training"},
     {"evaluation"},
     {"baselines", "html_report", "interventions", "probing", "publishing", "refitting", "spline_measures"},
-    {"api", "commands"},
+    {"api", "commands", "drawing"},
     {"cli"},
     {"__init__", "__main__"},
 ]

@@ -5,7 +5,7 @@ from .places import places
 from .probing import ProbedRun, probes
 from .runs import firing, frontier, loss_curves, patterns
 from .stability import stability
-from .style import check_suffix
+from .style import check_suffix, kept_figures
 
 __all__ = ["GeometryPicture", "ProbedRun", "check_suffix", "firing", "frontier", "geometry", "geometry_runs",
-           "loss_curves", "patterns", "places", "probes", "stability"]
+           "kept_figures", "loss_curves", "patterns", "places", "probes", "stability"]

@@ -2,8 +2,11 @@
 
 import math
 import warnings
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ STYLE = {
     "figure.constrained_layout.w_pad": 0.08, "savefig.dpi": 200, "pdf.fonttype": 42, "svg.hashsalt": "saecli",
 }
 
+_KEPT: ContextVar["Figures | None"] = ContextVar("kept figures", default=None)
 NAME_WIDTH = 40  # letters of a run's name in a legend
 
 
@@ -41,6 +45,28 @@ def check_suffix(path: Path) -> None:
         raise ConfigError(None, "cannot draw {path}: expected an ending out of {endings}, got {got}",
                           "give the picture another name", path=path, endings=", ".join(FORMATS),
                           got=path.suffix or "none")
+
+
+class Figures(list[Figure]):
+    """Figures, which a notebook shows one below the other."""
+
+    def _repr_html_(self) -> str:
+        shown = []
+        for drawn in self:
+            drawn.savefig(buffer := BytesIO(), format="png", dpi=100)
+            shown.append(f'<img src="data:image/png;base64,{b64encode(buffer.getvalue()).decode()}">')
+        return "<br>".join(shown)
+
+
+@contextmanager
+def kept_figures() -> Iterator[Figures]:
+    """Figures that are drawn within are kept, and not saved."""
+    figures = Figures()
+    token = _KEPT.set(figures)
+    try:
+        yield figures
+    finally:
+        _KEPT.reset(token)
 
 
 @contextmanager
@@ -60,6 +86,10 @@ def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
         # Without pyplot, figures are garbage-collected and no display is needed.
         drawn = Figure(figsize=(width, height), layout="constrained")
         yield drawn
+        if (kept := _KEPT.get()) is not None:
+            drawn.canvas.draw()  # in this style
+            kept.append(drawn)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         suffix = path.suffix.lower()
         with appearing_whole(path) as temporary, warnings.catch_warnings():

@@ -210,6 +210,12 @@ class Plan:
         """The widths of a crosscoder's places; none if it is none."""
         return self.train_rows.places
 
+    def settings(self) -> dict[str, Any]:
+        """All options, by name."""
+        start = {} if self.start is None else {"init": self.start.name, "init_hash": self.start.hash}
+        return {"solver": self.solver.name, "act": self.activation.name, **start, **self.training.to_json(),
+                **self.solver.to_json(), **self.activation.to_json()}
+
     @classmethod
     def resolved(cls, train_rows: AnyRows, test_rows: StoredRows | JoinedRows | None, training: TrainingConfig,
                  solver: SolverConfig, activation: Activation, start: Start | None = None) -> Self:

@@ -12,7 +12,7 @@ from ..console import Listener
 from ..dictionary import SAE
 from ..files import write_json
 from ..formats import SavedSAE, save_native
-from ..home import RUN_MARKER, RUN_VERSION
+from ..home import RUN_MARKER, RUN_VERSION, read_settings
 from ..store import Joined
 from .checkpoints import Progress, load_checkpoint, save_checkpoint
 from .config import Plan
@@ -43,13 +43,6 @@ class Run:
     stores: Joined
     plan: Plan
     created: str
-
-    def settings(self) -> dict[str, Any]:
-        """All options, by name."""
-        plan = self.plan
-        start = {} if plan.start is None else {"init": plan.start.name, "init_hash": plan.start.hash}
-        return {"solver": plan.solver.name, "act": plan.activation.name, **self.stores.names(), **start,
-                **plan.training.to_json(), **plan.solver.to_json(), **plan.activation.to_json()}
 
     def write(self, folder: Path, result: dict[str, Any] | None) -> None:
         """Write the run's `run.json`: complete if there is a result, as of `Trainer.result`."""
@@ -86,8 +79,9 @@ class RunRecord(Record):
     def begin(self, step: int, epochs: int) -> None:
         """Open `metrics.jsonl`, with lines of later steps dropped, and begin runs of the trackers asked for."""
         self.epochs = epochs
-        logged = Logged(self.folder, self.run.created, self.run.settings(), step, self.listener)
-        for log in logs_of(logged, self.run.plan.training.log_to):
+        plan = self.run.plan
+        settings = self.run.stores.names() | plan.settings()
+        for log in logs_of(Logged(self.folder, self.run.created, settings, step, self.listener), plan.training.log_to):
             self.logs.append(log)
 
     def line(self, line: dict[str, Any]) -> None:
@@ -115,3 +109,12 @@ class RunRecord(Record):
 
     def _save(self, sae: SAE, folder: Path) -> None:
         save_native(SavedSAE(sae.copy_to(torch.float32), origin_of(self.run.stores)), folder)
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """All options of the run in a folder, by name, as of `Plan.settings`, and its stores'."""
+    document = read_settings(folder / RUN_MARKER)
+    solver, activation = dict(document["solver"]), dict(document["activation"])
+    named = {name: document[name] for name in ("data", "beside", "target") if name in document}
+    return {"solver": solver.pop("name"), "act": activation.pop("name"), **named, **document["training"], **solver,
+            **activation}
