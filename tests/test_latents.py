@@ -59,11 +59,11 @@ class Corpus:
             first = max(begin, min(row - BEFORE, end - TOKENS))
             last = min(end, first + TOKENS)
             if sizes.max() > 0:
-                found.append({"size": sizes.max(), "number": row, "token": tuple(self.columns[2, first:last]),
+                found.append({"rank": sizes.max(), "number": row, "token": tuple(self.columns[2, first:last]),
                               "code": tuple(self.codes[first:last, latent]), "peak": row - first,
                               "document": self.columns[0, row], "position": self.columns[1, row]})
         kept = []
-        for one in sorted(found, key=lambda one: (-one["size"], one["number"])):
+        for one in sorted(found, key=lambda one: (-one["rank"], one["number"])):
             if one["token"] not in seen:
                 seen.add(one["token"])
                 kept.append(one)
@@ -71,9 +71,9 @@ class Corpus:
 
 
 def check(found: dict[str, np.ndarray], place: int, expected: list[dict]) -> None:
-    assert int((found["size"][place] > 0).sum()) == len(expected)
+    assert int((found["rank"][place] > 0).sum()) == len(expected)
     for which, one in enumerate(expected):
-        for name in ("size", "number", "peak", "document", "position"):
+        for name in ("rank", "number", "peak", "document", "position"):
             assert found[name][place, which] == one[name], name
         length = len(one["token"])
         assert tuple(found["token"][place, which][:length]) == one["token"]
