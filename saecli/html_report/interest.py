@@ -3,8 +3,8 @@
     interest = contrast (1 + agreement) / 2
 
 where contrast is `1 - mean / largest` of the codes' sizes, and agreement is the fraction of the pairs of strongest
-texts that peak at the same token. It is 0 for a latent that fires on more than a fraction `DENSE_FREQUENCY` of the rows,
-which rarely has one meaning, and for one that fires on fewer than `FEWEST_ROWS` rows, too few to judge by.
+texts that peak at the same token. It is 0 for a latent that fires on more than a fraction `DENSE_FREQUENCY` of the
+rows, which rarely has one meaning, and for one that fires on fewer than `FEWEST_ROWS` rows, too few to judge by.
 """
 
 from collections import Counter

@@ -1,8 +1,8 @@
 """Where Neuronpedia shows an SAE of the Hugging Face hub.
 
-`assets/neuronpedia.json` lists repositories. Each has Neuronpedia's name for its SAEs, in which {layer} and {width} stand
-for parts of the folder's name; a pattern of the folders' names; and, where a repository has several SAEs of one layer
-and width, the average L0 of the one that Neuronpedia shows, by width and layer.
+`assets/neuronpedia.json` lists repositories. Each has Neuronpedia's name for its SAEs, in which {layer} and {width}
+stand for parts of the folder's name; a pattern of the folders' names; and, where a repository has several SAEs of one
+layer and width, the average L0 of the one that Neuronpedia shows, by width and layer.
 """
 
 import json

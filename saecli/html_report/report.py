@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..language_model import OutputTokens, Unembedding
 
 INDEX, DETAILS = "index.html", "latents"
-SCRIPTS = ("dom.js", "charts.js", "table.js", "latent.js", "main.js")
+SCRIPTS = ("dom.js", "charts.js", "notes.js", "table.js", "texts.js", "latent.js", "main.js")
 # Could end a script or begin a comment in it; the last two are line ends to older browsers.
 UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 

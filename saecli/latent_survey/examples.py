@@ -172,9 +172,9 @@ class Examples:
 
         Returns:
             Arrays by name, (C, N) each, highest rank first: `rank`, 0 where there is no example; `number`, the peak's
-            row within the store; and `code`, the codes, (C, N, T), with T = 1 without tokens. With tokens also `document`
-            and `position` of the peak; `peak`, its index in the excerpt; `token`, (C, N, T), the excerpt's token ids,
-            -1 after its end; `gap`, (C, N, T), whether rows are missing before a token.
+            row within the store; and `code`, the codes, (C, N, T), with T = 1 without tokens. With tokens also
+            `document` and `position` of the peak; `peak`, its index in the excerpt; `token`, (C, N, T), the excerpt's
+            token ids, -1 after its end; `gap`, (C, N, T), whether rows are missing before a token.
         """
         indices = np.searchsorted(self._latents, np.array(latents))
         slots = self._slots[indices]
