@@ -62,7 +62,7 @@ function unfold(row, open = !row.classList.contains("unfolded")) {
 function byStrength(samples) {
   const sorted = [...samples].sort((a, b) => Math.abs(b.code) - Math.abs(a.code)), count = sorted.length;
   if (count < FIFTHS.length) return [["Too few to split", sorted]];
-  const size = (one) => number(+one.code.toPrecision(3));
+  const size = (one) => number(+Math.abs(one.code).toPrecision(3));
   return FIFTHS.map((name, which) => {
     const part = sorted.slice(Math.round(which * count / 5), Math.round((which + 1) * count / 5));
     return [`${name}: ${size(part[part.length - 1])} to ${size(part[0])}`, part];
