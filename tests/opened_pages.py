@@ -1,8 +1,9 @@
-"""Reports opened in a browser: fixtures, for modules that name this one in `pytest_plugins`."""
+"""Reports opened in a browser; the fixtures `folders` and `open_page` are in `conftest`."""
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from browsers import open_browser, why_no_browser
+from browsers import why_no_browser
 from homes import D, make_run
 from reports import make_text_run, save_model
 
@@ -52,28 +53,21 @@ def interesting(latents: dict[str, Any]) -> list[int]:
     return np.argsort(-np.array(latents["interest"]), kind="stable").tolist()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as found:
-        yield found
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports: of nasty texts, of signed codes and rows without tokens, and of many latents."""
-    home, out = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("out")
-    model = str(save_model(tmp_path_factory.mktemp("model")))
+def write_reports(folder: Path) -> dict[str, Path]:
+    """Write reports: of nasty texts and signed codes, and of many latents."""
+    home, model = folder / "home", str(save_model(folder / "model"))
     make_text_run(home, model, TopK(k=14))
-    report(home, "run", "--out", str(out / "texts"), "--model", model, "--neuronpedia", SOURCE)
+    report(home, "run", "--out", str(folder / "texts"), "--model", model, "--neuronpedia", SOURCE)
     generator = torch.Generator().manual_seed(0)
     W_enc = torch.randn(D, MANY, generator=generator)
     make_run(home, "many", SAE(W_enc, torch.zeros(MANY), W_enc.T.clone(), torch.zeros(D), TopK(k=32)), data="texts")
-    report(home, "many", "--out", str(out / "many"))
-    return {name: out / name for name in ("texts", "many")}
+    report(home, "many", "--out", str(folder / "many"))
+    return {name: folder / name for name in ("texts", "many")}
 
 
-@pytest.fixture
-def open_page(browser: Any, folders: dict[str, Path]) -> Iterator[Any]:
+@contextmanager
+def opening(browser: Any, folders: dict[str, Path]) -> Iterator[Callable[..., Opened]]:
+    """A function that opens a report, each time in a context of its own; closes all in the end."""
     contexts = []
 
     def opened(name: str = "texts", at: str = "", **settings: Any) -> Opened:

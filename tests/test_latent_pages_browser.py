@@ -8,7 +8,6 @@ import pytest
 from opened_pages import SOURCE, needs_browser
 from reports import pages_of
 
-pytest_plugins = ("opened_pages",)
 pytestmark = needs_browser
 
 

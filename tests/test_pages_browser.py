@@ -12,7 +12,6 @@ import pytest
 from opened_pages import interesting, needs_browser
 from reports import NASTY, index_of, pages_of
 
-pytest_plugins = ("opened_pages",)
 pytestmark = needs_browser
 PHONE = {"width": 360, "height": 740}
 CONTRAST = """(selector) => [...document.querySelectorAll(selector)].map((element) => {
