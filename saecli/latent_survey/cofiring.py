@@ -50,7 +50,7 @@ class CoFiring:
         some = z[-self._seen % self._every :: self._every]
         self._seen += len(z)
         if len(some):
-            self._bits.append(np.packbits((some != 0).cpu().numpy(), axis=1))
+            self._bits.append(np.packbits(some.bool().cpu().numpy(), axis=1))
 
     @torch.no_grad()
     def partners(self, chosen: Tensor, count: int, show: Callable[[int], None]) -> Partners:

@@ -97,7 +97,7 @@ def by_size(z: Tensor, numbers: np.ndarray, latents: np.ndarray) -> Tensor:
 
 
 def at_random(z: Tensor, numbers: np.ndarray, latents: np.ndarray) -> Tensor:
-    """A random number in (0, 1] for each code that is not zero, else 0, (B, C), under which the examples are a random
+    """A random number in [0, 1) for each code that is not zero, else 0, (B, C), under which the examples are a random
     sample of the rows on which a latent fires.
 
     Args:
@@ -109,7 +109,7 @@ def at_random(z: Tensor, numbers: np.ndarray, latents: np.ndarray) -> Tensor:
     own, in a fraction of the time.
     """
     turned = _uniform(numbers).to(z.device)[:, None] + _uniform(~latents).to(z.device)
-    return turned.frac_().neg_().add_(1).mul_(z != 0)
+    return turned.frac_().mul_(z != 0)
 
 
 def _uniform(numbers: np.ndarray) -> Tensor:
@@ -151,7 +151,7 @@ class Examples:
         d_sae: number of all latents.
         count: N, examples per latent.
         tokens: whether the rows have tokens, which take `8 TOKENS C N` bytes.
-        ranking: ranks codes, positive where they are not zero: `by_size` or `at_random`.
+        ranking: ranks codes, `by_size` or `at_random`; a code of rank 0 is no example.
     """
 
     def __init__(self, latents: Sequence[int], d_sae: int, count: int, tokens: bool,
@@ -193,15 +193,16 @@ class Examples:
     def _peaks(self, z: Tensor, block: Block, starts: np.ndarray) -> Peaks:
         """The peaks, in windows bounded by `starts`, (W + 1,), that rank above the last example of their latent; few,
         once some windows have been seen."""
-        some = slice(starts[0], starts[-1])
-        ranked = self._ranking(z[some], block.numbers[some], self._latents)
-        within = starts - starts[0]
-        highest = ranked  # one row per window
-        if len(ranked) > len(starts) - 1:
-            highest = torch.stack([ranked[begin:end].amax(0) for begin, end in pairwise(within.tolist())])
-        least = torch.from_numpy(self._ranks[:, -1].copy()).to(ranked)
+        def ranked(rows: slice, latents: np.ndarray | slice = slice(None)) -> Tensor:
+            return self._ranking(z[rows, latents], block.numbers[rows], self._latents[latents])
+
+        if starts[-1] - starts[0] == len(starts) - 1:  # one row per window
+            highest = ranked(slice(starts[0], starts[-1]))
+        else:  # window by window, which stay in the cache
+            highest = torch.stack([ranked(slice(begin, end)).amax(0) for begin, end in pairwise(starts.tolist())])
+        least = torch.from_numpy(self._ranks[:, -1].copy()).to(highest)
         windows, latents = np.nonzero((highest > least).cpu().numpy())
-        rows = starts[0] + _rows_of(ranked, within, windows, latents)
+        rows = _rows_of(ranked, starts, windows, latents)
         begins, ends = _excerpts(rows, starts[windows], starts[windows + 1])
         numbers = block.numbers[rows].astype(np.uint64)
         marks = numbers if block.columns is None else _marks(block.columns[2], begins, ends)
@@ -236,13 +237,14 @@ class Examples:
             self._kept[name][touched[owner[new]], slots[new]] = values
 
 
-def _rows_of(ranked: Tensor, starts: np.ndarray, windows: np.ndarray, latents: np.ndarray) -> np.ndarray:
+def _rows_of(ranked: Callable[[slice, np.ndarray], Tensor], starts: np.ndarray, windows: np.ndarray,
+             latents: np.ndarray) -> np.ndarray:
     """The first row of highest rank of a latent in a window, (n,), for pairs of these ordered by window."""
     ends = np.searchsorted(windows, np.arange(len(starts))).tolist()
     found = [np.empty(0, np.int64)]
     for window, (first, last) in enumerate(pairwise(ends)):
         if last > first:
-            ranks = ranked[starts[window] : starts[window + 1], latents[first:last]]
+            ranks = ranked(slice(starts[window], starts[window + 1]), latents[first:last])
             found.append(starts[window] + ranks.argmax(0).cpu().numpy())
     return np.concatenate(found)
 
