@@ -78,6 +78,7 @@ def test_bars_of_activations_are_equally_wide_and_as_high_as_the_counts_that_the
     assert widths == pytest.approx([widths[0]] * len(counts), rel=0.01)
     assert heights == pytest.approx([count * max(heights) / max(counts) for count in counts], abs=1)
     assert [title.split(": ")[1] for title in titles] == [f"{count:,} rows" for count in counts]
+    assert one.page.locator(".side .tiles dd").nth(1).inner_text() == f"{sum(counts):,}"  # the tile of its rows
     assert one.said == []
 
 

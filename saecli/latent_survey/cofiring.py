@@ -15,7 +15,7 @@ from ..codes import DenseCodes
 
 SAMPLED_ROWS = 1 << 15  # at most, spread evenly over the rows
 LEAST = 3  # rows that two latents share; fewer are taken for chance
-BLOCK_PAIRS = 1 << 24  # counted at a time: 64 MB in float32
+BLOCK_PAIRS = 1 << 22  # counted at a time: 16 MB in float32, of which a few are held
 CHUNK = 1024  # sampled rows at a time
 
 
