@@ -60,3 +60,29 @@ def produce() -> Iterator[Producer]:
     producer = Producer()
     yield producer
     producer.close()
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders of reports for a browser, by name; see `opened_pages`."""
+    from opened_pages import write_reports  # imports transformers, which takes seconds
+
+    return write_reports(tmp_path_factory.mktemp("reports"))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium."""
+    from browsers import open_browser
+
+    with open_browser() as found:
+        yield found
+
+
+@pytest.fixture
+def open_page(browser: Any, folders: dict[str, Path]) -> Iterator[Any]:
+    """Opens a report in the browser; see `opened_pages.opening`."""
+    from opened_pages import opening
+
+    with opening(browser, folders) as opened:
+        yield opened

@@ -78,9 +78,10 @@ def pages_of(folder: Path) -> dict[int, dict[str, Any]]:
         script = path.read_text(encoding="utf-8")
         content = json.loads(re.fullmatch(rf"saeLatents\({number},(.*)\);\n", script, re.DOTALL)[1])
         for page in content["latents"]:
-            for example in page["examples"]:
+            for example in page["examples"] + page["samples"]:
                 if "tokens" in example:
                     example["tokens"] = [content["strings"][token] for token in example["tokens"]]
-                    example["codes"] = [code * page["scale"] for code in example["codes"]]
+                    fires = dict(zip(example["fires"][::2], example["fires"][1::2], strict=True))
+                    example["codes"] = [fires.get(at, 0) * page["scale"] for at in range(len(example["tokens"]))]
             found[page["latent"]] = page
     return found

@@ -8,10 +8,13 @@ import torch
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 from reports import NASTY, WORDS, Texts, index_of, make_text_run, make_text_store, pages_of, save_model
 
-from saecli.activations import AbsTopK, Relu
+from saecli.activations import AbsTopK, Relu, ReluTopK
 from saecli.dictionary import SAE
 from saecli.html_report import write_pages
+from saecli.html_report.neuronpedia import neuronpedia_url
+from saecli.html_report.report import SAMPLES
 from saecli.latent_survey import bin_edges
+from saecli.latent_survey.cofiring import LEAST
 from saecli.store import ActivationStore
 from saecli.worlds import World
 
@@ -56,6 +59,68 @@ def test_pages_show_the_texts_in_which_latents_fire_strongest(sae: CommandLine, 
             edges = bin_edges()[page["low"]:][: len(page["counts"]) + 1]
             assert edges[0] <= fires.min() * (1 + 1e-6) < edges[1] * (1 + 1e-6)
             assert edges[-2] * (1 - 1e-6) <= fires.max() * (1 - 1e-6) <= edges[-1]
+
+
+@pytest.mark.parametrize("activation", [Relu(), AbsTopK(k=5)], ids=lambda activation: activation.name)
+def test_pages_show_texts_at_random_and_the_latents_that_fire_with_each(sae: CommandLine, tmp_path: Path, model: str,
+                                                                       activation):
+    texts, mine = make_text_run(sae.home, model, activation)
+    assert sae("report", "run", "--out", tmp_path / "out").status == 0
+    codes = codes_of(texts, mine)
+    with np.errstate(invalid="ignore"):
+        phi = np.nan_to_num(np.corrcoef((codes != 0).T.astype(float)))
+    phi[(codes != 0).T.astype(int) @ (codes != 0) < LEAST] = 0
+    np.fill_diagonal(phi, 0)
+    chosen = set()
+    for latent, page in pages_of(tmp_path / "out").items():
+        documents = [example["document"] for example in page["samples"]]
+        assert len(documents) == len(set(documents)) == min(SAMPLES, len(set(np.flatnonzero(codes[:, latent]) // 30)))
+        chosen.add(tuple(sorted(documents)))
+        for example in page["samples"]:
+            assert example["code"] == pytest.approx(codes[example["row"], latent], rel=1e-4) and example["code"] != 0
+            rows = slice(30 * example["document"], 30 * example["document"] + 30)
+            assert example["codes"] == pytest.approx(codes[rows, latent], abs=0.51 * page["scale"])
+            assert example["tokens"] == [" " + WORDS[token] for token in texts.columns["token_id"][rows]]
+        partners = [other for other, _, _ in page["together"]]
+        assert [value for _, value, _ in page["together"]] == pytest.approx(phi[latent, partners], rel=1e-3)
+        most = max((value for _, value, _ in page["together"]), default=0)
+        assert most == pytest.approx(max(phi[latent].max(), 0), rel=1e-3, abs=1e-6)
+    assert len(chosen) == F  # each latent has its own
+
+
+def test_interest_is_contrast_and_agreement_and_zero_for_latents_that_fire_often_or_hardly_ever(
+        sae: CommandLine, tmp_path: Path, model: str):
+    texts, mine = make_text_run(sae.home, model, ReluTopK(k=1))
+    assert sae("report", "run", "--out", tmp_path / "out", "--latents", "2-19").status == 0
+    codes, index = codes_of(texts, mine), index_of(tmp_path / "out")["latents"]
+    frequency = (codes != 0).mean(0)
+    assert {"some", "dense"} <= {"dense" if one > 0.1 else "some" for one in frequency[2:]}  # the test sees both
+    for latent, told in zip(range(2, F), index["interest"], strict=True):
+        sizes = codes[codes[:, latent] != 0, latent]
+        peaks = [example["tokens"][example["peak"]] for example in pages_of(tmp_path / "out")[latent]["examples"]]
+        pairs = [a == b for at, a in enumerate(peaks) for b in peaks[:at]]
+        expected = (1 - sizes.mean() / sizes.max()) * (1 + np.mean(pairs)) / 2 if len(sizes) else 0
+        rare = frequency[latent] > 0.1 or len(sizes) < 10
+        assert told == pytest.approx(0 if rare else expected, abs=1e-3)
+
+
+HUB = "google/gemma-scope-2b-pt-res/layer_20/width_16k"
+
+
+@pytest.mark.parametrize(("name", "source"), [
+    (f"{HUB}/average_l0_71", "gemma-2-2b/20-gemmascope-res-16k"),
+    (f"hf://{HUB}/average_l0_71@main", "gemma-2-2b/20-gemmascope-res-16k"),
+    (f"{HUB}/average_l0_139", None),  # Neuronpedia shows another of this width
+    ("google/gemma-scope-9b-pt-mlp/layer_3/width_131k/average_l0_1", None),
+    ("google/gemma-scope-2-1b-it/resid_post/layer_13_width_65k_l0_medium", "gemma-3-1b-it/13-gemmascope-2-res-65k"),
+    ("google/gemma-scope-2-1b-it/resid_post/layer_14_width_65k_l0_medium", None),
+    ("jbloom/GPT2-Small-SAEs-Reformatted/blocks.8.hook_resid_pre", "gpt2-small/8-res-jb"),
+    ("fnlp/Llama3_1-8B-Base-LXM-32x/Llama3_1-8B-Base-L5M-32x", "llama3.1-8b/5-llamascope-mlp-131k"),
+    ("someone/gemma-scope/layer_20/width_16k/average_l0_71", None), ("run", None), ("./run/epoch-1", None),
+])
+def test_neuronpedias_pages_of_published_saes_are_known(name: str, source: str | None):
+    assert neuronpedia_url(name) == (None if source is None else f"https://www.neuronpedia.org/{source}")
+    assert neuronpedia_url(name, "a-b/3.c") == "https://www.neuronpedia.org/a-b/3.c"
 
 
 @pytest.mark.parametrize("split", ["test", "train", "all"])
@@ -146,6 +211,7 @@ def test_a_model_adds_the_tokens_that_each_latent_promotes(sae: CommandLine, tmp
         for name, order in (("promoted", upwards.flip(0)), ("suppressed", upwards)):
             assert [text for text, _ in page[name]] == [" " + WORDS[token] for token in order[:10].tolist()]
             assert [value for _, value in page[name]] == pytest.approx(logits[latent][order[:10]].tolist(), rel=1e-3)
+        assert page["logits"] == np.histogram(logits[latent].detach().numpy(), 40)[0].tolist()
     assert index_of(tmp_path / "out")["latents"]["promoted"][0][0] in " " + pages[3]["promoted"][0][0]
 
 
@@ -204,6 +270,8 @@ def test_latents_that_never_fire_have_a_page_too(sae: CommandLine, tmp_path: Pat
     (("--latents", "5-3"), "must be all, or numbers and ranges", 2), (("--latents", ""), "must be all, or numbers", 2),
     (("--latents", "1,,2"), "must be all, or numbers", 2), (("--latents", "-1"), "must be all, or numbers", 2),
     (("--latents", "0", "--top", "3"), "cannot use both --latents and --top", 2),
+    (("--neuronpedia", "javascript:x"), "neuronpedia must be MODEL/SOURCE such as", 2),
+    (("--neuronpedia", "a/b/../c"), "got 'a/b/../c'", 2), (("--neuronpedia", ""), "must be MODEL/SOURCE", 2),
     (("--data", "none"), "no activation store named 'none'", 1), (("--model", "/no/such"), "no/such", 1),
     (("--model", "tiny-gemma2"), "expected a model of width 8, got 128", 2),
 ])

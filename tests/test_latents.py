@@ -14,7 +14,19 @@ from saecli.devices import device_named
 from saecli.encoding import where
 from saecli.language_model import TINY_GEMMA2, LanguageModel, TokenTexts, Unembedding, find_model
 from saecli.language_model.model import load_tokenizer
-from saecli.latent_survey import Block, Examples, Magnitudes, bin_edges, in_blocks, neighbours
+from saecli.language_model.tokens import LOGIT_BINS
+from saecli.latent_survey import (
+    Block,
+    CoFiring,
+    Examples,
+    Magnitudes,
+    at_random,
+    bin_edges,
+    cofiring,
+    in_blocks,
+    neighbours,
+)
+from saecli.latent_survey.cofiring import LEAST
 from saecli.latent_survey.examples import BEFORE, TOKENS
 from saecli.store import ActivationStore, StoreMeta, StoreWriter, is_test
 
@@ -59,11 +71,11 @@ class Corpus:
             first = max(begin, min(row - BEFORE, end - TOKENS))
             last = min(end, first + TOKENS)
             if sizes.max() > 0:
-                found.append({"size": sizes.max(), "number": row, "token": tuple(self.columns[2, first:last]),
+                found.append({"rank": sizes.max(), "number": row, "token": tuple(self.columns[2, first:last]),
                               "code": tuple(self.codes[first:last, latent]), "peak": row - first,
                               "document": self.columns[0, row], "position": self.columns[1, row]})
         kept = []
-        for one in sorted(found, key=lambda one: (-one["size"], one["number"])):
+        for one in sorted(found, key=lambda one: (-one["rank"], one["number"])):
             if one["token"] not in seen:
                 seen.add(one["token"])
                 kept.append(one)
@@ -71,9 +83,9 @@ class Corpus:
 
 
 def check(found: dict[str, np.ndarray], place: int, expected: list[dict]) -> None:
-    assert int((found["size"][place] > 0).sum()) == len(expected)
+    assert int((found["rank"][place] > 0).sum()) == len(expected)
     for which, one in enumerate(expected):
-        for name in ("size", "number", "peak", "document", "position"):
+        for name in ("rank", "number", "peak", "document", "position"):
             assert found[name][place, which] == one[name], name
         length = len(one["token"])
         assert tuple(found["token"][place, which][:length]) == one["token"]
@@ -104,6 +116,96 @@ def test_examples_of_rows_without_tokens_are_the_rows_of_the_largest_codes():
     found = examples.of(range(F))
     assert (found["number"] == 1000 + order).all()
     assert (found["code"][..., 0] == np.take_along_axis(codes.T, order, 1)).all()
+
+
+def sampled(codes: np.ndarray, columns: np.ndarray | None, parts: list[slice], count: int) -> Examples:
+    """A random sample of the rows on which each latent fires, taken in by parts."""
+    latents = codes.shape[1]
+    examples = Examples(range(latents), latents, count, columns is not None, at_random)
+    for part in parts:
+        block = Block(torch.empty(part.stop - part.start, 2), np.arange(part.start, part.stop),
+                      None if columns is None else columns[:, part])
+        examples.update(torch.from_numpy(codes[part]), block)
+    return examples
+
+
+def test_random_examples_are_rows_on_which_the_latent_fires_the_same_however_the_rows_come():
+    corpus = Corpus.random(0, signed=True)
+    rng = np.random.default_rng(1)
+    first, second = (sampled(corpus.codes, corpus.columns, corpus.blocks(rng), COUNT).of(range(F)) for _ in range(2))
+    for name, values in first.items():
+        assert (values == second[name]).all(), name
+    for latent, numbers in enumerate(first["number"]):
+        assert (corpus.codes[numbers, latent] != 0).all()
+        assert len(set(np.searchsorted(corpus.starts, numbers, side="right"))) == COUNT  # one of a window
+        for which, row in enumerate(numbers):
+            begin = row - first["peak"][latent, which]
+            length = (first["token"][latent, which] >= 0).sum()
+            rows = slice(begin, begin + length)
+            assert (first["token"][latent, which, :length] == corpus.columns[2, rows]).all()
+            assert (first["code"][latent, which, :length] == corpus.codes[rows, latent]).all()
+
+
+def test_random_examples_are_spread_evenly_over_rows_and_sizes_and_differ_between_latents():
+    rng = np.random.default_rng(0)
+    rows, latents, count = 20_000, 60, 40
+    codes = (rng.exponential(size=(rows, latents)) * (rng.random((rows, latents)) < 0.3)).astype(np.float32)
+    found = sampled(codes, None, [slice(0, 7000), slice(7000, rows)], count).of(range(latents))
+    assert (found["rank"] > 0).all()
+    ranks = [np.searchsorted(np.sort(codes[codes[:, latent] > 0, latent]), found["code"][latent, :, 0]) / (codes[
+        :, latent] > 0).sum() for latent in range(latents)]
+    for uniform in (found["number"].ravel() / rows, np.concatenate(ranks), found["number"][:, :5].ravel() / rows):
+        sorted_ = np.sort(uniform)
+        distance = np.abs(sorted_ - np.arange(len(sorted_)) / len(sorted_)).max()
+        assert distance < 1.95 / np.sqrt(len(sorted_))  # Kolmogorov and Smirnov's bound at 0.1%
+    shared = len(found["number"].ravel()) - len(set(found["number"].ravel().tolist()))
+    assert shared < 3 * (latents * count) ** 2 / (2 * rows)  # three times as many as of independent draws
+
+
+@pytest.mark.parametrize("density", [0.03, 0.6])
+def test_partners_are_the_highest_correlations_of_firing_and_their_lift(density: float):
+    rng = np.random.default_rng(0)
+    rows, latents = 2500, 30
+    fires = rng.random((rows, latents)) < density
+    fires[:, 5] = fires[:, 4] & (rng.random(rows) < 0.9)
+    fires[:, 6], fires[:, 7] = True, False  # correlated with none
+    fires[:, 8], fires[:, 9] = False, False
+    fires[[3, 800], 8] = fires[[3, 800], 9] = True  # together, but on two rows only
+    gathered = CoFiring(latents, rows)
+    for part in np.split(fires, [1, 900, 901]):
+        gathered.update(torch.from_numpy(-part.astype(np.float32)))
+    told = []
+    chosen = torch.tensor([4, 6, 7, 8, 29])
+    found = gathered.partners(chosen, 10, told.append)
+    p = fires.mean(0)
+    both = fires.T.astype(int) @ fires
+    with np.errstate(divide="ignore", invalid="ignore"):
+        phi = np.nan_to_num(np.corrcoef(fires.T.astype(float)))
+        lift = both / rows / np.outer(p, p)
+    phi[both < LEAST] = 0
+    np.fill_diagonal(phi, 0)
+    for place, latent in enumerate(chosen.tolist()):
+        order = np.argsort(-phi[latent], kind="stable")[:10]
+        assert found.phi[place].numpy() == pytest.approx(np.maximum(phi[latent, order], 0), abs=1e-5)
+        there = found.phi[place] > 1e-4
+        partners = found.latents[place][there].numpy()
+        assert phi[latent, partners] == pytest.approx(found.phi[place][there].numpy(), abs=1e-5)
+        assert found.lift[place][there].numpy() == pytest.approx(lift[latent, partners], rel=1e-4)
+    assert found.latents[0, 0] == 5
+    assert told == [5]
+
+
+def test_cofiring_of_many_rows_looks_at_evenly_spaced_ones(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cofiring, "SAMPLED_ROWS", 40)
+    rows = 350  # every 9th
+    fires = np.random.default_rng(0).random((rows, 12)) < 0.5
+    gathered, alone = CoFiring(12, rows), CoFiring(12, 39)
+    for part in np.split(fires, [1, 2, 60, 345]):
+        gathered.update(torch.from_numpy(part.astype(np.float32)))
+    alone.update(torch.from_numpy(fires[::9].astype(np.float32)))
+    found, expected = (one.partners(torch.arange(12), 3, lambda done: None) for one in (gathered, alone))
+    for values, own in zip(found, expected, strict=True):
+        assert torch.equal(values, own)
 
 
 def test_a_missing_row_is_told_before_the_token_after_it():
@@ -216,6 +318,10 @@ def test_output_tokens_are_those_of_the_final_norms_weight_and_the_unembedding(t
     assert (outputs.suppressed.numpy() == np.argsort(logits, axis=1)[:, :3]).all()
     assert outputs.promoted_logits.numpy() == pytest.approx(-np.sort(-logits, axis=1)[:, :3], rel=1e-4)
     assert outputs.suppressed_logits.numpy() == pytest.approx(np.sort(logits, axis=1)[:, :3], rel=1e-4)
+    for counts, own in zip(outputs.counts.numpy(), logits, strict=True):
+        assert counts.sum() == len(own)
+        assert np.abs(counts - np.histogram(own, LOGIT_BINS)[0]).sum() <= 4  # rounding may move one over an edge
+        assert counts[0] > 0 < counts[-1]
 
 
 def test_texts_of_tokens_put_together_are_the_text():

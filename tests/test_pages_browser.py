@@ -4,26 +4,16 @@ They need a Chromium and playwright, which drives it: apt install chromium; pip 
 """
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from browsers import open_browser, why_no_browser
-from homes import D, make_run
-from reports import NASTY, index_of, make_text_run, pages_of, save_model
+from opened_pages import interesting, needs_browser
+from reports import NASTY, index_of, pages_of
 
-from saecli.activations import TopK
-from saecli.dictionary import SAE
-
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser() or "")]
+pytestmark = needs_browser
 PHONE = {"width": 360, "height": 740}
-MANY = 4096
 CONTRAST = """(selector) => [...document.querySelectorAll(selector)].map((element) => {
     const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
     const layers = [];
@@ -40,75 +30,12 @@ CONTRAST = """(selector) => [...document.querySelectorAll(selector)].map((elemen
 })"""
 
 
-@dataclass
-class Opened:
-    """A page, what it said on its console, and the files that it asked for."""
-
-    page: Any
-    folder: Path
-    said: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
-
-    def rows(self) -> list[list[str]]:
-        """The text of the table's cells."""
-        return self.page.evaluate("[...document.querySelectorAll('tbody tr')].filter(row => row.closest('.latents'))"
-                                  ".map(row => [...row.cells].map(cell => cell.textContent))")
-
-    def width(self) -> int:
-        """How wide the page's content is."""
-        return self.page.evaluate("document.scrollingElement.scrollWidth")
-
-
-def report(home: Path, *words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "saecli", "--home", home, "report", *words], capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports: of nasty texts, of signed codes and rows without tokens, and of many latents."""
-    home, out = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("out")
-    model = str(save_model(tmp_path_factory.mktemp("model")))
-    make_text_run(home, model, TopK(k=14))
-    report(home, "run", "--out", str(out / "texts"), "--model", model)
-    generator = torch.Generator().manual_seed(0)
-    W_enc = torch.randn(D, MANY, generator=generator)
-    make_run(home, "many", SAE(W_enc, torch.zeros(MANY), W_enc.T.clone(), torch.zeros(D), TopK(k=32)), data="texts")
-    report(home, "many", "--out", str(out / "many"))
-    return {name: out / name for name in ("texts", "many")}
-
-
-@pytest.fixture
-def open_page(browser: Any, folders: dict[str, Path]) -> Iterator[Any]:
-    contexts = []
-
-    def opened(name: str = "texts", at: str = "", **settings: Any) -> Opened:
-        contexts.append(browser.new_context(**settings))
-        contexts[-1].set_default_timeout(10_000)
-        found = Opened(contexts[-1].new_page(), folders[name])
-        found.page.on("console", lambda message: found.said.append(message.text))
-        found.page.on("pageerror", lambda error: found.said.append(str(error)))
-        found.page.on("request", lambda request: found.asked.append(request.url))
-        found.page.goto((found.folder / "index.html").as_uri() + at)
-        return found
-
-    yield opened
-    for context in contexts:
-        context.close()
-
-
 def test_pages_open_from_disk_without_an_error_and_load_a_latents_data_only_when_it_is_opened(open_page: Any):
     one = open_page()
     uri = one.folder.as_uri()
     assert one.page.inner_text("h1") == "run"
-    assert one.page.locator("svg").count() == 4
+    assert one.page.locator("svg").count() == 3
+    assert "14 latents fire on every row." in one.page.inner_text("#overview")
     files = [url for url in one.asked if not url.startswith("data:")]
     assert files == [f"{uri}/index.html"]
     one.page.click("tbody a >> text='17'")
@@ -142,7 +69,8 @@ def test_bars_of_activations_are_equally_wide_and_as_high_as_the_counts_that_the
     one = open_page(at="#latent/3")
     one.page.wait_for_selector(".example")
     counts = pages_of(one.folder)[3]["counts"]
-    drawn = one.page.evaluate("""[...document.querySelectorAll("#latent .bar")].map((bar) => {
+    bars = one.page.locator("[aria-label='histogram of activations'] .bar")
+    drawn = bars.evaluate_all("""(bars) => bars.map((bar) => {
         const [hit, shown] = [...bar.querySelectorAll("rect")].map((rect) => rect.getBBox());
         return [hit.width, shown.height, bar.querySelector("title").textContent];
     })""")
@@ -150,6 +78,7 @@ def test_bars_of_activations_are_equally_wide_and_as_high_as_the_counts_that_the
     assert widths == pytest.approx([widths[0]] * len(counts), rel=0.01)
     assert heights == pytest.approx([count * max(heights) / max(counts) for count in counts], abs=1)
     assert [title.split(": ")[1] for title in titles] == [f"{count:,} rows" for count in counts]
+    assert one.page.locator(".side .tiles dd").nth(1).inner_text() == f"{sum(counts):,}"  # the tile of its rows
     assert one.said == []
 
 
@@ -159,7 +88,7 @@ def test_search_finds_tokens_and_numbers(open_page: Any):
     one.page.fill("#search", "w7")
     texts = ["\n".join([*tokens, "".join(snippet)]) for tokens, snippet in zip(index["tokens"], index["snippets"],
                                                                                strict=True)]
-    expected = [latent for latent, text in enumerate(texts) if "w7" in text]
+    expected = [latent for latent in interesting(index) if "w7" in texts[latent]]
     assert [int(row[0]) for row in one.rows()] == expected[:50]
     assert one.page.inner_text("#count") == f"1–{min(50, len(expected))} of {len(expected):,}"
     one.page.fill("#search", "4001")
@@ -173,11 +102,13 @@ def test_search_finds_tokens_and_numbers(open_page: Any):
     assert one.said == []
 
 
-@pytest.mark.parametrize(("column", "name"), [(1, "frequency"), (2, "mean"), (3, "largest")])
+@pytest.mark.parametrize(("column", "name"), [(1, "frequency"), (2, "mean"), (3, "largest"),
+                                            (4, "interest")])
 def test_columns_sort_all_latents_both_ways(open_page: Any, column: int, name: str):
     one = open_page("many")
     values = np.array(index_of(one.folder)["latents"][name])
     head = one.page.locator("th button").nth(column)
+    one.page.locator("th button").nth(0).click()
     for direction, word in ((-1, "descending"), (1, "ascending")):
         head.click()
         assert one.page.locator("th").nth(column).get_attribute("aria-sort") == word
@@ -217,6 +148,7 @@ def test_a_very_long_token_wraps(open_page: Any):
     one.page.fill("#search", "longlong")
     one.page.locator("tbody a").first.click()
     one.page.wait_for_selector(".example")
+    one.page.check("#unfolded")
     longest = one.page.locator(".words span", has_text="longlonglong").first
     box = longest.bounding_box()
     assert box["height"] > 100
@@ -231,15 +163,20 @@ def test_everything_can_be_done_with_the_keyboard(open_page: Any):
     one.page.keyboard.type("13")
     assert "13" in [row[0] for row in one.rows()]
     one.page.fill("#search", "")
+    fourth, fifth = interesting(index_of(one.folder)["latents"])[4:6]
     one.page.locator("tbody a").nth(4).focus()
     one.page.keyboard.press("Enter")
     one.page.wait_for_selector(".example")
-    assert one.page.inner_text("h1:visible") == "Latent 4"
-    assert one.page.evaluate("document.activeElement.textContent") == "Latent 4"
+    assert one.page.inner_text("h1:visible") == f"Latent {fourth}"
+    assert one.page.evaluate("document.activeElement.textContent") == f"Latent {fourth}"
     one.page.keyboard.press("ArrowRight")
-    assert one.page.inner_text("h1:visible") == "Latent 5"
+    assert one.page.inner_text("h1:visible") == f"Latent {fifth}"
     one.page.keyboard.press("ArrowLeft")
-    assert one.page.inner_text("h1:visible") == "Latent 4"
+    assert one.page.inner_text("h1:visible") == f"Latent {fourth}"
+    one.page.keyboard.press("g")
+    one.page.keyboard.type("17")
+    one.page.keyboard.press("Enter")
+    assert one.page.inner_text("h1:visible") == "Latent 17"
     one.page.keyboard.press("Escape")
     assert one.page.locator(".latents").is_visible()
 

@@ -24,25 +24,31 @@ Model = Annotated[str | None, typer.Option(
 Count = Annotated[int, typer.Option("--examples", min=1, max=MOST_EXAMPLES,
                                        help="Texts per latent: those in which it fires strongest.")]
 
+Neuronpedia = Annotated[str | None, typer.Option(
+    "--neuronpedia", metavar="MODEL/SOURCE", help="Neuronpedia's name of the SAE, such as "
+    "gemma-2-2b/20-gemmascope-res-16k, to link each latent to its page there.",
+    show_default="known for Gemma Scope, Llama Scope and GPT2-Small-SAEs of the hub")]
+
 
 def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, target: Target = None,
             split: SplitName = "all", latents: Latents = None, top: Top = None, model: Model = None,
-            examples: Count = 12, device: Device = "auto", json: Json = False) -> None:
+            examples: Count = 12, neuronpedia: Neuronpedia = None, device: Device = "auto", json: Json = False) -> None:
     """Write pages to look at latents in a browser, from disk.
 
     index.html shows how the run learned, how often its latents fire, and a table of all latents to search and sort.
-    Each chosen latent has a page with the texts in which it fires strongest, a histogram of its activations, the
-    latents nearest to it and, with --model, the tokens that it promotes. FVU, L0 and cosine are measured on held-out
+    Each chosen latent has a page with the texts in which it fires strongest and others by strength or at random, a
+    histogram of its activations, the latents nearest to it and those that fire with it and, with --model, the tokens
+    that it promotes. FVU, L0 and cosine are measured on held-out
     rows as by `sae eval`, whichever rows the latents are shown on. The folder needs no network, and can be moved or
     sent as it is; it appears whole or not at all.
 
     Example: sae report first --model tiny-gemma2 --out pages
     """
-    check_choice(latents, top, examples)
+    check_choice(latents, top, examples, neuronpedia)
     session = start(ctx, json, out=out)
     try:
         one = measured(session.home, run, data, split, device, session.console, target)
-        document = write_report(one, out, latents, top, model, examples, session.console)
+        document = write_report(one, out, latents, top, model, examples, neuronpedia, session.console)
     except KeyboardInterrupt:
         session.console.note("stopped; nothing was written")
         raise

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..latent_survey import Survey, bin_edges
 from ..metrics import DENSE_FREQUENCY
+from .interest import FEWEST_ROWS
 
 POINTS = 400  # points of a curve, about its width in pixels
 L0_BINS, FREQUENCY_BINS = 40, 30
@@ -34,7 +35,7 @@ def overview(heading: Mapping[str, Any], measures: Mapping[str, Any], survey: Su
     firing = survey.firing.result()
     frequency = np.array(firing.pop("frequency"))
     return {"heading": dict(heading), "measures": dict(measures), "firing": firing, "notes": list(notes),
-            "dense": DENSE_FREQUENCY,
+            "dense": DENSE_FREQUENCY, "fewest": FEWEST_ROWS,
             "facts": {section: {name: _word(value) for name, value in settings.items()}
                       for section, settings in facts.items()},
             "curves": {name: [{"name": label, "points": _curve(curves, key)} for key, label in pair]

@@ -5,6 +5,7 @@ per file, each a call of the script's function `saeLatents`: a browser that open
 beside it, but not read files.
 """
 
+import hashlib
 import html
 import json
 import re
@@ -23,16 +24,17 @@ from ..evaluation.places import places_document
 from ..evaluation.sae_and_rows import Measured, RowsLike, SAELike, held_out, measured
 from ..files import folder_appearing_whole, is_free, storable
 from ..home import RUN_MARKER, Home, read_settings
-from ..latent_survey import COLUMNS, Examples, in_blocks, neighbours, survey
+from ..latent_survey import COLUMNS, CoFiring, Examples, at_random, in_blocks, neighbours, survey
 from ..training import read_metrics
 from .details import Details, Readings, Texts, TokenNumbers
+from .neuronpedia import neuronpedia_url
 from .overview import overview
 
 if TYPE_CHECKING:
     from ..language_model import OutputTokens, Unembedding
 
 INDEX, DETAILS = "index.html", "latents"
-SCRIPTS = ("dom.js", "charts.js", "table.js", "latent.js", "main.js")
+SCRIPTS = ("dom.js", "charts.js", "notes.js", "table.js", "texts.js", "latent.js", "main.js")
 # Could end a script or begin a comment in it; the last two are line ends to older browsers.
 UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -135,12 +137,13 @@ def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
 MOST_PAGES = 4096  # written by default
 MOST_EXAMPLES = 100  # texts per latent
 NEIGHBOURS, OUTPUT_TOKENS = 10, 10
+SAMPLES = 15  # texts per latent chosen at random, three for each fifth by strength
 
 
 def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str | None = None, split: str = "all",
            latents: str | Sequence[int] | None = None, top: int | None = None, model: str | None = None,
-           examples: int = 12, device: str = "auto", home: str | Path | None = None,
-           progress: bool = False) -> dict[str, Any]:
+           examples: int = 12, neuronpedia: str | None = None, device: str = "auto",
+           home: str | Path | None = None, progress: bool = False) -> dict[str, Any]:
     """Write pages to look at an SAE's latents in a browser, from disk, as `sae report` does.
 
     Args:
@@ -155,6 +158,8 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str 
         model: hub id or folder of the language model that the rows came from, to show the next tokens that each latent
             promotes and suppresses.
         examples: texts per latent, 1 to 100: those in which it fires strongest.
+        neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link each latent to its page there; None to look
+            it up, for SAEs of the hub.
         device: as in `evaluate`.
         home: as in `evaluate`.
         progress: as in `evaluate`.
@@ -170,13 +175,14 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str 
     if not is_free(folder):
         raise ConfigError(None, "cannot write to {folder}: expected an empty or a new folder, got one in use",
                           "name another", folder=folder)
-    check_choice(latents, top, examples)
+    check_choice(latents, top, examples, neuronpedia)
     one = measured(Home.at(home), sae, data, split, device, listener, target)
-    return write_report(one, folder, latents, top, model, examples, listener)
+    return write_report(one, folder, latents, top, model, examples, neuronpedia, listener)
 
 
-def check_choice(latents: str | Sequence[int] | None, top: int | None, examples: int) -> None:
-    """Raise a ConfigError for a contradictory choice of latents, or numbers out of range; see `report`."""
+def check_choice(latents: str | Sequence[int] | None, top: int | None, examples: int, neuronpedia: str | None) -> None:
+    """Raise a ConfigError for a contradictory choice of latents, or values out of range; see `report`."""
+    neuronpedia_url("", neuronpedia)
     if latents is not None and top is not None:
         raise ConfigError(None, "cannot use both {latents} and {top}", "leave one of them out")
     if top is not None and top < 1:
@@ -186,7 +192,7 @@ def check_choice(latents: str | Sequence[int] | None, top: int | None, examples:
 
 
 def write_report(one: Measured, out: Path, latents: str | Sequence[int] | None, top: int | None, model: str | None,
-                 count: int, listener: Listener) -> dict[str, Any]:
+                 count: int, neuronpedia: str | None, listener: Listener) -> dict[str, Any]:
     """Measure, write the pages, and return what `sae report --json` prints.
 
     Args:
@@ -194,21 +200,23 @@ def write_report(one: Measured, out: Path, latents: str | Sequence[int] | None, 
         out: the folder to write.
         latents, top, model: as in `report`.
         count: examples per latent.
+        neuronpedia: as in `report`.
         listener: shows progress.
     """
     chosen = None if latents is None else _numbers(latents, one)
     headline, lacking = _headline(one)
     sae, words = one.sae, words_for(one, model, set(COLUMNS) <= set(one.store.meta.columns))
-    gathered = Examples(chosen or range(sae.d_sae), sae.d_sae, count, words.has_tokens)
-    found = survey(sae, in_blocks(one.inputs(listener), one.of_store, one.batch_rows), gathered)
+    gathered = (Examples(chosen or range(sae.d_sae), sae.d_sae, count, words.has_tokens),
+                Examples(chosen or range(sae.d_sae), sae.d_sae, SAMPLES, words.has_tokens, at_random))
+    found = survey(sae, in_blocks(one.inputs(listener), one.of_store, one.batch_rows), one.of_store.rows, *gathered)
     if chosen is None:
         chosen = sorted(found.firing.frequency.argsort(descending=True, stable=True)[:top or MOST_PAGES].tolist())
     places = places_document(one, listener)
-    details = Details(found, _readings(one, chosen, words, places, listener))
+    details = Details(found, _readings(one, chosen, words, places, found.cofiring, listener))
     (measures,) = evaluated([headline], None, None, listener)
     notes = [*words.notes, *lacking, *_which(chosen, sae.d_sae)]
     curves = [] if one.subject.folder is None else read_metrics(one.subject.folder)
-    content = overview(_heading(one), measures, found, curves, _facts(one, places), notes)
+    content = overview(_heading(one, neuronpedia), measures, found, curves, _facts(one, places), notes)
     content["latents"] |= details.columns()
     with listener.progress("writing", len(chosen), "latents") as show:
         write_pages(out, f"{one.subject.name}: latents", content, details.contents(show))
@@ -256,12 +264,14 @@ def _which(chosen: Sequence[int], d_sae: int) -> list[str]:
     return [] if len(chosen) == d_sae else [f"{len(chosen):,} of {d_sae:,} latents have pages of their own"]
 
 
-def _readings(one: Measured, chosen: list[int], words: Words, places: Mapping[str, Any],
+def _readings(one: Measured, chosen: list[int], words: Words, places: Mapping[str, Any], cofiring: CoFiring,
               listener: Listener) -> Readings:
     """The content of latents' pages that does not depend on the rows, and that of a crosscoder's places."""
     W_dec, numbers = one.sae.W_dec, torch.tensor(chosen, device=one.sae.W_dec.device)
     with listener.progress("comparing latents", len(chosen), "latents") as show:
         near = neighbours(W_dec, numbers, NEIGHBOURS, show)
+    with listener.progress("counting pairs", len(chosen), "latents") as show:
+        partners = cofiring.partners(numbers, NEIGHBOURS, show)
     outputs: OutputTokens | None = None
     if words.unembedding is not None:
         with listener.progress("reading off output tokens", len(chosen), "latents") as show:
@@ -269,14 +279,20 @@ def _readings(one: Measured, chosen: list[int], words: Words, places: Mapping[st
             outputs = words.unembedding.output_tokens(last[numbers], OUTPUT_TOKENS, show)
     alignment = one.alignment()
     features = None if alignment is None else (alignment.nearest[chosen], alignment.nearest_cosines[chosen])
-    return Readings(chosen, near, words.texts, outputs, features, places)
+    return Readings(chosen, near, partners, words.texts, outputs, features, places)
 
 
-def _heading(one: Measured) -> dict[str, Any]:
-    """The entries below the title."""
+def _heading(one: Measured, neuronpedia: str | None) -> dict[str, Any]:
+    """The entries below the title, the SAE's pages on Neuronpedia, and a key for notes on its latents."""
     sae, source = one.sae, one.saved.origin | one.store.meta.source
-    return {**one.heading, "activation": sae.activation.name, "d_in": sae.d_in, "d_sae": sae.d_sae,
+    return {**one.heading, "neuronpedia": neuronpedia_url(one.subject.name, neuronpedia), "key": _key(sae.W_dec),
+            "activation": sae.activation.name, "d_in": sae.d_in, "d_sae": sae.d_sae,
             **{name: source[name] for name in ("model", "layer", "site") if source.get(name) is not None}}
+
+
+def _key(W_dec: torch.Tensor) -> str:
+    """A key of an SAE, for a browser's notes on it: the same in every report on it, wherever that lies."""
+    return hashlib.sha256(W_dec.float().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
 def _facts(one: Measured, places: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -57,15 +57,18 @@ class TokenTexts:
 
 
 BLOCK_LOGITS = 1 << 24  # at a time: 64 MB in float32
+LOGIT_BINS = 40
 
 
 class OutputTokens(NamedTuple):
-    """Tokens and how their logits change, the largest change first; (R, count) each, on the CPU."""
+    """Tokens and how their logits change, the largest change first, (R, count) each; and `counts`, (R, LOGIT_BINS):
+    how many of all tokens have their change in each of equal bins from the lowest to the highest. On the CPU."""
 
     promoted: Tensor
     promoted_logits: Tensor
     suppressed: Tensor
     suppressed_logits: Tensor
+    counts: Tensor
 
 
 class Unembedding:
@@ -96,7 +99,7 @@ class Unembedding:
 
     @torch.no_grad()
     def output_tokens(self, directions: Tensor, count: int, show: Callable[[int], None]) -> OutputTokens:
-        """The tokens whose logits a unit step in each direction raises and lowers most.
+        """The tokens whose logits a unit step in each direction raises and lowers most, and a histogram of all.
 
         Args:
             directions: (R, D).
@@ -115,7 +118,9 @@ class Unembedding:
             logits = (taken.to(self._W_U) @ self._W_U.T).float() - (taken @ self._mean)[:, None]
             up, promoted = logits.topk(count, dim=1)
             down, suppressed = logits.topk(count, dim=1, largest=False)
-            found.append(tuple(part.cpu() for part in (promoted, up, suppressed, down)))
+            counts = torch.stack([torch.histc(one, LOGIT_BINS, least, most) for one, least, most in
+                                  zip(logits, down[:, 0].tolist(), up[:, 0].tolist(), strict=True)])
+            found.append(tuple(part.cpu() for part in (promoted, up, suppressed, down, counts.long())))
             show(sum(len(part[0]) for part in found))
         return OutputTokens(*map(torch.cat, zip(*found, strict=True)))
 

@@ -1,10 +1,10 @@
-"""The windows of tokens in which each latent's codes are largest, with an excerpt about each peak; found in blocks of
-rows that end where windows end.
+"""The windows of tokens in which each latent's codes are largest, or some at random, with an excerpt about each peak;
+found in blocks of rows that end where windows end.
 
 Shapes: B rows, W windows, C latents, N examples per latent, T tokens of an excerpt, n peaks, D = d_in.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -88,13 +88,45 @@ FACTOR = 0x9E3779B97F4A7C15  # odd, so invertible modulo 2^64
 INVERSE = pow(FACTOR, -1, 1 << 64)
 
 
+Ranking = Callable[[Tensor, np.ndarray, np.ndarray], Tensor]
+
+
+def by_size(z: Tensor, numbers: np.ndarray, latents: np.ndarray) -> Tensor:
+    """The codes' sizes `|z|`, (B, C), under which the examples are the largest; see `Examples`."""
+    return z.abs()
+
+
+def at_random(z: Tensor, numbers: np.ndarray, latents: np.ndarray) -> Tensor:
+    """A random number in [0, 1) for each code that is not zero, else 0, (B, C), under which the examples are a random
+    sample of the rows on which a latent fires.
+
+    Args:
+        z: codes, (B, C).
+        numbers: of the rows within the store, (B,), from which alone, and from the latents, the numbers follow.
+        latents: (C,).
+
+    Each row has a number, which each latent turns by its own along a circle: as random for a latent as numbers of its
+    own, in a fraction of the time.
+    """
+    turned = _uniform(numbers).to(z.device)[:, None] + _uniform(~latents).to(z.device)
+    return turned.frac_().mul_(z != 0)
+
+
+def _uniform(numbers: np.ndarray) -> Tensor:
+    """A number in [0, 1) for each integer, float32: the upper bits of a hash (the finaliser of SplitMix64)."""
+    x = numbers.astype(np.uint64) * np.uint64(FACTOR)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return torch.from_numpy((x >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24))
+
+
 class Peaks(NamedTuple):
-    """The largest codes of some latents in some windows of a block, (n,) each.
+    """The codes of some latents that rank first in some windows of a block, (n,) each.
 
     Args:
         rows: their rows within the block.
         latents: their latents, as indices into the chosen ones.
-        sizes: `|z|`.
+        ranks: their values under the ranking.
         begins: where in the block their excerpts begin.
         ends: where these end.
         marks: hashes of the excerpts.
@@ -102,29 +134,31 @@ class Peaks(NamedTuple):
 
     rows: np.ndarray
     latents: np.ndarray
-    sizes: np.ndarray
+    ranks: np.ndarray
     begins: np.ndarray
     ends: np.ndarray
     marks: np.ndarray
 
 
 class Examples:
-    """The N windows with the largest code sizes `|z|` for each chosen latent, merged batch by batch.
+    """The N windows that rank first for each chosen latent, merged batch by batch.
 
-    A window counts once, at its first largest code, and so do windows with equal excerpts, so that a repeated text does
-    not fill the list. Of equal sizes the first in the store is kept.
+    A window counts once, at its first code of highest rank, and so do windows with equal excerpts, so that a repeated
+    text does not fill the list. Of equal ranks the first in the store is kept.
 
     Args:
         latents: numbers of the latents.
         d_sae: number of all latents.
         count: N, examples per latent.
         tokens: whether the rows have tokens, which take `8 TOKENS C N` bytes.
+        ranking: ranks codes, `by_size` or `at_random`; a code of rank 0 is no example.
     """
 
-    def __init__(self, latents: Sequence[int], d_sae: int, count: int, tokens: bool) -> None:
-        self._latents, self._all = np.array(latents), len(latents) == d_sae
+    def __init__(self, latents: Sequence[int], d_sae: int, count: int, tokens: bool,
+                 ranking: Ranking = by_size) -> None:
+        self._latents, self._all, self._ranking = np.array(latents), len(latents) == d_sae, ranking
         shape, width = (len(latents), count), TOKENS if tokens else 1
-        self._sizes = np.zeros(shape, np.float32)  # descending; 0 where there is no example
+        self._ranks = np.zeros(shape, np.float32)  # descending; 0 where there is no example
         self._marks = np.zeros(shape, np.uint64)  # hashes of the excerpts
         self._slots = np.zeros(shape, np.int64)  # index of each example in `_kept`, which is not sorted
         self._kept = {"number": np.zeros(shape, np.int64), "code": np.zeros((*shape, width), np.float32)}
@@ -137,14 +171,14 @@ class Examples:
         """The examples of some of its latents.
 
         Returns:
-            Arrays by name, (C, N) each, largest first: `size`, 0 where there is no example; `number`, the peak's row
-            within the store; and `code`, the codes, (C, N, T), with T = 1 without tokens. With tokens also `document`
-            and `position` of the peak; `peak`, its index in the excerpt; `token`, (C, N, T), the excerpt's token ids,
-            -1 after its end; `gap`, (C, N, T), whether rows are missing before a token.
+            Arrays by name, (C, N) each, highest rank first: `rank`, 0 where there is no example; `number`, the peak's
+            row within the store; and `code`, the codes, (C, N, T), with T = 1 without tokens. With tokens also
+            `document` and `position` of the peak; `peak`, its index in the excerpt; `token`, (C, N, T), the excerpt's
+            token ids, -1 after its end; `gap`, (C, N, T), whether rows are missing before a token.
         """
         indices = np.searchsorted(self._latents, np.array(latents))
         slots = self._slots[indices]
-        return {"size": self._sizes[indices],
+        return {"rank": self._ranks[indices],
                 **{name: kept[indices[:, None], slots] for name, kept in self._kept.items()}}
 
     @torch.no_grad()
@@ -157,20 +191,22 @@ class Examples:
             self._merge(z, block, self._peaks(z, block, starts[first : first + WINDOWS + 1]))
 
     def _peaks(self, z: Tensor, block: Block, starts: np.ndarray) -> Peaks:
-        """The peaks, in windows bounded by `starts`, (W + 1,), larger than the smallest example of their latent; few,
+        """The peaks, in windows bounded by `starts`, (W + 1,), that rank above the last example of their latent; few,
         once some windows have been seen."""
-        least = torch.from_numpy(self._sizes[:, -1].copy()).to(z)
-        rows = z[starts[0] : starts[-1]]
-        if len(rows) == len(starts) - 1:  # one row per window
-            sizes = rows.abs()
-        else:
-            sizes = torch.stack([z[begin:end].abs().amax(0) for begin, end in pairwise(starts.tolist())])
-        windows, latents = np.nonzero((sizes > least).cpu().numpy())
-        rows = _rows_of(z, starts, windows, latents)
+        def ranked(rows: slice, latents: np.ndarray | slice = slice(None)) -> Tensor:
+            return self._ranking(z[rows, latents], block.numbers[rows], self._latents[latents])
+
+        if starts[-1] - starts[0] == len(starts) - 1:  # one row per window
+            highest = ranked(slice(starts[0], starts[-1]))
+        else:  # window by window, which stay in the cache
+            highest = torch.stack([ranked(slice(begin, end)).amax(0) for begin, end in pairwise(starts.tolist())])
+        least = torch.from_numpy(self._ranks[:, -1].copy()).to(highest)
+        windows, latents = np.nonzero((highest > least).cpu().numpy())
+        rows = _rows_of(ranked, starts, windows, latents)
         begins, ends = _excerpts(rows, starts[windows], starts[windows + 1])
         numbers = block.numbers[rows].astype(np.uint64)
         marks = numbers if block.columns is None else _marks(block.columns[2], begins, ends)
-        return Peaks(rows, latents, sizes[windows, latents].cpu().numpy(), begins, ends, marks)
+        return Peaks(rows, latents, highest[windows, latents].float().cpu().numpy(), begins, ends, marks)
 
     def _merge(self, z: Tensor, block: Block, peaks: Peaks) -> None:
         """Merge peaks into the examples of their latents."""
@@ -178,13 +214,13 @@ class Examples:
         touched, owner = np.unique(peaks.latents, return_inverse=True)
         stored = len(touched) * count  # those already there come first, then the new ones
         owner = np.concatenate([np.arange(len(touched)).repeat(count), owner])
-        sizes = np.concatenate([self._sizes[touched].ravel(), peaks.sizes])
+        ranks = np.concatenate([self._ranks[touched].ravel(), peaks.ranks])
         marks = np.concatenate([self._marks[touched].ravel(), peaks.marks])
-        order = np.lexsort((-sizes, owner))
-        order = order[sizes[order] > 0]
+        order = np.lexsort((-ranks, owner))
+        order = order[ranks[order] > 0]
         order = order[np.sort(_first_of_each(np.lexsort((marks[order], owner[order])), owner[order], marks[order]))]
-        rank = _numbered(owner[order])
-        order, rank = order[rank < count], rank[rank < count]
+        place = _numbered(owner[order])
+        order, place = order[place < count], place[place < count]
         old, new = order[order < stored], order[order >= stored]
         slots = self._slots[touched].ravel()
         taken = np.zeros((len(touched), count), bool)
@@ -192,23 +228,24 @@ class Examples:
         free = np.argsort(taken, axis=1, kind="stable")
         slots = np.concatenate([slots, np.zeros(len(owner) - stored, np.int64)])
         slots[new] = free[owner[new], _numbered(owner[new])]
-        for state, values in ((self._sizes, sizes), (self._marks, marks), (self._slots, slots)):
+        for state, values in ((self._ranks, ranks), (self._marks, marks), (self._slots, slots)):
             after = np.zeros((len(touched), count), state.dtype)
-            after[owner[order], rank] = values[order]
+            after[owner[order], place] = values[order]
             state[touched] = after
         came = Peaks(*(values[new - stored] for values in peaks))
         for name, values in _read(z, block, came, self._kept["code"].shape[-1]).items():
             self._kept[name][touched[owner[new]], slots[new]] = values
 
 
-def _rows_of(z: Tensor, starts: np.ndarray, windows: np.ndarray, latents: np.ndarray) -> np.ndarray:
-    """The first row with the largest code of a latent in a window, (n,), for pairs of these ordered by window."""
+def _rows_of(ranked: Callable[[slice, np.ndarray], Tensor], starts: np.ndarray, windows: np.ndarray,
+             latents: np.ndarray) -> np.ndarray:
+    """The first row of highest rank of a latent in a window, (n,), for pairs of these ordered by window."""
     ends = np.searchsorted(windows, np.arange(len(starts))).tolist()
     found = [np.empty(0, np.int64)]
     for window, (first, last) in enumerate(pairwise(ends)):
         if last > first:
-            codes = z[starts[window] : starts[window + 1], latents[first:last]]
-            found.append(starts[window] + codes.abs().argmax(0).cpu().numpy())
+            ranks = ranked(slice(starts[window], starts[window + 1]), latents[first:last])
+            found.append(starts[window] + ranks.argmax(0).cpu().numpy())
     return np.concatenate(found)
 
 

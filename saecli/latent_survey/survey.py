@@ -13,6 +13,7 @@ from torch import Tensor
 from ..codes import Codes, SparseCodes, in_cache
 from ..dictionary import SAE
 from ..metrics import Firing
+from .cofiring import CoFiring
 from .examples import Block, Examples
 
 OCTAVE = 4  # bins per power of two: the exponent of a size's fourth power is its bin's number
@@ -125,28 +126,37 @@ class Survey:
         firing: firing frequencies, and L0 per row.
         magnitudes: sizes of the codes.
         examples: where the chosen latents' codes are largest.
+        samples: a random sample of where they fire.
+        cofiring: on which rows the latents fire.
     """
 
     firing: Firing
     magnitudes: Magnitudes
     examples: Examples
+    samples: Examples
+    cofiring: CoFiring
 
 
 @torch.no_grad()
-def survey(sae: SAE, blocks: Iterable[Block], examples: Examples) -> Survey:
+def survey(sae: SAE, blocks: Iterable[Block], rows: int, examples: Examples, samples: Examples) -> Survey:
     """Encode rows once, and measure all latents on them.
 
     Args:
         sae: the autoencoder.
         blocks: the rows, of its dtype and device.
+        rows: their number.
         examples: empty, for the latents whose examples are wanted.
+        samples: empty, ranked at random.
 
-    Memory: 1.5 KB per latent, and that of `Examples`; independent of the number of rows.
+    Memory: 1.5 KB per latent, and that of `Examples` and `CoFiring`; independent of the number of rows.
     """
-    found = Survey(Firing(sae.d_sae), Magnitudes(sae.d_sae), examples)
+    found = Survey(Firing(sae.d_sae), Magnitudes(sae.d_sae), examples, samples, CoFiring(sae.d_sae, rows))
     for block in blocks:
         codes = sae.codes(block.x)
         found.firing.update(codes)
         found.magnitudes.update(codes)
-        found.examples.update(codes.dense(), block)
+        z = codes.dense()
+        found.examples.update(z, block)
+        found.samples.update(z, block)
+        found.cofiring.update(z)
     return found

@@ -33,7 +33,8 @@ from peak import peak_of
 
 from saecli.activations import Activation, Relu, TopK
 from saecli.dictionary import SAE
-from saecli.latent_survey import COLUMNS, Examples, in_blocks, survey
+from saecli.html_report.report import SAMPLES
+from saecli.latent_survey import COLUMNS, Examples, at_random, by_size, in_blocks, survey
 from saecli.store import ActivationStore, Rows, StoreMeta, StoreWriter, rows_per_shard
 
 CASES: dict[str, tuple[Activation, float]] = {
@@ -79,8 +80,9 @@ def passes(sae: SAE, rows: Rows) -> dict[str, Callable[[], object]]:
             sae.decode(sae.encode(x))
 
     return {"encode": encode, "encode, decode": decode,
-            "report": lambda: survey(sae, in_blocks(batches(), rows, BATCH), Examples(range(sae.d_sae), sae.d_sae, 12,
-                                                                                      True))}
+            "report": lambda: survey(sae, in_blocks(batches(), rows, BATCH), rows.rows, *(
+                Examples(range(sae.d_sae), sae.d_sae, count, True, ranking)
+                for count, ranking in ((12, by_size), (SAMPLES, at_random))))}
 
 
 def seconds(work: Callable[[], object]) -> float:

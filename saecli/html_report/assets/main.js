@@ -2,7 +2,8 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const views = { overview: document.getElementById("overview"), latent: document.getElementById("latent") };
-const table = latentTable(data);
+const notes = noteBook(data.heading);
+const table = latentTable(data, notes);
 let scrolled = 0;
 
 function rowsOf(split, rows) {
@@ -31,35 +32,71 @@ function settings(name, entries) {
       typeof value === "number" ? number(value) : value)))))));
 }
 
+// A box to open a latent by its number.
+function jump() {
+  const box = h("input", { type: "number", class: "jump", min: 0, max: data.latents.frequency.length - 1, required: true,
+    placeholder: "number", "aria-label": "latent to go to" });
+  return h("form", { class: "go", onsubmit: (event) => {
+    event.preventDefault();
+    location.hash = `latent/${Number(box.value)}`;
+  } }, h("label", {}, h("span", {}, "Go to"), box));
+}
+
+// The charts that have something to show, and a sentence in place of each of the others.
+function charts() {
+  const { curves, l0, frequency } = data;
+  const about = (low, high) => high - low > 1.01 ? `${number(low + 0.5)} to ${number(high - 0.5)}` : number(low + 0.5);
+  const share = (low, high) => `on ${percent(low)} to ${percent(high)} of the rows`;
+  const drawn = [], sentences = [];
+  const recorded = (series) => series.some((line) => line.points.length);
+  if (recorded(curves.loss)) {
+    drawn.push(card("Variance unexplained", lines("FVU against training step", curves.loss, true)));
+  } else sentences.push("No training curves are kept with this SAE.");
+  const steady = constant(curves.l0);
+  if (steady !== null) sentences.push(`In training L0 was ${number(steady)} throughout.`);
+  else if (recorded(curves.l0)) {
+    drawn.push(card("Active latents in training", lines("L0 against training step", curves.l0, false)));
+  }
+  const filled = l0.counts.flatMap((count, place) => count ? [place] : []);
+  if (filled.length === 1) {
+    sentences.push(`${about(l0.edges[filled[0]], l0.edges[filled[0] + 1])} latents fire on every row.`);
+  } else drawn.push(card("Active latents per row", bars("histogram of L0", { label: "L0" }, l0.edges, l0.counts, "rows", about)));
+  if (frequency.counts.some(Boolean)) {
+    drawn.push(card("How often latents fire", bars("histogram of firing frequencies", { log: true,
+      label: "fraction of rows", show: percent }, frequency.edges, frequency.counts, "latents", share)));
+  }
+  return [h("div", { class: "charts" }, drawn),
+    sentences.length ? h("p", { class: "muted instead" }, sentences.join(" ")) : null];
+}
+
 function overviewPage() {
-  const { heading, curves, l0, frequency, measures, firing } = data;
+  const { heading, measures, firing } = data;
   const place = [heading.site, heading.layer != null && `layer ${heading.layer}`].filter(Boolean).join(" of ");
   const words = [`${number(heading.d_sae)} latents`, heading.activation, [place, heading.model].filter(Boolean).join(" of "),
     `${rowsOf(heading.split, firing.rows)} of ${heading.data}`].filter(Boolean);
-  const about = (low, high) => high - low > 1.01 ? `${number(low + 0.5)} to ${number(high - 0.5)}` : number(low + 0.5);
-  const share = (low, high) => `on ${percent(low)} to ${percent(high)} of the rows`;
-  views.overview.append(
+  views.overview.append(...[
     h("header", {}, h("h1", { tabindex: "-1" }, h("bdi", {}, heading.run)), h("p", { class: "muted" }, words.map(
       (word) => h("bdi", { class: "part" }, word)))),
     ...data.notes.map((note) => h("p", { class: "notice" }, note)), tiles(),
-    h("div", { class: "charts" },
-      card("Variance unexplained", lines("FVU against training step", curves.loss, true)),
-      card("Active latents in training", lines("L0 against training step", curves.l0, false)),
-      card("Active latents per row", bars("histogram of L0", { label: "L0" }, l0.edges, l0.counts, "rows", about)),
-      card("How often latents fire", bars("histogram of firing frequencies", { log: true, label: "fraction of rows",
-        show: percent }, frequency.edges, frequency.counts, "latents", share))),
-    table.element,
+    ...charts(), table.element(jump()),
     h("details", { class: "card" }, h("summary", {}, h("h2", {}, "Measures and settings")), h("div", { class: "sections" },
       settings("measures, as of sae eval", measures), settings("firing", { split: heading.split, ...firing }),
       ...Object.entries(data.facts).map(([name, entries]) => settings(name, entries)))),
     h("footer", { class: "muted" }, "Written by ", h("code", {}, "sae report"), ". Keys: ", h("kbd", {}, "/"),
-      " searches, ", h("kbd", {}, "←"), " and ", h("kbd", {}, "→"), " go through latents, ", h("kbd", {}, "Esc"),
-      " goes back."));
+      " searches, ", h("kbd", {}, "g"), " goes to a number, ", h("kbd", {}, "←"), " and ", h("kbd", {}, "→"),
+      " go through latents, ", h("kbd", {}, "Esc"),
+      " goes back.")].filter(Boolean));
 }
 
 function neighbourIn(order, latent, step) {
   const at = order.indexOf(latent);
   return at < 0 ? order[0] : order[at + step];
+}
+
+function outside(latent) {
+  const { neuronpedia } = data.heading;
+  return neuronpedia && h("span", { class: "part" }, h("a", { href: `${neuronpedia}/${latent}`, target: "_blank",
+    rel: "noreferrer" }, "its page on Neuronpedia"));
 }
 
 function showLatent(latent) {
@@ -72,8 +109,9 @@ function showLatent(latent) {
   const content = h("div", { class: "muted", role: "status" }, "loading");
   const title = h("h1", { tabindex: "-1" }, `Latent ${latent}`);
   views.latent.replaceChildren(h("header", {}, h("nav", { class: "bar-of-tools" },
-    h("a", { class: "button", href: "#", rel: "up" }, "All latents"), h("span", { class: "spring" }), turn("‹ previous", -1),
-    turn("next ›", 1)), title, h("p", { class: "muted" }, h("bdi", {}, data.heading.run))), content);
+    h("a", { class: "button", href: "#", rel: "up" }, "All latents"), h("span", { class: "spring" }), jump(),
+    turn("‹ previous", -1), turn("next ›", 1)), title, h("p", { class: "muted" },
+    h("bdi", { class: "part" }, data.heading.run), outside(latent))), content);
   const place = table.place.get(latent);
   if (place == null) {
     content.textContent = Number.isInteger(latent) && latent < data.latents.frequency.length
@@ -81,7 +119,7 @@ function showLatent(latent) {
     return title;
   }
   load(Math.floor(place / data.latents.per_file)).then(
-    (loaded) => content.replaceWith(latentPage(data, latent, loaded)),
+    (loaded) => content.replaceWith(latentPage(data, latent, loaded, notes.editor(latent))),
     (error) => { content.textContent = `${error.message}.`; });
   return title;
 }
@@ -93,6 +131,7 @@ function route() {
   const began = views.overview.hidden && views.latent.hidden;
   views.overview.hidden = !!match;
   views.latent.hidden = !match;
+  if (!match && !began) table.refresh(); // notes may have changed
   document.title = match ? `latent ${match[1]} · ${data.heading.run}` : `${data.heading.run}: latents`;
   scrollTo(0, match ? 0 : scrolled);
   if (!began) title.focus({ preventScroll: true });
@@ -104,6 +143,9 @@ addEventListener("keydown", (event) => {
   if (event.key === "/" && !typing && !views.overview.hidden) {
     event.preventDefault();
     table.search.focus();
+  } else if (event.key === "g" && !typing) {
+    event.preventDefault();
+    (views.latent.hidden ? views.overview : views.latent).querySelector(".jump").focus();
   } else if (!views.latent.hidden && !typing && ["ArrowLeft", "ArrowRight", "Escape"].includes(event.key)) {
     const rel = { ArrowLeft: "prev", ArrowRight: "next", Escape: "up" }[event.key];
     views.latent.querySelector(`a[rel=${rel}]`)?.click();

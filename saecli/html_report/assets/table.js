@@ -2,7 +2,7 @@
 
 const PAGE = 50;
 
-function latentTable(data) {
+function latentTable(data, notes) {
   const { latents, dense } = data;
   const total = latents.frequency.length;
   const place = new Map(latents.chosen.map((latent, index) => [latent, index]));
@@ -24,12 +24,15 @@ function latentTable(data) {
   };
   const columns = [
     { name: "latent", key: (latent) => latent, show: (latent) => place.has(latent)
-      ? h("a", { href: `#latent/${latent}` }, latent) : h("span", { class: "muted" }, latent), first: 1 },
+      ? [h("a", { href: `#latent/${latent}` }, latent), notes.of(latent) ? h("span", { class: "noted",
+        title: notes.of(latent) }, " ✎") : null] : h("span", { class: "muted" }, latent), first: 1 },
     { name: "fires on", key: (latent) => latents.frequency[latent], show: frequencyCell, first: -1 },
     { name: "mean", key: (latent) => latents.mean[latent], show: (latent) => number(latents.mean[latent]), first: -1,
       wide: true },
     { name: "largest", key: (latent) => latents.largest[latent], show: (latent) => number(latents.largest[latent]),
       first: -1, wide: true },
+    { name: "interest", key: (latent) => of("interest")(latent) ?? null, first: -1,
+      show: (latent) => of("interest")(latent)?.toFixed(2) ?? "–" },
   ];
   const words = (column) => (latent) => (of(column)(latent) ?? []).join("\u0000").trim().toLowerCase() || null;
   if (latents.tokens) columns.push({ name: "strongest at", key: words("tokens"), show: textCell, first: 1, text: true });
@@ -43,9 +46,10 @@ function latentTable(data) {
   const kinds = {
     "all latents": () => true, "those that fire": (latent) => latents.frequency[latent] > 0,
     "dense ones": (latent) => latents.frequency[latent] > dense, "silent ones": (latent) => !latents.frequency[latent],
+    "those with a note": notes.of,
   };
   if (latents.chosen.length < total) kinds["those with a page"] = (latent) => place.has(latent);
-  const state = { query: "", kind: "all latents", column: columns[0], direction: 1, page: 0, order: [] };
+  const state = { query: "", kind: "all latents", column: columns[4], direction: -1, page: 0, order: [] };
 
   const search = h("input", { type: "search", id: "search", placeholder: latents.tokens || latents.promoted
     ? "a token, some text or a number" : "a number", autocomplete: "off", spellcheck: "false",
@@ -60,6 +64,7 @@ function latentTable(data) {
   const pages = () => Math.max(1, Math.ceil(state.order.length / PAGE));
   const pager = [turn("«", "first page", () => 0), turn("‹", "previous page", () => state.page - 1),
     turn("›", "next page", () => state.page + 1), turn("»", "last page", () => pages() - 1)];
+  const exporting = h("button", { type: "button", id: "export", onclick: notes.save });
   const heads = columns.map((column) => h("th", { scope: "col", class: classOf(column) }, h("button", { type: "button",
     onclick: () => {
       state.direction = state.column === column ? -state.direction : column.first;
@@ -77,7 +82,9 @@ function latentTable(data) {
     const found = [];
     for (let latent = 0; latent < total; latent += 1) {
       if (kinds[state.kind](latent) && (!trimmed || `${latent}` === trimmed || `#${latent}` === trimmed
-        || searched[latent].includes(trimmed))) found.push([key(latent), latent]);
+        || searched[latent].includes(trimmed) || notes.of(latent)?.toLowerCase().includes(trimmed))) {
+        found.push([key(latent), latent]);
+      }
     }
     found.sort(([a, i], [b, j]) => {
       if (a === b) return i - j;
@@ -99,14 +106,21 @@ function latentTable(data) {
     } }, columns.map((column) => h("td", { class: classOf(column) }, column.show(latent))))));
     count.textContent = shown.length ? `${number(begin + 1)}–${number(begin + shown.length)} of ${number(
       state.order.length)}` : "no latent matches";
+    exporting.textContent = notes.count() === 1 ? "Export 1 note" : `Export ${number(notes.count())} notes`;
+    exporting.hidden = !notes.count();
     pager.forEach((button, which) => { button.disabled = which < 2 ? !state.page : state.page >= pages() - 1; });
   }
 
   update();
-  const element = h("section", { class: "card latents", "aria-label": "latents" },
+  const element = (tool) => h("section", { class: "card latents", "aria-label": "latents" },
     h("div", { class: "bar-of-tools" }, h("h2", {}, "Latents"),
-      h("label", { class: "find" }, h("span", {}, "Search"), search), h("label", {}, h("span", {}, "Show"), kind)),
+      h("label", { class: "find" }, h("span", {}, "Search"), search), h("label", {}, h("span", {}, "Show"), kind), tool),
     h("table", {}, h("thead", {}, h("tr", {}, heads)), body),
-    h("div", { class: "bar-of-tools foot" }, count, h("nav", { class: "pager", "aria-label": "pages of the table" }, pager)));
-  return { element, search, order: () => state.order.filter((latent) => place.has(latent)), place };
+    h("div", { class: "bar-of-tools foot" }, count, exporting,
+      h("nav", { class: "pager", "aria-label": "pages of the table" }, pager)),
+    h("p", { class: "muted explained" }, `Interest, 0 to 1: contrast × (1 + agreement) / 2. Contrast is 1 − mean / largest `
+      + `activation; agreement is the fraction of pairs of strongest texts that peak at the same token. It is 0 for a latent `
+      + `that fires on more than ${percent(dense)} of the rows or on fewer than ${data.fewest} rows; one without a page has `
+      + "none."));
+  return { element, refresh: update, search, order: () => state.order.filter((latent) => place.has(latent)), place };
 }

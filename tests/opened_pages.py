@@ -1,0 +1,85 @@
+"""Reports opened in a browser; the fixtures `folders` and `open_page` are in `conftest`."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from browsers import why_no_browser
+from homes import D, make_run
+from reports import make_text_run, save_model
+
+from saecli.activations import TopK
+from saecli.dictionary import SAE
+
+needs_browser = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser() or "")]
+MANY = 4096
+SOURCE = "gemma-2-2b/20-gemmascope-res-16k"
+
+
+@dataclass
+class Opened:
+    """A page, what it said on its console, and the files that it asked for."""
+
+    page: Any
+    folder: Path
+    said: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def rows(self) -> list[list[str]]:
+        """The text of the table's cells."""
+        return self.page.evaluate("[...document.querySelectorAll('tbody tr')].filter(row => row.closest('.latents'))"
+                                  ".map(row => [...row.cells].map(cell => cell.textContent))")
+
+    def width(self) -> int:
+        """How wide the page's content is."""
+        return self.page.evaluate("document.scrollingElement.scrollWidth")
+
+
+def report(home: Path, *words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "saecli", "--home", home, "report", *words], capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def interesting(latents: dict[str, Any]) -> list[int]:
+    """All latents in the table's first order."""
+    return np.argsort(-np.array(latents["interest"]), kind="stable").tolist()
+
+
+def write_reports(folder: Path) -> dict[str, Path]:
+    """Write reports: of nasty texts and signed codes, and of many latents."""
+    home, model = folder / "home", str(save_model(folder / "model"))
+    make_text_run(home, model, TopK(k=14))
+    report(home, "run", "--out", str(folder / "texts"), "--model", model, "--neuronpedia", SOURCE)
+    generator = torch.Generator().manual_seed(0)
+    W_enc = torch.randn(D, MANY, generator=generator)
+    make_run(home, "many", SAE(W_enc, torch.zeros(MANY), W_enc.T.clone(), torch.zeros(D), TopK(k=32)), data="texts")
+    report(home, "many", "--out", str(folder / "many"))
+    return {name: folder / name for name in ("texts", "many")}
+
+
+@contextmanager
+def opening(browser: Any, folders: dict[str, Path]) -> Iterator[Callable[..., Opened]]:
+    """A function that opens a report, each time in a context of its own; closes all in the end."""
+    contexts = []
+
+    def opened(name: str = "texts", at: str = "", **settings: Any) -> Opened:
+        contexts.append(browser.new_context(**settings))
+        contexts[-1].set_default_timeout(10_000)
+        found = Opened(contexts[-1].new_page(), folders[name])
+        found.page.on("console", lambda message: found.said.append(message.text))
+        found.page.on("pageerror", lambda error: found.said.append(str(error)))
+        found.page.on("request", lambda request: found.asked.append(request.url))
+        found.page.goto((found.folder / "index.html").as_uri() + at)
+        return found
+
+    yield opened
+    for context in contexts:
+        context.close()
