@@ -35,7 +35,7 @@ function settings(name, entries) {
 // A box to open a latent by its number.
 function jump() {
   const box = h("input", { type: "number", class: "jump", min: 0, max: data.latents.frequency.length - 1, required: true,
-    placeholder: "number", "aria-label": "latent to go to" });
+    placeholder: "latent", "aria-label": "latent to go to" });
   return h("form", { class: "go", onsubmit: (event) => {
     event.preventDefault();
     location.hash = `latent/${Number(box.value)}`;
