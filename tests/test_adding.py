@@ -134,7 +134,7 @@ def added(root: Path) -> dict[str, str]:
     write("formats/npz.py", FORMAT)
     line("formats/__init__.py", '    "native": ',
          '    "npz": Format(("sae.npz",), npz.load, npz.save, ACTIVATIONS.values()),\n    "native": ')
-    line("formats/__init__.py", "    native,\n    saelens,", "    native,\n    npz,\n    saelens,")
+    line("formats/__init__.py", "    native,\n    qwen", "    native,\n    npz,\n    qwen")
     write("commands/count.py", COMMAND)
     line("cli.py", "COMMANDS = {\n", 'COMMANDS = {\n    "count": "Count the runs.",\n')
     return {**os.environ, "PYTHONPATH": str(root), "SAE_HOME": str(root / "home")}
