@@ -8,12 +8,13 @@ from .checkpoints import CHECKPOINT, claimed, read_metrics
 from .config import Plan, TrainingConfig
 from .doubts import doubts_at_start
 from .jobs import Job, claimed_folders, resumed_job, run_again, run_names
+from .live import LiveRows
 from .loop import Loop
 from .run import CONFIG, Run, RunRecord, origin_of
 from .runs import train_runs
 from .starting import Start
 from .trainer import Record, Trainer
 
-__all__ = ["CHECKPOINT", "CONFIG", "Job", "Loop", "Plan", "Record", "Run", "RunRecord", "Start", "Trainer",
+__all__ = ["CHECKPOINT", "CONFIG", "Job", "LiveRows", "Loop", "Plan", "Record", "Run", "RunRecord", "Start", "Trainer",
            "TrainingConfig", "claimed", "claimed_folders", "doubts_at_start", "origin_of", "read_metrics",
            "resumed_job", "run_again", "run_names", "train_runs"]
