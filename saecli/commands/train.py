@@ -103,7 +103,8 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                     _note_hash(ctx, ("data", "target"), f"{stores.name} {what}", stores.hash, session.console)
                 _note_hash(ctx, ("init",), f"{init} is not the SAE", begun and begun.hash, session.console)
                 folders = claimed_folders(session.home, names, f"{solver}-{act}", claims, processes)
-                jobs = [Job(folder, run, _of_run(each), each.varied) for folder, run, each in zip(folders, runs, options, strict=True)]
+                jobs = [Job(folder, run, _of_run(each), each.varied)
+                        for folder, run, each in zip(folders, runs, options, strict=True)]
         except KeyboardInterrupt:
             session.console.note("stopped before training began; nothing was changed")
             raise
@@ -147,7 +148,7 @@ def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStac
     stores = open_stream(extraction, given=options.given, layer=ctx.params["layer"], site=ctx.params["site"],
                          device=training.device, home=session.home, listener=session.console)
     rows = claims.enter_context(LiveRows(stores, extraction.rows, training.split_seed,
-                                         max(training.batch_size, SAMPLED_ROWS), session.console))
+                                         SAMPLED_ROWS + training.batch_size, session.console))
     return stores, rows
 
 

@@ -12,7 +12,7 @@ from ..codes import Prefixes, rise
 from ..config import Config, option
 from ..devices import device_named
 from ..errors import ConfigError
-from ..precision import PRECISIONS, WORTH, chosen_precision
+from ..precision import PRECISIONS, WORTH, chosen_precision, shared_by_threads
 from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP, WIDEST, SolverConfig
 from ..solvers.pam_sgd import PamSgd, takes_all_rows
 from ..store import ActivationStore, Joined, JoinedRows
@@ -243,6 +243,11 @@ class Plan:
         if (self.training.steps or 0) > most:
             raise ConfigError("steps", "must be at most {most} with {model}, whose rows come once, got {got}",
                               "raise {rows} or {inner_steps}, or " + advice, most=most, got=self.training.steps)
+        if self.training.precision != "float32" and shared_by_threads(self.training.precision,
+                                                                      device_named(self.training.device)):
+            raise ConfigError("precision", "{given} holds here for all of the process, and so for {model} while it "
+                                           "gives the rows", "use {precision} float32, or " + advice,
+                              given=self.training.precision)
         if rows.ready < rows.rows and isinstance(self.solver, PamSgd) and (
                 self.solver.decoder_first or takes_all_rows(self.solver)):
             raise ConfigError("decoder_first" if self.solver.decoder_first else "decoder",

@@ -18,8 +18,7 @@ import numpy as np
 from ..console import Listener
 from ..errors import ConfigError
 from ..harvest import Ahead, Streamed
-from ..store import DTYPES, Spread
-from ..store.split import Split
+from ..store import DTYPES, Spread, is_test
 from .array_rows import CHECKED_ROWS, ArrayRows
 
 WINDOW_BYTES = 512 << 20  # as stored: two then hold 25 rows per latent of 4 d_in for Gemma-2-2B; decoder steps want 32
@@ -35,8 +34,8 @@ class LiveRows:
     """Training rows as a model gives them, each once, with the interface of `store.Rows` that training uses.
 
     A context manager: within it rows are computed; an error of the model or its text is raised where the next window is
-    wanted. Documents are held out by the same hash as in a store. Held-out rows of the first window are the test rows;
-    later ones are left out.
+    wanted. Documents are held out by the same hash as in a store. Held-out rows of the first window are the test rows,
+    or the next ones where it has none; later ones are left out.
 
     Args:
         source: what gives them.
@@ -47,8 +46,9 @@ class LiveRows:
         window_bytes: of a window, as stored.
 
     Attributes:
-        rows: N. If the text ended in the first window, its rows; if it ended in a later one, the rows that there were
-            from then on.
+        rows: N; where the text ended in the first window, and after training where it ended in a later one, the rows
+            that there were.
+        wanted: N as asked for.
         d_in: D.
         test_rows: at most `MOST_TEST_ROWS` held-out rows.
         ended_early: whether the text ended in a later window.
@@ -60,14 +60,15 @@ class LiveRows:
 
     def __init__(self, source: Streamed, rows: int, split_seed: int, least: int, listener: Listener,
                  window_bytes: int = WINDOW_BYTES) -> None:
-        self.rows, self.d_in, self.ended_early = rows, source.d_in, False
+        self.rows = self.wanted = rows
+        self.d_in, self.ended_early = source.d_in, False
         self._source, self._listener, self._seed = source, listener, split_seed
         self._stored = DTYPES[source.meta.dtype]
         most = max(window_bytes // source.meta.row_bytes, 2 * least)
         self._window_rows = math.ceil(rows / math.ceil(rows / most))
         self._kept = np.empty((min(rows, 2 * self._window_rows), self.d_in), self._stored.storage)  # in turn
         self._waiting = self._window = self._kept[:0]  # the rest of a block that a window's end cut, and the window
-        self._held_out: list[np.ndarray] = []  # of the first window
+        self._held_out: list[np.ndarray] | None = []  # None once there are the test rows
         self._taken = self._windows = 0  # rows and windows so far
         self._seen = 0  # rows that the model has given
         self._left = Event()
@@ -75,13 +76,15 @@ class LiveRows:
     def __enter__(self) -> Self:
         ahead = Ahead(self._source.blocks(self._go_on), max(1, self._window_rows // self._source.block_rows), PATIENCE)
         with ExitStack() as opened:
-            self._train = self._without_held_out(iter(opened.enter_context(ahead)))
-            opened.callback(self._left.set)  # before the thread is waited for
             with self._listener.progress("reading the first rows", self._window_rows, "rows") as self._show:
+                self._train = self._without_held_out(iter(opened.enter_context(ahead)))
+                opened.callback(self._left.set)  # before the thread is waited for
                 self._fill()
-            self._opened = opened.pop_all()
             self.rows = self.rows if len(self._window) == self._window_rows else self._taken
             self.test_rows = self._tested()
+            self._opened = opened.pop_all()
+        if self.ready < self.rows:
+            self._listener.note(f"rows are normalised as the first {self.ready:,} are")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -115,6 +118,8 @@ class LiveRows:
         carried = self._window[:0]  # rows that do not fill a batch at a window's end leave with the next window
         while True:
             window, last = self._window, self._taken == self.rows or self.ended_early
+            if last:
+                self._left.set()
             order = np.random.default_rng((seed, self._windows - 1)).permutation(len(window))
             missing = -len(carried) % batch_size
             if len(carried):
@@ -153,27 +158,25 @@ class LiveRows:
         self.ended_early = self._windows > 0 and filled < len(window)
         self._window = window[:filled]
         self._taken, self._windows = self._taken + filled, self._windows + 1
-        if self._taken == self.rows:
-            self._left.set()
 
     def _without_held_out(self, blocks: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[np.ndarray]:
         """The training rows of blocks; of the first window, the held-out rows are kept beside."""
-        split = None
         for rows, documents in blocks:
-            # As in a small store, if no document of the first block is held out, one is.
-            split = split or Split("train", seed=self._seed).fitted(lambda documents=documents: iter([documents]))
-            keeps = split.keeps(documents)
-            if self._windows == 0:
-                self._held_out.append(rows[~keeps])
-            yield rows[keeps]
+            held_out = is_test(documents, seed=self._seed)
+            if self._held_out is not None:
+                self._held_out.append(rows[held_out])
+            yield rows[~held_out]
 
     def _tested(self) -> ArrayRows:
-        rows = np.concatenate(self._held_out)[:MOST_TEST_ROWS] if self._held_out else self._kept[:0]
-        self._held_out.clear()
+        """The test rows: held-out ones so far, or where there are none the next ones."""
+        while not sum(map(len, self._held_out)) and (found := next(self._train, None)) is not None:
+            self._waiting = np.concatenate([self._waiting, found])
+        rows = np.concatenate([self._kept[:0], *self._held_out])[:MOST_TEST_ROWS]
+        self._held_out = None
         if not len(rows) or not self.rows:
             raise ConfigError("dataset", "has too few documents: expected training rows and held-out ones, got {train} "
-                                         "and {test}", "name a text of more documents, or raise {rows}",
-                              train=f"{self.rows:,}", test=f"{len(rows):,}")
+                                         "and {test}", "name a text of more documents, raise {rows}, or use another "
+                                                       "{split_seed}", train=f"{self.rows:,}", test=f"{len(rows):,}")
         return ArrayRows(self._decoded(rows))
 
     def _go_on(self, tokens: int, rows: int) -> None:
