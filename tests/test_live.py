@@ -1,7 +1,9 @@
 """`sae train --model`: rows that go from a model through memory to the trainer."""
 
+import os
 import shlex
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine
+from test_commands_stopped import grown, stopped
 from test_train import assert_same_weights
 
 from saecli.activations import ACTIVATIONS
@@ -242,3 +245,25 @@ def test_the_papers_decoder_steps_over_all_rows_need_rows_that_stay_in_memory():
             solver = SOLVERS["pam-sgd"](**option)
             with pytest.raises(ConfigError, match="takes decoder steps over all rows: expected at most 2,500"):
                 Plan.resolved(live, live.test_rows, TrainingConfig(), solver, ACTIVATIONS["relu"]())
+
+
+def has_opened(path: Path):
+    """Whether a process has a file open."""
+    return lambda process: any(one.is_symlink() and os.readlink(one) == str(path)
+                               for one in Path(f"/proc/{process}/fd").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not tell what a process has opened")
+def test_a_training_without_a_store_that_is_stopped_says_what_is_kept_and_does_not_wait_for_the_model(
+        sae: CommandLine, tmp_path: Path):
+    text = tmp_path / "long.txt"
+    text.write_text("".join(f"Some text, number {number}, of a few words more.\n\n" for number in range(300_000)))
+    words = [*TRAIN, "--dataset", text, "--rows", 1_000_000, "--name", "x"]
+    began = time.monotonic()
+    assert stopped(sae.home, words, has_opened(text)) == "stopped before training began; nothing was changed\n"
+    assert time.monotonic() - began < 60 and not (sae.home / "runs").exists()  # of minutes for all rows
+    words = [*TRAIN, "--dataset", text, "--rows", 5000, "--d-sae", 2048, "--name", "x"]
+    said = stopped(sae.home, words, grown(sae.home / "runs" / "x" / "metrics.jsonl", 1))
+    assert said.endswith("stopped before the end of the first epoch; nothing was saved of x\n")
+    assert "there is no unfinished run" in sae("train", "--resume").err

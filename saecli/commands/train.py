@@ -72,16 +72,19 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             data: Data = None, target: Target = None, data_hash: DataHash = None, init: Init = None,
             init_hash: InitHash = None, layer: Layer = None, site: Site = "resid_post", name: Name = None,
             resume: Resume = False, json: Json = False) -> None:
-    """Train a sparse autoencoder, from a store or on a model's activations as it gives them.
+    """Train a sparse autoencoder from a store or a model.
 
     Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch,
     metrics.jsonl, loss.png, and config.toml, with which --config repeats the training. A run that was stopped or killed
     resumes with --resume.
 
-    Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination of their values,
-    trained together from one reading of the store, each with the same result as alone.
+    With --model rows go from the model through memory to the trainer: each comes once, nothing but the run is written,
+    and a stopped run begins anew. Held-out documents are those that a store of the text would hold out.
 
-    Example: sae train --solver pam-sgd --act topk --k 32
+    Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination of their values,
+    trained together from one reading of the rows, each with the same result as alone.
+
+    Examples: sae train --solver pam-sgd --act topk --k 32; sae train --model google/gemma-2-2b --layer 12 --rows 500000
     """
     session, processes = start(ctx, json), communicator()
     with ExitStack() as claims:
