@@ -26,7 +26,7 @@ from .other_names import in_place_of
 from .solvers import SOLVERS
 from .store import ActivationStore, Joined, JoinedRows, Rows
 from .training import Loop, Plan, Record, Start, Trainer, TrainingConfig, origin_of, settings_in
-from .training.rows import ArrayLike, ArrayRows
+from .training.array_rows import ArrayLike, ArrayRows
 
 # Training options on files, and on the choice of a store's rows.
 OF_FOLDERS, OF_SPLITS = ("keep_every", "log_to"), ("fraction", "split_seed")

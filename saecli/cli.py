@@ -27,7 +27,7 @@ from .torchrun import rank, world
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
     "import": "Put an array, or rows made of known features, into the store.",
-    "train": "Train a sparse autoencoder from a store.",
+    "train": "Train a sparse autoencoder from a store or a model.",
     "refit": "Give an SAE the exact decoder for a store's rows.",
     "eval": "Measure reconstruction, sparsity and the effect on the model.",
     "controls": "Train a run's controls, to see how much of it is the SAE's.",

@@ -136,6 +136,12 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def words_of(values: Mapping[str, Any]) -> list[str]:
+    """Values as words of a command line; a flag's without a value."""
+    return [word for name, value in values.items() if value not in (None, False)
+            for word in (flag_of(name), *([] if value is True else [str(value)]))]
+
+
 def scalar_types(annotation: Any) -> tuple[type, ...]:
     """The types in an annotation: `(int, str, NoneType)` for `int | str | None`."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:

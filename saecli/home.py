@@ -72,6 +72,7 @@ class RunDocument(Marker):
         solver: the solver.
         activation: the SAE's activation.
         data_hash: `Joined.hash` of the stores; None if unknown.
+        streamed: where its rows came from without a store, which would have been called `data`; None if from one.
         beside: names of further stores, side by side with the first.
         target: name of the store of its targets; None if these are the rows.
         result: None until it is finished.
@@ -82,6 +83,7 @@ class RunDocument(Marker):
     solver: Named
     activation: Named
     data_hash: str | None = None
+    streamed: dict[str, Any] | None = None
     beside: tuple[str, ...] = ()
     target: str | None = None
     result: Result | None = None

@@ -25,13 +25,12 @@ _FACTOR = Ours("d_sae", "the number of latents, which is the factor times d_in")
 _WEIGHT = Ours("sparsity_weight", "the same value if rows were normalised to a mean squared norm of d_in, as SAELens' "
                                   "expected_average_only_in nearly does")
 _ACT = Ours("act", "standard is relu, and Matryoshka SAEs are made by {prefixes}")
-_PLACE = Ours("layer", "blocks.12.hook_resid_post is --layer 12 --site resid_post; training reads what was stored",
-              "extract")
-_MODEL = Ours("model", "", "extract")
-_TEXT = Ours("dataset", "", "extract")
-_CONTEXT = Ours("context", "", "extract")
-_TOKENS = Ours("rows", "a row is a token's activations; training passes over them {epochs} times, or for {steps} steps",
-               "extract")
+_PLACE = Ours("layer", "blocks.12.hook_resid_post is --layer 12 --site resid_post")
+_MODEL = Ours("model")
+_TEXT = Ours("dataset")
+_CONTEXT = Ours("context")
+_TOKENS = Ours("rows", "a row is a token's activations; training passes over those of a store {epochs} times, or for "
+                       "{steps} steps")
 _FOLDER = Ours("home", "the folder of stores and runs, before the command; {name} is the run's name in it", "")
 _LOG = Ours("log_to", "wandb; WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE are read as by wandb itself")
 _RISE = Ours("lr_warm_up", "a fraction of all steps, not their number")

@@ -38,7 +38,12 @@ def products_in(precision: str, device: torch.device) -> AbstractContextManager[
         precision: float32 for as they are, tf32 or bf16.
         device: of the matrices.
     """
-    return _Cast() if precision == "bf16" and device.type != "cpu" else _set(precision)
+    return _set(precision) if shared_by_threads(precision, device) else _Cast()
+
+
+def shared_by_threads(precision: str, device: torch.device) -> bool:
+    """Whether a precision on a device is a setting of the whole process."""
+    return precision != "bf16" or device.type == "cpu"
 
 
 @contextmanager

@@ -35,8 +35,8 @@ def test_every_name_stands_for_an_option_that_there_is_and_is_none_itself(comman
     (["train", "--num-latents", "8"], "here --d-sae"),
     (["train", "--architecture", "topk"], "here --act: "),
     (["train", "--wandb-project", "x"], "here --log-to: wandb"),
-    (["train", "--model-name", "gpt2"], "here `sae extract --model`"),
-    (["train", "--hook-name", "x"], "here `sae extract --layer`: blocks.12.hook_resid_post is --layer 12 --site"),
+    (["train", "--model-name", "gpt2"], "here --model"),
+    (["train", "--hook-name", "x"], "here --layer: blocks.12.hook_resid_post is --layer 12 --site"),
     (["train", "--output-path", "x"], "here `sae --home`: "),
     (["eval", "--model-name", "gpt2"], "sae eval has no option --model-name; here --model"),
 ])

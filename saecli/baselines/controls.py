@@ -43,7 +43,8 @@ from ..solvers import SOLVERS, Sgd, SolverConfig
 from ..store import JoinedRows
 from ..tables import table
 from ..training import Loop, Plan, Record, Trainer, run_again
-from ..training.rows import AnyRows, ArrayRows, raw_batches
+from ..training.array_rows import ArrayRows
+from ..training.rows import AnyRows, raw_batches
 from ..training.run import KEPT
 from ..wording import counted
 from .rows import demand_memory, shuffled

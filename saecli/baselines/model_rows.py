@@ -13,7 +13,7 @@ from ..harvest import Windows, batch_tokens
 from ..language_model import LanguageModel, Place
 from ..splice import in_batches, is_plain, padded, stored_windows
 from ..store import JoinedRows, Rows
-from ..training.rows import ArrayRows
+from ..training.array_rows import ArrayRows
 
 
 def of_model(model: LanguageModel, rows: Rows | JoinedRows, show: Callable[[float], None]) -> ArrayRows:

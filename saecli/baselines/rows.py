@@ -9,7 +9,8 @@ import numpy as np
 
 from ..errors import MachineError
 from ..memory import available_memory
-from ..training.rows import CHECKED_ROWS, AnyRows, ArrayRows
+from ..training.array_rows import CHECKED_ROWS, ArrayRows
+from ..training.rows import AnyRows
 from ..wording import size_words
 
 USED = 0.5  # fraction of the free memory that a control's rows may take

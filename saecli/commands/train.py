@@ -2,25 +2,40 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ..activations import ACTIVATIONS
-from ..config import flag_of
+from ..config import flag_of, options_of
 from ..console import Listener
-from ..distributed import communicator
+from ..distributed import Communicator, communicator
 from ..errors import ConfigError, SaeError
 from ..evaluation.starts import start_of
+from ..harvest import ExtractConfig, Streamed, open_stream
 from ..home import checked_name, now
 from ..inventory.filling import open_joined
-from ..options import Given, Json, configured, run_names, start, store_names, unfinished_names
+from ..language_model import SITES, TINY_GEMMA2
+from ..options import Given, Json, Session, configured, run_names, start, store_names, unfinished_names
 from ..solvers import SOLVERS
 from ..store import Joined
-from ..training import Job, Plan, Run, Start, TrainingConfig, claimed_folders, resumed_job, train_runs
+from ..training import Job, LiveRows, Plan, Run, Start, TrainingConfig, claimed_folders, resumed_job, train_runs
 from ..training import run_names as names_of
+from ..training.rows import SAMPLED_ROWS
 from ..training.tables import figures, results_table
 
+PANEL = "Rows of --model"
+_HELP = {
+    "model": f"Train without a store, on activations of this language model as it gives them: hub id, folder, or "
+             f"{TINY_GEMMA2}; with --layer, --site, --dataset, --rows and others of `sae extract` (--help-all).",
+    "rows": "Training rows, beside held-out ones; fewer if the text ends first.",
+}
+# Rows in memory have one precision, and batches of the model leave room for the training beside it.
+FROM_MODEL = tuple(replace(one, help=_HELP.get(name, one.help), once=True, panel=None if name == "model" else PANEL,
+                           default=None if name == "model" else one.default, advanced=name != "model")
+                   for name, one in options_of(ExtractConfig).items()
+                   if name not in ("dtype", "batch_size", "shard_rows"))
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="Training algorithm.")]
 Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="Activation.")]
 Data = Annotated[list[str] | None, typer.Option(
@@ -40,6 +55,10 @@ Init = Annotated[str | None, typer.Option(
 InitHash = Annotated[str | None, typer.Option(
     "--init-hash", help="Hash of the SAE of --init, as in a run's config.toml: a note is printed if the SAE of that "
                         "name has another.", show_default=False)]
+Layer = Annotated[int | None, typer.Option("--layer", help="Block of --model to read, from 0.",
+                                           show_default="the middle one", rich_help_panel=PANEL)]
+Site = Annotated[Literal[SITES], typer.Option("--site", help="Where in the block; see `sae extract`.",
+                                              rich_help_panel=PANEL)]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number",
                                           autocompletion=unfinished_names)]
@@ -48,19 +67,24 @@ Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, e
                                                        "or the newest, finished or not.")]
 
 
-@configured(TrainingConfig, repeated=True, advanced={"data_hash", "init", "init_hash"}, solver=SOLVERS,
-            act=ACTIVATIONS)
+@configured(TrainingConfig, repeated=True, advanced={"data_hash", "init", "init_hash", "layer", "site"},
+            beside=FROM_MODEL, solver=SOLVERS, act=ACTIVATIONS)
 def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
             data: Data = None, target: Target = None, data_hash: DataHash = None, init: Init = None,
-            init_hash: InitHash = None, name: Name = None, resume: Resume = False, json: Json = False) -> None:
-    """Train a sparse autoencoder from a store.
+            init_hash: InitHash = None, layer: Layer = None, site: Site = "resid_post", name: Name = None,
+            resume: Resume = False, json: Json = False) -> None:
+    """Train a sparse autoencoder from a store or a model.
 
     Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch,
     metrics.jsonl, loss.png, and config.toml, with which --config repeats the training. A run that was stopped or killed
     resumes with --resume.
 
+    With --model google/gemma-2-2b --layer 12 --rows 1000000, rows go from the model through memory to the trainer: each
+    comes once, nothing but the run is written, and a stopped run begins anew. Held-out documents are those that a store
+    of the text would hold out.
+
     Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination of their values,
-    trained together from one reading of the store, each with the same result as alone.
+    trained together from one reading of the rows, each with the same result as alone.
 
     Example: sae train --solver pam-sgd --act topk --k 32
     """
@@ -74,20 +98,19 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                                     ctx.params["epochs"])]
             else:
                 names = names_of(name, [each.varied for each in options])
-                stores = processes.main_first(lambda: open_joined(session.home, data or [], target, session.console))
-                for store in stores.all:
-                    checked_name(store.name, "the name of the store's folder")
+                stores, rows = _rows(ctx, session, options[0], claims, processes)
                 begun = None if init is None else processes.broadcast_object(
                     lambda: start_of(session.home, init, session.console))
                 if begun is not None and ctx.get_parameter_source("act").name == "DEFAULT":
                     act = begun.sae.activation.name
-                runs = [_planned(stores, each, solver, act, begun) for each in options]
-                what = "is not the store" if stores.is_single else "are not the stores"
-                _note_hash(ctx, ("data", "target"), f"{stores.name} {what}", stores.hash, session.console)
+                runs = [_planned(stores, rows, each, solver, act, begun) for each in options]
+                if isinstance(stores, Joined):
+                    what = "is not the store" if stores.is_single else "are not the stores"
+                    _note_hash(ctx, ("data", "target"), f"{stores.name} {what}", stores.hash, session.console)
                 _note_hash(ctx, ("init",), f"{init} is not the SAE", begun and begun.hash, session.console)
                 folders = claimed_folders(session.home, names, f"{solver}-{act}", claims, processes)
-                jobs = [Job(folder, run, {key: each.values[key] for key in each.values if key in each.given},
-                            each.varied) for folder, run, each in zip(folders, runs, options, strict=True)]
+                jobs = [Job(folder, run, _of_run(each), each.varied)
+                        for folder, run, each in zip(folders, runs, options, strict=True)]
         except KeyboardInterrupt:
             session.console.note("stopped before training began; nothing was changed")
             raise
@@ -107,15 +130,51 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             raise last
 
 
-def _planned(stores: Joined, options: Given, solver: str, act: str, begun: Start | None) -> Run:
+def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStack,
+          processes: Communicator) -> tuple[Joined | Streamed, LiveRows | None]:
+    """What is trained on: stores, or a model and its rows, which come until `claims` is closed."""
+    given = {name for name in ctx.params if ctx.get_parameter_source(name).name != "DEFAULT"}
+    if (model := options.values["model"]) is None:
+        if idle := sorted(given & {"layer", "site", *(one.name for one in FROM_MODEL)}):
+            raise ConfigError(idle[0], "does nothing without {model}", "name a model, or leave it out")
+        stores = processes.main_first(lambda: open_joined(session.home, ctx.params["data"] or [], ctx.params["target"],
+                                                          session.console))
+        for store in stores.all:
+            checked_name(store.name, "the name of the store's folder")
+        return stores, None
+    if idle := sorted(given & {"data", "target", "data_hash", "fraction"}):
+        raise ConfigError(idle[0], "does nothing with {model} {got}, whose rows are not stored",
+                          "leave one of them out, or store rows by `sae extract`", got=model)
+    if processes.world_size > 1:
+        raise ConfigError("model", "goes with one process, got {count}", "run it without torchrun, or make a store by "
+                                   "`sae extract`, and train on that", count=processes.world_size)
+    training = options.config(TrainingConfig)
+    extraction = ExtractConfig(**{one.name: options.values[one.name] for one in FROM_MODEL
+                                  if one.name in options.given})
+    stores = open_stream(extraction, given=options.given, layer=ctx.params["layer"], site=ctx.params["site"],
+                         device=training.device, home=session.home, listener=session.console)
+    rows = claims.enter_context(LiveRows(stores, extraction.rows, training.split_seed,
+                                         SAMPLED_ROWS + training.batch_size, session.console))
+    return stores, rows
+
+
+def _of_run(options: Given) -> dict[str, Any]:
+    """The options given of the training itself, without those that name a model's rows."""
+    of_rows = {one.name for one in FROM_MODEL}
+    return {name: value for name, value in options.values.items() if name in options.given - of_rows}
+
+
+def _planned(stores: Joined | Streamed, rows: LiveRows | None, options: Given, solver: str, act: str,
+             begun: Start | None) -> Run:
     """A new run, with every default resolved."""
     if begun is not None:
         options = options.else_given(begun.settings(act))
     training = options.config(TrainingConfig)
     chosen_solver = options.choose(SOLVERS, "solver", solver)
     activation = options.choose(ACTIVATIONS, "act", act)
-    plan = Plan.resolved(training.rows_of(stores), training.test_rows_of(stores), training, chosen_solver, activation,
-                         begun)
+    train, test = ((training.rows_of(stores), training.test_rows_of(stores)) if rows is None else
+                   (rows, rows.test_rows))
+    plan = Plan.resolved(train, test, training, chosen_solver, activation, begun)
     return Run(stores, plan, now())
 
 

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..home import Home
 from ..metrics import Firing, doubts, firing, reconstruction
 from ..store import JoinedRows, Rows
-from ..training.rows import ArrayLike
+from ..training.array_rows import ArrayLike
 from ..wording import counted
 from ..worlds.scores import FeatureScores
 from .comparing import marked

@@ -6,14 +6,17 @@ A run folder holds `run.json` (`format_version`, `created`, `complete`, `data`: 
 Shapes: N rows, B rows of a batch, D = d_in.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import formats
+from ..config import words_of
 from ..console import Listener
 from ..devices import carried, device_named
 from ..dictionary import SAE
@@ -23,7 +26,8 @@ from ..home import Home, read_run
 from ..hub import Address, fetch, is_cached
 from ..inventory.filling import open_joined
 from ..store import ActivationStore, Joined, JoinedRows, Rows
-from ..training.rows import AnyRows, ArrayLike, ArrayRows
+from ..training.array_rows import ArrayLike, ArrayRows
+from ..training.rows import AnyRows
 from ..worlds import World
 from ..worlds.scores import Alignment
 
@@ -44,6 +48,7 @@ class Subject:
             None if unknown.
         beside: names of further stores that it was trained on.
         target: name of the store of its targets; None if these are the rows.
+        streamed: the options of the rows that a model gave it without a store; none if there was one.
     """
 
     name: str
@@ -56,6 +61,7 @@ class Subject:
     dead_fraction: float | None = None
     beside: tuple[str, ...] = ()
     target: str | None = None
+    streamed: Mapping[str, Any] | None = None
 
 
 def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lambda _: None) -> Subject:
@@ -115,7 +121,7 @@ def _run(folder: Path, marker: str, name: str) -> Subject:
                        f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`")
     dead = run.result.final.get("dead_fraction") if run.result else None
     return Subject(name, folder, run.data, run.training.split_seed, run.training.fraction, run.complete, run.data_hash,
-                   dead, run.beside, run.target)
+                   dead, run.beside, run.target, run.streamed)
 
 
 SAELike = SAE | str | Path | None  # an SAE, a run's name or anything that `load_sae` takes; None for the newest run
@@ -286,6 +292,10 @@ def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str 
     elif isinstance(data, Joined):
         stores = data
     else:
+        if not names and subject.streamed and subject.data not in home.stores.names():
+            raise ConfigError("data", "is needed: {run} was trained on rows that were not stored",
+                              "name a store, or make one of its text by `sae extract {options}`", run=subject.name,
+                              options=shlex.join(words_of(subject.streamed)))
         found = names or [name for name in (subject.data, *subject.beside) if name]
         stores = open_joined(home, found, target if target or names else subject.target, listener)
     own = (subject.data, *subject.beside, subject.target) == (

@@ -2,10 +2,11 @@
 
 from .config import ExtractConfig
 from .extraction import extract, extract_stores
-from .fill import COLUMNS, Target, fill
+from .fill import COLUMNS, Ahead, Target, fill
 from .forward import Forward, batch_tokens
+from .streaming import Streamed, open_stream
 from .token_windows import POSITIONS, Spot, Windows
 from .window_blocks import Block, Cursor, in_blocks
 
-__all__ = ["COLUMNS", "POSITIONS", "Block", "Cursor", "ExtractConfig", "Forward", "Spot", "Target", "Windows",
-           "batch_tokens", "extract", "extract_stores", "fill", "in_blocks"]
+__all__ = ["COLUMNS", "POSITIONS", "Ahead", "Block", "Cursor", "ExtractConfig", "Forward", "Spot", "Streamed",
+           "Target", "Windows", "batch_tokens", "extract", "extract_stores", "fill", "in_blocks", "open_stream"]

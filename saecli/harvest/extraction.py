@@ -1,6 +1,5 @@
 """Running a language model over text and storing its activations, by one process or by several ranks."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -8,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from ..console import Console, Listener, Silent, Step
@@ -16,8 +16,9 @@ from ..distributed import Communicator, communicator
 from ..errors import ConfigError, StoreError, did_you_mean
 from ..home import STORE_MARKER, Home, checked_name
 from ..inventory.filling import filling, finished_store
-from ..language_model import SITES, LanguageModel, Place, find_model
+from ..language_model import SITES, LanguageModel, ModelSource, Place, find_model
 from ..store import (
+    DTYPES,
     ActivationStore,
     Admission,
     RankedStore,
@@ -29,9 +30,8 @@ from ..store import (
     rank_meta,
 )
 from ..texts import Document, TextSource
-from ..wording import size_words
 from .config import DEFAULT_CONTEXT, ExtractConfig, Quota, StoreRequest, rows_by_rank, store_requests
-from .fill import COLUMNS, Target, fill
+from .fill import COLUMNS, Ahead, Progress, Target, demand_some, fill
 from .forward import Forward, batch_tokens
 from .token_windows import Spot, Windows
 from .window_blocks import Block, Cursor, in_blocks, look_ahead
@@ -105,14 +105,8 @@ def extract_stores(config: ExtractConfig, *, given: Set[str], layers: Sequence[i
     """
     if name is not None:
         checked_name(name)
-    text = config.text(given)
     where = device_named(device)
-    source = find_model(config.model)
-    allowed = min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT)
-    context = allowed if config.context is None else config.context
-    config = replace(config, context=context, model_dtype=source.dtype_on(where, config.model_dtype))
-    source.check_context(context)
-    text = communicator.broadcast_object(lambda: text.pinned(listener.note))
+    config, source, text = settled(config, given, where, listener, communicator)
     requests = store_requests(config, source, text, layers or [source.default_layer()], sites or ["resid_post"], name,
                               home.stores)
     begin([request.folder for request in requests])
@@ -125,6 +119,19 @@ def extract_stores(config: ExtractConfig, *, given: Set[str], layers: Sequence[i
     stores = [ActivationStore.open(request.folder) for request in requests]
     _check_same_rows(stores)
     return [(store, request.place in there) for store, request in zip(stores, requests, strict=True)]
+
+
+def settled(config: ExtractConfig, given: Set[str], where: torch.device, listener: Listener,
+            communicator: Communicator) -> tuple[ExtractConfig, ModelSource, TextSource]:
+    """The options with context and precision resolved, where the model is, and the text, pinned; ConfigError or
+    ModelError as of `extract`."""
+    text = config.text(given)
+    source = find_model(config.model)
+    allowed = min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT)
+    context = allowed if config.context is None else config.context
+    config = replace(config, context=context, model_dtype=source.dtype_on(where, config.model_dtype))
+    source.check_context(context)
+    return config, source, communicator.broadcast_object(lambda: text.pinned(listener.note))
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ class OpenedStore:
 
 
 class Extraction:
-    """Fills stores with a model's activations, of the same tokens row for row.
+    """Fills stores with a model's activations, of the same tokens row for row, or streams those of one place.
 
     Args:
         config: with the context and the precision of the forward pass resolved.
@@ -161,6 +168,9 @@ class Extraction:
         text: where the documents come from, pinned.
         listener: shows notes and progress.
         communicator: the ranks that take part.
+
+    Attributes:
+        block_rows: about the number of rows in a block, at most.
     """
 
     def __init__(self, config: ExtractConfig, model: LanguageModel, text: TextSource, listener: Listener,
@@ -169,7 +179,7 @@ class Extraction:
         self._communicator = communicator
         self._windows = partial(Windows, model.tokenizer, config.context, config.positions, config.packed,
                                 config.min_tokens)
-        self._ahead = look_ahead(model.size)
+        self.block_rows = look_ahead(model.size)
 
     def run(self, requests: Sequence[StoreRequest], there: Set[Place]) -> set[Place]:
         """Write the stores that are not finished.
@@ -181,19 +191,7 @@ class Extraction:
         Returns:
             The places of stores that another process has finished meanwhile.
         """
-        self._requests = requests
-        prefix = self._windows().prefix
-        token_ids = torch.tensor([[*prefix, *self._model.tokenizer("a", add_special_tokens=False)["input_ids"]]])
-        places = [request.place for request in requests]
-        widths = self._model.read(token_ids, torch.ones_like(token_ids), places, lambda rows: rows.shape[-1])
-        tokens = batch_tokens(self._model, self._config.batch_size, self._config.context, places, self._ahead)
-        self._forward = Forward(self._model, self._config.dtype, tokens, self._listener.note)
-        self._metas = {
-            request.place: StoreMeta(
-                source={**request.source, "layers": self._model.source.layers, "prepend_bos": bool(prefix)},
-                request_hash=request.hash, dtype=self._config.dtype, d_in=width, shard_rows=self._config.shard_rows,
-                columns=COLUMNS, max_norm_multiple=self._config.max_norm_multiple)
-            for request, width in zip(requests, widths, strict=True)}
+        self.prepare(requests)
         world_size = self._communicator.world_size
         complete = self._communicator.broadcast_object(lambda: {
             request.place: len(meta.ranks) or 1 for request in requests if (meta := _complete_meta(request.folder))})
@@ -208,6 +206,43 @@ class Extraction:
         finished = self._by_rank(unfinished)
         return finished | self._communicator.broadcast_object(lambda: self._alone(
             [request for request in missing if request.place in complete]))
+
+    def prepare(self, requests: Sequence[StoreRequest]) -> dict[Place, StoreMeta]:
+        """Measure what the model gives at some places, which stores of it would record; returns that."""
+        self._requests = requests
+        prefix = self._windows().prefix
+        token_ids = torch.tensor([[*prefix, *self._model.tokenizer("a", add_special_tokens=False)["input_ids"]]])
+        places = [request.place for request in requests]
+        widths = self._model.read(token_ids, torch.ones_like(token_ids), places, lambda rows: rows.shape[-1])
+        tokens = batch_tokens(self._model, self._config.batch_size, self._config.context, places, self.block_rows)
+        self._forward = Forward(self._model, self._config.dtype, tokens, self._listener.note)
+        self._metas = {
+            request.place: StoreMeta(
+                source={**request.source, "layers": self._model.source.layers, "prepend_bos": bool(prefix)},
+                request_hash=request.hash, dtype=self._config.dtype, d_in=width, shard_rows=self._config.shard_rows,
+                columns=COLUMNS, max_norm_multiple=self._config.max_norm_multiple)
+            for request, width in zip(requests, widths, strict=True)}
+        return self._metas
+
+    def stream(self, show: Callable[[int, int], None]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The rows of the one place prepared, which are not stored: of each block, in the storage dtype, (R, D), and
+        the numbers of their documents, (R,); to the text's end.
+
+        Args:
+            show: called after each batch with its numbers of tokens and rows; what it raises ends the stream.
+        """
+        (request,) = self._requests
+        admission = Admission(request.folder, self._metas[request.place])
+        stored, dtype = 0, DTYPES[self._config.dtype]
+        with Ahead(self._blocks(Cursor(), Quota(0, 1, self._config.rows))) as blocks:
+            for block in blocks:
+                if not len(block.lengths):  # all its documents were left out
+                    continue
+                (found,) = self._forward(block, [request.place], show)
+                rows, columns, _ = admission(found.rows, block.columns, {})
+                stored += len(rows)
+                demand_some(stored, "float32", block.offered, 1)  # whose range bfloat16 has: another would not help
+                yield rows if rows.dtype == dtype.storage else dtype.encode_rows(rows), columns["document"]
 
     def _alone(self, requests: Sequence[StoreRequest]) -> set[Place]:
         """Write stores by this process alone; of finished ones, their damaged shards."""
@@ -322,30 +357,7 @@ class Extraction:
         def documents_from(spot: Spot) -> Iterator[Document]:
             return quota.documents(self._text.documents(spot.document, spot.mark, self._listener.note))
 
-        return in_blocks(documents_from, self._windows(), quota.rows, cursor, self._ahead)
-
-
-class Progress:
-    """Shows an extraction's progress; called after each batch.
-
-    Args:
-        show: moves the display.
-        targets: the stores being filled.
-        world_size: number of ranks that fill them, all assumed to be as far as this one.
-    """
-
-    def __init__(self, show: Step, targets: Sequence[Target], world_size: int) -> None:
-        self._show, self._targets, self._world_size = show, targets, world_size
-        self._tokens = self._rows = 0
-        self._started = time.monotonic()
-
-    def __call__(self, tokens: int, rows: int) -> None:
-        self._tokens += tokens * self._world_size
-        self._rows += rows * self._world_size
-        rate = self._tokens / max(time.monotonic() - self._started, 1e-9)
-        written = self._world_size * sum(target.rows for target in self._targets)
-        size = size_words(self._world_size * sum(target.bytes for target in self._targets))
-        self._show(self._rows, f"{rate:,.0f} tokens/s, {written:,} rows written, {size}")
+        return in_blocks(documents_from, self._windows(), quota.rows, cursor, self.block_rows)
 
 
 def _complete_meta(folder: Path) -> StoreMeta | None:

@@ -7,6 +7,7 @@ stores that were interrupted at different shards get the same blocks again, each
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -14,9 +15,11 @@ from typing import Generic, Self, TypeVar
 
 import numpy as np
 
+from ..console import Step
 from ..errors import StoreError
 from ..language_model import Place
 from ..store import Admission, StoreWriter, jointly
+from ..wording import size_words
 from .forward import Forward, Found
 from .window_blocks import Block, Cursor
 
@@ -32,10 +35,11 @@ class Ahead(Generic[Item]):
     Args:
         items: the iterator.
         count: most items waiting to be consumed.
+        patience: seconds to wait for the thread on leaving.
     """
 
-    def __init__(self, items: Iterator[Item], count: int = 1) -> None:
-        self._items = items
+    def __init__(self, items: Iterator[Item], count: int = 1, patience: float = 1.0) -> None:
+        self._items, self._patience = items, patience
         self._queue: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(count)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sae-ahead", daemon=True)
@@ -47,7 +51,7 @@ class Ahead(Generic[Item]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self._stopped.set()
-        self._thread.join(timeout=1.0)
+        self._thread.join(self._patience)
 
     def __iter__(self) -> Iterator[Item]:
         while True:
@@ -144,17 +148,41 @@ class Target:
         self._writer.finish()
 
 
-def demand_some(target: Target, offered: int, places: int) -> None:
-    """Raise a StoreError if `NONFINITE_ROWS` rows were offered, each at so many places, and none could be stored."""
-    if offered < NONFINITE_ROWS or target.rows:
+class Progress:
+    """Shows an extraction's progress; called after each batch.
+
+    Args:
+        show: moves the display.
+        targets: the stores being filled.
+        world_size: number of ranks that fill them, all assumed to be as far as this one.
+    """
+
+    def __init__(self, show: Step, targets: Sequence[Target], world_size: int) -> None:
+        self._show, self._targets, self._world_size = show, targets, world_size
+        self._tokens = self._rows = 0
+        self._started = time.monotonic()
+
+    def __call__(self, tokens: int, rows: int) -> None:
+        self._tokens += tokens * self._world_size
+        self._rows += rows * self._world_size
+        rate = self._tokens / max(time.monotonic() - self._started, 1e-9)
+        written = self._world_size * sum(target.rows for target in self._targets)
+        size = size_words(self._world_size * sum(target.bytes for target in self._targets))
+        self._show(self._rows, f"{rate:,.0f} tokens/s, {written:,} rows written, {size}")
+
+
+def demand_some(stored: int, dtype: str, offered: int, places: int) -> None:
+    """Raise a StoreError if `NONFINITE_ROWS` rows were offered, each at so many places, and none could be stored in
+    that dtype."""
+    if offered < NONFINITE_ROWS or stored:
         return
     if places > 1:
-        raise StoreError(f"no row can be stored: expected rows that are finite in {target.dtype}, and within "
+        raise StoreError(f"no row can be stored: expected rows that are finite in {dtype}, and within "
                          f"--max-norm-multiple where it is given, at all of the {places} places, got {offered:,} that "
                          f"are not and none that is; extract each place alone to see which of them drops its rows")
-    remedy = ("the model itself gives them, so check its weights" if target.dtype == "float32" else
-              f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != target.dtype)}")
-    raise StoreError(f"no row can be stored: expected rows that are finite in {target.dtype}, got "
+    remedy = ("the model itself gives them, so check its weights" if dtype == "float32" else
+              f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != dtype)}")
+    raise StoreError(f"no row can be stored: expected rows that are finite in {dtype}, got "
                      f"{offered:,} that are not and none that is; {remedy}")
 
 
@@ -193,4 +221,4 @@ def _append(targets: Sequence[Target], admissions: Mapping[Place, Admission], bl
     verdicts = jointly({place: admissions[place].judge(one.rows) for place, one in found.items()})
     for target in targets:
         target.append(block, found.get(target.place), verdicts.get(target.place))
-        demand_some(target, block.offered, len(admissions))
+        demand_some(target.rows, target.dtype, block.offered, len(admissions))

@@ -103,7 +103,7 @@ class Given:
 
 
 def configured(*configs: type[Config], repeated: bool = False, advanced: Collection[str] = (),
-               **tables: Mapping[str, type[Config]]) -> Callable:
+               beside: Collection[Option] = (), **tables: Mapping[str, type[Config]]) -> Callable:
     """Decorate a command function with the options of configurations.
 
     The function's parameter `options` receives a `Given`, or if options may be repeated one per combination of values,
@@ -115,6 +115,7 @@ def configured(*configs: type[Config], repeated: bool = False, advanced: Collect
         *configs: configurations whose fields all become options.
         repeated: whether numbers, except those declared `once`, may be given several values.
         advanced: which of the function's own options are advanced.
+        beside: further options, of configurations that the function builds itself.
         **tables: tables of configurations, each with an option of that name to select an entry; fields that several
             entries have in common become one option, and help texts name the entries that take an option.
     """
@@ -122,7 +123,7 @@ def configured(*configs: type[Config], repeated: bool = False, advanced: Collect
                 for one in options_of(config).values()]
     for selector, table in tables.items():
         declared += [replace(one, panel=one.panel or f"Options of --{selector}") for one in _merged(table)]
-    options = {one.name: replace(one, several=repeated and one.repeatable) for one in declared}
+    options = {one.name: replace(one, several=repeated and one.repeatable) for one in [*declared, *beside]}
 
     def decorate(function: Callable) -> Callable:
         signature = inspect.signature(function, eval_str=True)

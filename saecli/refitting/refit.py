@@ -21,7 +21,8 @@ from ..ridge import TOLERANCE
 from ..store import ActivationStore, Joined
 from ..tables import table
 from ..training import origin_of
-from ..training.rows import AnyRows, ArrayLike
+from ..training.array_rows import ArrayLike
+from ..training.rows import AnyRows
 from .decoder import Refitted, refitted
 
 MEASURES = ("fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "kl")  # shown before and after

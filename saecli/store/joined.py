@@ -166,6 +166,12 @@ class Joined(SideBySide[ActivationStore]):
         return {"data": first, "data_hash": self.hash, **({"beside": others} if others else {}),
                 **({"target": self.target.reference} if self.target else {})}
 
+    def options(self) -> dict[str, Any]:
+        """The options of `sae train` that name the stores."""
+        names = self.names()
+        beside = names.pop("beside", [])
+        return names | ({"data": [names["data"], *beside]} if beside else {})
+
     def demand_alike(self) -> None:
         """Refuse stores that are not row for row the same tokens, by a ConfigError.
 

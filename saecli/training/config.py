@@ -12,10 +12,12 @@ from ..codes import Prefixes, rise
 from ..config import Config, option
 from ..devices import device_named
 from ..errors import ConfigError
-from ..precision import PRECISIONS, WORTH, chosen_precision
+from ..precision import PRECISIONS, WORTH, chosen_precision, shared_by_threads
 from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP, WIDEST, SolverConfig
+from ..solvers.pam_sgd import PamSgd, takes_all_rows
 from ..store import ActivationStore, Joined, JoinedRows
 from ..store import Rows as StoredRows
+from .live import LiveRows
 from .logs import TRACKERS, check_trackers
 from .normalisation import NORMALISATIONS
 from .rows import AnyRows
@@ -77,7 +79,7 @@ class TrainingConfig(Config):
                                                       "from 0.", minimum=0, maximum=1, advanced=True)
     fraction: float = option(1.0, "Fraction of the training rows to use. The held-out test rows, a tenth of the "
                                   "documents, stay the same.",
-                             above=0, maximum=1, once=True)
+                             above=0, maximum=1, once=True, advanced=True)
     split_seed: int = option(0, "Seed that chooses the held-out test rows.", minimum=0, once=True, advanced=True)
     seed: int = option(0, "Seed of all that is random, but for the order of the rows.", minimum=0)
     shuffle_seed: int = option(0, "Seed of the order of the rows.", minimum=0, once=True, advanced=True)
@@ -198,7 +200,7 @@ class Plan:
     """
 
     train_rows: AnyRows
-    test_rows: StoredRows | JoinedRows | None
+    test_rows: AnyRows | None
     training: TrainingConfig
     solver: SolverConfig
     activation: Activation
@@ -217,8 +219,8 @@ class Plan:
                 **self.solver.to_json(), **self.activation.to_json()}
 
     @classmethod
-    def resolved(cls, train_rows: AnyRows, test_rows: StoredRows | JoinedRows | None, training: TrainingConfig,
-                 solver: SolverConfig, activation: Activation, start: Start | None = None) -> Self:
+    def resolved(cls, train_rows: AnyRows, test_rows: AnyRows | None, training: TrainingConfig, solver: SolverConfig,
+                 activation: Activation, start: Start | None = None) -> Self:
         """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
         together."""
         if training.skip and not train_rows.d_target:
@@ -230,6 +232,33 @@ class Plan:
         if start is not None:
             training = replace(training, **start.settled(training.d_sae, training.prefixes, training.skip, activation,
                                                          train_rows))
+        if isinstance(train_rows, LiveRows) and training.epochs is training.steps is None:
+            training = replace(training, epochs=1)
         training = training.resolved(activation, solver, train_rows.rows, train_rows.d_in)
-        return cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)),
+        plan = cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)),
                    activation.resolved(training.sparsity, training.d_sae), start)
+        if isinstance(train_rows, LiveRows):
+            plan._demand_one_pass(train_rows)
+        return plan
+
+    def _demand_one_pass(self, rows: LiveRows) -> None:
+        """Refuse, by a ConfigError, what takes rows again that have gone."""
+        advice = "make a store of them by `sae extract`, and train on that"
+        if (self.training.epochs or 1) > 1:
+            raise ConfigError("epochs", "must be 1 with {model}, whose rows come once, got {got}", advice,
+                              got=self.training.epochs)
+        most = self.training.epoch_batches(rows.rows) * self.solver.inner_steps
+        if (self.training.steps or 0) > most:
+            raise ConfigError("steps", "must be at most {most} with {model}, whose rows come once, got {got}",
+                              "raise {rows} or {inner_steps}, or " + advice, most=most, got=self.training.steps)
+        if self.training.precision != "float32" and shared_by_threads(self.training.precision,
+                                                                      device_named(self.training.device)):
+            raise ConfigError("precision", "{given} holds here for all of the process, and so for {model} while it "
+                                           "gives the rows", "use {precision} float32, or " + advice,
+                              given=self.training.precision)
+        if rows.ready < rows.rows and isinstance(self.solver, PamSgd) and (
+                self.solver.decoder_first or takes_all_rows(self.solver)):
+            raise ConfigError("decoder_first" if self.solver.decoder_first else "decoder",
+                              "takes decoder steps over all rows: expected at most {ready:,} with {model}, of which so "
+                              "many stay in memory, got {got:,}", "lower {rows}, or " + advice, ready=rows.ready,
+                              got=rows.rows)

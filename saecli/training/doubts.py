@@ -11,6 +11,7 @@ from ..activations import KeepsK
 from ..metrics import doubts
 from ..solvers import OPTIMIZERS
 from .config import Plan
+from .live import LiveRows
 
 
 def doubts_at_start(plan: Plan) -> list[str]:
@@ -35,7 +36,10 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
     found = doubts(measures, plan.train_rows.d_in, plan.training.d_sae)
     if doubts_at_start(plan):
         found.pop("l0", None)
-    return [f"{which} {words}; {advice[name]}" for name, words in found.items()]
+    rows = plan.train_rows
+    cut = [f"the text ended after {rows.rows:,} of {rows.wanted:,} training rows, before the learning rate had fallen; "
+           f"use --rows {rows.rows}, or a longer text"] if isinstance(rows, LiveRows) and rows.ended_early else []
+    return [*cut, *(f"{which} {words}; {advice[name]}" for name, words in found.items())]
 
 
 def _for_less_error(plan: Plan, overfitted: bool) -> str:

@@ -17,7 +17,7 @@ from ..inventory.filling import open_joined
 from ..solvers import SOLVERS
 from .checkpoints import CHECKPOINT, claimed
 from .config import Plan, TrainingConfig
-from .run import Run
+from .run import CONFIG, Run
 from .starting import Start
 
 
@@ -159,6 +159,9 @@ def run_again(home: Home, folder: Path, document: Mapping[str, Any], listener: L
         StoreError: its store is missing or damaged.
     """
     name, path = folder.name, folder / home.runs.marker
+    if "streamed" in document:
+        raise RunError(f"cannot {purpose} {name}: its rows came from a model as it trained, and are not stored; train "
+                       f"it again by `sae train --config {folder / CONFIG}`, or on a store, made by `sae extract`")
     stores = open_joined(home, [document["data"], *document.get("beside", [])], document.get("target"), listener)
     try:
         settings = dict(document["solver"])

@@ -12,6 +12,7 @@ from ..console import Listener
 from ..dictionary import SAE
 from ..files import write_json
 from ..formats import SavedSAE, save_native
+from ..harvest import Streamed
 from ..home import RUN_MARKER, RUN_VERSION, read_settings
 from ..store import Joined
 from .checkpoints import Progress, load_checkpoint, save_checkpoint
@@ -25,22 +26,22 @@ CONFIG = "config.toml"  # of a run: the options that repeat it
 KEPT = "kept"  # folder of a run that holds the run folders of its earlier epochs
 
 
-def origin_of(stores: Joined) -> dict[str, Any]:
+def origin_of(stores: Joined | Streamed) -> dict[str, Any]:
     """The source of the stores' rows, for an SAE's file."""
     return {key: stores.origin[key] for key in ORIGIN if key in stores.origin}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training on rows of a store.
+    """A training on rows of stores, or of a model.
 
     Args:
-        stores: the activations.
+        stores: the activations, or where they come from.
         plan: what is trained.
         created: time of its start.
     """
 
-    stores: Joined
+    stores: Joined | Streamed
     plan: Plan
     created: str
 

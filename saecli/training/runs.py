@@ -148,10 +148,7 @@ def _tell_notes(job: Job, document: Mapping[str, Any], listener: Listener, befor
 def _write_config(folder: Path, run: Run, given: Mapping[str, Any]) -> None:
     """Write a file for `--config` that repeats the run: the options given, and as comments those filled in."""
     plan = run.plan
-    names = run.stores.names()
-    beside = names.pop("beside", [])
-    chosen = {"solver": plan.solver.name, "act": plan.activation.name, **names,
-              "data": [names["data"], *beside] if beside else names["data"]}
+    chosen = {"solver": plan.solver.name, "act": plan.activation.name, **run.stores.options()}
     if plan.start is not None:
         chosen |= {"init": plan.start.name, "init_hash": plan.start.hash}
     if "precision" in given:  # auto goes by a measurement, which may come out otherwise another time

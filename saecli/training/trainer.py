@@ -24,7 +24,7 @@ from .config import DTYPES, Plan
 from .doubts import doubts_at_end, doubts_at_start
 from .held import HeldRows, held_bytes
 from .normalisation import Normalisation, fit_normalisation, on_raw_rows
-from .rows import SUMMED_ROWS, AnyRows, ArrayRows, TrainingRows, fitted_learning_rate, initial_sae
+from .rows import SUMMED_ROWS, AnyRows, InMemory, TrainingRows, fitted_learning_rate, initial_sae
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
 
@@ -151,7 +151,7 @@ class Trainer:
 
     def _rows_for_device(self) -> AnyRows | HeldRows:
         """The training rows, as they reach a GPU at the least cost: kept there, or as stored and converted there."""
-        if self.device.type == "cpu" or isinstance(self.train_rows, ArrayRows):
+        if self.device.type == "cpu" or isinstance(self.train_rows, InMemory):
             return self.train_rows
         return HeldRows(self.train_rows, self.device) if self.holds else self.train_rows.as_stored()
 
@@ -269,7 +269,7 @@ class Trainer:
             raise ConfigError("solver", "{name} with {d_sae} {latents} needs {needed:.1f} GiB of memory, {free:.1f} "
                               "GiB are free{beside}", solver.memory_advice, name=solver.name, latents=d_sae,
                               needed=needed / 2**30, free=free / 2**30, beside=beside)
-        if self.device.type == "cpu" or self.communicator.world_size > 1 or isinstance(self.train_rows, ArrayRows):
+        if self.device.type == "cpu" or self.communicator.world_size > 1 or isinstance(self.train_rows, InMemory):
             return free - batch, False
         held = held_bytes(self.train_rows) // trainings
         holds = needed + held <= MOST_TAKEN * free
