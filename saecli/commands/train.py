@@ -79,12 +79,12 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     resumes with --resume.
 
     With --model rows go from the model through memory to the trainer: each comes once, nothing but the run is written,
-    and a stopped run begins anew. Held-out documents are those that a store of the text would hold out.
+    and a stopped run begins anew.
 
     Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination of their values,
     trained together from one reading of the rows, each with the same result as alone.
 
-    Examples: sae train --solver pam-sgd --act topk --k 32; sae train --model google/gemma-2-2b --layer 12 --rows 500000
+    Example: sae train --solver pam-sgd --act topk --k 32
     """
     session, processes = start(ctx, json), communicator()
     with ExitStack() as claims:
