@@ -249,7 +249,7 @@ def test_the_papers_decoder_steps_over_all_rows_need_rows_that_stay_in_memory():
 
 def has_opened(path: Path):
     """Whether a process has a file open."""
-    return lambda process: any(one.is_symlink() and os.readlink(one) == str(path)
+    return lambda process: any(os.path.realpath(one) == str(path.resolve())
                                for one in Path(f"/proc/{process}/fd").iterdir())
 
 
