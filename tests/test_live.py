@@ -4,7 +4,8 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -247,10 +248,16 @@ def test_the_papers_decoder_steps_over_all_rows_need_rows_that_stay_in_memory():
                 Plan.resolved(live, live.test_rows, TrainingConfig(), solver, ACTIVATIONS["relu"]())
 
 
-def has_opened(path: Path):
+def has_opened(path: Path) -> Callable[[int], bool]:
     """Whether a process has a file open."""
-    return lambda process: any(one.is_symlink() and os.readlink(one) == str(path)
-                               for one in Path(f"/proc/{process}/fd").iterdir())
+    def reached(process: int) -> bool:
+        found = []
+        for one in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                found.append(os.readlink(one))
+        return str(path.resolve()) in found
+
+    return reached
 
 
 @pytest.mark.slow

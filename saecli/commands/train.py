@@ -80,8 +80,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     resumes with --resume.
 
     With --model google/gemma-2-2b --layer 12 --rows 1000000, rows go from the model through memory to the trainer: each
-    comes once, nothing but the run is written, and a stopped run begins anew. Held-out documents are those that a store
-    of the text would hold out.
+    comes once, nothing but the run is written, and a stopped run begins anew.
 
     Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination of their values,
     trained together from one reading of the rows, each with the same result as alone.

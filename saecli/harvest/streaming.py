@@ -1,7 +1,7 @@
 """Rows of a model that nothing stores, and the description that stands in a run for its store."""
 
 from collections.abc import Callable, Iterator, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..texts import STDLIB_DOCS
 from .config import ExtractConfig, StoreRequest, store_requests
 from .extraction import Extraction, settled
 
+GPU_TOKENS = 1 << 14  # per forward pass
 Blocks = Callable[[Callable[[int, int], None]], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 
@@ -86,6 +87,8 @@ def open_stream(config: ExtractConfig, *, given: Set[str], layer: int | None, si
     """
     where = device_named(device)
     config, source, text = settled(config, given, where, listener, ALONE)
+    if where.type == "cuda":  # what fits in all memory that is free would leave none for the training beside it
+        config = replace(config, batch_size=max(1, GPU_TOKENS // config.context))
     layer = source.default_layer() if layer is None else layer
     (request,) = store_requests(config, source, text, [layer], [site], None, home.stores)
     extraction = Extraction(config, LanguageModel(source, where, dtype=config.model_dtype, last=layer), text, listener,
