@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import saecli
 from saecli.errors import ConfigError
-from saecli.harvest import extraction
+from saecli.language_model import model
 from saecli.store import ActivationStore
 
 TEXT = "\n\n".join(" ".join("abcdefghijklmnop"[i % 7 : i % 7 + 3 + i % 9] for i in range(n, n + 20)) for n in range(40))
@@ -285,14 +285,14 @@ def test_an_empty_text_is_refused_and_leaves_nothing(sae: CommandLine, models, t
 def test_a_store_that_another_process_finished_while_the_model_was_loaded_is_there_already(
         sae: CommandLine, models, text, monkeypatch):
     words = ("extract", "--model", models["gpt2"], "--layer", "1", "--dataset", text, "--context", "16", "--name", "s")
-    load = extraction.LanguageModel
+    load = model.LanguageModel
 
     def slow(*args: object, **options: object) -> object:
-        monkeypatch.setattr(extraction, "LanguageModel", load)
+        monkeypatch.setattr(model, "LanguageModel", load)
         assert sae(*words, "--json").json["cached"] is False  # the other
         return load(*args, **options)
 
-    monkeypatch.setattr(extraction, "LanguageModel", slow)
+    monkeypatch.setattr(model, "LanguageModel", slow)
     done = sae(*words, "--json")
     assert (done.status, done.json["cached"]) == (0, True)
 

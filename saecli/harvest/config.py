@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..config import Config, option
 from ..distributed import Communicator
 from ..errors import ConfigError
 from ..home import Shelf, checked_name
 from ..inventory.filling import DERIVED
-from ..language_model import MODEL_DTYPES, TINY_GEMMA2, ModelSource, Place
+from ..language_model import MODEL_DTYPES, TINY_GEMMA2, Place
 from ..store import DTYPES, MAX_NORM_HELP, hash_request
 from ..texts import LOCAL_SUFFIXES, STDLIB_DOCS, Document, TextSource
 from .token_windows import POSITIONS, Windows
+
+if TYPE_CHECKING:
+    from ..language_model import ModelSource
 
 DEFAULT_DATASET = "Salesforce/wikitext"
 DEFAULT_CONTEXT = 128
@@ -113,7 +116,7 @@ class StoreRequest:
         return hash_request(self.source)
 
 
-def store_requests(config: ExtractConfig, model: ModelSource, text: TextSource, layers: Sequence[int],
+def store_requests(config: ExtractConfig, model: "ModelSource", text: TextSource, layers: Sequence[int],
                    sites: Sequence[str], name: str | None, shelf: Shelf) -> list[StoreRequest]:
     """The requested stores: every site of every layer, all of the same tokens.
 

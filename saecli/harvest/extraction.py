@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from ..distributed import Communicator, communicator
 from ..errors import ConfigError, StoreError, did_you_mean
 from ..home import STORE_MARKER, Home, checked_name
 from ..inventory.filling import filling, finished_store
-from ..language_model import SITES, LanguageModel, ModelSource, Place, find_model
+from ..language_model import SITES, Place
 from ..store import (
     DTYPES,
     ActivationStore,
@@ -35,6 +35,9 @@ from .fill import COLUMNS, Ahead, Progress, Target, demand_some, fill
 from .forward import Forward, batch_tokens
 from .token_windows import Spot, Windows
 from .window_blocks import Block, Cursor, in_blocks, look_ahead
+
+if TYPE_CHECKING:
+    from ..language_model import LanguageModel, ModelSource
 
 Value = TypeVar("Value")
 
@@ -113,6 +116,8 @@ def extract_stores(config: ExtractConfig, *, given: Set[str], layers: Sequence[i
     there = communicator.broadcast_object(lambda: {request.place for request in requests
                                               if finished_store(request.folder, request.hash, listener)})
     if len(there) < len(requests):
+        from ..language_model import LanguageModel  # transformers takes seconds to import
+
         model = LanguageModel(source, where, dtype=config.model_dtype,
                               last=max(request.place.layer for request in requests))
         there |= Extraction(config, model, text, listener, communicator).run(requests, there)
@@ -122,9 +127,11 @@ def extract_stores(config: ExtractConfig, *, given: Set[str], layers: Sequence[i
 
 
 def settled(config: ExtractConfig, given: Set[str], where: torch.device, listener: Listener,
-            communicator: Communicator) -> tuple[ExtractConfig, ModelSource, TextSource]:
+            communicator: Communicator) -> tuple[ExtractConfig, "ModelSource", TextSource]:
     """The options with context and precision resolved, where the model is, and the text, pinned; ConfigError or
     ModelError as of `extract`."""
+    from ..language_model import find_model
+
     text = config.text(given)
     source = find_model(config.model)
     allowed = min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT)
@@ -173,7 +180,7 @@ class Extraction:
         block_rows: about the number of rows in a block, at most.
     """
 
-    def __init__(self, config: ExtractConfig, model: LanguageModel, text: TextSource, listener: Listener,
+    def __init__(self, config: ExtractConfig, model: "LanguageModel", text: TextSource, listener: Listener,
                  communicator: Communicator) -> None:
         self._config, self._model, self._text, self._listener = config, model, text, listener
         self._communicator = communicator

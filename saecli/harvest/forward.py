@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -9,9 +10,12 @@ from torch import Tensor
 
 from ..devices import moved
 from ..errors import ModelError
-from ..language_model import LanguageModel, Place
+from ..language_model import Place
 from ..memory import is_out_of_memory
 from .window_blocks import LOOK_AHEAD, Batch, Block
+
+if TYPE_CHECKING:
+    from ..language_model import LanguageModel
 
 CPU_TOKENS = 1 << 11  # tokens per forward pass on a CPU: more were no faster
 SHORTEST = 7 / 8  # of a batch's longest window: a narrower range has less padding, but more passes
@@ -43,7 +47,7 @@ class Forward:
         note: called with a message when batches are halved.
     """
 
-    def __init__(self, model: LanguageModel, dtype: str, tokens: int, note: Callable[[str], None]) -> None:
+    def __init__(self, model: "LanguageModel", dtype: str, tokens: int, note: Callable[[str], None]) -> None:
         # bfloat16 halves the copy from the device. float16 would overflow, and lose the norms of rows dropped for it.
         encoding = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self._model, self._dtype, self._tokens, self._note = model, encoding, tokens, note
@@ -111,7 +115,7 @@ class Forward:
             torch.cuda.empty_cache()
 
 
-def batch_tokens(model: LanguageModel, batch_size: int | str, context: int, places: Sequence[Place],
+def batch_tokens(model: "LanguageModel", batch_size: int | str, context: int, places: Sequence[Place],
                  ahead: int = LOOK_AHEAD) -> int:
     """Tokens per batch.
 
@@ -155,7 +159,7 @@ def tokens_that_fit(free: int, window: int, context: int, ahead: int = LOOK_AHEA
     return (1 << max(0, fitting.bit_length() - 1)) * context
 
 
-def _peak_bytes(model: LanguageModel, windows: int, context: int, places: Sequence[Place]) -> int:
+def _peak_bytes(model: "LanguageModel", windows: int, context: int, places: Sequence[Place]) -> int:
     """Peak memory of a forward pass, without the weights."""
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)

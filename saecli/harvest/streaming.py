@@ -11,7 +11,7 @@ from ..console import Listener
 from ..devices import device_named
 from ..distributed import ALONE
 from ..home import Home
-from ..language_model import TINY_GEMMA2, LanguageModel
+from ..language_model import TINY_GEMMA2
 from ..store import StoreMeta
 from ..texts import STDLIB_DOCS
 from .config import ExtractConfig, StoreRequest, store_requests
@@ -85,6 +85,8 @@ def open_stream(config: ExtractConfig, *, given: Set[str], layer: int | None, si
         ConfigError: an option is invalid, or does nothing with the others.
         ModelError: the model or the text cannot be loaded.
     """
+    from ..language_model import LanguageModel  # transformers takes seconds to import
+
     where = device_named(device)
     config, source, text = settled(config, given, where, listener, ALONE)
     if where.type == "cuda":  # what fits in all memory that is free would leave none for the training beside it

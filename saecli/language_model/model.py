@@ -1,20 +1,12 @@
 """A loaded language model, whose activations are read at some places or replaced at one.
 
-The sites of block L, counted from 0:
-
-    resid_pre     the block's input: `hidden_states[L]`, which the paper's code takes
-    resid_post    the block's output: Gemma Scope's layer L, SAELens' `blocks.L.hook_resid_post`
-    attn_out      attention's addition to the residual stream
-    mlp_in        the MLP's input, after its norm
-    mlp_out       the MLP's addition to the residual stream
-
-They are read by module hooks rather than from `hidden_states`, whose last entry is normalised.
+Sites (see `places.py`) are read by module hooks rather than from `hidden_states`, whose last entry is normalised.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,23 +15,11 @@ from transformers.utils import logging
 
 from ..devices import moved
 from ..errors import ConfigError, ModelError
+from .places import Place
 from .source import DTYPE_WORD, UNLOADABLE, ModelSource, explained, no_tokenizer
 from .weights import Outline
 
-SITES = ("resid_post", "resid_pre", "mlp_in", "mlp_out", "attn_out")
 MLP = ("mlp", "feed_forward", "ffn")  # what architectures call a block's MLP
-
-
-class Place(NamedTuple):
-    """A site of a block.
-
-    Args:
-        layer: the block, from 0.
-        site: one of `SITES`.
-    """
-
-    layer: int
-    site: str
 
 
 def hook_point(block: nn.Module, site: str) -> tuple[nn.Module, bool]:

@@ -16,15 +16,13 @@ from transformers import __version__ as transformers_version
 from ..errors import ConfigError, ModelError
 from ..files import NotAFile, regular
 from ..network import why_refused, why_unreachable
+from .places import BUNDLED, MODEL_DTYPES, TINY_GEMMA2
 
-TINY_GEMMA2 = "tiny-gemma2"
-BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
 # What the library raises for damaged or foreign files; older versions of the hub's client lack the last.
 UNLOADABLE = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError,
               UnpicklingError,
               *([hub_errors.StrictDataclassError] if hasattr(hub_errors, "StrictDataclassError") else []))
 DTYPE_WORD = "dtype" if tuple(map(int, transformers_version.split(".")[:2])) >= (4, 56) else "torch_dtype"
-MODEL_DTYPES = ("float32", "bfloat16", "float16")
 OFFLINE_ADVICE = f"or use --model {TINY_GEMMA2}, which is bundled, or the folder of a downloaded model"
 
 
