@@ -133,7 +133,7 @@ def test_a_text_that_ends_in_a_later_window_is_trained_on_to_its_end_and_told(so
     with LiveRows(source(rows, documents, [900, 5000]), 20_000, 0, 1200, Silent(), windows_of(2500)) as live:
         loop = Loop([Trainer(planned(live, live.test_rows, solver, "topk"), Record())])
         (result,) = loop.results(loop.train())
-    assert result["rows_train"] == there and result["steps"] < loop.trainers[0].steps
+    assert result["rows_train"] == there > result["rows_counted"] and result["steps"] < loop.trainers[0].steps
     assert result["warnings"][0] == (
         f"the text ended after {there:,} of 20,000 training rows, before the learning rate had fallen; use --rows "
         f"{there}, or a longer text")

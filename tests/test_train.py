@@ -22,8 +22,8 @@ from saecli.store import Spread, is_test
 from saecli.training import read_metrics
 from saecli.training.normalisation import NORMALISATIONS, fit_normalisation
 
-KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_test", "epochs", "steps",
-        "seconds", "rows_per_second", "warnings", "notes", "final"]
+KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_counted", "rows_test",
+        "epochs", "steps", "seconds", "rows_per_second", "warnings", "notes", "final"]
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
 
 

@@ -224,14 +224,15 @@ class Trainer:
             test: the same on the test rows.
 
         Returns:
-            `rows_train, rows_test, epochs, steps, seconds, rows_per_second, warnings, notes, final`.
+            `rows_train, rows_counted, rows_test, epochs, steps, seconds, rows_per_second, warnings, notes, final`;
+            rows counted are those that `train` is of, of a model's rows the last.
         """
         solver, progress = self.solver, self.progress
         warnings = [*doubts_at_start(self.plan), *doubts_at_end(self.plan, train, test)]
         rate = {} if solver.optimizer.to_tolerance else {"lr": solver.task.lr}
         return {
-            "rows_train": self.train_rows.rows, "rows_test": self.test_rows.rows, "epochs": progress.epoch,
-            "steps": progress.step, "seconds": progress.seconds,
+            "rows_train": self.train_rows.rows, "rows_counted": train["rows"], "rows_test": self.test_rows.rows,
+            "epochs": progress.epoch, "steps": progress.step, "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "warnings": warnings,
             "notes": solver.notes(),
             "final": {"test_fvu": test["fvu"], "test_mse": test["mse"], "test_l0": test["l0"],
