@@ -113,6 +113,7 @@ def test_rows_of_random_weights_are_of_the_same_tokens_and_other_numbers(notes: 
     np.testing.assert_allclose(np.concatenate(list(alone.sequential(99))), one[:, :128], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_windows_without_all_tokens_are_left_out_of_a_models_rows(sae: CommandLine):
     done = sae("extract", "--model", "tiny-gemma2", "--rows", "3000", "--name", "few", "--dtype", "float32",
                "--max-norm-multiple", "1.2")
@@ -125,6 +126,7 @@ def test_windows_without_all_tokens_are_left_out_of_a_models_rows(sae: CommandLi
         assert np.abs(stored - row).max(1).min() < 1e-3
 
 
+@pytest.mark.slow
 def test_with_a_model_every_control_is_measured_and_the_table_says_so(notes: CommandLine):
     words = ("--steps", "30", "--d-sae", "64", "--act", "topk", "--k", "8", "--name", "run")
     assert notes("train", "--data", "notes-l1-mlp_out", *words).status == 0
@@ -204,7 +206,7 @@ def runs(sae: CommandLine) -> CommandLine:
     return sae
 
 
-@pytest.mark.parametrize(("words", "sentence", "status"), [
+REFUSED = [
     (("refit-run",), "expected a finished run of `sae train`, got one of `sae refit`; name the run that it was made",
      1),
     (("half",), "got an unfinished one; finish it by `sae train --resume --name half`", 1),
@@ -217,11 +219,14 @@ def runs(sae: CommandLine) -> CommandLine:
     (("run", "--tokens", "5"), "--tokens does nothing without --model", 2),
     (("run", "--model", "tiny-gemma2"), "expected a store that `sae extract` made", 1),
     (("run", "--device", "abacus"), "--device must be cpu, cuda, cuda:N or auto, got 'abacus'", 2),
-])
-def test_what_has_no_controls_is_told_in_a_sentence(runs: CommandLine, words, sentence, status: int):
-    done = runs("controls", *(word.format(home=runs.home) for word in words))
-    assert (done.status, done.out) == (status, "")
-    assert sentence in done.err
+]
+
+
+def test_what_has_no_controls_is_told_in_a_sentence(runs: CommandLine):
+    for words, sentence, status in REFUSED:  # of one home, which takes longest
+        done = runs("controls", *(word.format(home=runs.home) for word in words))
+        assert (done.status, done.out) == (status, ""), words
+        assert sentence in done.err
     assert runs("controls", "run", "--seeds", "0").status == 2
     with pytest.raises(saecli.SaeError, match="seeds must be at least 1, got 0"):
         saecli.controls("run", seeds=0, home=runs.home)

@@ -44,6 +44,7 @@ def home(sae: CommandLine) -> Path:
     return sae.home
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["pam-sgd", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [("--act", "batchtopk", "--k", "4"),
                                      pytest.param(("--act", "relu"), marks=pytest.mark.slow)],
@@ -70,6 +71,7 @@ def test_features_of_one_place_and_of_both_are_told_apart(sae, home, solver, opt
     assert saecli.load_sae("run", home).widths == (D, D)
 
 
+@pytest.mark.slow
 def test_a_report_has_each_latents_places(sae, home, tmp_path):
     sae("train", "--data", "a", "--data", "b", "--act", "topk", "--k", "4", *SHORT, "--name", "run")
     assert sae("report", "run", "--out", str(tmp_path / "pages")).status == 0
@@ -83,6 +85,7 @@ def test_a_report_has_each_latents_places(sae, home, tmp_path):
                                         pytest.approx(found["scaling"][latent][0]))
 
 
+@pytest.mark.slow
 def test_one_place_is_the_sae_to_the_bit(sae, home):
     store = saecli.open_store("a", home)
     options = {"act": "topk", "k": 4, "d_sae": 40, "epochs": 2, "batch_size": 64}
@@ -90,6 +93,7 @@ def test_one_place_is_the_sae_to_the_bit(sae, home):
     assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
 
 
+@pytest.mark.slow
 def test_a_place_on_another_scale_is_learned_as_well(sae, home):
     document = sae("train", "--data", "a", "--data", "b", "--act", "topk", "--k", "4", *QUICK, "--name", "run").json
     (found,) = sae("sparsity", "run", "--json").json["runs"]

@@ -85,6 +85,7 @@ def overflowing(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_rows_that_one_place_cannot_store_are_dropped_from_all_and_damage_is_mended(sae: CommandLine, overflowing,
                                                                                     text):
     words = ("extract", "--model", overflowing, "--dataset", text, "--layer", "1", "--context", "16", "--rows", "500",

@@ -306,6 +306,7 @@ def stored_rows(home: Path, place: Place) -> tuple[np.ndarray, np.ndarray]:
             np.stack([np.concatenate(list(rows.column(name, 64))) for name in COLUMNS]))
 
 
+@pytest.mark.slow
 def test_stores_filled_together_drop_what_any_of_them_drops_and_say_why(model, tmp_path: Path, small_blocks):
     for place in DROPPING:  # every row there is
         fill_stores(tmp_path / "every", model, [place], rows=10**6)
@@ -326,6 +327,7 @@ def test_stores_filled_together_drop_what_any_of_them_drops_and_say_why(model, t
         assert meta.dropped_norms["beside"].max <= MULTIPLE * meta.median_norm < meta.dropped_norms["high_norm"].max
 
 
+@pytest.mark.slow
 def test_stores_filled_together_from_wherever_each_was_stopped_are_those_never_stopped(model, tmp_path: Path,
                                                                                       small_blocks):
     fill_stores(tmp_path / "whole", model, DROPPING, multiple=MULTIPLE)

@@ -167,6 +167,7 @@ def test_a_signed_topk_is_native_where_saelens_would_change_rows_and_says_so(sae
     assert "\n- `clipped`: the topk of saelens applies a ReLU to the k largest pre-activations" in card
 
 
+@pytest.mark.slow
 def test_layers_for_circuit_tracer_are_pushed_into_one_folder_in_which_other_formats_are_replaced(
         sae: CommandLine, hub: ModelHub) -> None:
     for layer in (0, 1):

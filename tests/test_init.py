@@ -101,6 +101,7 @@ def test_training_goes_on_from_where_an_sae_is(sae: CommandLine):
         assert on < 1.01 * first < 0.8 * anew
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "words", "parameters"), [
     (Relu(), ("--act", "topk", "--k", "3"), {}),
     (TopK(k=3), ("--act", "jumprelu", "--target-l0", "4"), {"threshold"}),
@@ -121,6 +122,7 @@ def test_another_activation_begins_with_parameters_fitted_to_the_rows(sae: Comma
         assert done.json["final"]["test_l0"] == pytest.approx(float(words[3]), rel=0.5)
 
 
+@pytest.mark.slow
 def test_a_target_for_l0_is_held_from_the_first_step_on_and_refused_where_no_thresholds_have_it(sae: CommandLine):
     make_store(sae.home, "rows", 30 * some_rows())
     make_run(sae.home, "old", published(TopK(k=3)))

@@ -41,6 +41,7 @@ def test_a_store_is_a_small_table_in_which_nothing_is_markup(tmp_path: Path):
     assert "<td style='text-align:left'>300</td>" in shown and "&lt;script&gt;" in shown and "<script>" not in shown
 
 
+@pytest.mark.slow
 def test_pictures_are_figures_that_a_notebook_shows_and_no_file_is_written(sae: CommandLine, tmp_path: Path,
                                                                           monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

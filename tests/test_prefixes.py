@@ -75,6 +75,7 @@ def test_the_loss_is_the_mean_over_prefixes_and_the_error_that_of_all_latents(ac
         torch.testing.assert_close(own, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ["topk", *(pytest.param(act, marks=pytest.mark.slow) for act in
                                            ("relu", "batchtopk", "jumprelu", "soft-topk"))])
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
@@ -111,6 +112,7 @@ def test_the_last_decoder_step_is_the_optimum_for_all_prefixes():
 QUICK = ("--d-sae", "20", "--act", "topk", "--k", "3", "--epochs", "3", "--json")
 
 
+@pytest.mark.slow
 def test_auto_is_a_sixteenth_a_quarter_half_and_all_and_repeats_from_its_configuration(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(2000))
     done = sae("train", *QUICK, "--prefixes", "auto", "--name", "first")
@@ -122,6 +124,7 @@ def test_auto_is_a_sixteenth_a_quarter_half_and_all_and_repeats_from_its_configu
     assert all(torch.equal(tensor, again[name]) for name, tensor in load_file(folder / "sae.safetensors").items())
 
 
+@pytest.mark.slow
 def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path: Path):
     rows = some_rows(2000)
     make_store(sae.home, "rows", rows)

@@ -315,6 +315,7 @@ def interrupted(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_that_nothing_was_written(home: CommandLine, tmp_path: Path):
     before = signal.signal(signal.SIGALRM, interrupted)
     try:

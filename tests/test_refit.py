@@ -191,6 +191,7 @@ def test_other_tools_folders_are_refitted_on_rows_they_have_not_seen(sae: Comman
     assert sae("eval", "refit-theirs", "--json").json["runs"][0]["fvu"] == done.json["after"]["fvu"]
 
 
+@pytest.mark.slow
 def test_effect_on_the_model_is_told_before_and_after(sae: CommandLine):
     assert sae("extract", "--model", "tiny-gemma2", "--rows", "3000", "--name", "notes").status == 0
     assert sae("train", "--solver", "sgd", "--act", "topk", "--k", "8", "--d-sae", "64", "--steps", "20", "--name",

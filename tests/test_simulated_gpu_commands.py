@@ -183,6 +183,7 @@ def test_few_codes_of_a_device_are_kept_as_entries(density: float, monkeypatch: 
     assert torch.equal(found.dense().cpu(), dense)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "carried"])
 @pytest.mark.parametrize("dtype", ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in DTYPES
                                                  if name != "bfloat16")])

@@ -84,6 +84,7 @@ def test_what_comes_to_what_was_wanted_is_not_warned_of(sae: CommandLine):
     assert "warning" not in sae("eval").err
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
     for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
@@ -135,6 +136,7 @@ def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
     assert sae("eval", "stopped", "--json").status == 0
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_last_checkpoint(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
     assert sae("train", "--name", "run", *QUICK).status == 0

@@ -75,6 +75,7 @@ def test_a_run_that_diverges_without_overflow_ends_with_1_and_leaves_no_folder(s
     assert not list((sae.home / "runs").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [8, 900])  # is seen over some steps, or at the epoch's end alone
 def test_a_run_that_diverges_keeps_the_checkpoint_from_before_which_eval_takes_and_resume_goes_on_from(
         sae: CommandLine, batch_size: int):
@@ -98,6 +99,7 @@ def test_a_run_that_diverges_keeps_the_checkpoint_from_before_which_eval_takes_a
     assert measured.json["runs"][0]["fvu"] == pytest.approx(before["final"]["test_fvu"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_far_from_0_that_are_not_centred_start_above_1_and_do_not_count_as_diverged(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000) + 100 * np.arange(8, dtype=np.float32))
     done = sae("train", "--solver", "sgd", "--normalize", "none", "--lr", "0.01", "--batch-size", "8", *QUICK[:2],

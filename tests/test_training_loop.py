@@ -85,6 +85,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return read
 
 
+@pytest.mark.slow
 def test_each_of_several_is_to_the_bit_what_it_is_alone():
     rows = some_rows(700)
     alone = [Loop([trainer(rows, solver, act, **options)]) for solver, act, options in KINDS]

@@ -72,6 +72,7 @@ def test_every_solver_and_activation_leaves_a_transcoder_that_eval_agrees_with(s
     assert measured["fvu"] == pytest.approx(fvu.item(), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["pam-sgd", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_from_rows_to_themselves_it_is_the_sae(sae, home, solver):
     release = ("--release", "0.5") if solver == "pam-sgd" else ()  # which by default is another for transcoders
@@ -84,6 +85,7 @@ def test_from_rows_to_themselves_it_is_the_sae(sae, home, solver):
         assert (one[name] - other[name]).norm() <= 2e-2 * one[name].norm(), name
 
 
+@pytest.mark.slow
 def test_a_skip_takes_all_that_is_linear(sae, home):
     x = some_rows(1500)
     make_store(home, "linear", x @ linear_map(3) + 2)
@@ -92,6 +94,7 @@ def test_a_skip_takes_all_that_is_linear(sae, home):
     assert with_skip["test_fvu"] < 1e-6 < 1e-3 < without["test_fvu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stores", [
     ("--data", "x", "--target", "y", "--skip"), pytest.param(("--data", "x", "--data", "y"), marks=pytest.mark.slow),
 ], ids=["transcoder", "crosscoder"])
@@ -136,6 +139,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(sae, home, command, sentence)
     assert done.status == 2 and sentence in done.err, done.err
 
 
+@pytest.mark.slow
 def test_sparsity_report_and_list_take_a_transcoder(sae, home, tmp_path):
     sae("train", "--data", "x", "--target", "y", "--skip", *TOPK, *QUICK, "--name", "run")
     assert sae("sparsity", "run", "--json").json["runs"][0]["l0"] == pytest.approx(4, abs=0.1)
@@ -154,6 +158,7 @@ def test_arrays_in_memory_are_fitted_and_measured_with_their_targets_beside_them
         saecli.fit(x, target=y[:1000], act="topk", k=4)
 
 
+@pytest.mark.slow
 def test_stores_joined_in_python_train_what_the_command_trains(sae, home):
     sae("train", "--data", "x", "--target", "y", *TOPK, *QUICK, "--name", "run")
     joined = saecli.join(saecli.open_store("x", home), target=saecli.open_store("y", home))
@@ -198,6 +203,7 @@ def test_the_regression_is_exact_where_targets_are_linear_and_damped_where_rows_
     assert (x @ found(6, noise)).norm() < 0.5 * (x @ interpolating).norm()
 
 
+@pytest.mark.slow
 def test_the_effect_of_a_transcoder_is_that_of_a_hook_on_the_mlp(sae, folder):  # noqa: F811
     sae.home.mkdir()
     text = sae.home / "text.jsonl"
