@@ -12,7 +12,6 @@ from .evaluation.evaluate import draw_sparsity, evaluated, sparsity_document, ta
 from .evaluation.sae_and_rows import RowsLike, SAELike, all_measured
 from .evaluation.stability import check_stability, draw_stability, stability
 from .home import Home
-from .probing.probe import draw_probes, probe
 from .spline_measures.geometry import geometry
 from .training import read_metrics
 
@@ -86,6 +85,8 @@ def _stability(saes: Sequence[SAELike], home: Home, listener: Listener, rows: di
 
 
 def _probe(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dict[str, Any], options: Any) -> None:
+    from .probing.probe import draw_probes, probe  # imports transformers, which takes seconds
+
     draw_probes(NOWHERE, probe(saes, home=home.path, device=rows["device"], **options))
 
 
