@@ -15,7 +15,7 @@ import importlib as _importlib
 import os as _os
 
 # Waiting OpenMP threads sleep rather than spin, unless the user has set this: beside other work, spinning takes half of
-# a training's CPU time or more (tests/benchmarks/waiting_threads.py). OpenMP reads it when torch is loaded.
+# a training's CPU time or more (tests/benchmarks/README.md). OpenMP reads it when torch is loaded.
 _os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 TYPE_CHECKING = False  # true to a type checker, which then knows exactly these names

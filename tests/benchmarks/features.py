@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from scipy.stats import t
-from solver_grid import Log, workers
+from workers import Log, workers
 
 if TYPE_CHECKING:
     from saecli import SAE, ActivationStore

@@ -10,9 +10,27 @@ from pathlib import Path
 import torch
 from day import Day, Figures
 from extraction import CONTEXT, write_text
-from extraction_memory import gemma2
+from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+
+from saecli.language_model import BUNDLED, TINY_GEMMA2
 
 LAYER = 12
+
+
+def gemma2(folder: Path, shrink: int) -> int:
+    """Save a random Gemma-2, of 2.6 billion parameters if not shrunk; their number."""
+    config = Gemma2Config(dtype="bfloat16", vocab_size=256_000 // shrink, hidden_size=2304 // shrink,
+                          intermediate_size=9216 // shrink)
+    with torch.device("meta"):  # never held in float32
+        model = Gemma2ForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu").tie_weights()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02, generator=generator)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(BUNDLED[TINY_GEMMA2]).save_pretrained(folder)
+    return model.num_parameters()
 
 
 def sae(home: Path, *words: object) -> dict:
