@@ -18,7 +18,7 @@ from . import __version__, interrupts
 from .config import flag_of
 from .errors import ConfigError, PeerError, SaeError, did_you_mean, one_line, printable
 from .files import as_named
-from .help_page import show_root_help
+from .help_page import demand_once, show_root_help
 from .home import Home
 from .memory import demand_address_space, is_out_of_memory
 from .outline import loaded, outlined
@@ -50,6 +50,12 @@ TOGETHER = ("extract", "train")  # commands that torchrun may run in several pro
 
 class LazyGroup(TyperGroup):
     """Imports a command's module only when it is run, so that help pages and completion do not import torch."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words before the command, and refuse a second --home."""
+        if not ctx.resilient_parsing:
+            demand_once(self, ctx, args)
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command to run, and load it."""

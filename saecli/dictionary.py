@@ -204,10 +204,12 @@ class Dictionary(Module, ABC):
 
     def sae(self) -> "SAE":
         """A frozen copy as an `SAE`."""
-        return SAE(*(tensor.detach().clone() for tensor in (self.W_enc, self.b_enc, self.decoder(), self.b_dec)),
-                   self.activation, {name: tensor.detach().clone() for name, tensor in
-                                     self.activation_parameters.items()}, self.prefixes,
-                   None if self.W_skip is None else self.W_skip.detach().clone(), self.widths)
+        def copy(tensor: Tensor) -> Tensor:
+            return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+        return SAE(*map(copy, (self.W_enc, self.b_enc, self.decoder(), self.b_dec)), self.activation,
+                   {name: copy(tensor) for name, tensor in self.activation_parameters.items()}, self.prefixes,
+                   None if self.W_skip is None else copy(self.W_skip), self.widths)
 
     @property
     def k(self) -> int | None:
@@ -302,8 +304,10 @@ class SAE(Dictionary):
                           self.W_skip, self.widths)
 
     def copy_to(self, *args: torch.device | torch.dtype | str) -> Self:
-        """A copy on another device or in another dtype; arguments as of `Tensor.to`."""
-        return self.changed(**{name: tensor.to(*args) for name, tensor in self.tensors().items()})
+        """A copy on another device or in another dtype; arguments as of `Tensor.to`.
+
+        Its tensors are row-major, as from a file: products of other strides differ in their last bits."""
+        return self.changed(**{name: tensor.to(*args).contiguous() for name, tensor in self.tensors().items()})
 
     def on_raw_rows(self, mean: Tensor, scale: Tensor, target_mean: Tensor | None = None,
                     target_scale: Tensor | None = None) -> Self:

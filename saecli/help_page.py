@@ -33,7 +33,11 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command's words, options in any spelling: `--d_sae` is `--d-sae`."""
-        return super().parse_args(ctx, args if ctx.resilient_parsing else [*self._spelled(ctx, args)])
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        words = [*self._spelled(ctx, args)]
+        demand_once(self, ctx, words)
+        return super().parse_args(ctx, words)
 
     def _spelled(self, ctx: Any, args: list[str]) -> Iterator[str]:
         """The words with hyphens in the names of options; ConfigError for an option of another tool."""
@@ -61,6 +65,15 @@ class Command(TyperCommand):
     def show_all(self, ctx: Any) -> None:
         """Print the page of `--help-all`."""
         _show(self, ctx, _panels(self, ctx, frozenset()))
+
+
+def demand_once(command: Any, ctx: Any, words: Sequence[str]) -> None:
+    """ConfigError if the words give an option that takes one value twice."""
+    _, _, order = command.make_parser(ctx).parse_args(args=[*words])
+    for index, one in enumerate(order):
+        if one in order[:index] and not (one.multiple or one.is_flag):
+            raise ConfigError(None, "{flag} is given twice: expected one value", "leave one of them out",
+                              flag=one.opts[0])
 
 
 def help_all_parameter() -> Parameter:

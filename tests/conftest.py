@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# Before torch is imported: threads that wait sleep (see saecli/__init__.py), and tests that run side by side have one
-# thread each, since threads that wait for cores would take longer.
+# Before torch is imported: threads that wait sleep (see saecli/__init__.py), tests that run side by side have one
+# thread each, since threads that wait for cores would take longer, and processes that a test starts have as many as its
+# own: results agree bit for bit between equal numbers of threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else str(os.cpu_count()))
 
 from homes import CommandLine
 from store_producer import Producer

@@ -1,18 +1,57 @@
-"""Running `sae` in several processes, started by PyTorch's own launcher; none of them outlives a test."""
+"""Running `sae` in a process that a signal meets at a chosen moment, or in several, started by PyTorch's own launcher;
+none of them outlives a test."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from homes import Done
 
 PATIENCE = 100.0  # seconds
+
+
+MET_BY_A_SIGNAL = """
+import os, sys
+left = {nth}
+
+def hook(event, arguments):
+    global left
+    if event == "os.rename" and str(arguments[1]).endswith({name!r}):
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), {signal})
+
+sys.addaudithook(hook)
+sys.argv = ["sae", *{words!r}]
+from saecli.__main__ import main
+main()
+"""
+
+
+def signalled(home: Path, words: Iterable[object], name: str, nth: int = 1,
+              what: signal.Signals = signal.SIGKILL) -> subprocess.Popen[str]:
+    """`sae` in a process that sends itself a signal before it renames the nth file to a path that ends with a name; on
+    return it has ended, or stopped, by the signal or before."""
+    program = MET_BY_A_SIGNAL.format(nth=nth, name=name, signal=int(what),
+                                     words=["--home", str(home), *map(str, words)])
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    heard = subprocess.DEVNULL if what == signal.SIGSTOP else subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=heard, stdout=subprocess.DEVNULL, text=True,
+                               env=environment,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    if what == signal.SIGSTOP:
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+    else:
+        process.said = process.communicate(timeout=PATIENCE)[1]
+        assert what != signal.SIGKILL or process.returncode == -signal.SIGKILL, process.said
+    return process
 
 
 def torchrun(processes: int, *more: str) -> list[str]:

@@ -1,5 +1,6 @@
 """`sae geometry` against brute force over the same rows in memory."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from encoders import walls
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
+from threadpoolctl import threadpool_limits
 
 from saecli.activations import AbsTopK, BatchTopK, JumpRelu, Relu, ReluTopK, Swish, TopK
 from saecli.dictionary import SAE
@@ -18,6 +20,13 @@ KEYS = ["run", "data", "split", "act", "rows", "l0", "cells_visited", "cells_pos
         "references"]
 NEAR = ["radius", "radius_fraction", "boundary", "rows"]
 SPREAD = ["mean", "min", "p5", "p25", "median", "p75", "p95", "max"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums of k-means in several threads come in any order."""
+    with threadpool_limits(1):
+        yield
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from homes import CommandLine, make_run, random_sae
+from launching import signalled
 from sklearn.datasets import load_digits
 from storing import collect
 
@@ -122,15 +122,12 @@ def test_a_killed_import_goes_on_and_equals_one_that_was_never_killed(sae, tmp_p
     rows = np.random.default_rng(0).standard_normal((200_000, 16), np.float32)
     np.savez(tmp_path / "a.npz", x=rows, y=np.arange(200_000))
     words = ["import", tmp_path / "a.npz", "--labels", "y", "--shard-rows", "3000"]
-    marker = sae.home / "activations" / "a" / "store.json"
-    process = subprocess.Popen(shell("--home", sae.home, *words))
-    while process.poll() is None and not (marker.exists() and json.loads(marker.read_text())["shards"]):
-        time.sleep(0.002)
+    process = signalled(sae.home, words, ".h5", 5, signal.SIGSTOP)
     refused = sae(*words)
     assert refused.status == 1
     assert "another process is writing it; wait for that one, or choose another --name" in refused.err
     seen = stored(sae, "a")[0]  # whole shards only
-    assert len(seen) % 3000 == 0 and process.poll() is None
+    assert len(seen) % 3000 == 0
     np.testing.assert_array_equal(seen, rows[: len(seen)])
     process.send_signal(signal.SIGKILL)  # with which its lock goes
     assert process.wait() == -signal.SIGKILL

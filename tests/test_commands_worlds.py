@@ -1,17 +1,14 @@
 """`sae import synthetic` as a shell runs it, and `sae eval` on what it stores."""
 
-import json
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_run, random_sae
+from launching import signalled
 from storing import collect
 
 import saecli
@@ -167,12 +164,7 @@ def test_import_synthetic_is_a_function_too_which_knows_its_options(sae):
 def test_the_worlds_of_the_paper_and_the_flat_one_are_reached_by_options_and_survive_a_kill(sae):
     flat = ["import", "synthetic", "--features", "1536", "--d-in", "192", "--no-hierarchy", "--l0", "23", "--rows",
             "60000", "--shard-rows", "5000", "--name"]
-    marker = opened_path(sae, "flat") / "store.json"
-    process = subprocess.Popen([sys.executable, "-m", "saecli", "--home", sae.home, *flat, "flat"])
-    while process.poll() is None and not (marker.exists() and len(json.loads(marker.read_text())["shards"]) > 1):
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
+    signalled(sae.home, [*flat, "flat"], ".h5", 4)
     done = sae(*flat, "flat", "--json")
     assert re.search(r"going on after \d+,000 rows", done.err)
     sae(*flat, "whole")

@@ -167,7 +167,7 @@ def test_a_run_finds_known_features_and_its_controls_do_not(sae: CommandLine, so
     assert [line["control"] for line in read] == NAMES[:4]
     assert float(read[1]["mcc"]) == lines["fixed encoder"]["mcc"]
     assert sae("train", *words, "--seed", "1", "--name", "other").status == 0
-    assert run["stability"] == saecli.stability(["run", "other"], home=sae.home)["pw_mcc"]
+    assert run["stability"] == pytest.approx(saecli.stability(["run", "other"], home=sae.home)["pw_mcc"], rel=1e-6)
     assert saecli.controls("run", home=sae.home) == done.json
 
 

@@ -4,16 +4,15 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from homes import CommandLine
+from launching import signalled
 from tiny_models import CONFIGS, VOCABULARY, WIDTH, loaded, save_model
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -108,17 +107,8 @@ def test_the_same_request_is_a_cache_hit_and_another_makes_another_store(sae: Co
 def test_a_killed_extraction_equals_one_never_stopped(sae: CommandLine, tmp_path: Path):
     words = ["extract", "--model", "tiny-gemma2", "--rows", "3000", "--shard-rows", "300", "--batch-size", "4"]
     assert sae(*words, "--name", "whole").status == 0
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    folder = sae.home / "activations" / "killed"
-    for shards in (2, 7):
-        command = [sys.executable, "-m", "saecli", "--home", str(sae.home), *words, "--name", "killed"]
-        process = subprocess.Popen(command,
-                                   stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
-        while len(list(folder.glob("shards/[0-9]*.h5"))) < shards:
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    for shard in ("00002.h5", "00007.h5"):
+        signalled(sae.home, [*words, "--name", "killed"], shard)
     assert sae(*words, "--name", "killed").status == 0
     (rows, columns), (expected, expected_columns) = stored(sae.home, "killed"), stored(sae.home, "whole")
     np.testing.assert_array_equal(rows, expected)
@@ -135,14 +125,8 @@ def test_a_killed_extraction_gone_on_with_in_other_batches_loses_and_doubles_no_
     assert sae(*words, "whole").status == 0
     folder = sae.home / "activations" / "killed"
     stood = []
-    for shards, windows in ((2, "1"), (36, "7"), (70, "300")):
-        command = [sys.executable, "-m", "saecli", "--home", str(sae.home), *words, "killed", "--batch-size", windows]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        while len(list(folder.glob("shards/[0-9]*.h5"))) < shards:
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    for shard, windows in (("00002.h5", "1"), ("00036.h5", "7"), ("00070.h5", "300")):
+        signalled(sae.home, [*words, "killed", "--batch-size", windows], shard)
         stood.append(ActivationStore.open(folder).rows)
     assert 0 < stood[0] < stood[1] < stood[2] < 24_000
     plain = [word for word in words if word != "--packed"]

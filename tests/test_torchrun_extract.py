@@ -65,7 +65,7 @@ def test_two_processes_store_the_documents_of_one_and_one_of_them_speaks(sae: Co
             assert_same_documents(sae.home, f"two-{site}", f"one-{site}")
         return
     (_, columns, two), (_, wanted, one) = by_document(sae.home, "two"), by_document(sae.home, "one")
-    assert two.meta.median_norm == one.meta.median_norm
+    assert two.meta.median_norm == pytest.approx(one.meta.median_norm, rel=1e-3)
     assert two.meta.dropped["high_norm"] == pytest.approx(one.meta.dropped["high_norm"], rel=0.3)  # of whole blocks
     last = min(columns[2].max(), wanted[2].max())  # who makes up for rows left out decides the last documents
     for documents in (columns, wanted):
@@ -96,7 +96,7 @@ def test_two_processes_drop_from_both_sites_the_rows_that_either_drops(both: Pat
         np.testing.assert_array_equal(columns, others)
         assert min(store.meta.dropped[reason] for store in (mlp, post) for reason in ("beside", "high_norm")) > 30
     (_, wanted, one), (_, columns, two) = found["one"][0], found["two"][0]
-    assert two.meta.median_norm == one.meta.median_norm
+    assert two.meta.median_norm == pytest.approx(one.meta.median_norm, rel=1e-3)
     last = min(columns[2].max(), wanted[2].max())  # who makes up for rows left out decides the last documents
     for documents in (columns, wanted):
         assert (documents[2] < last - 20).sum() > 8_000

@@ -1,12 +1,8 @@
 """`sae train`: what it writes and prints, that it repeats and resumes bit for bit, and what bad input gets."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +10,7 @@ import pytest
 import torch
 from grids import grid
 from homes import CommandLine, make_store, some_rows
+from launching import signalled
 from safetensors.torch import load_file
 
 from saecli.activations import ACTIVATIONS
@@ -100,14 +97,8 @@ def test_a_killed_run_resumed_equals_one_never_stopped(sae: CommandLine, solver:
     settings = ("train", "--solver", solver, "--act", "jumprelu", "--d-sae", "64", "--epochs", "5",
                 "--batch-size", "64", "--inner-steps", "3")
     assert sae(*settings, "--name", "whole").status == 0
-    process = subprocess.Popen([sys.executable, "-m", "saecli", "--home", str(sae.home), *settings, "--name", "killed"],
-                               stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    signalled(sae.home, [*settings, "--name", "killed"], "checkpoint.safetensors", 2)
     folder = sae.home / "runs" / "killed"
-    while not (folder / "checkpoint.safetensors").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
     assert not json.loads((folder / "run.json").read_text())["complete"]
     done = sae("train", "--resume", "--json")
     assert done.json["run"] == "killed"
@@ -121,18 +112,11 @@ def test_a_killed_run_resumed_equals_one_never_stopped(sae: CommandLine, solver:
 @pytest.mark.slow
 def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(20_000))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "saecli", "--home", str(sae.home), "train", "--d-sae", "64", "--epochs", "100",
-         "--batch-size", "64", "--name", "stopped"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # which a background job ignores
-    while not (sae.home / "runs" / "stopped" / "checkpoint.safetensors").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGINT)
-    _, said = process.communicate()
+    process = signalled(sae.home, ["train", "--d-sae", "64", "--epochs", "100", "--batch-size", "64", "--name",
+                                   "stopped"], "checkpoint.safetensors", 2, signal.SIGINT)
     assert process.returncode == 130
-    assert "sae train --resume --name stopped" in said
-    assert "Traceback" not in said
+    assert "sae train --resume --name stopped" in process.said
+    assert "Traceback" not in process.said
     assert sae("eval", "stopped", "--json").status == 0
 
 

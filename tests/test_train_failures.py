@@ -2,15 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_store, some_rows
+from launching import signalled
 from safetensors.torch import load_file
 from store_producer import Producer
 from storing import memory_folder
@@ -193,17 +194,10 @@ def test_a_file_that_may_grow_no_further_costs_at_most_the_current_epoch(sae: Co
 @pytest.mark.slow
 def test_an_early_interrupt_ends_with_130_and_no_traceback(sae: CommandLine):
     make_store(sae.home, "rows", np.tile(some_rows(1000), (20, 1)))
-    process = subprocess.Popen(
-        ["bash", "-c", f"trap - INT; exec {sys.executable} -m saecli --home {sae.home} train --epochs 500"],
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    while not list(sae.home.glob("runs/*/run.json")):
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(2)
-    _, said = process.communicate()
-    assert "Traceback" not in said
-    if process.returncode == 130:  # unless the shell that runs the tests has interrupts ignored
-        assert "stopped" in said
+    process = signalled(sae.home, ["train", "--epochs", "500"], "run.json", 1, signal.SIGINT)
+    assert process.returncode == 130
+    assert "Traceback" not in process.said
+    assert "stopped" in process.said
 
 
 def test_a_run_cut_short_before_its_last_file_is_completed_by_resume(sae: CommandLine):

@@ -1,14 +1,11 @@
 """`sae train` with options given several values: every run is what it is alone, and the store is read once."""
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 
 import pytest
 from homes import CommandLine, make_store, some_rows
+from launching import signalled
 from test_train import assert_same_weights, weights
 
 from saecli.store import Rows
@@ -88,15 +85,9 @@ def test_an_interrupt_saves_all_and_each_goes_on_to_what_it_is_alone(sae: Comman
     settings = ("train", "--solver", "pam-sgd", "--act", "topk", "--k", "3", "--d-sae", "64", "--epochs", "12",
                 "--batch-size", "64")
     assert sae(*settings, "--seed", "1", "--name", "whole").status == 0
-    process = subprocess.Popen(
-        [sys.executable, "-m", "saecli", "--home", str(sae.home), *settings, "--seed", "0", "--seed", "1", "--name",
-         "some"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # which a background job ignores
-    while not (sae.home / "runs" / "some-seed1" / "checkpoint.safetensors").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    process = signalled(sae.home, [*settings, "--seed", "0", "--seed", "1", "--name", "some"],
+                        "some-seed1/checkpoint.safetensors", 2, signal.SIGINT)
+    said = process.said
     assert process.returncode == 130
     assert "Traceback" not in said
     for name in "some-seed0", "some-seed1":

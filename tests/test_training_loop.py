@@ -1,6 +1,5 @@
 """The loop over trainers: one reading of the rows for all, and failures and interrupts among several."""
 
-import signal
 from collections import Counter
 from typing import Any
 
@@ -48,9 +47,8 @@ class Failing(Lines):
     def epoch(self, *words: Any) -> None:
         super().epoch(*words)
         if self.failure is None:
-            signal.raise_signal(signal.SIGINT)
-        else:
-            raise self.failure
+            raise KeyboardInterrupt
+        raise self.failure
 
 
 def trainer(rows: Any, solver: str = "sgd", act: str = "topk", record: Record | None = None,

@@ -26,7 +26,7 @@ def command(ctx: typer.Context, names: Names, kind: KindOption = None, yes: Yes 
     session = start(ctx, json)
     found = removable(session.home, names, kind)
     for one in found:
-        users = f"; trained on it: {', '.join(one.users)}" if one.users else ""
+        users = f"; trained on it: {', '.join(run.name for run in one.users)}" if one.users else ""
         session.console.note(f"{one.kind} {one.name}: {size_words(one.bytes)} in {one.path}{users}")
     if not yes and not _agreed(f"remove {'it' if len(found) == 1 else f'these {len(found)}'}?"):
         session.console.note("nothing was removed")

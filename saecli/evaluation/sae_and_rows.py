@@ -267,7 +267,7 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, 
 def opened(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:
     """An SAE and its subject; see `measured`."""
     if isinstance(sae, SAE):
-        return Subject("sae"), SavedSAE(sae)
+        return Subject("sae"), SavedSAE(sae.copy_to(sae.W_enc.device))
     subject = find_subject(home, None if sae is None else str(sae), listener.note)
     if sae is None:
         listener.note(f"using the newest run, {subject.name}")

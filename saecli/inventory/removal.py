@@ -24,14 +24,14 @@ class Removable:
         shelf: where it stands.
         name: its folder's.
         bytes: of its files.
-        users: the runs that were trained on this store.
+        users: folders of the runs that were trained on this store.
     """
 
     kind: Kind
     shelf: Shelf
     name: str
     bytes: int
-    users: tuple[str, ...] = ()
+    users: tuple[Path, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -43,8 +43,14 @@ class Removable:
         store or run, and can be removed by its name.
 
         Raises:
-            SaeError: another process is writing it, or the system refuses.
+            SaeError: another process is writing it or training on it, or the system refuses.
         """
+        for run in self.users:
+            try:
+                os.close(lock_folder(run))
+            except BlockingIOError as error:
+                raise self.shelf.error(f"cannot remove {self.name}: {run.name} is being trained on it; wait for it, or "
+                                       "stop it") from error
         try:
             if self.path.is_symlink():
                 self.path.unlink()
@@ -100,7 +106,7 @@ def _folders(shelf: Shelf) -> set[str]:
     return {path.name for path in shelf.path.glob("[!.]*") if path.is_dir()}
 
 
-def _trained_on(home: Home, store: str) -> tuple[str, ...]:
+def _trained_on(home: Home, store: str) -> tuple[Path, ...]:
     """The readable runs that were trained on a store."""
     users = []
     for name in home.runs.names():
@@ -109,5 +115,5 @@ def _trained_on(home: Home, store: str) -> tuple[str, ...]:
         except SaeError:
             continue
         if store in (run.data, *run.beside, run.target):
-            users.append(name)
+            users.append(home.runs.path / name)
     return tuple(users)

@@ -10,6 +10,7 @@ from ..codes import Codes, DenseCodes, Prefixes
 from .cholesky import Cholesky
 from .system import PIECE, AllReduce, Factorisation, System, reduced
 
+CONSTANT = 2.0**-23  # spread of a latent over its mean below which float32 cannot tell it from none
 RESOLUTION = 1e-13  # least ridge over the mean diagonal: a smaller one is lost in float64's rounding
 OFFSET = 100  # squared mean over variance above which sums are taken about the mean
 
@@ -89,6 +90,11 @@ class Sums(System):
             reduced([self.gram.matrix[begin:end, :end]], all_reduce)
 
     @property
+    def _spread(self) -> Tensor:
+        """Sum of `(z - z_bar)^2` per latent, (F,)."""
+        return self.gram.matrix.diagonal() - self.sum_z.square() / self.count
+
+    @property
     def rows(self) -> float:
         return self.count.item()
 
@@ -102,12 +108,12 @@ class Sums(System):
 
     def cross(self, centre: Tensor) -> Tensor:
         about_means = torch.addr(self.zy, self.sum_z / self.count, self.sum_y, alpha=-1)
+        about_means[self._spread <= self.count * (CONSTANT * self.z_bar).square()] = 0.0  # else rounding, to be divided
         return about_means.addr_(self.z_bar, self.y_bar - centre, alpha=self.rows).mul_(self.membership[..., None])
 
     def scale(self, shrink: float) -> float:
-        about_mean = self.gram.matrix.diagonal() - self.sum_z.square() / self.count
         between = self.membership * self.z_bar.square() - shrink * self.u.square()
-        return max((self.membership * about_mean + self.count * between).mean().item(), 0.0)
+        return max((self.membership * self._spread + self.count * between).mean().item(), 0.0)
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Direct":
         """By Cholesky in F dimensions; F^3 / 3 operations."""
