@@ -17,7 +17,7 @@ from .config import choose, options_of
 from .console import listening
 from .dictionary import SAE
 from .errors import ConfigError, did_you_mean, unknown_choice
-from .evaluation.sae_and_rows import find_subject
+from .evaluation.sae_and_rows import ORIGIN, find_subject
 from .evaluation.starts import start_of
 from .formats import WRITABLE, SavedSAE
 from .home import RUN_MARKER, Home
@@ -83,7 +83,7 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native",
         folder: new or empty; its parents are created.
         format: native, saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2 or circuit-tracer, all of
             which `load_sae` reads; also with _ for -.
-        store: the store that it was trained on, so that the files name model, layer and site.
+        store: the store that it was trained on, for an SAE that does not know: the files name it, model, layer, site.
 
     Raises:
         ConfigError: there is no such format.
@@ -91,7 +91,9 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native",
     """
     if formats.named(format) not in WRITABLE:
         raise unknown_choice("format", format, WRITABLE)
-    origin = origin_of(store if isinstance(store, Joined) else Joined((store,))) if store else {}
+    origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
+    if store:
+        origin = origin_of(store if isinstance(store, Joined) else Joined((store,)))
     formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin), formats.named(format), Path(folder))
 
 
@@ -154,8 +156,19 @@ def fit(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, *, targe
         (sae,) = Loop([trainer]).train()
     for note in trainer.solver.notes():
         listener.note(note)
-    sae.metadata = trainer.plan.settings()
+    sae.metadata = trainer.plan.settings() | _origin(rows, trainer.plan.training)
     return sae
+
+
+def _origin(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, training: TrainingConfig) -> dict[str, Any]:
+    """Where rows come from, as of `origin_of`; nothing of rows in memory."""
+    if isinstance(rows, ActivationStore | Joined):
+        stores = rows if isinstance(rows, Joined) else Joined((rows,))
+        return origin_of(stores, training.split_seed, training.fraction)
+    if isinstance(rows, Rows | JoinedRows):
+        first, stores = (rows, Joined((rows.store,))) if isinstance(rows, Rows) else (rows.inputs[0], rows.stores)
+        return origin_of(stores, first.split.seed, first.split.fraction)
+    return {}
 
 
 def _planned(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, target: ArrayLike | None, solver: str,

@@ -1,7 +1,9 @@
 """A command's output: tables or one JSON document on stdout, notes and progress on stderr."""
 
 import os
+import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -29,6 +31,9 @@ class Listener(Protocol):
     def note(self, text: str) -> None:
         """Receive a message beside the result."""
 
+    def warn(self, text: str) -> None:
+        """Receive a message on a choice that may not be the user's, or on data that may not fit."""
+
     def progress(self, label: str, total: float | None, unit: str) -> AbstractContextManager[Step]:
         """Receive the progress of long work; see `Console.progress`."""
 
@@ -38,6 +43,13 @@ class Silent:
 
     def note(self, text: str) -> None:
         """Discard a message."""
+
+    def warn(self, text: str) -> None:
+        """Warn as Python does, at the caller of saecli."""
+        level = 1
+        while (frame := sys._getframe(level)) and frame.f_globals.get("__name__", "").startswith("saecli"):
+            level += 1
+        warnings.warn(text, stacklevel=level + 1)
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
@@ -73,6 +85,8 @@ class Console:
     def note(self, text: str) -> None:
         """Print a message beside the result, on stderr."""
         self._err.print(printable(text), soft_wrap=True)
+
+    warn = note
 
     def result(self, document: dict[str, Any], *shown: rich.console.RenderableType) -> None:
         """Print the command's result: with `--json` the document, else `shown`."""

@@ -56,6 +56,13 @@ class Origin:
         prepend_bos: whether windows begin with special tokens.
         target_layer: of a transcoder, the block of its targets.
         target_site: of a transcoder, where in that block.
+        inputs: of a crosscoder, layer and site of each input, in order.
+        data: the store's reference, of several the first's.
+        data_hash: `Joined.hash` of the stores.
+        beside: references of further stores.
+        target: reference of the targets' store.
+        split_seed: seed of the split into training and held-out rows.
+        fraction: fraction of the training rows that was trained on.
     """
 
     model: str | None = None
@@ -66,6 +73,13 @@ class Origin:
     prepend_bos: bool | None = None
     target_layer: int | None = None
     target_site: str | None = None
+    inputs: tuple[dict[str, Any], ...] | None = None
+    data: str | None = None
+    data_hash: str | None = None
+    beside: tuple[str, ...] | None = None
+    target: str | None = None
+    split_seed: int | None = None
+    fraction: float | None = None
 
 
 @dataclass(frozen=True)

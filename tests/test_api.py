@@ -135,6 +135,32 @@ def test_sae_goes_through_a_folder_and_names_what_its_store_came_from(sae: Comma
         saecli.save_sae(one, tmp_path / "x", "x")
 
 
+def test_an_sae_keeps_its_store_and_says_where_other_rows_come_from(sae: CommandLine, tmp_path: Path, monkeypatch):
+    assert sae("extract", "--model", "tiny-gemma2", "--rows", "900", "--layer", "1", "--layer", "3", "--name",
+               "notes").status == 0
+    monkeypatch.setenv("SAE_HOME", str(sae.home))
+    one, three = (saecli.open_store(f"notes-l{layer}-resid_post") for layer in (1, 3))
+    quick = {"act": "topk", "k": 3, "d_sae": 16, "epochs": 1, "split_seed": 5}
+    fitted = saecli.fit(one, **quick)
+    saecli.save_sae(fitted, tmp_path / "x")
+    make_store(sae.home, "newest", some_rows(40))
+    measured = saecli.evaluate(tmp_path / "x")
+    assert measured["data"] == one.name and measured["fvu"] == saecli.evaluate(fitted)["fvu"]
+    assert [found["data"] for found in saecli.compare([tmp_path / "x", fitted])] == [one.name] * 2
+    assert saecli.load_sae(tmp_path / "x").metadata["split_seed"] == 5
+    with pytest.warns(UserWarning, match="was trained on layer 1 resid_post; .* holds layer 3 resid_post"):
+        saecli.evaluate(fitted, three)
+    done = sae("eval", str(tmp_path / "x"), "--data", three.name)
+    assert done.status == 0 and "was trained on layer 1 resid_post" in done.err
+    saecli.save_sae(random_sae(), tmp_path / "stranger")
+    with pytest.warns(UserWarning, match="does not name its store: taking the newest"):
+        saecli.evaluate(tmp_path / "stranger")
+    saecli.save_sae(saecli.fit(saecli.join(one, three), **quick), tmp_path / "both")
+    assert saecli.evaluate(tmp_path / "both")["data"] == f"{one.name} + {three.name}"
+    with pytest.raises(saecli.SaeError, match=r"in another order.*layer 1 resid_post, layer 3 resid_post"):
+        saecli.evaluate(tmp_path / "both", [three.name, one.name])
+
+
 def test_names_are_looked_up_in_the_home_of_the_environment(tmp_path: Path, monkeypatch):
     make_store(tmp_path, "rows", some_rows(20))
     make_run(tmp_path, "run", random_sae())

@@ -20,8 +20,8 @@ from saecli.solvers.maintenance import penalty_decay
 from saecli.store import Joined, Spread
 
 SHARED, OWN, D = 16, 8, 24
-SHORT = ("--d-sae", "40", "--epochs", "2", "--batch-size", "128", "--json")
-QUICK = (*SHORT, "--epochs", "10")
+COMMON = ("--d-sae", "40", "--batch-size", "128", "--json", "--epochs")
+SHORT, QUICK = (*COMMON, "2"), (*COMMON, "10")
 
 
 def two_models(rows: int = 4000) -> tuple[np.ndarray, np.ndarray]:

@@ -166,7 +166,9 @@ UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
 def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine, models, text, words, sentence,
                                                                monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    done = sae("extract", "--model", models["gpt2"], "--dataset", text, *words)
+    rest = [word for name, value in (("--model", models["gpt2"]), ("--dataset", text)) if name not in words
+            for word in (name, value)]
+    done = sae("extract", *rest, *words)
     assert done.status == (1 if sentence in UNAVAILABLE else 2)
     assert sentence in done.err
     assert "Traceback" not in done.err

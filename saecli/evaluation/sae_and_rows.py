@@ -8,7 +8,7 @@ Shapes: N rows, B rows of a batch, D = d_in.
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from ..config import words_of
 from ..console import Listener
 from ..devices import carried, device_named
 from ..dictionary import SAE
+from ..documents import Origin
 from ..errors import ConfigError, HubError, RunError
 from ..formats import SavedSAE
 from ..home import Home, read_run
 from ..hub import Address, fetch, is_cached
 from ..inventory.filling import open_joined
-from ..store import ActivationStore, Joined, JoinedRows, Rows
+from ..store import ActivationStore, Joined, JoinedRows, Rows, in_words
 from ..training.array_rows import ArrayLike, ArrayRows
 from ..training.rows import AnyRows
 from ..worlds import World
@@ -129,6 +130,7 @@ SAELike = SAE | str | Path | None  # an SAE, a run's name or anything that `load
 # side; None for the stores that the run was trained on, else the newest.
 RowsLike = ActivationStore | Joined | Rows | JoinedRows | ArrayLike | str | Sequence[str] | None
 
+ORIGIN = {field.name for field in fields(Origin)}
 BATCH_CODES, BATCH_ROWS = 1 << 24, 1024  # at a time: at most 64 MB of codes; smaller batches are faster
 
 
@@ -249,6 +251,9 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, 
     subject, saved = opened(home, sae, listener)
     rows = _rows(home, subject, data, target, split, listener)
     name = "these rows" if isinstance(rows, ArrayRows) else name_of(rows)
+    if not isinstance(rows, ArrayRows):
+        _compare_places(subject.name, saved.origin, Joined((rows.store,)) if isinstance(rows, Rows) else rows.stores,
+                        listener)
     if saved.is_transcoder and not rows.d_target:
         raise ConfigError(None, "{sae} is a transcoder: expected the store of what it predicts, got {name} alone",
                           "name both, by {data} and {target}", sae=subject.name, name=name)
@@ -267,14 +272,50 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, 
 def opened(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:
     """An SAE and its subject; see `measured`."""
     if isinstance(sae, SAE):
-        return Subject("sae"), SavedSAE(sae.copy_to(sae.W_enc.device))
+        origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
+        return _known(home, Subject("sae"), origin), SavedSAE(sae.copy_to(sae.W_enc.device), origin)
     subject = find_subject(home, None if sae is None else str(sae), listener.note)
     if sae is None:
         listener.note(f"using the newest run, {subject.name}")
     if not subject.complete:
         listener.note(f"{subject.name} is not finished; this is its last checkpoint")
     saved = formats.load(subject.folder)
+    if subject.data is None:
+        subject = _known(home, subject, saved.origin)
     return subject, saved if subject.target is None else replace(saved, transcodes=True)
+
+
+def _known(home: Home, subject: Subject, origin: Mapping[str, Any]) -> Subject:
+    """The subject with the stores and the split that an SAE's origin names, if the stores are there."""
+    names = [origin[key] for key in ("data", "target") if key in origin] + [*origin.get("beside", ())]
+    if "data" not in origin or not all(name in home.stores.names() or Path(name).is_dir() for name in names):
+        return subject
+    return replace(subject, data=origin["data"], data_hash=origin.get("data_hash"), target=origin.get("target"),
+                   beside=tuple(origin.get("beside", ())), split_seed=origin.get("split_seed", 0),
+                   fraction=origin.get("fraction", 1.0))
+
+
+def _compare_places(name: str, origin: Mapping[str, Any], stores: Joined, listener: Listener) -> None:
+    """Warn if an SAE was trained on other places of a model than these stores hold; refuse a crosscoder's stores in
+    another order, by a ConfigError."""
+    (wanted, wanted_target), (got, got_target) = _places(origin), _places(stores.origin)
+    models = [Path(one["model"]).name for one in (origin, stores.origin) if one.get("model")]
+    if len(wanted) > 1 and wanted != got and sorted(wanted) == sorted(got):
+        raise ConfigError("data", "names the inputs of {sae} in another order than it was trained on",
+                          "name them in this order: {order}", sae=name, order=", ".join(wanted))
+    if wanted and got and (wanted, wanted_target) != (got, got_target):
+        listener.warn(f"{name} was trained on {in_words(wanted, wanted_target)}; {stores.name} holds "
+                      f"{in_words(got, got_target)}")
+    elif len({*models}) > 1:
+        listener.warn(f"{name} was trained on {models[0]}; {stores.name} holds activations of {models[1]}")
+
+
+def _places(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
+    """The places of the inputs and of the target, as far as they are known."""
+    found = [f"layer {one['layer']} {one['site']}" for one in origin.get("inputs") or [origin]
+             if {"layer", "site"} <= one.keys()]
+    known = {"target_layer", "target_site"} <= origin.keys()
+    return found, f"layer {origin['target_layer']} {origin['target_site']}" if known else None
 
 
 def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str | None, split: str,
@@ -297,6 +338,8 @@ def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str 
                               "name a store, or make one of its text by `sae extract {options}`", run=subject.name,
                               options=shlex.join(words_of(subject.streamed)))
         found = names or [name for name in (subject.data, *subject.beside) if name]
+        if not found:
+            listener.warn(f"{subject.name} does not name its store: taking the newest")
         stores = open_joined(home, found, target if target or names else subject.target, listener)
     own = (subject.data, *subject.beside, subject.target) == (
         *(store.reference for store in stores.inputs), stores.target and stores.target.reference)

@@ -16,6 +16,8 @@ from ..home import Home
 from ..hub import Address, Entry, Repository, card_with
 from .export import Conversion, can_be_written, converted
 
+LOCAL = ("data", "data_hash", "beside", "target")  # of an origin: names in the home
+
 
 @dataclass(frozen=True)
 class PushOptions:
@@ -120,11 +122,10 @@ def _conversion(one: Measured, form: str, listener: Listener) -> Conversion:
 
 
 def _public(saved: SavedSAE) -> SavedSAE:
-    """The SAE without local paths: a model in a folder is named by the folder."""
-    model = saved.origin.get("model")
-    if model is None or not Path(model).is_absolute():
-        return saved
-    return replace(saved, origin=saved.origin | {"model": Path(model).name})
+    """The SAE without what is local: paths of a model, names of stores."""
+    origin = {name: value for name, value in saved.origin.items() if name not in LOCAL}
+    return replace(saved, origin=origin | ({"model": Path(origin["model"]).name} if Path(
+        origin.get("model", "")).is_absolute() else {}))
 
 
 def _entry(address: Address, found: Conversion, one: Measured, measures: dict[str, Any]) -> Entry:

@@ -90,7 +90,7 @@ def refitted_run(home: Home, sae: SAELike, data: str | None, target: str | None,
     found = refitted(before.sae, rows, listener)
     seconds = time.monotonic() - began
     stores, source = before.stores, before.subject.name
-    saved = SavedSAE(found.sae, before.saved.origin | origin_of(stores))
+    saved = SavedSAE(found.sae, before.saved.origin | origin_of(stores, before.subject.split_seed))
     after = replace(before, subject=replace(before.subject, name=folder.name, dead_fraction=found.dead_fraction),
                     saved=saved)
     measures = evaluated([before, after], model, tokens, listener)

@@ -154,10 +154,12 @@ class Joined(SideBySide[ActivationStore]):
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The entries of the first input's source, with the target's layer and site."""
-        first = self.inputs[0].meta.source
+        """The entries of the first input's source, with the target's layer and site, and those of several inputs."""
+        first, *others = (store.meta.source for store in self.inputs)
         target = self.target.meta.source if self.target else {}
-        return first | {f"target_{key}": target[key] for key in ("layer", "site") if key in target}
+        inputs = [{key: source[key] for key in ("layer", "site") if key in source} for source in (first, *others)]
+        return (first | {f"target_{key}": target[key] for key in ("layer", "site") if key in target}
+                | ({"inputs": inputs} if others and all(inputs) else {}))
 
     def names(self) -> dict[str, Any]:
         """The entries of a run's document, each a `reference`: `data`, and where there are such, `beside`, the further

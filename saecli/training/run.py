@@ -20,15 +20,18 @@ from .config import Plan
 from .logs import Log, Logged, demand_trackers, logs_of
 from .trainer import Measures, Record
 
-# Of the rows' source, kept in an SAE's file.
-ORIGIN = ("model", "layer", "site", "dataset", "context", "prepend_bos", "target_layer", "target_site")
 CONFIG = "config.toml"  # of a run: the options that repeat it
+# Of the rows' source, kept in an SAE's file.
+SOURCE = ("model", "layer", "site", "dataset", "context", "prepend_bos", "target_layer", "target_site", "inputs")
 KEPT = "kept"  # folder of a run that holds the run folders of its earlier epochs
 
 
-def origin_of(stores: Joined | Streamed) -> dict[str, Any]:
-    """The source of the stores' rows, for an SAE's file."""
-    return {key: stores.origin[key] for key in ORIGIN if key in stores.origin}
+def origin_of(stores: Joined | Streamed, split_seed: int = 0, fraction: float = 1.0) -> dict[str, Any]:
+    """The stores, the source of their rows and the split that was trained on, for an SAE's file: fields of `Origin`."""
+    source = {key: stores.origin[key] for key in SOURCE if key in stores.origin}
+    if isinstance(stores, Joined):
+        source |= stores.names() | {"split_seed": split_seed, "fraction": fraction}
+    return source
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,9 @@ class RunRecord(Record):
             log.close()
 
     def _save(self, sae: SAE, folder: Path) -> None:
-        save_native(SavedSAE(sae.copy_to(torch.float32), origin_of(self.run.stores)), folder)
+        training = self.run.plan.training
+        origin = origin_of(self.run.stores, training.split_seed, training.fraction)
+        save_native(SavedSAE(sae.copy_to(torch.float32), origin), folder)
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
