@@ -191,7 +191,9 @@ def main() -> None:
 
             leave()
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if not stop.args:
+            print(interrupts.NOT_WRITTEN, file=errors)
         _end(interrupts.STATUS)
     except Exception as error:  # the outermost boundary: unforeseen errors are reported as bugs
         if interrupts.came():  # and a library turned it into another error

@@ -1,6 +1,7 @@
 """Files and folders written atomically."""
 
 import csv
+import errno
 import fcntl
 import hashlib
 import json
@@ -163,17 +164,12 @@ def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Raise an OSError if a file, and missing folders, cannot be written at a path; leaves nothing behind."""
+    """Raise an OSError if a file cannot be written at a path, whose folder must exist; leaves nothing behind."""
     with suppress(FileNotFoundError):
         regular(path)  # would be replaced
-    made = [folder for folder in path.parents if not folder.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent).close()
-    finally:
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"there is no folder {path.parent}")
+    NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent).close()
 
 
 def make_folder(path: Path) -> None:

@@ -231,6 +231,9 @@ class Home:
         if self.path.is_file():
             raise ConfigError(None, "cannot use {path} as the home: expected a folder, got a file",
                               "give another {home}", path=self.path)
+        if self.path.is_symlink() and not self.path.exists():
+            raise ConfigError(None, "cannot use {path} as the home: it is a link to {got}, which does not exist",
+                              "make that folder, or give another {home}", path=self.path, got=self.path.readlink())
         if not is_utf8(self.path.absolute()):
             raise ConfigError(None, "cannot use {path} as the home: expected a path in UTF-8, got {got!r}",
                               "give another {home}", path=self.path, got=str(self.path))

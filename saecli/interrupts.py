@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 STATUS = 130
 NOT_BEGUN = "stopped before it began; nothing was changed"
+NOT_WRITTEN = "stopped; nothing was written"
 
 
 _came = False
@@ -39,6 +40,12 @@ def end() -> None:
     """From here on Ctrl-C does nothing, as the exit status is decided; Python would end the process by the signal."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def told(stop: BaseException) -> None:
+    """Mark an interrupt as explained to the user; `NOT_WRITTEN` is said of others."""
+    if isinstance(stop, KeyboardInterrupt):
+        stop.args = ("told",)
 
 
 def came() -> bool:

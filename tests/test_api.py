@@ -135,6 +135,7 @@ def test_sae_goes_through_a_folder_and_names_what_its_store_came_from(sae: Comma
         saecli.save_sae(one, tmp_path / "x", "x")
 
 
+@pytest.mark.slow
 def test_an_sae_keeps_its_store_and_says_where_other_rows_come_from(sae: CommandLine, tmp_path: Path, monkeypatch):
     assert sae("extract", "--model", "tiny-gemma2", "--rows", "900", "--layer", "1", "--layer", "3", "--name",
                "notes").status == 0

@@ -142,6 +142,7 @@ def test_python_m_saecli_is_sae():
     (("extract", "--model", "a", "--model", "b"), 2, "--model is given twice: expected one value"),
     (("train", "--model", "tiny-gemma2", "--layer", "1", "--layer=2"), 2, "--layer is given twice"),
     (("--home", "a", "list"), 2, "--home is given twice"),
+    (("eval", "--csv", "nowhere/a.csv"), 2, "cannot write nowhere/a.csv: there is no folder nowhere"),
     (("train",), 1, "there is no activation store"),
     (("eval",), 1, "there is no run"),
     (("geometry",), 1, "there is no run"),

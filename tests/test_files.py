@@ -34,11 +34,12 @@ def test_a_pipe_under_the_hidden_name_is_not_written_to(tmp_path: Path):
 
 def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path: Path):
     (tmp_path / "there").write_text("kept")
-    for path in (tmp_path / "a" / "b" / "new.png", tmp_path / "new.png", tmp_path / "there"):
+    for path in (tmp_path / "new.png", tmp_path / "there"):
         check_place(path)
     assert [path.name for path in tmp_path.iterdir()] == ["there"] and (tmp_path / "there").read_text() == "kept"
-    for path, refused in {tmp_path / "there" / "x.png": "Not a directory", tmp_path: "expected a file, got a folder",
-                          tmp_path / ("x" * 300): "File name too long", Path("/proc/new/x.png"): "No such file",
+    for path, refused in {tmp_path / "there" / "x.png": "Not a directory", tmp_path / "a" / "new.png": "there is no folder",
+                          tmp_path: "expected a file, got a folder",
+                          tmp_path / ("x" * 300): "File name too long", Path("/proc/new/x.png"): "there is no folder",
                           Path("/dev/null"): "got a device"}.items():
         with pytest.raises(OSError, match=refused):
             check_place(path)

@@ -67,4 +67,4 @@ def test_one_that_falls_into_a_callback_still_stops_the_command():
                "def app(**_):\n    late = Late()\n    del late\n    time.sleep(30)\n    print('went on')\n"
                "cli.app = app\ncli.main()")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped; nothing was written\n")

@@ -46,11 +46,7 @@ def command(ctx: typer.Context, run: Run = None, model: Model = None, tokens: To
     Example: sae controls first --model google/gemma-2-2b
     """
     session = start(ctx, json, csv=csv)
-    try:
-        document = controlled(session.home, run, model, given(ctx, "tokens"), seeds, device, session.console)
-    except KeyboardInterrupt:
-        session.console.note("stopped; nothing was written")
-        raise
+    document = controlled(session.home, run, model, given(ctx, "tokens"), seeds, device, session.console)
     for note in document["notes"]:
         session.console.note(note)
     if csv is not None:

@@ -41,12 +41,8 @@ def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: L
     """
     session = start(ctx, json, plot, csv=csv)
     names = list(dict.fromkeys(runs or ()))
-    try:
-        document = probed(session.home, names, model, layer, site and site.value, sets, rows, k, context, device,
-                          session.console)
-    except KeyboardInterrupt:
-        session.console.note("stopped; nothing was written")
-        raise
+    document = probed(session.home, names, model, layer, site and site.value, sets, rows, k, context, device,
+                      session.console)
     if plot is not None:
         draw_probes(plot, document)
         session.console.note(f"drew {plot}")

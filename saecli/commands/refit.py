@@ -28,12 +28,8 @@ def command(ctx: typer.Context, run: Run = None, data: Data = None, target: Targ
     Example: sae refit google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82 --data notes
     """
     session = start(ctx, json)
-    try:
-        document = refitted_run(session.home, run, data, target, name, model, given(ctx, "tokens"), device,
-                                session.console)
-    except KeyboardInterrupt:
-        session.console.note("stopped; nothing was written")
-        raise
+    document = refitted_run(session.home, run, data, target, name, model, given(ctx, "tokens"), device,
+                            session.console)
     for note in document["notes"]:
         session.console.note(note)
     session.console.result(document, refit_table(document), f"saved in {document['path']}")

@@ -46,12 +46,8 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, ta
     """
     check_choice(latents, top, examples, neuronpedia)
     session = start(ctx, json, out=out)
-    try:
-        one = measured(session.home, run, data, split, device, session.console, target)
-        document = write_report(one, out, latents, top, model, examples, neuronpedia, session.console)
-    except KeyboardInterrupt:
-        session.console.note("stopped; nothing was written")
-        raise
+    one = measured(session.home, run, data, split, device, session.console, target)
+    document = write_report(one, out, latents, top, model, examples, neuronpedia, session.console)
     for note in document["notes"]:
         session.console.note(note)
     session.console.result(document, f"wrote {document['index']}, with pages of {document['pages']:,} of "

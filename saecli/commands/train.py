@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from .. import interrupts
 from ..activations import ACTIVATIONS
 from ..config import flag_of, options_of
 from ..console import Listener
@@ -110,7 +111,8 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                 folders = claimed_folders(session.home, names, f"{solver}-{act}", claims, processes)
                 jobs = [Job(folder, run, _of_run(each), each.varied)
                         for folder, run, each in zip(folders, runs, options, strict=True)]
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
+            interrupts.told(stop)
             session.console.note("stopped before training began; nothing was changed")
             raise
         documents, errors = train_runs(jobs, session.console, processes)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from .. import interrupts
 from ..console import Listener, Step
 from ..errors import ConfigError, PeerError, StoreError, StoreOptionError
 from ..home import STORE_MARKER, Home
@@ -99,7 +100,8 @@ def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
     folders: list[Path] = []
     try:
         yield folders
-    except (KeyboardInterrupt, PeerError):
+    except (KeyboardInterrupt, PeerError) as stop:
+        interrupts.told(stop)
         if rows := sum(saved_rows(folder) for folder in folders if (folder / STORE_MARKER).exists()):
             listener.note(f"stopped; {counted(rows, 'row')} {'is' if rows == 1 else 'are'} saved, and the same "
                           "command goes on from there")

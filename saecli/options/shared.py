@@ -84,7 +84,8 @@ def start(ctx: typer.Context, as_json: bool, plot: Path | None = None, csv: Path
     for path in (plot, csv, out):
         if path is not None:
             try:
-                check_place(path / "index.html" if path is out else path)
+                there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+                check_place(there / "index.html" if path is out else path)
             except OSError as error:
                 raise ConfigError(None, "cannot write {path}: {reason}", "name another path", path=path,
                                   reason=error.strerror or error) from error

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
+from .. import __version__, interrupts
 from ..config import toml_lines
 from ..console import Listener, Step
 from ..distributed import Communicator
@@ -40,7 +40,8 @@ def train_runs(jobs: Sequence[Job], listener: Listener,
     try:
         loop = Loop([_begun(job, len(jobs), listener, communicator) for job in jobs])
         documents = _trained(jobs, loop, listener)
-    except (KeyboardInterrupt, PeerError):
+    except (KeyboardInterrupt, PeerError) as stop:
+        interrupts.told(stop)
         for job in jobs:
             name = job.folder.name
             listener.note(f"stopped; `sae train --resume --name {name}` goes on after the last whole epoch"
