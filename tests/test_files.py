@@ -37,8 +37,8 @@ def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path: Path):
     for path in (tmp_path / "new.png", tmp_path / "there"):
         check_place(path)
     assert [path.name for path in tmp_path.iterdir()] == ["there"] and (tmp_path / "there").read_text() == "kept"
-    for path, refused in {tmp_path / "there" / "x.png": "Not a directory", tmp_path / "a" / "new.png": "there is no folder",
-                          tmp_path: "expected a file, got a folder",
+    for path, refused in {tmp_path / "there" / "x.png": "Not a directory", tmp_path: "expected a file, got a folder",
+                          tmp_path / "a" / "new.png": "there is no folder",
                           tmp_path / ("x" * 300): "File name too long", Path("/proc/new/x.png"): "there is no folder",
                           Path("/dev/null"): "got a device"}.items():
         with pytest.raises(OSError, match=refused):

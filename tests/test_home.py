@@ -77,6 +77,12 @@ def test_a_home_that_safetensors_cannot_open_is_refused(tmp_path):
         Home(tmp_path / "a\udcff")
 
 
+def test_a_home_that_is_a_link_to_nowhere_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"it is a link to .*gone, which does not exist; make that folder, or"):
+        Home(tmp_path / "link")
+
+
 def test_a_home_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file as the home: expected a folder, got a file; give another home"):
