@@ -1,17 +1,14 @@
 """The precision in which a descent step multiplies matrices: float32, TF32, or bfloat16 with sums in float32.
 
-Both narrower ones round the factors of a product, to 10 and 7 bits after the leading one, and add in float32; weights,
-gradients, losses and the optimiser stay float32 throughout. Whether a device rounds, and whether that is faster, is
-found out by multiplying.
+Both narrower ones round the factors of a product, to 10 and 7 bits after the leading one, and add in float32; bfloat16
+rounds the product too. Weights, gradients, losses and the optimiser stay float32 throughout.
 
 Source: Micikevicius et al., "Mixed Precision Training" (2018); Kalamkar et al., "A Study of BFLOAT16 for Deep Learning
 Training" (2019).
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,41 +16,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import ConfigError
-from .torchrun import world
 
 PRECISIONS = ("float32", "tf32", "bf16", "auto")
-WORTH = 1.3  # times as fast as float32, from which on `auto` takes bf16
-LARGEST = (512, 1024, 2048)  # rows, d_in and latents of the product that is timed, at most: some 2 Gflop
-ROUNDS = 5  # of both products in turn, of which the least time counts
 
 
-def products_in(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which products of float32 matrices on a device are computed in a precision, those of a backward pass
+def products_in(precision: str) -> AbstractContextManager[Any]:
+    """A context in which products of float32 matrices are computed in a precision, those of a backward pass
     too; sparse products stay as they are.
 
-    On a CPU, and for TF32, it is a setting of the whole process, put back at the end: other threads' products follow it
-    meanwhile.
+    tf32 is a setting of the whole process, put back at the end: other threads' products follow it meanwhile.
 
     Args:
         precision: float32 for as they are, tf32 or bf16.
-        device: of the matrices.
     """
-    return _set(precision) if shared_by_threads(precision, device) else _Cast()
-
-
-def shared_by_threads(precision: str, device: torch.device) -> bool:
-    """Whether a precision on a device is a setting of the whole process."""
-    return precision != "bf16" or device.type == "cpu"
+    return _Cast() if precision == "bf16" else _tf32() if precision == "tf32" else nullcontext()
 
 
 @contextmanager
-def _set(precision: str) -> Iterator[None]:
-    """PyTorch's own setting, by which oneDNN and cuBLAS round the factors themselves and give float32 products."""
-    if precision == "float32":
-        yield
-        return
+def _tf32() -> Iterator[None]:
+    """PyTorch's own setting, by which cuBLAS rounds the factors itself and gives float32 products."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium" if precision == "bf16" else "high")
+    torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
@@ -61,7 +44,7 @@ def _set(precision: str) -> Iterator[None]:
 
 
 class _Cast(TorchDispatchMode):
-    """Casts the factors of products to bfloat16, and the products back, where the device's library does not itself.
+    """Casts the factors of products to bfloat16, and the products back.
 
     Unlike `torch.autocast` it reaches the backward pass of our own functions, and leaves results in float32.
     """
@@ -81,50 +64,24 @@ def _cast_product(left: Tensor, right: Tensor) -> Tensor:
 
 def demand_precision(precision: str, device: torch.device) -> None:
     """Refuse a precision in which a device does not multiply, by a ConfigError."""
-    if precision != "float32" and not rounds(precision, device):
+    if precision == "bf16" and not multiplies_bf16(device):
+        raise ConfigError("precision", "{given} is slower than float32 here: {device} {type} has no bfloat16 products",
+                          "use {precision} float32", given=precision, type=device.type)
+    if precision == "tf32" and not _rounds_tf32(device):
         raise ConfigError("precision", "{given} does nothing here: {device} {type} multiplies float32 matrices in "
                                        "float32 all the same", "use {precision} float32", given=precision,
                           type=device.type)
 
 
-def rounds(precision: str, device: torch.device) -> bool:
-    """Whether a device rounds factors in a precision: 1 + 2^-12 becomes 1 in TF32 and in bfloat16."""
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16 matrices itself: a CPU with AVX512-BF16 or AMX, a GPU from Ampere on."""
+    if device.type == "cpu":
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _rounds_tf32(device: torch.device) -> bool:
+    """Whether a device rounds factors to TF32, in which 1 + 2^-12 is 1."""
     factor = torch.full((64, 64), 1 + 2.0**-12, device=device)
-    with products_in(precision, device):
+    with _tf32():
         return bool((factor @ factor == 64).all())
-
-
-def chosen_precision(device: torch.device, rows: int, d_in: int, d_sae: int) -> str:
-    """bf16 where a device multiplies a batch by the encoder at least `WORTH` times as fast in it, else float32.
-
-    The measurement takes a fraction of a second, and is made once per process for a device and shape, so that runs
-    trained together agree.
-
-    Args:
-        device: of the training.
-        rows: B, of a batch.
-        d_in: D.
-        d_sae: F.
-
-    Raises:
-        ConfigError: there are several processes, which would each find another.
-    """
-    if world() > 1:
-        raise ConfigError("precision", "auto cannot be used by several processes, which would each measure for "
-                                       "themselves", "name the precision, such as {precision} bf16")
-    shape = [min(size, largest) for size, largest in zip((rows, d_in, d_sae), LARGEST, strict=True)]
-    return "bf16" if rounds("bf16", device) and _speed_up(device, *shape) >= WORTH else "float32"
-
-
-@cache
-def _speed_up(device: torch.device, rows: int, d_in: int, d_sae: int) -> float:
-    """How many times as fast the product of matrices (rows, d_in) and (d_in, d_sae) is in bf16 as in float32."""
-    x, W = torch.ones(rows, d_in, device=device), torch.ones(d_sae, d_in, device=device).T
-    taken: dict[str, list[float]] = {"float32": [], "bf16": []}
-    for _ in range(ROUNDS + 1):
-        for precision, seconds in taken.items():
-            began = time.perf_counter()
-            with products_in(precision, device):
-                (x @ W)[0, 0].item()  # waits for the device
-            seconds.append(time.perf_counter() - began)
-    return min(taken["float32"][1:]) / min(taken["bf16"][1:])

@@ -10,19 +10,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import saecli
-from saecli import precision
 from saecli.activations import Activation, Relu, TopK
 from saecli.batch import Batch
-from saecli.errors import ConfigError
-from saecli.precision import chosen_precision, products_in, rounds
+from saecli.precision import multiplies_bf16, products_in
 from saecli.solvers import Solver, SolverConfig, Task
 from saecli.solvers.pam_sgd import PamSgd
 from saecli.solvers.sgd import Sgd
-from saecli.training import RunRecord, TrainingConfig
+from saecli.training import RunRecord, TrainingConfig, config
 from saecli.training.rows import initial_sae
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # whose products are cast, wherever the matrices are
-needs_bf16 = pytest.mark.skipif(not rounds("bf16", CPU), reason="this processor has no bfloat16 products")
+needs_bf16 = pytest.mark.skipif(not multiplies_bf16(CPU), reason="this processor has no bfloat16 products")
 BY_DEVICE = [pytest.param(CPU, marks=needs_bf16), GPU]
 SMALL = {"d_sae": 24, "steps": 30, "batch_size": 64}
 
@@ -46,7 +44,7 @@ def test_products_and_their_gradients_are_rounded_and_stay_float32(device: torch
         return [*found, *torch.autograd.grad([one.square().sum() for one in found], [a, b])]
 
     exact = products()
-    with products_in("bf16", device):
+    with products_in("bf16"):
         rounded = products()
     for one, other in zip(rounded, exact, strict=True):
         assert one.dtype == torch.float32
@@ -56,10 +54,11 @@ def test_products_and_their_gradients_are_rounded_and_stay_float32(device: torch
 
 @needs_bf16
 def test_an_error_within_leaves_the_process_as_it_was():
-    with pytest.raises(ZeroDivisionError), products_in("bf16", CPU):
+    with pytest.raises(ZeroDivisionError), products_in("bf16"):
         raise ZeroDivisionError
     assert torch.get_float32_matmul_precision() == "highest"
-    assert not rounds("float32", CPU)
+    factor = torch.full((64, 64), 1 + 2.0**-12)
+    assert not (factor @ factor == 64).any()
 
 
 @needs_bf16
@@ -73,7 +72,8 @@ def test_gradients_are_those_of_float32_but_for_rounding_and_weights_are_float32
     for name, tensor in rounded.optimizer.tensors.items():
         assert tensor.dtype == tensor.grad.dtype == torch.float32
         if tensor.dim() == 2:
-            assert 1e-4 < error(tensor.grad, exact.optimizer.tensors[name].grad) < 0.1, name
+            most = 0.1 if sparsity == "l1" else 0.3  # rounding takes another of two latents that are nearly the k-th
+            assert 1e-4 < error(tensor.grad, exact.optimizer.tensors[name].grad) < most, name
 
 
 @needs_bf16
@@ -102,14 +102,14 @@ def test_bf16_trains_to_other_bits_and_the_same_error_and_leaves_float32_alone(s
     errors = {name: error(sae(torch.from_numpy(rows)).detach(), torch.from_numpy(rows)) for name, sae in found.items()}
     assert not torch.equal(found["bf16"].W_enc, found["float32"].W_enc)
     assert errors["bf16"] == pytest.approx(errors["float32"], rel=0.1)
-    assert torch.equal(saecli.fit(rows, solver=solver, **SMALL).W_enc, found["float32"].W_enc)
+    assert torch.equal(saecli.fit(rows, solver=solver, precision="float32", **SMALL).W_enc, found["float32"].W_enc)
 
 
 @needs_bf16
 def test_a_run_keeps_the_precision_that_auto_found_and_goes_on_in_it(sae: CommandLine, monkeypatch):
     make_store(sae.home, "rows", some_rows(1000))
     words = ("train", "--d-sae", "24", "--epochs", "4", "--json")
-    monkeypatch.setattr(precision, "_speed_up", lambda *_: 2.0)
+    monkeypatch.setattr(config, "SMALLEST", 0)
     assert sae(*words, "--precision", "bf16", "--name", "whole").status == 0
     keep = RunRecord.epoch
 
@@ -124,34 +124,32 @@ def test_a_run_keeps_the_precision_that_auto_found_and_goes_on_in_it(sae: Comman
     folder = sae.home / "runs" / "cut"
     assert json.loads((folder / "run.json").read_text())["training"]["precision"] == "bf16"
     assert tomllib.loads((folder / "config.toml").read_text())["precision"] == "bf16"
-    monkeypatch.setattr(precision, "_speed_up", lambda *_: 0.5)
+    monkeypatch.setattr(config, "multiplies_bf16", lambda _: False)  # another would not be chosen
     assert sae("train", "--resume", "--json").status == 0
     one, other = (load_file(folder.with_name(name) / "sae.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@needs_bf16
-@pytest.mark.parametrize(("speed_up", "expected"), [(1.2, "float32"), (1.4, "bf16")])
-def test_auto_takes_bf16_where_it_is_worth_it(monkeypatch, speed_up: float, expected: str):
-    monkeypatch.setattr(precision, "_speed_up", lambda *_: speed_up)
-    assert chosen_precision(CPU, 64, 64, 64) == expected
+@pytest.mark.parametrize("supported", [True, False])
+def test_auto_is_bf16_where_the_device_has_it_and_nothing_more_is_asked_for(monkeypatch, supported: bool):
+    monkeypatch.setattr(config, "multiplies_bf16", lambda _: supported)
+    small = TrainingConfig(d_sae=8, batch_size=1000).resolved(Relu(), Sgd(), 1000, 8)
+    assert small.precision == "float32"
+    monkeypatch.setattr(config, "SMALLEST", 64)
+    for options, solver in (({}, Sgd()), ({"dtype": "float64"}, Sgd()), ({}, Sgd(optimizer="lbfgs"))):
+        settled = TrainingConfig(d_sae=8, batch_size=1000, **options).resolved(Relu(), solver, 1000, 8)
+        assert settled.precision == ("bf16" if supported and not options and solver.optimizer == "adam" else "float32")
 
 
-def test_auto_is_float32_where_nothing_is_rounded_or_more_is_asked_for(monkeypatch):
-    monkeypatch.setattr(precision, "_speed_up", lambda *_: 2.0)
-    for options in ({"dtype": "float64"}, {}):
-        if not options:
-            monkeypatch.setattr(precision, "rounds", lambda *_: False)
-        settled = TrainingConfig(d_sae=8, precision="auto", **options).resolved(Relu(), Sgd(), 100, 8)
-        assert settled.precision == "float32"
-    lbfgs = TrainingConfig(d_sae=8, precision="auto", batch_size=1000).resolved(Relu(), Sgd(optimizer="lbfgs"), 100, 8)
-    assert lbfgs.precision == "float32"
-
-
-def test_auto_is_refused_by_several_processes(monkeypatch):
-    monkeypatch.setattr(precision, "world", lambda: 2)
-    with pytest.raises(ConfigError, match="precision auto cannot be used by several processes"):
-        chosen_precision(CPU, 64, 64, 64)
+def test_bf16_is_refused_where_a_processor_has_no_such_products(sae: CommandLine, monkeypatch):
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    make_store(sae.home, "rows", some_rows(1500))
+    done = sae("train", "--device", "cpu", "--precision", "bf16")
+    assert done.status == 2 and "slower than float32 here: --device cpu has no bfloat16 products" in done.err
+    assert json.loads(sae("train", "--device", "cpu", "--epochs", "1", "--json").out)["run"]
+    documents = [json.loads(path.read_text()) for path in (sae.home / "runs").glob("*/run.json")]
+    assert [document["training"]["precision"] for document in documents] == ["float32"]
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
@@ -165,8 +163,3 @@ def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine,
     assert done.status == 2
     assert sentence in done.err
     assert not list((sae.home / "runs").glob("*"))
-
-
-@needs_bf16
-def test_a_product_is_timed_in_both_precisions():
-    assert 0.05 < precision._speed_up(CPU, 64, 64, 64) < 50

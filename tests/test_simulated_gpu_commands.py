@@ -82,7 +82,8 @@ def test_a_device_trains_as_the_cpu(case: str, stores: list[saecli.ActivationSto
     of = {"target": Joined((stores[0],), stores[1]), "places": Joined(tuple(stores))}.get(options.pop("of", None))
     data = (of or stores[0]).split("train", fraction=0.5)
     solver, act = options.pop("solver", "pam-sgd"), options.pop("act")
-    ours, theirs = on_both(lambda device: trained(device, solver, act, options | {"batch_size": 256}, rows=data)[0])
+    options = {"precision": "float32"} | options | {"batch_size": 256}
+    ours, theirs = on_both(lambda device: trained(device, solver, act, options, rows=data)[0])
     close = {"rtol": 0.03, "atol": 0.03} if case == "bf16" else {"rtol": 1e-5, "atol": 1e-6}  # rounds what CPUs don't
     for name, tensor in ours.tensors().items():
         there = theirs.tensors()[name]

@@ -224,7 +224,7 @@ class Solver(ABC):
             evaluations[1:] = [Loss(value.detach(), found.squared_error.detach(), found.codes.detach())]
             return value
 
-        with products_in(self.task.precision, batch.x.device):
+        with products_in(self.task.precision):
             self.optimizer.descend(loss, self.task.learning_rate(self.steps))
         first, latest = evaluations[0], evaluations[-1]
         with torch.no_grad():

@@ -80,7 +80,7 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
 def _read(path: Path, meta: StoreMeta, record: ShardRecord, found: tuple[int, int, int]) -> Layout:
     """The layout of a shard whose checksum is verified; if they disagree, `store.json` is at fault."""
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with hdf5_file(path) as file:
             return _checked_layout(file, meta, record, found)
     except HDF5_ERRORS as error:
         # HDF5's message gives addresses and times even where the system has a plain reason, such as a directory.
@@ -89,6 +89,16 @@ def _read(path: Path, meta: StoreMeta, record: ShardRecord, found: tuple[int, in
             raise StoreError(f"cannot read shard {path}: {os.strerror(number)}; {MEND_SHARD}") from error
         raise StoreError(f"{path.parents[1] / STORE_MARKER} does not fit shard {path}, which is as it was written: "
                          f"{' '.join(str(error).split())}; {UNREADABLE}") from error
+
+
+def hdf5_file(path: Path) -> h5py.File:
+    """A file to read, without a lock; with HDF5's own where this process holds it open so."""
+    try:
+        return h5py.File(path, "r", locking=False)
+    except OSError as error:
+        if "locking flag" not in str(error):
+            raise
+        return h5py.File(path, "r")
 
 
 def demand_room(path: Path, meta: StoreMeta, record: ShardRecord, start: int = 0) -> int:

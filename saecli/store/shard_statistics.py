@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import StoreError
 from .checks import MEND_SHARD
 from .schema import SHARDS, ShardRecord, StoreMeta
-from .shard import HDF5_ERRORS, read_layout
+from .shard import HDF5_ERRORS, hdf5_file, read_layout
 from .statistics import BINS, QUANTILES, Norms, Spread, Statistics
 
 STATISTICS = "statistics"
@@ -34,7 +34,7 @@ def _read(path: Path, meta: StoreMeta, record: ShardRecord) -> Statistics | None
     or the statistics do not fit its rows."""
     read_layout(path, meta, record)  # verifies the checksum before any byte is used
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with hdf5_file(path) as file:
             if STATISTICS not in file:
                 return None
             group = file[STATISTICS]

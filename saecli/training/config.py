@@ -12,7 +12,7 @@ from ..codes import Prefixes, rise
 from ..config import Config, option
 from ..devices import device_named
 from ..errors import ConfigError
-from ..precision import PRECISIONS, WORTH, chosen_precision, shared_by_threads
+from ..precision import PRECISIONS, multiplies_bf16
 from ..solvers import DECAY, DEFAULT_STEPS, OPTIMIZERS, PENALTY_WARM_UP, WARM_UP, WIDEST, SolverConfig
 from ..solvers.pam_sgd import PamSgd, takes_all_rows
 from ..store import ActivationStore, Joined, JoinedRows
@@ -36,6 +36,8 @@ def check_prefixes(text: str) -> None:
     numbers = [int(word) for word in words if word.strip().isdecimal()]
     if text != "auto" and (len(numbers) < len(words) or not rise(numbers)):
         raise ValueError("auto, or numbers of latents with commas between, each larger than the one before")
+SMALLEST = 2**18  # weights of the encoder, from which on products in bf16 repay the rounding of their factors
+MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class TrainingConfig(Config):
     sparsity_weight: float | None = option(
         None, "Weight of the penalty beside the squared error of a row, rows having a mean squared norm of d_in. "
               "Default: l1 0.1 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in, kl 0.01 d_in.",
-        minimum=0)
+        minimum=0, maximum=MOST_WEIGHT)
     sparsity_warm_up: float = option(PENALTY_WARM_UP, "Fraction of all steps over which the penalty's weight rises "
                                                       "from 0.", minimum=0, maximum=1, advanced=True)
     fraction: float = option(1.0, "Fraction of the training rows to use. The held-out test rows, a tenth of the "
@@ -95,9 +97,10 @@ class TrainingConfig(Config):
     device: str = option("auto", "Where to train: cpu, cuda, cuda:1. auto: cuda where there is one.", once=True)
     dtype: str = option("float32", "Precision of weights and steps; the decoder step sums in float64 in any case.",
                         choices=tuple(DTYPES), once=True, advanced=True)
-    precision: str = option("float32", "Precision in which descent steps multiply matrices: float32; tf32; bf16, with "
-                                       "sums in float32. All else is in float32, decoder steps and measures too. auto: "
-                                       f"bf16 if it multiplies {WORTH} times as fast, timed at the start.",
+    precision: str = option("auto", "Precision in which descent steps multiply matrices: float32; tf32; bf16, with "
+                                    "sums in float32. All else is in float32, decoder steps and measures too. auto: "
+                                    f"bf16 where the device has it and d_in d_sae is at least {SMALLEST:,}, else "
+                                    "float32.",
                             choices=PRECISIONS, once=True, advanced=True)
 
     @classmethod
@@ -130,6 +133,8 @@ class TrainingConfig(Config):
         ConfigError if options contradict each other, or do nothing together."""
         if self.epochs is not None and self.steps is not None:
             raise ConfigError(None, "cannot use both {epochs} and {steps} at the same time", "use one of them")
+        if self.batch_size > rows:
+            return replace(self, batch_size=rows).resolved(activation, solver, rows, d_in)
         sparsity = self.sparsity or activation.default_sparsity
         activation.check_sparsity(sparsity)
         if sparsity == "none" and self.sparsity_weight:
@@ -149,7 +154,7 @@ class TrainingConfig(Config):
                 raise ConfigError(name, "does nothing with {optimizer} {given}, whose problem stays the same from step "
                                         "to step", "leave it out, or use {optimizer} adam or sgd",
                                   given=solver.optimizer)
-        precision = self._precision(solver, d_in, d_sae)
+        precision = self._precision(solver, d_in * d_sae)
         epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / self.epoch_batches(rows)))
         return replace(
             self, d_sae=d_sae, prefixes=prefixes, precision=precision, sparsity=sparsity,
@@ -165,11 +170,12 @@ class TrainingConfig(Config):
             raise ConfigError("prefixes", "must be at most {d_sae}, {most}, got {got}", most=d_sae, got=max(numbers))
         return ",".join(str(number) for number in sorted({*numbers, d_sae}))
 
-    def _precision(self, solver: SolverConfig, d_in: int, d_sae: int) -> str:
+    def _precision(self, solver: SolverConfig, weights: int) -> str:
         """The precision of products; ConfigError if it would undo the precision that other options ask for."""
         exact = "float64" if self.dtype == "float64" else "lbfgs" if OPTIMIZERS[solver.optimizer].to_tolerance else ""
         if self.precision == "auto":
-            return "float32" if exact else chosen_precision(device_named(self.device), self.batch_size, d_in, d_sae)
+            rounded = not exact and weights >= SMALLEST and multiplies_bf16(device_named(self.device))
+            return "bf16" if rounded else "float32"
         if exact and self.precision != "float32":
             other = "{dtype} float64" if exact == "float64" else f"{{optimizer}} {solver.optimizer}"
             raise ConfigError("precision", "{given} cannot be used with " + other + ", which asks for more",
@@ -251,8 +257,7 @@ class Plan:
         if (self.training.steps or 0) > most:
             raise ConfigError("steps", "must be at most {most} with {model}, whose rows come once, got {got}",
                               "raise {rows} or {inner_steps}, or " + advice, most=most, got=self.training.steps)
-        if self.training.precision != "float32" and shared_by_threads(self.training.precision,
-                                                                      device_named(self.training.device)):
+        if self.training.precision == "tf32":
             raise ConfigError("precision", "{given} holds here for all of the process, and so for {model} while it "
                                            "gives the rows", "use {precision} float32, or " + advice,
                               given=self.training.precision)

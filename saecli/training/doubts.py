@@ -32,7 +32,8 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
         test: the same on held-out rows; if these do not vary, so that their FVU is not finite, `train` is used.
     """
     which, measures = ("held-out", test) if math.isfinite(test["fvu"]) else ("train", train)
-    advice = {"fvu": _for_less_error(plan, overfitted=train["fvu"] <= 1), "l0": _for_fewer_active(plan)}
+    advice = {"fvu": _for_less_error(plan, overfitted=train["fvu"] <= 1, l0=measures["l0"]),
+              "l0": _for_fewer_active(plan)}
     found = doubts(measures, plan.train_rows.d_in, plan.training.d_sae)
     if doubts_at_start(plan):
         found.pop("l0", None)
@@ -42,7 +43,9 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
     return [*cut, *(f"{which} {words}; {advice[name]}" for name, words in found.items())]
 
 
-def _for_less_error(plan: Plan, overfitted: bool) -> str:
+def _for_less_error(plan: Plan, overfitted: bool, l0: float) -> str:
+    if l0 < 1 and plan.training.sparsity != "none":
+        return "fewer than one latent is active per row: lower --sparsity-weight"
     if overfitted:
         return "train FVU is not: lower --d-sae, or train on more rows"
     options = [] if OPTIMIZERS[plan.solver.optimizer].to_tolerance else ["--lr"]

@@ -72,6 +72,7 @@ def _begun(job: Job, trainings: int, listener: Listener, communicator: Communica
     listener.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
                   f"on {run.stores.d_in} dimensions, {trainer.train_rows.rows:,} training and "
                   f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps"
+                  + ("" if plan.training.precision == "float32" else f", products in {plan.training.precision}")
                   + (f", from {plan.start.name}" if plan.start else ""))
     for warning in doubts_at_start(plan):
         listener.note(f"{folder.name}: warning: {warning}")
@@ -149,17 +150,17 @@ def _tell_notes(job: Job, document: Mapping[str, Any], listener: Listener, befor
 def _write_config(folder: Path, run: Run, given: Mapping[str, Any]) -> None:
     """Write a file for `--config` that repeats the run: the options given, and as comments those filled in."""
     plan = run.plan
-    chosen = {"solver": plan.solver.name, "act": plan.activation.name, **run.stores.options()}
+    chosen = {"solver": plan.solver.name, "act": plan.activation.name, **run.stores.options(),
+              "precision": plan.training.precision}  # of auto's, which is another on another device
+    given = {name: value for name, value in given.items() if name != "precision"}
     if plan.start is not None:
         chosen |= {"init": plan.start.name, "init_hash": plan.start.hash}
-    if "precision" in given:  # auto goes by a measurement, which may come out otherwise another time
-        given = {**given, "precision": plan.training.precision}
     settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
     if settled["sparsity"] == "none":
         del settled["sparsity_weight"]
     heading = [f"sae train --config {CONFIG} trains this run again, to the same weights, on the same rows.",
                f"Options on the command line win. Written by saecli {__version__}."]
-    filled = {name: value for name, value in settled.items() if name not in given}
+    filled = {name: value for name, value in settled.items() if name not in {*given, *chosen}}
     lines = [*(f"# {line}" for line in heading), "", *toml_lines({**chosen, **given}), "",
              "# Not given, and so by default:", *(f"# {line}" for line in toml_lines(filled))]
     with appearing_whole(folder / CONFIG) as temporary:

@@ -260,16 +260,25 @@ class Trainer:
         ConfigError if the solver needs more."""
         solver, training = self.plan.solver, self.plan.training
         d_sae = training.d_sae
-        batch = 3 * 4 * max(training.batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
         width = max(self.train_rows.d_in, self.train_rows.d_target)
-        needed = batch + solver.memory(self.train_rows.rows, training.batch_size, width, d_sae, training.nested)
+
+        def with_batches(rows: int) -> tuple[int, int]:
+            batch = 3 * 4 * max(rows, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
+            return batch, batch + solver.memory(self.train_rows.rows, rows, width, d_sae, training.nested)
+
+        batch, needed = with_batches(training.batch_size)
         free = free_memory(self.device, local_world() if self.communicator.world_size > 1 else 1)
         free = int(self.communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min").item()) // trainings
         if needed > free:
             beside = "" if trainings == 1 else f" for each of {trainings} trainings"
+            sizes = {"needed": needed / 2**30, "free": free / 2**30, "beside": beside}
+            if training.batch_size > SUMMED_ROWS and with_batches(SUMMED_ROWS)[1] <= free:
+                raise ConfigError("batch_size", "{rows:,} with {d_sae} {latents} needs {needed:.1f} GiB of memory, "
+                                  "{free:.1f} GiB are free{beside}", "lower it", rows=training.batch_size,
+                                  latents=d_sae, **sizes)
             raise ConfigError("solver", "{name} with {d_sae} {latents} needs {needed:.1f} GiB of memory, {free:.1f} "
                               "GiB are free{beside}", solver.memory_advice, name=solver.name, latents=d_sae,
-                              needed=needed / 2**30, free=free / 2**30, beside=beside)
+                              **sizes)
         if self.device.type == "cpu" or self.communicator.world_size > 1 or isinstance(self.train_rows, InMemory):
             return free - batch, False
         held = held_bytes(self.train_rows) // trainings

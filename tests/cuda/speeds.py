@@ -15,7 +15,7 @@ from saecli.batch import Batch
 from saecli.codes import DenseCodes
 from saecli.devices import free_memory
 from saecli.encoding import at
-from saecli.precision import products_in, rounds
+from saecli.precision import multiplies_bf16, products_in
 from saecli.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
 from saecli.solvers import SOLVERS, Task
 from saecli.store import ActivationStore, StoreMeta, StoreWriter
@@ -37,8 +37,8 @@ def machine(day: Day) -> Figures:
     found: Figures = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if day.full else "cpu"}
     x, W = torch.randn(B, D, device=day.device), torch.randn(D, widths[-1], device=day.device)
     for precision in PRECISIONS:
-        if precision == "float32" or rounds(precision, torch.device(day.device)):
-            with products_in(precision, torch.device(day.device)):
+        if precision == "float32" or multiplies_bf16(torch.device(day.device)):
+            with products_in(precision):
                 found[f"{precision} product, TFLOP/s"] = 2 * x.numel() * widths[-1] / day.seconds(lambda: x @ W) / 1e12
     wide = x.double(), W.double()
     found["float64 product, TFLOP/s"] = 2 * x.numel() * widths[-1] / day.seconds(lambda: wide[0] @ wide[1], 2) / 1e12
@@ -58,7 +58,7 @@ def steps(day: Day) -> Figures:
     for F, act, solver in product(widths, ("relu", "topk", "batchtopk", "jumprelu"), ("sgd", "pam-sgd")):
         activation = ACTIVATIONS[act](**({"k": K} if "topk" in act else {"target_l0": K} if act == "jumprelu" else {}))
         for precision in PRECISIONS:
-            if precision != "float32" and not rounds(precision, rows.device):
+            if precision != "float32" and not multiplies_bf16(rows.device):
                 continue
             sparsity = activation.default_sparsity
             task = Task(10**6, 10**6, 1e-3, sparsity, activation.default_weight(sparsity, D), precision=precision)
