@@ -72,11 +72,10 @@ class LazyGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command; the error for a word that is not among an option's choices suggests the nearest."""
         try:
-            try:
-                return super().invoke(ctx)
-            except typer.BadParameter as error:
-                error.message = _plainly(error.message or "")
-                raise
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = _plainly(error.message or "")
+            raise
         except KeyboardInterrupt as stop:
             if not stop.args:
                 print(interrupts.NOT_WRITTEN, file=sys.stderr)
