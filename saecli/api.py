@@ -97,36 +97,49 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native",
     formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin), formats.named(format), Path(folder))
 
 
-def join(*inputs: ActivationStore, target: ActivationStore | None = None) -> Joined:
+def join(*inputs: ActivationStore | str | Path, target: ActivationStore | str | Path | None = None) -> Joined:
     """Stores of the same tokens side by side, for a crosscoder, or with a target, for a transcoder.
 
     Args:
-        *inputs: at least one; their rows are read side by side.
+        *inputs: at least one, or its name in the home or its folder; their rows are read side by side.
         target: what is predicted from them; None for the inputs themselves.
 
     Returns:
         What `fit` and `evaluate` take; its `split` gives batches (B, D + E) of the inputs and the target, side by side.
 
     Raises:
-        ConfigError: they are not row for row the same tokens.
+        ConfigError: they are not row for row the same tokens, or none.
+        StoreError: one is missing.
     """
-    joined = Joined(inputs, target)
+    if not inputs:
+        raise ConfigError(None, "join takes stores: expected at least one, got none", "give join(first, second)")
+    joined = Joined(tuple(_store(one) for one in inputs), None if target is None else _store(target))
     joined.demand_alike()
     return joined
 
 
-def fit(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, *, target: ArrayLike | None = None,
-        solver: str = "pam-sgd", act: str | None = None, init: SAE | str | Path | None = None, progress: bool = False,
-        **options: Any) -> SAE:
+def _store(one: ActivationStore | str | Path) -> ActivationStore:
+    """A store given itself or by its name."""
+    if isinstance(one, ActivationStore):
+        return one
+    if isinstance(one, str | Path):
+        return open_store(one)
+    raise ConfigError(None, "expected a store or its name, got a {kind}", "give each by itself, join(first, second)",
+                      kind=type(one).__name__)
+
+
+def fit(rows: str | Path | ActivationStore | Joined | Rows | JoinedRows | ArrayLike, *,
+        target: ArrayLike | None = None, solver: str = "pam-sgd", act: str | None = None,
+        init: SAE | str | Path | None = None, progress: bool = False, **options: Any) -> SAE:
     """Train an SAE, and write no files.
 
     The loss per row is `||x_hat - x||^2 + sparsity_weight * penalty`, with rows normalised to a mean squared norm of D.
     PAM-SGD alternates descent on the encoder with the decoder's closed-form optimum; see `saecli/solvers/pam_sgd.py`.
 
     Args:
-        rows: a store, on whose training rows it returns bit for bit the SAE that `sae train` writes; rows chosen from
-            one (`store.split("all")`); or raw activations in memory, (N, D), a tensor or an array, all of which are
-            trained on, uniformly shuffled.
+        rows: a store or its name, on whose training rows it returns bit for bit the SAE that `sae train` writes; rows
+            chosen from one (`store.split("all")`); or raw activations in memory, (N, D), a tensor or an array, all of
+            which are trained on, uniformly shuffled.
         solver: pam-sgd or sgd.
         act: the activation: relu, jumprelu, topk, relu-topk, abs-topk, batchtopk, swish or soft-topk; None for that
             of `init`, or relu.
@@ -148,6 +161,8 @@ def fit(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, *, targe
 
     Source: the paper "SplInterp: Improving our Understanding and Training of Sparse Autoencoders", Algorithm 3.1.
     """
+    if isinstance(rows, str | Path):
+        rows = open_store(rows)
     start = None if init is None else start_of(Home.at(None), init, listening(progress))
     act = act or (start.sae.activation.name if start else "relu")
     trainer = Trainer(_planned(rows, target, solver, act, options, start), Record())

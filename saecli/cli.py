@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from . import __version__, interrupts
 from .config import flag_of
-from .errors import ConfigError, PeerError, SaeError, did_you_mean, one_line, printable
+from .errors import ConfigError, PeerError, SaeError, did_you_mean, one_line, printable, shortened
 from .files import as_named
 from .help_page import demand_once, show_root_help
 from .home import Home
@@ -62,8 +62,8 @@ class LazyGroup(TyperGroup):
         name, listed, rest = super().resolve_command(ctx, args)
         if ctx.resilient_parsing:  # while a shell completes words
             return name, listed and outlined(name), rest
-        if HELP.intersection(rest):
-            outlined(name).make_context(name, [*rest], parent=ctx)  # shows the page and exits, unless it is a value
+        if listed:
+            _refuse_early(name, rest, ctx)
         demand_address_space()
         command = listed and loaded(name)
         interrupts.begin()
@@ -89,6 +89,22 @@ class LazyGroup(TyperGroup):
 
 app = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich",
                   context_settings={"help_option_names": ["-h", "--help"]})
+
+
+def _refuse_early(name: str, rest: list[str], ctx: Any) -> None:
+    """Refuse what needs no torch to be seen: an option or a run that is missing, or an option that there is not. Shows
+    the help page and exits if it is asked for."""
+    try:
+        given = outlined(name).make_context(name, [*rest], parent=ctx).params
+    except typer.BadParameter as error:
+        if getattr(error, "param", None) is not None and "Missing" not in type(error).__name__:
+            return  # the command itself knows other spellings of its choices
+        raise
+    home = Home(Path(ctx.params["home"]))
+    if name == "train" and not any(given[one] for one in ("data", "model", "resume", "config")):
+        home.stores.find(None)
+    if given.get("run", ...) in (None, "") or given.get("runs", ...) in (None, [], ()):
+        home.runs.find(None)
 
 
 def _plainly(message: str) -> str:
@@ -209,7 +225,7 @@ def main() -> None:
         if sentence is None:
             sentence = (f"unexpected {type(error).__name__}: {one_line(error)}; SAE_DEBUG=1 shows where, please report "
                         "it")
-        sentence = as_named(printable(" ".join(sentence.split())))
+        sentence = as_named(printable(shortened(" ".join(sentence.split()))))
         if world() == 1:
             print(f"sae: {sentence}", file=errors)
         elif _is_first_to_say(sentence, error):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import rich.console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .errors import printable
+from .errors import printable, shortened
 from .files import to_json
 
 PLAIN_INTERVAL = 15.0  # seconds between progress lines if stderr is not a terminal
@@ -84,7 +84,7 @@ class Console:
 
     def note(self, text: str) -> None:
         """Print a message beside the result, on stderr."""
-        self._err.print(printable(text), soft_wrap=True)
+        self._err.print(printable(shortened(text)), soft_wrap=True)
 
     warn = note
 

@@ -15,10 +15,13 @@
 Each message is one sentence: what failed; expected X, got Y; what to do.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from string import Formatter
 from typing import Self
+
+LONGEST_WORD = 1000  # characters of a sentence's longest word; paths are shorter
 
 
 class SaeError(Exception):
@@ -125,6 +128,12 @@ def printable(text: str) -> str:
     """The text, all escaped that a terminal would act on or that no encoding has: control characters, changes of
     direction, bytes of a file's name that are no UTF-8."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def shortened(sentence: str) -> str:
+    """A sentence with words of over `LONGEST_WORD` characters, such as a text given as a name, cut."""
+    return re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: f"{word[0][:60]}... ({len(word[0]):,} characters)",
+                  sentence)
 
 
 def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:

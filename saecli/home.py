@@ -14,6 +14,7 @@ from .files import is_utf8, regular
 
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
+KEPT = "kept"  # folder of a run that holds the run folders of its earlier epochs
 UNREADABLE = "restore it, or remove the folder to go on without it"  # what to do about a marker that cannot be read
 RUN_VERSION = 1  # of run.json
 LISTED = 3  # entries that a message names

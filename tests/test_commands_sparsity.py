@@ -77,5 +77,5 @@ def test_plot_saves_histograms_and_one_picture_of_patterns_a_run(sae: CommandLin
 
 
 def test_a_picture_of_no_known_kind_is_refused_before_the_work(sae: CommandLine, tmp_path: Path) -> None:
-    done = sae("sparsity", "--plot", tmp_path / "picture.docx")
+    done = sae("sparsity", "one", "--plot", tmp_path / "picture.docx")
     assert (done.status, "cannot draw" in done.err) == (2, True)

@@ -264,7 +264,7 @@ def test_an_empty_text_is_refused_and_leaves_nothing(sae: CommandLine, models, t
     empty.write_text("\n\n  \n")
     done = sae("extract", "--model", models["gpt2"], "--dataset", empty)
     assert done.status == 1
-    assert "no rows to store" in done.err
+    assert f"there is no text in {empty}" in done.err
     assert not list((sae.home / "activations").iterdir())
 
 

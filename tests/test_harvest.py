@@ -229,7 +229,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_the_rows_are_the_same(model, tm
 def test_an_error_that_is_not_of_memory_is_raised(tmp_path: Path):
     broken = loaded(save_model(tmp_path / "llama", "llama"))
     broken.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(3, 3))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(ModelError, match="its forward pass failed with RuntimeError: mat1 and mat2 shapes"):
         rows_of(broken, 64, [])
 
 

@@ -162,7 +162,7 @@ def test_table_shows_both_and_notes_say_how_far_it_went(sae: CommandLine):
     done = sae("refit", "--name", "mine")
     assert done.status == 0
     assert "using the newest run, nested" in done.err
-    assert "chosen by leave-one-out, leaves" in done.err
+    assert "effective degrees of freedom" in done.out
     for words in ("mine: the decoder for", "before", "after", "fvu", "cosine", "l0", "fvu of the first 3"):
         assert words in done.out
     assert saecli.load_sae("mine", sae.home).prefixes == PREFIXES

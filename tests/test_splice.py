@@ -127,7 +127,7 @@ def test_effects_on_held_out_documents_match_plain_torch(
         expected = oracle(folder, iter(windows), random_sae(seed))
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
         assert abs(1 - found["ce_recovered"]) > 0.01
-    assert "special tokens keep their own activations and are left out of the means" in done.err
+    assert "special tokens (BOS) keep their own activations beside the SAE's, are zero in ce_zero, and are left out of the means" in done.err
 
 
 def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path, model: LanguageModel) -> None:
@@ -206,5 +206,5 @@ def test_a_model_that_the_rows_cannot_come_from_is_refused_before_they_are_measu
 
 
 def test_tokens_without_a_model_do_nothing_and_are_refused(sae: CommandLine) -> None:
-    done = sae("eval", "--tokens", "5")
+    done = sae("eval", "random", "--tokens", "5")
     assert (done.status, "--tokens does nothing without --model" in done.err) == (2, True)

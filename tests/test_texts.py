@@ -96,7 +96,11 @@ def test_txt_documents_match_a_split_of_the_whole_content(tmp_path_factory, line
     paragraphs = [part.strip("\n") for part in "\n".join(stripped).strip("\n").split("\n\n")]
     paragraphs = [part for part in paragraphs if part]
     expected = paragraphs if len(paragraphs) > 1 else [line for line in stripped if line]
-    assert [text for _, text in documents(path)] == expected
+    if expected:
+        assert [text for _, text in documents(path)] == expected
+    else:
+        with pytest.raises(ModelError, match="there is no text in"):
+            documents(path)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,6 @@ def test_txt_documents_match_a_split_of_the_whole_content(tmp_path_factory, line
         ("\n\none\ntwo\n\n", ["one", "two"]),
         ("one\r\ntwo\r\n \t\r\nthree", ["one\ntwo", "three"]),
         ("\ufeffone", ["one"]),
-        ("", []),
     ],
 )
 def test_txt_blank_lines_between_texts_separate_documents(tmp_path, content, expected):

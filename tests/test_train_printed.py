@@ -6,8 +6,10 @@ import re
 import pytest
 import torch
 from homes import CommandLine, make_store, some_rows
+from rich.console import Console
 
 import saecli
+from saecli.training.tables import figures_table
 
 QUICK = ("--d-sae", "24", "--epochs", "2")
 
@@ -23,17 +25,30 @@ def test_a_run_ends_with_its_results_its_solvers_figures_and_its_files(sae: Comm
     done = sae("train", "--solver", solver, *QUICK, "--name", "run")
     result = json.loads((sae.home / "runs" / "run" / "run.json").read_text())["result"]
     final = result["final"]
-    head, line = cells(done.out)
+    head, line, _, *figures = cells(done.out)
     assert head == ["run", "data", "d_sae", "FVU", "L0", "dead latents"]
     assert line == ["run", "rows", "24", f"{final['test_fvu']:.4g}", f"{final['test_l0']:.4g}",
                     str(round(24 * final["dead_fraction"]))]
-    title, *_, figures, files = done.out.splitlines()
+    title, *_, files = done.out.splitlines()
     assert title == (f"FVU and L0 on {result['rows_test']} held-out rows, dead latents on {result['rows_train']} "
                      "training rows")
-    assert figures.startswith(f"{solver}: 2 epochs, {result['steps']:,} steps in ")
-    assert f"peak learning rate {final['lr']:.4g}" in figures
-    assert (f"decoder ridge alpha {final['alpha']:.4g}" in figures) if solver == "pam-sgd" else "alpha" not in figures
+    assert f"{solver}: 2 epochs, {result['steps']:,} steps in " in done.out
+    shown = {name: value for name, value, _ in figures}
+    assert next(iter(shown)) == "FVU on training rows"  # what a user can act on first
+    assert shown["peak learning rate"] == f"{final['lr']:.4g}"
+    ridge = f"{final['relative_alpha']:.4g}" if solver == "pam-sgd" else None
+    assert shown.get("ridge of the decoder step") == ridge
+    assert all(meaning for _, _, meaning in figures)
+
     assert files == f"saved in {sae.home / 'runs' / 'run'}; loss.png there has its curves"
+
+
+def test_a_ridge_beside_codes_without_variance_has_no_size():
+    one = {"solver": "pam-sgd", "epochs": 1, "steps": 2, "seconds": 1.0, "final": {"relative_alpha": 5.8e300}}
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(figures_table([one]))
+    assert cells(printed.get())[1][:2] == ["ridge of the decoder step", "-"]
 
 
 def test_several_runs_stand_in_one_table_with_what_they_differ_in(sae: CommandLine):
@@ -41,8 +56,10 @@ def test_several_runs_stand_in_one_table_with_what_they_differ_in(sae: CommandLi
     done = sae("train", *QUICK[2:], "--solver", "sgd", "--d-sae", "24", "--d-sae", "16", "--seed", "0", "--seed", "1")
     head, *lines = cells(done.out)
     assert head == ["run", "seed", "data", "d_sae", "FVU", "L0", "dead latents"]
+    lines, (second, *figures) = lines[:4], lines[4:]
     assert [(line[3], line[1]) for line in lines] == [("24", "0"), ("24", "1"), ("16", "0"), ("16", "1")]
-    assert done.out.count(" peak learning rate ") == 4
+    assert second == ["figure", *(line[0] for line in lines)]
+    assert all(len(figure) == 5 for figure in figures)
     assert done.out.splitlines()[-1] == f"saved in {sae.home / 'runs'}; loss.png in each has its curves"
 
 

@@ -37,7 +37,7 @@ from ..evaluation.evaluate import check_model, check_tokens_of_model, evaluated
 from ..evaluation.matching import matching
 from ..evaluation.sae_and_rows import Measured, opened
 from ..formats import SavedSAE
-from ..home import Home, read_settings
+from ..home import KEPT, Home, read_settings
 from ..metrics import reconstruction
 from ..solvers import SOLVERS, Sgd, SolverConfig
 from ..store import JoinedRows
@@ -45,7 +45,6 @@ from ..tables import table
 from ..training import Loop, Plan, Record, Trainer, run_again
 from ..training.array_rows import ArrayRows
 from ..training.rows import AnyRows, raw_batches
-from ..training.run import KEPT
 from ..wording import counted
 from .rows import demand_memory, shuffled
 

@@ -24,7 +24,7 @@ from ..store import Joined
 from ..training import Job, LiveRows, Plan, Run, Start, TrainingConfig, claimed_folders, resumed_job, train_runs
 from ..training import run_names as names_of
 from ..training.rows import SAMPLED_ROWS
-from ..training.tables import figures, results_table
+from ..training.tables import figures_table, results_table
 
 PANEL = "Rows of --model"
 _HELP = {
@@ -64,8 +64,9 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number",
                                           autocompletion=unfinished_names)]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, else the newest unfinished one, from "
-                                                       "its last checkpoint, bit for bit. With --epochs, lengthen it, "
-                                                       "or the newest, finished or not.")]
+                                                       "its last checkpoint, as if never stopped. With --epochs, "
+                                                       "lengthen it, or the newest, finished or not.")]
+
 
 
 @configured(TrainingConfig, repeated=True, advanced={"data_hash", "init", "init_hash", "layer", "site"},
@@ -118,11 +119,11 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
         documents, errors = train_runs(jobs, session.console, processes)
         if len(jobs) == 1:
             (document,) = documents
-            session.console.result(document, results_table(documents), figures(document),
+            session.console.result(document, results_table(documents), figures_table(documents),
                                    f"saved in {document['path']}; loss.png there has its curves")
             return
         session.console.result({"runs": documents}, results_table(documents, [*jobs[0].varied]),
-                               *(f"{document['run']}: {figures(document)}" for document in documents),
+                               *([figures_table(documents)] if documents else []),
                                f"saved in {jobs[0].folder.parent}; loss.png in each has its curves")
         *others, last = [*errors.values()] or [None]
         for error in others:

@@ -259,5 +259,6 @@ def _effects(everything: Sequence[Measured], splices: list[_Splice], tokens: int
                                [everything[index].sae for index in splice.members], show)
         for index, measure in zip(splice.members, measures, strict=True):
             results[index] = measure
-    listener.note("special tokens keep their own activations and are left out of the means")
+    listener.note("special tokens (BOS) keep their own activations beside the SAE's, are zero in ce_zero, and are left "
+                  "out of the means")
     return results

@@ -120,6 +120,12 @@ def places_table(run: Mapping[str, Any]) -> RenderableType:
         found = [max(values, key=abs) for values in others if values]
         rows.append([place["name"], place["width"], place["fvu"], place["exclusive"],
                      torch.tensor(found).median().item() if found else None])
-    title = (f"{run['run']}: latents by place: {run['shared']:,} of {len(share):,} shared by all; exclusive where "
-             f"{EXCLUSIVE:g} of the decoder norm is at one place; scaling, the multiple of it that serves the others")
-    return table(title, ["place", "width", "fvu", "exclusive", "scaling elsewhere"], rows)
+    exclusive = sum(place["exclusive"] for place in places)
+    title = (f"{run['run']}: of {len(share):,} latents {run['shared']:,} are shared by all places, {exclusive:,} "
+             f"exclusive to one ({EXCLUSIVE:g} of the decoder norm there), "
+             f"{len(share) - run['shared'] - exclusive:,} in between")
+    columns = ["place", "width", "fvu", "exclusive"]
+    if all(row[-1] is None for row in rows):
+        return table(title, columns, [row[:-1] for row in rows])
+    return table(f"{title}; scaling: the multiple of an exclusive latent that serves the other places best",
+                 [*columns, "scaling elsewhere"], rows)

@@ -67,6 +67,11 @@ def placed(home: Home, sae: SAELike, layer: int | None, site: str | None, what: 
                           "give {layer} and {site}", sae=subject.name,
                           got="neither" if read == [None, None] else "one of them")
     written = [origin.get("target_layer"), origin.get("target_site")]
+    for named in (read[1], written[1]):
+        if named is not None and named not in SITES:
+            raise ConfigError(None, "{sae} names a place in its file that is none of a block: expected {sites}, got "
+                              "{got}", "use another SAE, or correct its file", sae=subject.name, sites=", ".join(SITES),
+                              got=repr(named))
     if saved.is_transcoder and None in written:
         raise ConfigError(None, "{sae} is a transcoder that does not say what it predicts: expected a block and a site "
                           "in its file, got none", "name a run of `sae train`", sae=subject.name)

@@ -23,7 +23,7 @@ from ..dictionary import SAE
 from ..documents import Origin
 from ..errors import ConfigError, HubError, RunError
 from ..formats import SavedSAE
-from ..home import Home, read_run
+from ..home import KEPT, Home, read_run
 from ..hub import Address, fetch, is_cached
 from ..inventory.filling import open_joined
 from ..store import ActivationStore, Joined, JoinedRows, Rows, in_words
@@ -88,7 +88,8 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
     address = Address.parse(text)
     if address is not None and text.startswith(("hf://", "https://")):
         return _hosted(address, note)
-    folder = Path(text).expanduser()
+    kept = home.runs.path / text  # RUN/kept/epoch-N
+    folder = kept if kept.parts[-2:-1] == (KEPT,) and (kept / marker).is_file() else Path(text).expanduser()
     if folder.is_file() and formats.recognise(folder) is None:
         raise RunError(f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
                        f"folder, {folder.parent}")

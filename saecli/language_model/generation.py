@@ -31,5 +31,6 @@ def continuation(model: LanguageModel, token_ids: Tensor, most: int, temperature
     token_ids = token_ids.to(model.device)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        found = model.model.generate(token_ids, attention_mask=torch.ones_like(token_ids), generation_config=config)
+        with model.told():
+            found = model.model.generate(token_ids, attention_mask=torch.ones_like(token_ids), generation_config=config)
     return found[0, token_ids.shape[1]:].tolist()

@@ -14,7 +14,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from ..devices import moved
-from ..errors import ConfigError, ModelError
+from ..errors import ConfigError, ModelError, SaeError, one_line
+from ..memory import is_out_of_memory
 from .places import Place
 from .source import DTYPE_WORD, UNLOADABLE, ModelSource, explained, no_tokenizer
 from .weights import Outline
@@ -168,8 +169,7 @@ class LanguageModel:
             for place in places:
                 hooks.enter_context(self.intercepted(*place, partial(note, place)))
             try:
-                self.model(input_ids=moved(token_ids, self.device), attention_mask=moved(mask, self.device),
-                           use_cache=False)
+                self._forward(token_ids, mask)
             except _Reached:
                 return [found[place] for place in places]
         never = next(place for place in places if place not in found)
@@ -178,9 +178,26 @@ class LanguageModel:
     @torch.no_grad()
     def logits(self, token_ids: Tensor, mask: Tensor) -> Tensor:
         """The logits, (B, T, vocabulary), float32; arguments as in `read`. Needs a model loaded with its head."""
-        output = self.model(input_ids=moved(token_ids, self.device), attention_mask=moved(mask, self.device),
-                           use_cache=False)
-        return output.logits.float()
+        return self._forward(token_ids, mask).logits.float()
+
+    def _forward(self, token_ids: Tensor, mask: Tensor) -> Any:
+        with self.told():
+            return self.model(input_ids=moved(token_ids, self.device), attention_mask=moved(mask, self.device),
+                              use_cache=False)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Raise a ModelError for an error in the model's own code, which does not name the model."""
+        try:
+            yield
+        except (_Reached, SaeError):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(f"{self.source.name} cannot run on these tokens: its forward pass failed with "
+                             f"{type(error).__name__}: {one_line(error)}; check its weights and config.json, or use "
+                             f"another model") from error
 
     @contextmanager
     def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers import __version__ as transformers_version
@@ -106,9 +107,15 @@ def find_model(name: str) -> ModelSource:
     if not name.strip():  # the path of an empty name is the working directory
         raise ConfigError("model", "is empty: expected a folder, a hub id such as google/gemma-2-2b, or {bundled}",
                           bundled=TINY_GEMMA2)
+    if name.rstrip("/") in BUNDLED:  # as a shell completes the name of a folder
+        name = name.rstrip("/")
     local = name in BUNDLED or Path(name).is_dir()
-    if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ModelError(f"no model {name!r}: expected a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}")
+    try:
+        if not local:
+            validate_repo_id(name)
+    except hub_errors.HFValidationError as error:
+        raise ModelError(f"no model {name!r}: expected a folder, a hub id such as google/gemma-2-2b, or "
+                         f"{TINY_GEMMA2}") from error
     location = str(BUNDLED.get(name, name))
     if local:
         _demand_files(name, Path(location))

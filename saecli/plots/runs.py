@@ -31,19 +31,23 @@ def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
     Raises:
         ConfigError: the ending is another.
     """
-    with figure(path, 9, 3.6) as drawn:
-        left, right = drawn.subplots(1, 2)
+    counts = [{value for key in ("batch_l0", "test_l0") for value in _curve(rows, key)[1]} for rows in runs.values()]
+    chosen = all(len(count) == 1 for count in counts)  # as of topk, where the words tell it
+    with figure(path, 6.5 if chosen else 9, 3.6) as drawn:
+        left, *others = drawn.subplots(1, 1 if chosen else 2, squeeze=False).flat
+        panels = [(left, "batch_fvu", "test_fvu"), *((axes, "batch_l0", "test_l0") for axes in others)]
         for index, rows in enumerate(runs.values()):
-            for axes, batches, test in ((left, "batch_fvu", "test_fvu"), (right, "batch_l0", "test_l0")):
+            for axes, batches, test in panels:
                 style = line_style(index)
                 steps, values = _curve(rows, batches)
                 axes.plot(steps, values, **style, alpha=0.45, linewidth=1, marker="o" if len(steps) == 1 else "")
                 steps, values = _curve(rows, test)
-                width = _width(index, len(runs)) if axes is right else None
-                axes.plot(steps, values, **style, linewidth=width, marker="o", markevery=max(1, len(steps) // 20))
+                axes.plot(steps, values, **style, linewidth=None if axes is left else _width(index, len(runs)),
+                          marker="o", markevery=max(1, len(steps) // 20))
         left.set(xlabel="step", ylabel="fraction of variance unexplained (FVU)")
-        right.set(xlabel="step", ylabel="active latents per row (L0)", ylim=(0, None))
-        for axes in (left, right):
+        for axes in others:
+            axes.set(xlabel="step", ylabel="active latents per row (L0)", ylim=(0, None))
+        for axes in (left, *others):
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             if not any(len(line.get_xdata()) for line in axes.lines):
                 say_empty(axes)
@@ -51,10 +55,11 @@ def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
             log_scale(left, "y")
         handles = [Line2D([], [], **line_style(index)) for index in range(len(runs))] if len(runs) > 1 else []
         handles += [Line2D([], [], color=GREY, alpha=0.6, linewidth=1), Line2D([], [], color=GREY, marker="o")]
-        names = [short(name) for name in runs] if len(runs) > 1 else []
-        legend_below(drawn, handles, [*names, "training batches, averaged", "held-out rows"])
+        titles = [f"{short(name)}, L0 {min(count):g}" if chosen else short(name)
+                  for name, count in zip(runs, counts, strict=True)]
+        legend_below(drawn, handles, [*titles * (len(runs) > 1), "training batches, averaged", "held-out rows"])
         if len(runs) == 1:
-            drawn.suptitle(short(next(iter(runs))), fontsize=10)
+            drawn.suptitle(titles[0], fontsize=10)
 
 
 def _curve(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
@@ -80,10 +85,14 @@ def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
         ConfigError: the ending is another.
     """
     tallies = {name: (np.asarray(l0), np.asarray(frequency)) for name, (l0, frequency) in runs.items()}
-    with figure(path, 9, 3.6) as drawn:
-        left, right = drawn.subplots(1, 2)
-        for index, (l0, _) in enumerate(tallies.values()):
-            left.stairs(*_l0_fractions(l0), **line_style(index), linewidth=_width(index, len(tallies)))
+    chosen = all(np.count_nonzero(l0) == 1 for l0, _ in tallies.values())  # as of topk, where the words tell it
+    with figure(path, 6.5 if chosen else 9, 3.6) as drawn:
+        *others, right = drawn.subplots(1, 1 if chosen else 2, squeeze=False).flat
+        for left in others:
+            for index, (l0, _) in enumerate(tallies.values()):
+                left.stairs(*_l0_fractions(l0), **line_style(index), linewidth=_width(index, len(tallies)))
+            left.set(xlabel="active latents per row (L0)", ylabel="fraction of rows", ylim=(0, None))
+            left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         lowest = min((f[f > 0].min() for _, f in tallies.values() if (f > 0).any()), default=1e-3)
         edges = np.logspace(math.floor(math.log10(lowest)), 0, BINS // 2 + 1)
         for index, (_, frequency) in enumerate(tallies.values()):
@@ -93,12 +102,10 @@ def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
         right.axvline(DENSE_FREQUENCY, color=GREY, linestyle=":", linewidth=1)
         right.text(DENSE_FREQUENCY, 1.0, " dense", transform=right.get_xaxis_transform(), color=GREY, va="bottom",
                    ha="left", fontsize=8)
-        left.set(xlabel="active latents per row (L0)", ylabel="fraction of rows", ylim=(0, None))
         right.set(xlabel="fraction of rows a latent fires on", ylabel="latents", xscale="log", ylim=(0, None))
-        left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         right.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-        labels = [f"{short(name)} ({int((f == 0).sum()):,} of {len(f):,} silent on these "
-                  f"{counted(int(l0.sum()), 'row')})" for name, (l0, f) in tallies.items()]
+        labels = [f"{short(name)} ({f'L0 {l0.argmax():,}, ' * chosen}{int((f == 0).sum()):,} of {len(f):,} silent on "
+                  f"these {counted(int(l0.sum()), 'row')})" for name, (l0, f) in tallies.items()]
         legend_below(drawn, [Line2D([], [], **line_style(index)) for index in range(len(tallies))], labels)
 
 

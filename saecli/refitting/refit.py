@@ -26,6 +26,7 @@ from ..training.rows import AnyRows
 from .decoder import Refitted, refitted
 
 MEASURES = ("fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "kl")  # shown before and after
+HELD = 100  # ridge over the Gram matrix's mean diagonal from which on the old decoder is kept but for its scale
 WORSE = 1.001  # ratio of FVUs from which on a decoder is worse than the one before, not equal to it
 
 
@@ -117,6 +118,9 @@ def refit_table(document: Mapping[str, Any]) -> RenderableType:
     rows = [[name.replace("_", " "), before[name], after[name]] for name in MEASURES if name in after]
     rows += [[f"fvu of the first {first['latents']:,}", first["fvu"], then["fvu"]]
              for first, then in zip(before.get("prefixes", ()), after.get("prefixes", ()), strict=True)]
+    final = document["final"]
+    rows += [["ridge, over the Gram matrix's mean diagonal", None, final["relative_alpha"]],
+             ["effective degrees of freedom", None, final["dof"]], ["multiple of the old decoder", None, final["c"]]]
     return table(f"{document['run']}: the decoder for {document['rows_train']:,} training rows of {document['data']}, "
                  f"on {document['rows_test']:,} held-out rows", ["measure", "before", "after"], rows)
 
@@ -142,9 +146,10 @@ def _training_rows(one: Measured) -> AnyRows:
 def _notes(found: Refitted, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Sentences on the solution, given the measures before and after."""
     decoder = found.decoder
-    said = [f"decoder: alpha {decoder.alpha:.3g}, {decoder.relative_alpha:.2g} of the Gram matrix's mean diagonal, "
-            f"chosen by leave-one-out, leaves {decoder.dof:,.0f} effective degrees of freedom of {found.rows:,} rows "
-            f"to its difference from {decoder.c:.3g} times the old one"]
+    said = []
+    if decoder.relative_alpha > HELD:
+        said.append(f"the rows left out want the old decoder, times {decoder.c:.3g}; nothing more is gained on "
+                    f"{found.rows:,} rows")
     if after["fvu"] > WORSE * before["fvu"]:
         said.append(f"warning: FVU on held-out rows rose from {before['fvu']:.4g} to {after['fvu']:.4g}, so the old "
                     "decoder is the better one there; refit on more rows, on which the encoder was not trained")

@@ -80,6 +80,15 @@ class TextSource:
         Raises:
             ModelError: the source cannot be found, reached or read as text.
         """
+        found = self._documents(start, mark, note)
+        if start == 0:
+            if (first := next(found, None)) is None:
+                raise ModelError(f"there is no text in {self.dataset}; expected at least one, got none; name another "
+                                 "file or dataset")
+            yield first
+        yield from found
+
+    def _documents(self, start: int, mark: Mark | None, note: Callable[[str], None]) -> Iterator[Document]:
         if self.dataset == STDLIB_DOCS:
             texts = stdlib_docstrings()
         elif not _is_local(self.dataset):
@@ -87,7 +96,7 @@ class TextSource:
         else:
             path = _local_file(self.dataset)
             if path.suffix.lower() == ".parquet":
-                return _parquet(path, self.column).documents(start, mark, note)
+                return _parquet(path, self.column).documents(start, mark, note) if _has_rows(path) else iter(())
             texts = txt_texts(path) if path.suffix.lower() == ".txt" else jsonl_texts(path, self.column, note)
         return (Document(number, text, None) for number, text in enumerate(islice(texts, start, None), start))
 
@@ -105,6 +114,17 @@ class TextSource:
             raise unreachable(what, reason)
         request = {"path": self.dataset, "name": self._config, "split": self.split, "revision": self.revision}
         return Streamed(what, request, self.column, "check its id, configuration and split")
+
+
+def _has_rows(path: Path) -> bool:
+    """Whether a Parquet file has rows, at whose lack the library fails; true of one that cannot be read, which it then
+    says."""
+    from pyarrow.parquet import read_metadata
+
+    try:
+        return read_metadata(path).num_rows > 0
+    except (OSError, ValueError):
+        return True
 
 
 def _parquet(path: Path, column: str) -> Streamed:

@@ -13,7 +13,7 @@ from ..dictionary import SAE
 from ..files import write_json
 from ..formats import SavedSAE, save_native
 from ..harvest import Streamed
-from ..home import RUN_MARKER, RUN_VERSION, read_settings
+from ..home import KEPT, RUN_MARKER, RUN_VERSION, read_settings
 from ..store import Joined
 from .checkpoints import Progress, load_checkpoint, save_checkpoint
 from .config import Plan
@@ -23,7 +23,6 @@ from .trainer import Measures, Record
 CONFIG = "config.toml"  # of a run: the options that repeat it
 # Of the rows' source, kept in an SAE's file.
 SOURCE = ("model", "layer", "site", "dataset", "context", "prepend_bos", "target_layer", "target_site", "inputs")
-KEPT = "kept"  # folder of a run that holds the run folders of its earlier epochs
 
 
 def origin_of(stores: Joined | Streamed, split_seed: int = 0, fraction: float = 1.0) -> dict[str, Any]:

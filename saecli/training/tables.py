@@ -5,15 +5,21 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from ..ridge.system import INFINITE_ALPHA
 from ..tables import table
-from ..wording import counted, number
+from ..wording import counted
 
 RESULTS = {"run": "run", "data": "data", "d_sae": "d_sae", "test_fvu": "FVU", "test_l0": "L0", "dead": "dead latents"}
-FIGURES = {  # of a run, below its results; a solver's own that have no words here go by their names
-    "train_fvu": "train FVU {}", "test_mse": "held-out MSE {}", "lr": "peak learning rate {}",
-    "revived": "latents re-aimed {}", "alpha": "decoder ridge alpha {}",
-    "relative_alpha": "{} of the Gram matrix's mean diagonal", "condition": "condition {}",
-    "released": "decoder released {}", "residual": "residual of the solve {}", "dof": "effective degrees of freedom {}"}
+FIGURES = {  # of a run, below its results, what a user can act on first; a solver's own go by their names
+    "train_fvu": ("FVU on training rows", "if far below the held-out one, more rows would help"),
+    "revived": ("latents re-aimed", "dead ones that were given new directions"),
+    "lr": ("peak learning rate", "--lr changes it"),
+    "test_mse": ("held-out MSE", "mean over rows and dimensions"),
+    "relative_alpha": ("ridge of the decoder step", "over the Gram matrix's mean diagonal; --alpha changes it"),
+    "condition": ("condition of the decoder step", "the solve loses its log10 of float64's 15 digits"),
+    "dof": ("effective degrees of freedom", "decoder vectors that the rows determine, of d_sae"),
+    "released": ("decoder released", "descends beside the encoder in the second half; --release"),
+    "residual": ("residual of the decoder step", "of its iterative solve, relative")}
 
 
 def results_table(documents: Sequence[Mapping[str, Any]], varied: Sequence[str] = ()) -> RenderableType:
@@ -38,10 +44,26 @@ def _result(name: str, document: Mapping[str, Any]) -> Any:
     return document[name] if name in document else document["final"][name]
 
 
-def figures(document: Mapping[str, Any]) -> str:
-    """A run's other measures, and its solver's figures, in a line."""
-    words = [FIGURES.get(name, f"{name.replace('_', ' ')} {{}}").format(
-                 number(value) if name != "released" else "yes" if value else "no")
-             for name, value in document["final"].items() if name not in (*RESULTS, "dead_fraction")]
-    return (f"{document['solver']}: {counted(document['epochs'], 'epoch')}, {counted(document['steps'], 'step')} in "
-            f"{document['seconds']:.0f} s; {', '.join(words)}")
+def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Runs' other measures, and their solvers' figures, a column each; of a single run with their meanings."""
+    names = list(dict.fromkeys(name for document in documents for name in document["final"]))
+    shown = [name for name in (*FIGURES, *names) if name in names and name not in (*RESULTS, "dead_fraction", "alpha")]
+    rows = [[FIGURES.get(name, (name.replace("_", " "), ""))[0], *(_figure(name, document) for document in documents)]
+            for name in dict.fromkeys(shown)]
+    (one, *more) = documents
+    title = None if more else (f"{one['solver']}: {counted(one['epochs'], 'epoch')}, {counted(one['steps'], 'step')} "
+                               f"in {one['seconds']:.0f} s")
+    if more:
+        rows = [["steps", *(each["steps"] for each in documents)],
+                ["seconds", *(round(each["seconds"]) for each in documents)], *rows]
+        return table(None, ["figure", *(each["run"] for each in documents)], rows)
+    return table(title, ["figure", "value", "meaning"], [
+        [*row, FIGURES.get(name, ("", ""))[1]] for name, row in zip(dict.fromkeys(shown), rows, strict=True)])
+
+
+def _figure(name: str, document: Mapping[str, Any]) -> Any:
+    """A cell: a ridge beside codes without variance has no size."""
+    value = document["final"].get(name)
+    if name == "released" and value is not None:
+        return "yes" if value else "no"
+    return None if name == "relative_alpha" and value is not None and value > INFINITE_ALPHA else value
