@@ -21,7 +21,7 @@ from .files import as_named
 from .help_page import demand_once, show_root_help
 from .home import Home
 from .memory import demand_address_space, is_out_of_memory
-from .outline import loaded, outlined
+from .outline import is_outlined, loaded, outlined
 from .torchrun import rank, world
 
 COMMANDS = {
@@ -62,9 +62,11 @@ class LazyGroup(TyperGroup):
         name, listed, rest = super().resolve_command(ctx, args)
         if ctx.resilient_parsing:  # while a shell completes words
             return name, listed and outlined(name), rest
-        if listed:
-            _refuse_early(name, rest, ctx)
+        if HELP.intersection(rest):
+            outlined(name).make_context(name, [*rest], parent=ctx)  # shows the page and exits, unless it is a value
         demand_address_space()
+        if listed and is_outlined(name):
+            _refuse_early(name, rest, ctx)
         command = listed and loaded(name)
         interrupts.begin()
         return name, command, rest
@@ -92,8 +94,7 @@ app = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich",
 
 
 def _refuse_early(name: str, rest: list[str], ctx: Any) -> None:
-    """Refuse what needs no torch to be seen: an option or a run that is missing, or an option that there is not. Shows
-    the help page and exits if it is asked for."""
+    """Refuse what needs no torch to be seen: an option or a run that is missing, or an option that there is not."""
     try:
         given = outlined(name).make_context(name, [*rest], parent=ctx).params
     except typer.BadParameter as error:

@@ -33,6 +33,11 @@ def loaded(name: str) -> Command:
                   getattr(function, "advanced", Command.advanced), getattr(function, "spelling", None))
 
 
+def is_outlined(name: str) -> bool:
+    """Whether the command of that name has an outline."""
+    return (FOLDER / f"{name}.json").exists()
+
+
 def outlined(name: str) -> Command:
     """A command with the help page and the completions of the one of that name; it does nothing."""
     kept = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))

@@ -162,7 +162,8 @@ def test_exit_status_and_one_message(sae: CommandLine, words: tuple, status: int
 def test_names_that_no_encoding_has_are_printed_escaped(tmp_path: Path, encoding: str):
     make_run(tmp_path, "ä日\udcff", random_sae())
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    for words, status in ((["list"], 0), (["eval", "ä日\udcfe\u202e\33"], 1), (["train", "--name", "ä日\udcff"], 2)):
+    for words, status in ((["list"], 0), (["eval", "ä日\udcfe\u202e\33"], 1),
+                          (["train", "--data", "a", "--name", "ä日\udcff"], 2)):
         done = subprocess.run([sys.executable, "-m", "saecli", "--home", tmp_path, *words], capture_output=True,
                               env=environment, check=False)
         assert done.returncode == status

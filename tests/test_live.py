@@ -229,8 +229,8 @@ def test_several_runs_of_one_reading_are_each_as_alone(sae: CommandLine):
     (("--model", "tiny-gemma2", "--data", "x"), 2, "--data does nothing with --model tiny-gemma2"),
     (("--model", "tiny-gemma2", "--target", "x"), 2, "--target does nothing with --model tiny-gemma2"),
     (("--model", "tiny-gemma2", "--fraction", "0.5"), 2, "--fraction does nothing with --model tiny-gemma2"),
-    (("--rows", "500"), 2, "--rows does nothing without --model"),
-    (("--layer", "2"), 2, "--layer does nothing without --model"),
+    (("--data", "a", "--rows", "500"), 2, "--rows does nothing without --model"),
+    (("--data", "a", "--layer", "2"), 2, "--layer does nothing without --model"),
     (("--model", "tiny-gemma2", "--layer", "9"), 2, "tiny-gemma2 has layers 0 to 3, got --layer 9"),
     (("--model", "tiny-gemma2", "--dataset", "none.txt"), 1, "the text file none.txt does not exist"),
 ])
