@@ -5,11 +5,11 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ..ridge.system import INFINITE_ALPHA
 from ..tables import table
 from ..wording import counted
 
 RESULTS = {"run": "run", "data": "data", "d_sae": "d_sae", "test_fvu": "FVU", "test_l0": "L0", "dead": "dead latents"}
+NO_VARIANCE = 1e9  # of a ridge over the mean diagonal: larger beside codes that do not vary
 FIGURES = {  # of a run, below its results, what a user can act on first; a solver's own go by their names
     "train_fvu": ("FVU on training rows", "if far below the held-out one, more rows would help"),
     "revived": ("latents re-aimed", "dead ones that were given new directions"),
@@ -66,4 +66,4 @@ def _figure(name: str, document: Mapping[str, Any]) -> Any:
     value = document["final"].get(name)
     if name == "released" and value is not None:
         return "yes" if value else "no"
-    return None if name == "relative_alpha" and value is not None and value > INFINITE_ALPHA else value
+    return None if name == "relative_alpha" and value is not None and value > NO_VARIANCE else value
