@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
@@ -64,7 +65,6 @@ def test_a_bundled_model_is_found_as_a_shell_completes_a_folder():
 
 
 def test_a_model_whose_forward_pass_fails_is_named(sae: CommandLine, tmp_path: Path):
-    """Its rotary frequencies are those of another width, which only a forward pass meets."""
     folder = tmp_path / "broken"
     model = AutoModelForCausalLM.from_pretrained(BUNDLED["tiny-gemma2"])
     model.save_pretrained(folder)
@@ -121,8 +121,6 @@ def test_an_l0_below_one_is_not_answered_with_a_larger_weight(sae: CommandLine):
 
 
 def test_places_without_an_exclusive_latent_have_no_column_of_dashes():
-    from rich.console import Console
-
     places = [{"name": name, "width": 4, "fvu": 0.1, "exclusive": 0} for name in ("first", "second")]
     console = Console(width=250)
     with console.capture() as printed:
@@ -135,7 +133,7 @@ def test_places_without_an_exclusive_latent_have_no_column_of_dashes():
 
 
 def test_a_number_of_latents_that_was_chosen_has_no_panel(tmp_path: Path, drawn: list):
-    loss_curves(tmp_path / "a.png", {"run": TOPK_METRICS})
+    loss_curves(tmp_path / "a.png", {"run": [line | {"batch_l0": 3.9999998} for line in TOPK_METRICS]})
     loss_curves(tmp_path / "b.png", {"run": [line | {"test_l0": line["step"]} for line in TOPK_METRICS]})
     l0 = np.array([0, 0, 9, 0])
     firing(tmp_path / "c.png", {"run": (l0, np.array([0.5, 0.1, 0.2]))})

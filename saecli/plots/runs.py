@@ -31,7 +31,9 @@ def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
     Raises:
         ConfigError: the ending is another.
     """
-    counts = [{value for key in ("batch_l0", "test_l0") for value in _curve(rows, key)[1]} for rows in runs.values()]
+    # Rounded, since the averages of batches may be 15.999999999999998 for 16.
+    counts = [{round(value, 1) for key in ("batch_l0", "test_l0") for value in _curve(rows, key)[1]}
+              for rows in runs.values()]
     chosen = all(len(count) == 1 for count in counts)  # as of topk, where the words tell it
     with figure(path, 6.5 if chosen else 9, 3.6) as drawn:
         left, *others = drawn.subplots(1, 1 if chosen else 2, squeeze=False).flat
