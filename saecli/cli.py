@@ -98,9 +98,9 @@ def _refuse_early(name: str, rest: list[str], ctx: Any) -> None:
     try:
         given = outlined(name).make_context(name, [*rest], parent=ctx).params
     except typer.BadParameter as error:
-        if getattr(error, "param", None) is not None and "Missing" not in type(error).__name__:
-            return  # the command itself knows other spellings of its choices
-        raise
+        if type(error).__name__ == "MissingParameter":
+            raise
+        return  # the command itself knows other spellings of its choices
     home = Home(Path(ctx.params["home"]))
     if name == "train" and not any(given[one] for one in ("data", "model", "resume", "config")):
         home.stores.find(None)

@@ -68,7 +68,6 @@ Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, e
                                                        "lengthen it, or the newest, finished or not.")]
 
 
-
 @configured(TrainingConfig, repeated=True, advanced={"data_hash", "init", "init_hash", "layer", "site"},
             beside=FROM_MODEL, solver=SOLVERS, act=ACTIVATIONS)
 def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",

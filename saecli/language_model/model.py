@@ -192,7 +192,7 @@ class LanguageModel:
             yield
         except (_Reached, SaeError):
             raise
-        except Exception as error:
+        except Exception as error:  # a model's code is the library's or its author's, and raises anything
             if is_out_of_memory(error):
                 raise
             raise ModelError(f"{self.source.name} cannot run on these tokens: its forward pass failed with "

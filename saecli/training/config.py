@@ -27,6 +27,8 @@ MOST_DEFAULT_EPOCHS = 100
 SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # fractions of all steps
 AUTO_PREFIXES = (16, 4, 2, 1)  # latents per latent of each prefix
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+SMALLEST = 2**18  # weights of the encoder, from which on products in bf16 repay the rounding of their factors
+MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
 
 
 def check_prefixes(text: str) -> None:
@@ -36,8 +38,6 @@ def check_prefixes(text: str) -> None:
     numbers = [int(word) for word in words if word.strip().isdecimal()]
     if text != "auto" and (len(numbers) < len(words) or not rise(numbers)):
         raise ValueError("auto, or numbers of latents with commas between, each larger than the one before")
-SMALLEST = 2**18  # weights of the encoder, from which on products in bf16 repay the rounding of their factors
-MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
 
 
 @dataclass(frozen=True)

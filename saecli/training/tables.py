@@ -46,19 +46,18 @@ def _result(name: str, document: Mapping[str, Any]) -> Any:
 
 def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Runs' other measures, and their solvers' figures, a column each; of a single run with their meanings."""
-    names = list(dict.fromkeys(name for document in documents for name in document["final"]))
-    shown = [name for name in (*FIGURES, *names) if name in names and name not in (*RESULTS, "dead_fraction", "alpha")]
-    rows = [[FIGURES.get(name, (name.replace("_", " "), ""))[0], *(_figure(name, document) for document in documents)]
-            for name in dict.fromkeys(shown)]
-    (one, *more) = documents
-    title = None if more else (f"{one['solver']}: {counted(one['epochs'], 'epoch')}, {counted(one['steps'], 'step')} "
-                               f"in {one['seconds']:.0f} s")
-    if more:
-        rows = [["steps", *(each["steps"] for each in documents)],
-                ["seconds", *(round(each["seconds"]) for each in documents)], *rows]
-        return table(None, ["figure", *(each["run"] for each in documents)], rows)
-    return table(title, ["figure", "value", "meaning"], [
-        [*row, FIGURES.get(name, ("", ""))[1]] for name, row in zip(dict.fromkeys(shown), rows, strict=True)])
+    names = {name for document in documents for name in document["final"]} - {*RESULTS, "dead_fraction", "alpha"}
+    shown = [(name, *FIGURES.get(name, (name.replace("_", " "), "")))
+             for name in sorted(names, key=lambda name: ([*FIGURES, name].index(name), name))]
+    if len(documents) > 1:
+        return table(None, ["figure", *(each["run"] for each in documents)], [
+            ["steps", *(each["steps"] for each in documents)],
+            ["seconds", *(round(each["seconds"]) for each in documents)],
+            *([label, *(_figure(name, each) for each in documents)] for name, label, _ in shown)])
+    (one,) = documents
+    return table(f"{one['solver']}: {counted(one['epochs'], 'epoch')}, {counted(one['steps'], 'step')} in "
+                 f"{one['seconds']:.0f} s", ["figure", "value", "meaning"],
+                 [[label, _figure(name, one), meaning] for name, label, meaning in shown])
 
 
 def _figure(name: str, document: Mapping[str, Any]) -> Any:

@@ -34,7 +34,7 @@ function percent(share) {
 // the rest of a line round.
 const PICTURES = { "\n": "↵", "\r": "␍", "\t": "⇥", "\u00a0": "␣", "\u00ad": "·", "\ufeff": "·" };
 const CONTROLS = /[\u0000-\u001f\u007f-\u00a0\u00ad\u202a-\u202e\u2066-\u2069\ufeff]/g;
-const MARKS = /[\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f]/g;
+const MARKS = /[\u061c\u200b-\u200f\u2028\u2029\u2060-\u2065\u206a-\u206f]/g;
 
 const code = (letter) => `U+${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
 
