@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from measured import WAYS, Errors, Run, errors, means, ratios, select, with_base
 
-from saecli.plots.style import COLOURS, MARKERS, figure, legend_below, log_scale
+from saecli.show.style import COLOURS, MARKERS, figure, legend_below, log_scale
 
 KINDS = {"inner": ("encoder steps on each batch", 1.0), "decay": ("weight decay", 0.0),
          "proximal": ("mu and nu, encoder", 0.0)}  # by group: what varies, and what it is in `base`

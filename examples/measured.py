@@ -19,10 +19,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from saecli.dictionary import SAE
-from saecli.formats import load
-from saecli.store import ActivationStore
-from saecli.training import read_metrics
+from saecli.sae.dictionary import SAE
+from saecli.sae.formats import load
+from saecli.store.reader import ActivationStore
+from saecli.train.logs import read_metrics
 
 WAYS = {
     "sgd": "SGD, tied, as in the paper's code",

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
-from saecli.texts import STDLIB_DOCS, TextSource
+from saecli.extract.texts import STDLIB_DOCS, TextSource
 
 OUT = Path(__file__).parents[1] / "saecli" / "assets" / "tiny-gemma2"
 CONTEXT = 128

@@ -13,6 +13,8 @@ Names are imported on first use, so that `import saecli` is fast.
 
 import importlib as _importlib
 import os as _os
+import sys as _sys
+from types import ModuleType as _ModuleType
 
 # Waiting OpenMP threads sleep rather than spin, unless the user has set this: beside other work, spinning takes half of
 # a training's CPU time or more (tests/benchmarks/README.md). OpenMP reads it when torch is loaded.
@@ -22,63 +24,78 @@ TYPE_CHECKING = False  # true to a type checker, which then knows exactly these 
 if TYPE_CHECKING:
     from typing import Any
 
-    from .api import fit, join, load_sae, open_store, save_sae
-    from .baselines.controls import controls
-    from .dictionary import SAE
-    from .drawing import draw
-    from .errors import SaeError
-    from .evaluation.evaluate import compare, evaluate, sparsity
-    from .evaluation.stability import stability
-    from .harvest import extract
-    from .html_report.report import report
-    from .interventions.generation import steer
-    from .interventions.steering import steering
-    from .inventory.importing import import_array
-    from .inventory.listing import list_home
-    from .inventory.synthetic import import_synthetic
-    from .probing.probe import probe
-    from .publishing.export import export
-    from .publishing.push import push
-    from .refitting.refit import refit
-    from .spline_measures.geometry import geometry
-    from .store import ActivationStore
+    from .base.errors import SaeError
+    from .extract.extraction import extract
+    from .geometry.geometry import geometry
+    from .measure.api import fit, join, load_sae, open_store, save_sae
+    from .measure.controls import controls
+    from .measure.evaluate import compare, evaluate, sparsity
+    from .measure.export import export
+    from .measure.probe import probe
+    from .measure.push import push
+    from .measure.refit import refit
+    from .measure.stability import stability
+    from .measure.steer import steer
+    from .measure.steering import steering
+    from .sae.dictionary import SAE
+    from .show.drawing import draw
+    from .show.report.report import report
+    from .store.import_arrays import import_array
+    from .store.import_worlds import import_synthetic
+    from .store.listing import list_home
+    from .store.reader import ActivationStore
 
 __version__ = "0.1.0"
-__all__ = ["SAE", "ActivationStore", "SaeError", "compare", "controls", "draw", "evaluate", "export", "extract", "fit",
-           "geometry", "import_array", "import_synthetic", "join", "list_home", "load_sae", "open_store", "probe",
-           "push", "refit", "report", "save_sae", "sparsity", "stability", "steer",
-           "steering"]
-
 _MODULES = {
-    "SAE": "dictionary",
-    "ActivationStore": "store",
-    "SaeError": "errors",
-    "compare": "evaluation.evaluate",
-    "controls": "baselines.controls",
-    "draw": "drawing",
-    "evaluate": "evaluation.evaluate",
-    "export": "publishing.export",
-    "extract": "harvest",
-    "geometry": "spline_measures.geometry",
-    "import_array": "inventory.importing",
-    "import_synthetic": "inventory.synthetic",
-    "list_home": "inventory.listing",
-    "probe": "probing.probe",
-    "push": "publishing.push",
-    "refit": "refitting.refit",
-    "report": "html_report.report",
-    "sparsity": "evaluation.evaluate",
-    "stability": "evaluation.stability",
-    "steer": "interventions.generation",
-    "steering": "interventions.steering",
+    "SAE": "sae.dictionary",
+    "ActivationStore": "store.reader",
+    "SaeError": "base.errors",
+    "compare": "measure.evaluate",
+    "controls": "measure.controls",
+    "draw": "show.drawing",
+    "evaluate": "measure.evaluate",
+    "export": "measure.export",
+    "extract": "extract.extraction",
+    "fit": "measure.api",
+    "geometry": "geometry.geometry",
+    "import_array": "store.import_arrays",
+    "import_synthetic": "store.import_worlds",
+    "join": "measure.api",
+    "list_home": "store.listing",
+    "load_sae": "measure.api",
+    "open_store": "measure.api",
+    "probe": "measure.probe",
+    "push": "measure.push",
+    "refit": "measure.refit",
+    "report": "show.report.report",
+    "save_sae": "measure.api",
+    "sparsity": "measure.evaluate",
+    "stability": "measure.stability",
+    "steer": "measure.steer",
+    "steering": "measure.steering",
 }
+__all__ = ["SAE", "ActivationStore", "SaeError", "compare", "controls", "draw", "evaluate", "export", "extract",
+           "fit", "geometry", "import_array", "import_synthetic", "join", "list_home", "load_sae", "open_store",
+           "probe", "push", "refit", "report", "save_sae", "sparsity", "stability", "steer", "steering"]
 
 if not TYPE_CHECKING:
     def __getattr__(name: str) -> "Any":
-        if name not in __all__:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(_importlib.import_module(f".{_MODULES.get(name, 'api')}", __name__), name)
+        return getattr(_importlib.import_module(f".{_MODULES[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Package(_ModuleType):
+    """Keeps `saecli.extract` and `saecli.geometry` functions, where importing the rooms of these names would bind them.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (isinstance(value, _ModuleType) and name in _MODULES):
+            super().__setattr__(name, value)
+
+
+_sys.modules[__name__].__class__ = _Package

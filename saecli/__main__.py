@@ -1,12 +1,12 @@
 """The entry point of `sae` and `python -m saecli`."""
 
-from . import interrupts
+from .base import interrupts
 
 
 def main() -> None:
     """Run the command line, handling Ctrl-C from the first moment."""
     interrupts.watch()
-    from .cli import main as run
+    from .cli.main import main as run
 
     run()
 

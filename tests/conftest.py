@@ -16,6 +16,8 @@ from hypothesis import settings
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else str(os.cpu_count()))
 
+sys.path += [str(path) for path in Path(__file__).parent.iterdir() if path.is_dir()]  # modules of other rooms
+
 from homes import CommandLine
 from store_producer import Producer
 
@@ -31,17 +33,20 @@ def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     Of a training's curves it leaves an empty file, since drawing them takes half of a small training's time.
     """
     monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
-    monkeypatch.setattr("saecli.plots.loss_curves", lambda path, runs: path.touch())
+    monkeypatch.setattr("saecli.show.run_plots.loss_curves", lambda path, runs: path.touch())
     return CommandLine(tmp_path / "home", monkeypatch, capsys)
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are saved, kept to be looked into."""
-    import saecli.plots  # matplotlib takes a second to import
+    import saecli.show.geometry_plots
+    import saecli.show.probe_plots
+    import saecli.show.run_plots
+    import saecli.show.stability_plots  # matplotlib takes a second to import
 
     kept: list[Any] = []
-    original = saecli.plots.runs.figure
+    original = saecli.show.run_plots.figure
 
     @contextmanager
     def keeping(*arguments: object) -> Iterator[Any]:
@@ -49,8 +54,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             yield figure
             kept.append(figure)
 
-    for name in ("runs", "geometry", "probing", "stability"):  # by name: the package has functions of these names
-        monkeypatch.setattr(sys.modules[f"saecli.plots.{name}"], "figure", keeping)
+    for name in ("run_plots", "geometry_plots", "probe_plots", "stability_plots"):
+        monkeypatch.setattr(sys.modules[f"saecli.show.{name}"], "figure", keeping)
     return kept
 
 

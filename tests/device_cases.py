@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from saecli.api import _planned
-from saecli.dictionary import SAE
-from saecli.training import Loop, Record, Trainer
+from saecli.measure.api import _planned
+from saecli.sae.dictionary import SAE
+from saecli.train.loop import Loop
+from saecli.train.trainer import Record, Trainer
 
 random = np.random.default_rng(0)
 ROWS = (random.standard_normal((300, 12)) @ random.standard_normal((12, 20)) + 1).astype(np.float32)

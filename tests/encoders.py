@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from saecli.activations import AbsTopK, Activation, BatchTopK, JumpRelu, Relu, ReluTopK, Thresholded, TopK
-from saecli.dictionary import SAE
+from saecli.sae.activations import AbsTopK, Activation, BatchTopK, JumpRelu, Relu, ReluTopK, Thresholded, TopK
+from saecli.sae.dictionary import SAE
 
 KINDS = ("relu", "jumprelu", "batchtopk", "topk", "relu-topk", "abs-topk")
 SHAPES = ("plain", "shifted", "clustered", "twins", "zeros", "uneven")

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from saecli.activations import Activation, Relu, activation_to_json
-from saecli.cli import main
-from saecli.dictionary import SAE
-from saecli.formats import FORMATS, SavedSAE, save_native
-from saecli.store import StoreMeta, StoreWriter
+from saecli.cli.main import main
+from saecli.sae.activations import Activation, Relu, activation_to_json
+from saecli.sae.dictionary import SAE
+from saecli.sae.formats import FORMATS, SavedSAE, save_native
+from saecli.store.schema import StoreMeta
+from saecli.store.writer import StoreWriter
 
 D, F = 8, 20
 MLP = {"model": "gpt2", "layer": 3, "site": "mlp_in", "target_layer": 3, "target_site": "mlp_out"}

@@ -15,8 +15,8 @@ from browsers import why_no_browser
 from homes import D, make_run
 from reports import make_text_run, save_model
 
-from saecli.activations import TopK
-from saecli.dictionary import SAE
+from saecli.sae.activations import TopK
+from saecli.sae.dictionary import SAE
 
 needs_browser = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser() or "")]
 MANY = 4096

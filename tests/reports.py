@@ -12,9 +12,10 @@ from homes import D, make_run, random_sae
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from saecli.activations import Activation
-from saecli.dictionary import SAE
-from saecli.store import StoreMeta, StoreWriter
+from saecli.sae.activations import Activation
+from saecli.sae.dictionary import SAE
+from saecli.store.schema import StoreMeta
+from saecli.store.writer import StoreWriter
 
 COLUMNS = ("document", "position", "token_id")
 NASTY = ["</script><img src=x onerror=fail()>", "<!--", "]]>", "&amp;", "שלום", "\u202eover", "long" * 250, "🙂", "{{",

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from saecli.codes import Codes
-from saecli.encoding import where
-from saecli.ridge import Factorisation, HeldRows, Sums, System, Terms, solve
-from saecli.ridge.choice import Press
+from saecli.sae.codes import Codes
+from saecli.sae.encoding import where
+from saecli.train.ridge import Factorisation, HeldRows, Sums, System, Terms, solve
+from saecli.train.ridge.choice import Press
 
 
 def problem(rows: int, d_sae: int, d_in: int, seed: int = 0, spread: float = 0.0) -> tuple:

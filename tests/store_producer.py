@@ -26,10 +26,10 @@ import numpy as np
 from power_cut import Disk
 from storing import make_meta
 
-from saecli import cli
-from saecli.errors import StoreError
-from saecli.outline import loaded
-from saecli.store import StoreWriter
+from saecli.base.errors import StoreError
+from saecli.cli import main as cli
+from saecli.cli.outline import loaded
+from saecli.store.writer import StoreWriter
 
 BLOCKS = 60
 D_IN = 24

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from saecli.store import ActivationStore, StoreMeta, StoreWriter
+from saecli.store.reader import ActivationStore
+from saecli.store.schema import StoreMeta
+from saecli.store.writer import StoreWriter
 
 
 @contextmanager

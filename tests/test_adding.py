@@ -45,10 +45,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..dictionary import SAE, Dictionary
-from ..distributed import ALONE, Communicator
-from .base import Task
+from ..base.distributed import ALONE, Communicator
+from ..sae.dictionary import SAE, Dictionary
 from .sgd import Sgd, SgdSolver
+from .task import Task
 
 
 class UnitNorm(Dictionary):
@@ -125,18 +125,18 @@ def added(root: Path) -> dict[str, str]:
         assert before in text
         write(name, text.replace(before, after, 1))
 
-    write("activations/cubed.py", ACTIVATION)
-    line("activations/__init__.py", "Swish, SoftTopK)}", "Swish, SoftTopK, Cubed)}")
-    line("activations/__init__.py", "from .smooth", "from .cubed import Cubed\nfrom .smooth")
-    write("solvers/unit_sgd.py", SOLVER)
-    line("solvers/__init__.py", "(Sgd, PamSgd)}", "(Sgd, PamSgd, UnitSgd)}")
-    line("solvers/__init__.py", "from .smoothing", "from .unit_sgd import UnitSgd\nfrom .smoothing")
-    write("formats/npz.py", FORMAT)
-    line("formats/__init__.py", '    "native": ',
+    write("sae/activations/cubed.py", ACTIVATION)
+    line("sae/activations/__init__.py", "Swish, SoftTopK)}", "Swish, SoftTopK, Cubed)}")
+    line("sae/activations/__init__.py", "from .smooth", "from .cubed import Cubed\nfrom .smooth")
+    write("train/unit_sgd.py", SOLVER)
+    line("train/solvers.py", "(Sgd, PamSgd)}", "(Sgd, PamSgd, UnitSgd)}")
+    line("train/solvers.py", "from .solver ", "from .unit_sgd import UnitSgd\nfrom .solver ")
+    write("sae/formats/npz.py", FORMAT)
+    line("sae/formats/__init__.py", '    "native": ',
          '    "npz": Format(("sae.npz",), npz.load, npz.save, ACTIVATIONS.values()),\n    "native": ')
-    line("formats/__init__.py", "    native,\n    qwen", "    native,\n    npz,\n    qwen")
-    write("commands/count.py", COMMAND)
-    line("cli.py", "COMMANDS = {\n", 'COMMANDS = {\n    "count": "Count the runs.",\n')
+    line("sae/formats/__init__.py", "    native,\n    qwen", "    native,\n    npz,\n    qwen")
+    write("cli/commands/count.py", COMMAND)
+    line("cli/main.py", "COMMANDS = {\n", 'COMMANDS = {\n    "count": "Count the runs.",\n')
     return {**os.environ, "PYTHONPATH": str(root), "SAE_HOME": str(root / "home")}
 
 

@@ -15,11 +15,11 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
-from saecli.errors import ConfigError, ModelError, StoreError
-from saecli.evaluation.places import places_table
-from saecli.formats import SavedSAE, save_native
-from saecli.language_model import BUNDLED
-from saecli.plots import firing, loss_curves
+from saecli.base.errors import ConfigError, ModelError, StoreError
+from saecli.extract.places import BUNDLED
+from saecli.measure.places import places_table
+from saecli.sae.formats import SavedSAE, save_native
+from saecli.show.run_plots import firing, loss_curves
 
 TOPK_METRICS = [{"step": step, "batch_fvu": 1 / step, "batch_l0": 4.0, "test_fvu": 1 / step, "test_l0": 4.0}
                 for step in (1, 2, 3)]
@@ -35,7 +35,7 @@ def at_home(sae: CommandLine, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
     (("train",), "no activation store in"), (("eval",), "no run in"), (("export", "--to", "saelens"), "--out"),
     (("export", "--out", "there", "--to", "saelens"), "no run in"), (("steer",), "--latent")])
 def test_what_is_missing_is_told_without_loading_torch(tmp_path: Path, words: tuple[str, ...], sentence: str):
-    code = ("import sys\nfrom saecli.cli import main\ntry:\n    main()\nfinally:\n"
+    code = ("import sys\nfrom saecli.cli.main import main\ntry:\n    main()\nfinally:\n"
             "    print('loaded' if 'torch' in sys.modules else 'light')")
     done = subprocess.run([sys.executable, "-c", code, "--home", tmp_path / "home", *words], capture_output=True,
                           text=True, env=os.environ | {"NO_COLOR": "1"})

@@ -1,4 +1,4 @@
-"""The house's plan, read from the imports: floors, who alone may import what, and the size of files."""
+"""The house's plan, read from the imports: rooms, who alone may import what, and the size of files."""
 
 import ast
 from collections.abc import Collection, Iterator, Mapping
@@ -9,30 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "saecli"
 
-FLOORS = [
-    {"errors", "network", "torchrun", "wording"},
-    {"interrupts"},
-    {"files", "memory", "tables"},
-    {"devices", "documents"},
-    {"config", "console", "distributed", "home", "pairs"},
-    {"batch", "codes", "other_names"},
-    {"encoding", "help_page"},
-    {"activations", "arrays", "language_model", "outline", "precision", "ridge", "store", "texts"},
-    {"dictionary", "worlds"},
-    {"inventory"},
-    {"harvest"},
-    {"formats", "metrics", "spline"},
-    {"hub"},
-    {"latent_survey", "plots", "solvers", "splice"},
-    {"options", "training"},
-    {"evaluation"},
-    {"baselines", "html_report", "interventions", "probing", "publishing", "refitting", "spline_measures"},
-    {"api", "commands", "drawing"},
-    {"cli"},
-    {"__init__", "__main__"},
-]
-ALONE = {"transformers": "language_model", "matplotlib": "plots", "datasets": "texts", "pydantic": "documents",
-         "typer": ("commands", "cli", "help_page", "options", "outline")}
+ROOMS = ["cli", "show", "geometry", "measure", "train", "extract", "sae", "store", "base"]  # from the top down
+ALONE = {"transformers": "extract", "matplotlib": "show", "datasets": "extract", "pydantic": "base", "typer": "cli"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -57,14 +35,15 @@ def imported_units(path: Path) -> set[str]:
     return found | {parts[1] for level, parts in imports(path) if level == 0 and parts[0] == "saecli" and parts[1:]}
 
 
-def floor_of(name: str) -> int:
-    return next(number for number, names in enumerate(FLOORS) if name in names)
-
-
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_imports_only_floors_below_its_own(path: Path):
-    for name in imported_units(path) - {unit(path), "__version__"}:
-        assert floor_of(name) < floor_of(unit(path)), f"{path} imports {name}"
+def test_a_module_imports_only_rooms_below_its_own(path: Path):
+    for name in imported_units(path) & {*ROOMS} - {unit(path)}:
+        assert unit(path) not in ROOMS or ROOMS.index(name) > ROOMS.index(unit(path)), f"{path} imports {name}"
+
+
+def test_the_top_of_the_package_is_nine_rooms_and_two_files():
+    names = {path.name for path in PACKAGE.iterdir()} - {"__pycache__", "assets", "py.typed"}
+    assert names == {*ROOMS, "__init__.py", "__main__.py"}
 
 
 @pytest.mark.slow
@@ -72,18 +51,7 @@ def test_a_module_imports_only_floors_below_its_own(path: Path):
 def test_a_heavy_library_has_one_door(library: str):
     users = {unit(path) for path in MODULES
              if any(level == 0 and parts[0] == library for level, parts in imports(path))}
-    assert users <= set([ALONE[library]] if isinstance(ALONE[library], str) else ALONE[library])
-
-
-def test_store_and_solvers_never_see_each_other():
-    for path in MODULES:
-        if unit(path) in ("solvers", "ridge", "sae", "spline", "metrics"):
-            assert "store" not in imported_units(path), path
-        if unit(path) in ("console", "home") or path.name in ("list.py", "listing.py"):
-            assert all(parts[0] != "torch" for _, parts in imports(path)), path
-        if unit(path) == "store":  # which lists stores without it, and reads rows with it
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            assert not [node for node in tree.body if "torch" in ast.unparse(node).split()[:2]], path
+    assert users == {ALONE[library]}
 
 
 def test_no_file_is_over_400_lines():

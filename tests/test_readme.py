@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from homes import CommandLine
 
-from saecli.cli import COMMANDS
-from saecli.language_model import BUNDLED, TINY_GEMMA2
+from saecli.cli.main import COMMANDS
+from saecli.extract.places import BUNDLED, TINY_GEMMA2
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -14,8 +14,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from saecli.devices import device_named
-from saecli.language_model import LanguageModel, find_model
+from saecli.base.devices import device_named
+from saecli.extract.language_model import LanguageModel
+from saecli.extract.model_source import find_model
 
 LAYERS, WIDTH, VOCABULARY = 3, 16, 64
 SHARED = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

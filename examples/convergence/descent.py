@@ -20,12 +20,13 @@ import torch
 from measured import Claim, arguments, rows_of, write_claims, write_series
 from torch import Tensor
 
-from saecli.activations import Activation, SoftTopK, Swish
-from saecli.batch import Batch
-from saecli.plots.style import COLOURS, figure, legend_below, log_scale
-from saecli.solvers import Solver, Task
-from saecli.solvers.pam_sgd import PamSgd
-from saecli.training.rows import initial_sae
+from saecli.sae.activations import Activation, SoftTopK, Swish
+from saecli.sae.batch import Batch
+from saecli.show.style import COLOURS, figure, legend_below, log_scale
+from saecli.train.pam_sgd import PamSgd
+from saecli.train.rows import initial_sae
+from saecli.train.solver import Solver
+from saecli.train.task import Task
 
 ROWS, LATENTS, OUTERS = 100, 16, 120
 ALPHA, BETA, GAMMA, MU = 5.0, 1.0, 5.0, 1.0

@@ -24,7 +24,7 @@ from measured import (
     write_table,
 )
 
-from saecli.plots.style import COLOURS, figure, legend_below, log_scale
+from saecli.show.style import COLOURS, figure, legend_below, log_scale
 
 KINDS_HERE = KINDS | {"proximal": ("mu and nu, encoder", 0.001)}  # the paper's code has them from the start
 

@@ -19,16 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saecli.activations import TopK
-from saecli.dictionary import SAE
-from saecli.plots.cells import arrows, fill, tints
-from saecli.plots.style import COLOURS, figure
-from saecli.spline.bridge import fvu, spread
-from saecli.spline.census import support_keys
-from saecli.spline.partition import cells_of, cells_of_diagram
-from saecli.spline.piecewise_affine import LocalPCA, kmeans
-from saecli.spline.plane_cells import PlaneCells, polygon_cells
-from saecli.spline.power_diagram import PowerDiagram
+from saecli.geometry.bridge import fvu, spread
+from saecli.geometry.census import support_keys
+from saecli.geometry.partition import cells_of, cells_of_diagram
+from saecli.geometry.piecewise_affine import LocalPCA, kmeans
+from saecli.geometry.plane_cells import PlaneCells, polygon_cells
+from saecli.geometry.power_diagram import PowerDiagram
+from saecli.sae.activations import TopK
+from saecli.sae.dictionary import SAE
+from saecli.show.cell_plots import arrows, fill, tints
+from saecli.show.style import COLOURS, figure
 
 LATENTS, RATE = 80, 8e-3
 WINDOW = (-2.1, 2.1, -2.1, 2.1)

@@ -19,12 +19,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: t
 import torch
 from matplotlib.axes import Axes
 
-from saecli.plots.cells import fill, tints
-from saecli.plots.style import COLOURS, figure
-from saecli.spline.partition import cells_of_diagram
-from saecli.spline.plane_cells import polygon_cells
-from saecli.spline.power_diagram import PowerDiagram
-from saecli.spline.recovery import Recovery, recover
+from saecli.geometry.partition import cells_of_diagram
+from saecli.geometry.plane_cells import polygon_cells
+from saecli.geometry.power_diagram import PowerDiagram
+from saecli.geometry.recovery import Recovery, recover
+from saecli.show.cell_plots import fill, tints
+from saecli.show.style import COLOURS, figure
 
 WINDOW = (-2.6, 2.6, -2.6, 2.6)
 AROUND = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]

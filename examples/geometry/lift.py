@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from mpl_toolkits.mplot3d.art3d import Poly3DCollection
 
-from saecli.plots.cells import TINTS, fill
-from saecli.plots.style import figure
-from saecli.spline.partition import cells_of_diagram
-from saecli.spline.plane_cells import PlaneCells, colouring, polygon_cells
-from saecli.spline.power_diagram import PowerDiagram, lift, section
+from saecli.geometry.partition import cells_of_diagram
+from saecli.geometry.plane_cells import PlaneCells, colouring, polygon_cells
+from saecli.geometry.power_diagram import PowerDiagram, lift, section
+from saecli.show.cell_plots import TINTS, fill
+from saecli.show.style import figure
 
 WINDOW = (-1.3, 1.3, -1.3, 1.3)
 HEIGHTS = (0.0, 0.5, 1.0)

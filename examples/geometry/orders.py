@@ -18,12 +18,12 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle
 
-from saecli.plots.cells import fill, tints
-from saecli.plots.style import COLOURS, figure
-from saecli.spline.partition import cells_of_diagram
-from saecli.spline.plane_cells import PlaneCells, polygon_cells
-from saecli.spline.power_diagram import PowerDiagram
-from saecli.spline.recovery import recover
+from saecli.geometry.partition import cells_of_diagram
+from saecli.geometry.plane_cells import PlaneCells, polygon_cells
+from saecli.geometry.power_diagram import PowerDiagram
+from saecli.geometry.recovery import recover
+from saecli.show.cell_plots import fill, tints
+from saecli.show.style import COLOURS, figure
 
 WINDOW = (-4.0, 4.0, -4.0, 4.0)
 SITES = 7

@@ -18,12 +18,12 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle
 
-from saecli.plots.cells import TINTS, fill, tints
-from saecli.plots.style import COLOURS, figure
-from saecli.spline.partition import cells_of_diagram
-from saecli.spline.piecewise_affine import kmeans
-from saecli.spline.plane_cells import polygon_cells
-from saecli.spline.power_diagram import PowerDiagram
+from saecli.geometry.partition import cells_of_diagram
+from saecli.geometry.piecewise_affine import kmeans
+from saecli.geometry.plane_cells import polygon_cells
+from saecli.geometry.power_diagram import PowerDiagram
+from saecli.show.cell_plots import TINTS, fill, tints
+from saecli.show.style import COLOURS, figure
 
 WINDOW = (-4.5, 4.5, -4.5, 4.5)
 

@@ -20,7 +20,7 @@ from measured import (
     write_table,
 )
 
-from saecli.plots.style import COLOURS, figure
+from saecli.show.style import COLOURS, figure
 
 ACTS = {"topk": "TopK, K = 15", "relu": "relu"}
 SHORT = {"sgd": "SGD", "paper": "PAM-SGD", "default": "defaults"}

@@ -26,9 +26,9 @@ from measured import (
     write_table,
 )
 
-from saecli.codes import DenseCodes
-from saecli.plots.style import COLOURS, MARKERS, figure, legend_below, log_scale
-from saecli.ridge import Terms, choose_alpha, plan, solve
+from saecli.sae.codes import DenseCodes
+from saecli.show.style import COLOURS, MARKERS, figure, legend_below, log_scale
+from saecli.train.ridge import Terms, choose_alpha, plan, solve
 
 WAYS = {"paper": "the paper's settings", "ridge": "the same with a chosen ridge"}
 RIDGES = {"none": "no ridge", "often": "a ridge on the half of the latents that fire most",

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from xxhash import xxh3_64
 
-from ..errors import StoreError
-from ..files import file_sha256
-from ..home import STORE_MARKER
+from ..base.errors import StoreError
+from ..base.files import file_sha256
+from ..base.home import STORE_MARKER
 from .schema import SHARDS, WORLD_FILE, StoreMeta
 
 MEND_SHARD = "run the command that made the store again, which rewrites that shard"

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ..errors import StoreError, StoreOptionError
-from ..files import LOCK, lock_folder
-from ..home import STORE_MARKER
+from ..base.errors import StoreError, StoreOptionError
+from ..base.files import LOCK, lock_folder
+from ..base.home import STORE_MARKER
 from .checks import changed, find_damage
 from .schema import RANKS, SHARDS, WORLD_FILE, StoreMeta, read_meta, write_meta
 

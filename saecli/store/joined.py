@@ -12,7 +12,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from .reader import ActivationStore
 from .rows import WINDOW_BYTES, Rows
 from .schema import hash_request

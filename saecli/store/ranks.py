@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ..errors import StoreError
-from ..files import flush_to_disk, lock_folder, make_folder
-from ..home import STORE_MARKER
+from ..base.errors import StoreError
+from ..base.files import flush_to_disk, lock_folder, make_folder
+from ..base.home import STORE_MARKER
 from .checks import no_show
 from .claim import ClaimedStore, claim, no_rows, other_number, remove_empty
 from .schema import RANKS, SHARDS, RankShards, ShardRecord, StoreMeta, read_meta, shard_name, write_meta

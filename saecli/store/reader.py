@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from ..errors import StoreError
+from ..base.errors import StoreError
 from .checks import changed, damaged_world, find_damage, no_show
 from .chunks import Chunks
 from .rows import Rows
@@ -49,7 +49,7 @@ class ActivationStore(Chunks):
                 f"path={str(self.path)!r})")
 
     def _repr_html_(self) -> str:
-        from ..tables import html_table  # rich takes a while to import
+        from ..base.tables import html_table  # rich takes a while to import
 
         meta = self.meta
         return html_table(f"activation store {self.name}", {

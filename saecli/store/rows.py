@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..errors import ConfigError, StoreError
+from ..base.errors import ConfigError, StoreError
 from .chunks import Chunks
 from .shard_statistics import stored_statistics
 from .shuffle import Deal

@@ -56,10 +56,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..documents import Origin, demand_version, parse_json
-from ..errors import ConfigError, StoreError
-from ..files import regular, write_json
-from ..home import STORE_MARKER, UNREADABLE, now
+from ..base.documents import Origin, demand_version, parse_json
+from ..base.errors import ConfigError, StoreError
+from ..base.files import regular, write_json
+from ..base.home import STORE_MARKER, UNREADABLE, now
 from .dtypes import DTYPES
 from .sparse_rows import CODES
 from .statistics import Norms

@@ -19,8 +19,8 @@ import h5py
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from ..errors import StoreError
-from ..home import STORE_MARKER, UNREADABLE
+from ..base.errors import StoreError
+from ..base.home import STORE_MARKER, UNREADABLE
 from .checks import MEND_SHARD, damage, found_file, frame_checksum, open_shard
 from .dtypes import DTYPES
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, ShardRecord, StoreMeta

@@ -6,7 +6,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from ..errors import StoreError
+from ..base.errors import StoreError
 from .checks import MEND_SHARD
 from .schema import SHARDS, ShardRecord, StoreMeta
 from .shard import HDF5_ERRORS, hdf5_file, read_layout

@@ -20,8 +20,8 @@ import h5py
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from ..errors import StoreError
-from ..files import file_sha256, make_folder, partial_path, settle
+from ..base.errors import StoreError
+from ..base.files import file_sha256, make_folder, partial_path, settle
 from .checks import frame_checksum
 from .dtypes import DTYPES
 from .schema import (

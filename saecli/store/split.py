@@ -15,7 +15,7 @@ from typing import Literal, Self, get_args
 
 import numpy as np
 
-from ..errors import ConfigError, StoreError, StoreOptionError, unknown_choice
+from ..base.errors import ConfigError, StoreError, StoreOptionError, unknown_choice
 from .schema import StoreMeta
 
 Which = Literal["train", "test", "all"]

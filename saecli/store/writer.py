@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..errors import StoreError, StoreOptionError
-from ..home import STORE_MARKER
+from ..base.errors import StoreError, StoreOptionError
+from ..base.home import STORE_MARKER
 from .admission import Admission
 from .checks import no_show, suspect
 from .claim import ClaimedStore, claim, no_rows, other_number, remove_empty

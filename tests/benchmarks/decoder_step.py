@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saecli.encoding import where
-from saecli.ridge import HeldRows, Sums, System, Terms, choose_alpha, solve
-from saecli.ridge.choice import LEAST, MOST, Press
+from saecli.sae.encoding import where
+from saecli.train.ridge import HeldRows, Sums, System, Terms, choose_alpha, solve
+from saecli.train.ridge.choice import LEAST, MOST, Press
 
 BLOCK = 1024  # rows of a block
 PRESS_ROWS = 4096  # rows that the solver passes to a choice

@@ -25,10 +25,17 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
-from saecli.harvest import COLUMNS, Block, Cursor, Forward, Spot, Target, Windows, batch_tokens, fill, in_blocks
-from saecli.language_model import BUNDLED, TINY_GEMMA2, LanguageModel, Place, find_model
-from saecli.store import StoreMeta, StoreWriter, rows_per_shard
-from saecli.texts import STDLIB_DOCS, Document, TextSource
+from saecli.extract.fill import COLUMNS, Target, fill
+from saecli.extract.forward import Forward, batch_tokens
+from saecli.extract.language_model import LanguageModel
+from saecli.extract.model_source import find_model
+from saecli.extract.places import BUNDLED, TINY_GEMMA2, Place
+from saecli.extract.steady import Document
+from saecli.extract.texts import STDLIB_DOCS, TextSource
+from saecli.extract.token_windows import Spot, Windows
+from saecli.extract.window_blocks import Block, Cursor, in_blocks
+from saecli.store.schema import StoreMeta, rows_per_shard
+from saecli.store.writer import StoreWriter
 
 CONTEXT, WINDOWS = 128, 32
 MEMORY_ROWS = 100_000  # more than the blocks that are held at a time
@@ -123,7 +130,7 @@ def peak_memory(text: Path, rows: int, home: Path, model: str | Path = TINY_GEMM
                 options: Sequence[object] = ()) -> float:
     """Peak memory of `sae extract`, MB; read by the process itself, as a parent's counts what it was forked from."""
     words = ["sae", "--home", home, "extract", "--model", model, "--dataset", text, "--rows", rows, "--json", *options]
-    script = (f"import re, sys; from saecli.cli import main; sys.argv = {[str(word) for word in words]!r}\n"
+    script = (f"import re, sys; from saecli.cli.main import main; sys.argv = {[str(word) for word in words]!r}\n"
               "try: main()\nexcept SystemExit as stop: assert not stop.code\n"
               "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -21,12 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from saecli.activations import Activation, Relu, TopK, activation_to_json
-from saecli.dictionary import SAE
-from saecli.formats import SavedSAE, save_native
-from saecli.spline.partition import cells_of
-from saecli.spline.survey import batch_size, gather
-from saecli.store import StoreMeta, StoreWriter, rows_per_shard
+from saecli.geometry.partition import cells_of
+from saecli.geometry.survey import batch_size, gather
+from saecli.sae.activations import Activation, Relu, TopK, activation_to_json
+from saecli.sae.dictionary import SAE
+from saecli.sae.formats import SavedSAE, save_native
+from saecli.store.schema import StoreMeta, rows_per_shard
+from saecli.store.writer import StoreWriter
 
 PASS_ROWS = 4096
 

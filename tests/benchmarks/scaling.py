@@ -27,12 +27,16 @@ import torch.distributed as dist
 from peak import peak_of
 from rich.console import Console
 
-from saecli import distributed, torchrun
-from saecli.activations import TopK
-from saecli.solvers.pam_sgd import PamSgd, PamSgdSolver
-from saecli.store import ActivationStore, StoreMeta, StoreWriter
-from saecli.tables import table
-from saecli.training import Loop, Plan, Record, Trainer, TrainingConfig
+from saecli.base import distributed, torchrun
+from saecli.base.tables import table
+from saecli.sae.activations import TopK
+from saecli.store.reader import ActivationStore
+from saecli.store.schema import StoreMeta
+from saecli.store.writer import StoreWriter
+from saecli.train.config import Plan, TrainingConfig
+from saecli.train.loop import Loop
+from saecli.train.pam_sgd import PamSgd, PamSgdSolver
+from saecli.train.trainer import Record, Trainer
 
 ROWS, BATCH, SEED = 24_576, 2_048, 0
 COUNTED = ("all_reduce", "reduce", "broadcast", "send", "recv")
@@ -92,8 +96,8 @@ def work(home: Path, d_sae: int) -> None:
 
 def work_extract() -> None:
     """What each process does: `sae extract`, by the command line's own arguments; tells the seconds of its pass."""
-    from saecli import cli
-    from saecli.harvest import extraction
+    from saecli.cli import main as cli
+    from saecli.extract import extraction
 
     seconds = Counter()
 

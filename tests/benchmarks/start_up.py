@@ -30,7 +30,7 @@ def seconds(command: list[str], asked: dict[str, str]) -> float:
 
 def loaded(words: list[str], asked: dict[str, str]) -> list[str]:
     """The heavy modules that `sae` has imported when it ends."""
-    script = (f"import sys\nfrom saecli.cli import main\nsys.argv = ['sae', *{words!r}]\n"
+    script = (f"import sys\nfrom saecli.cli.main import main\nsys.argv = ['sae', *{words!r}]\n"
               f"try: main()\nexcept SystemExit: print(*(name for name in {HEAVY!r} if name in sys.modules), "
               "file=sys.stderr)")
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,

@@ -21,7 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from saecli.store import DTYPES, ActivationStore, Rows, StoreMeta, StoreWriter, rows_per_shard
+from saecli.store.dtypes import DTYPES
+from saecli.store.reader import ActivationStore
+from saecli.store.rows import Rows
+from saecli.store.schema import StoreMeta, rows_per_shard
+from saecli.store.writer import StoreWriter
 
 WAYS = {
     "sequential(2048)": lambda rows: rows.sequential(2048),

@@ -23,12 +23,13 @@ from pathlib import Path
 
 import torch
 
-from saecli.activations import Activation, Relu, TopK
-from saecli.batch import Batch
-from saecli.solvers import SolverConfig, Task
-from saecli.solvers.pam_sgd import PamSgd
-from saecli.solvers.sgd import Sgd
-from saecli.training.rows import initial_sae
+from saecli.sae.activations import Activation, Relu, TopK
+from saecli.sae.batch import Batch
+from saecli.train.pam_sgd import PamSgd
+from saecli.train.rows import initial_sae
+from saecli.train.sgd import Sgd
+from saecli.train.solver import SolverConfig
+from saecli.train.task import Task
 
 SAELENS = "sae-lens==6.54.12"
 CASES: dict[str, tuple[Activation, SolverConfig, str, int]] = {

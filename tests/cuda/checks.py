@@ -16,8 +16,8 @@ from day import Day, Figures
 from device_cases import ACTS, SOLVERS, trained
 
 import saecli
-from saecli.activations import Relu
-from saecli.store import Joined
+from saecli.sae.activations import Relu
+from saecli.store.joined import Joined
 
 FAR = 1e-6  # relative, in float64, above which a difference is no rounding
 LAYERS, ROWS = (1, 2), 3000

@@ -10,16 +10,19 @@ from day import Day, Figures
 from device_cases import trained
 from training_speed import SAELENS
 
-from saecli.activations import ACTIVATIONS
-from saecli.batch import Batch
-from saecli.codes import DenseCodes
-from saecli.devices import free_memory
-from saecli.encoding import at
-from saecli.precision import multiplies_bf16, products_in
-from saecli.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
-from saecli.solvers import SOLVERS, Task
-from saecli.store import ActivationStore, StoreMeta, StoreWriter
-from saecli.training.rows import initial_sae
+from saecli.base.devices import free_memory
+from saecli.base.precision import multiplies_bf16, products_in
+from saecli.sae.activations import ACTIVATIONS
+from saecli.sae.batch import Batch
+from saecli.sae.codes import DenseCodes
+from saecli.sae.encoding import at
+from saecli.store.reader import ActivationStore
+from saecli.store.schema import StoreMeta
+from saecli.store.writer import StoreWriter
+from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
+from saecli.train.rows import initial_sae
+from saecli.train.solvers import SOLVERS
+from saecli.train.task import Task
 
 PRECISIONS = ("float32", "tf32", "bf16")
 K = 32
@@ -70,7 +73,7 @@ def steps(day: Day) -> Figures:
 
 def rows(day: Day) -> Figures:
     """Rows per second from a bfloat16 store through a whole training step, kept on the device and copied to it."""
-    import saecli.training.trainer as trainer
+    import saecli.train.trainer as trainer
 
     B, D, widths = sizes(day)
     count, found = (65_536, {}) if day.full else (2048, {})

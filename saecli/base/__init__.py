@@ -1,0 +1,1 @@
+"""Errors, files, home, console, options, devices, processes."""

@@ -1,0 +1,1 @@
+"""`sae` and its commands: options, help, exit codes."""

@@ -1,0 +1,1 @@
+"""The commands of `sae`, one file each, imported when called (see `saecli/cli/main.py`)."""

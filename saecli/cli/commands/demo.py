@@ -1,0 +1,97 @@
+"""`sae demo`."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from ...base.home import Home, read_settings
+from ...extract.places import TINY_GEMMA2
+from ...measure.comparing import comparison, meaning, read_measures
+from ..options import Json, start
+
+ROWS = 20_000
+EPOCHS = 20
+SIDE_BY_SIDE = ("l0", "fvu", "ce_recovered", "kl", "steps", "seconds")
+
+Pictures = Annotated[Path | None, typer.Option("--pictures", help="Folder for the pictures and the measures.",
+                                               show_default="demo/ in the home")]
+
+
+def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -> None:
+    """Run the whole chain offline, printing each command first.
+
+    Extracts activations from tiny-gemma2, the bundled language model, trains one SAE with each solver, and looks at
+    what came out. Takes a minute or two, and needs no network.
+
+    Example: sae demo --pictures pictures
+    """
+    session = start(ctx, json)
+    pictures = pictures or session.home.path / "demo"
+    pictures.mkdir(parents=True, exist_ok=True)
+    store, *runs = free_names(session.home)
+    measures = pictures / "measures.csv"
+    root = ctx.find_root()
+    home = ["--home", str(session.home.path)]
+    shown_home = home if root.get_parameter_source("home").name == "COMMANDLINE" else []
+    with redirect_stdout(sys.stderr if json else sys.stdout):
+        for number, (purpose, words) in enumerate(chain(store, *runs, pictures, measures), 1):
+            print(f"\n{number}. {purpose}\n$ sae {shlex.join([*shown_home, *words])}", flush=True)
+            root.command.main([*home, *words], standalone_mode=False)
+    results = {name: read_settings(session.home.runs.path / name / session.home.runs.marker)["result"] for name in runs}
+    measured = read_measures(measures)
+    lines = [run | {"steps": results[run["run"]]["steps"], "seconds": round(results[run["run"]]["seconds"], 1)}
+             for run in measured]
+    pictured = [*(session.home.runs.path / name / "loss.png" for name in runs),
+                *(pictures / f"{name}.png" for name in ("frontier", "sparsity", "geometry")),
+                *(pictures / f"sparsity-patterns-{name}.png" for name in runs)]
+    paths = [str(path) for path in pictured]
+    session.console.result(
+        {"runs": results, "measures": measured, "pictures": paths}, "",
+        comparison(lines, SIDE_BY_SIDE, f"both SAEs on the same held-out rows, after {EPOCHS} passes over the others"),
+        Text(meaning(measured[0])), "", "pictures:", *paths)
+
+
+def chain(store: str, sgd: str, pam: str, pictures: Path, measures: Path) -> list[tuple[str, Sequence[str]]]:
+    """The commands to run, each after its purpose.
+
+    Args:
+        store: name for the store.
+        sgd: name for the run of the solver `sgd`.
+        pam: name for the run of the solver `pam-sgd`.
+        pictures: folder for the pictures.
+        measures: file for the measures of `sae eval`.
+    """
+    effect = ["--model", TINY_GEMMA2]
+    train = ["train", "--data", store, "--act", "topk", "--k", "16", "--epochs", str(EPOCHS)]
+    frontier, sparsity, geometry = (str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry"))
+    return [
+        ("Store a small language model's activations after block 2, a row per token.",
+         ["extract", *effect, "--layer", "2", "--rows", str(ROWS), "--name", store]),
+        ("Train an SAE by SGD; with topk, the 16 largest latents of a row fire.",
+         [*train, "--solver", "sgd", "--name", sgd]),
+        ("Train another by PAM-SGD: SGD for the encoder, closed form for the decoder.",
+         [*train, "--solver", "pam-sgd", "--name", pam]),
+        ("Measure both on held-out rows: the variance they leave unexplained (fvu), and\n"
+         "   how well the model predicts from their reconstructions (ce recovered, kl).",
+         ["eval", sgd, pam, *effect, "--plot", frontier, "--csv", str(measures)]),
+        ("Count how often latents fire: silent ones never, dense ones on over a tenth.",
+         ["sparsity", sgd, pam, "--plot", sparsity]),
+        ("Look at the spline that an SAE is, affine on each cell of rows with the same\n"
+         "   latents, beside k-means and local PCA.",
+         ["geometry", pam, "--plot", geometry]),
+        ("List what is in the home folder now.", ["list"]),
+    ]
+
+
+def free_names(home: Home) -> tuple[str, str, str]:
+    """Unused names for the demo's store and two runs."""
+    number = 1
+    while any(home.path.glob(f"*/demo-{number}*")):
+        number += 1
+    return f"demo-{number}", f"demo-{number}-sgd", f"demo-{number}-pam-sgd"

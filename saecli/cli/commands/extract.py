@@ -1,0 +1,50 @@
+"""`sae extract`."""
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from ...base.distributed import communicator
+from ...extract.config import ExtractConfig
+from ...extract.extraction import extract_stores
+from ...extract.places import SITES
+from ...store.listing import stored
+from ...store.opening import told_when_stopped
+from ..options import Device, Given, Json, configured, start
+
+Layers = Annotated[list[int] | None, typer.Option(
+    "--layer", help="Block to read, from 0; can be given several times, for one store each.",
+    show_default="the middle one, 12 of Gemma-2-2B's 26", rich_help_panel=ExtractConfig.panel)]
+Site = Enum("Site", [(site, site) for site in SITES], type=str)  # Typer takes no Literal several times
+Sites = Annotated[list[Site] | None, typer.Option(
+    "--site", help="Where in the block: resid_post, its output (Gemma Scope's layer, SAELens' "
+                   "blocks.L.hook_resid_post); resid_pre, its input (hidden_states[L], which the paper's code takes); "
+                   "mlp_in, the MLP's input after its norm; mlp_out and attn_out, the additions of MLP and attention; "
+                   "can be given several times, for one store per layer and site, all of the same tokens row for row.",
+    show_default="resid_post", rich_help_panel=ExtractConfig.panel)]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the store; of several, the prefix of their names.",
+                                          show_default="from model, layer, site and a hash of the options")]
+
+
+@configured(ExtractConfig)
+def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Sites = None, name: Name = None,
+            device: Device = "auto", json: Json = False) -> None:
+    """Run a language model over text and store its activations.
+
+    The forward pass stops at the last block read. Special tokens (BOS, EOS) are dropped and counted. Of several layers
+    and sites, a row that one store must drop is dropped from all, and counted there as beside. The same command again
+    resumes an interrupted extraction, and does nothing for a finished one.
+
+    Example: sae extract --model google/gemma-2-2b --layer 12
+    """
+    session = start(ctx, json)
+    processes = communicator()
+    with told_when_stopped(session.console) as folders:
+        stores = extract_stores(
+            options.config(ExtractConfig), given=options.given, layers=layer or [],
+            sites=[one.value for one in site or []], name=name, device=device, home=session.home,
+            listener=session.console, communicator=processes, begin=folders.extend)
+    if processes.is_main:
+        document, tables = stored(stores)
+        session.console.result(document, *tables)

@@ -1,0 +1,29 @@
+"""`sae list`."""
+
+from typing import Annotated
+
+import typer
+
+from ...base.errors import StoreError
+from ...store.listing import listed, listing_tables
+from ...store.opening import first_of
+from ..options import Json, start
+
+Check = Annotated[bool, typer.Option("--check", help="Read every shard and compare it with its checksum; exit with "
+                                                     "status 1 if one is damaged.")]
+
+
+def command(ctx: typer.Context, check: Check = False, json: Json = False) -> None:
+    """Show the stores and runs in the home folder, newest first.
+
+    Example: sae list --check
+    """
+    session = start(ctx, json)
+    document = listed(session.home, check, session.console)
+    session.console.result(document, *listing_tables(document))
+    if not check:
+        return
+    if document["problems"]:
+        raise StoreError(first_of(document["problems"]))
+    shards = sum(store["shards"] for store in document["stores"])
+    session.console.note(f"checked {len(document['stores'])} stores, {shards} shards: all whole")

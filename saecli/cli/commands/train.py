@@ -1,0 +1,206 @@
+"""`sae train`."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ...base import interrupts
+from ...base.console import Listener
+from ...base.distributed import Communicator, communicator
+from ...base.errors import ConfigError, SaeError
+from ...base.home import checked_name, now
+from ...base.options import flag_of, options_of
+from ...extract.config import ExtractConfig
+from ...extract.places import SITES, TINY_GEMMA2
+from ...extract.streaming import Streamed, open_stream
+from ...measure.starts import start_of
+from ...sae.activations import ACTIVATIONS
+from ...show.training import figures_table, results_table
+from ...store.joined import Joined
+from ...store.opening import open_joined
+from ...train.config import Plan, TrainingConfig
+from ...train.jobs import Job, claimed_folders, resumed_job
+from ...train.jobs import run_names as names_of
+from ...train.live import LiveRows
+from ...train.rows import SAMPLED_ROWS
+from ...train.run import Run
+from ...train.runs import train_runs
+from ...train.solvers import SOLVERS
+from ...train.starting import Start
+from ..options import Given, Json, Session, configured, run_names, start, store_names, unfinished_names
+
+PANEL = "Rows of --model"
+_HELP = {
+    "model": f"Train without a store, on activations of this language model as it gives them: hub id, folder, or "
+             f"{TINY_GEMMA2}; with --layer, --site, --dataset, --rows and others of `sae extract` (--help-all).",
+    "rows": "Training rows, beside held-out ones; fewer if the text ends first.",
+}
+# Rows in memory have one precision, and batches of the model leave room for the training beside it.
+FROM_MODEL = tuple(replace(one, help=_HELP.get(name, one.help), once=True, panel=None if name == "model" else PANEL,
+                           default=None if name == "model" else one.default, advanced=name != "model")
+                   for name, one in options_of(ExtractConfig).items()
+                   if name not in ("dtype", "batch_size", "shard_rows"))
+Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="Training algorithm.")]
+Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="Activation.")]
+Data = Annotated[list[str] | None, typer.Option(
+    "--data", help="Activation store to train on, its name or folder; several, of the same tokens at other places, are "
+                   "read side by side, for a crosscoder.", show_default="the newest", autocompletion=store_names)]
+Target = Annotated[str | None, typer.Option(
+    "--target", help="Store of the same tokens to predict from --data, for a transcoder.", show_default="--data itself",
+    autocompletion=store_names)]
+DataHash = Annotated[str | None, typer.Option(
+    "--data-hash", help="Hash of the store's origin, as in a run's config.toml: a note is printed if the store of that "
+                        "name has another.", show_default=False)]
+Init = Annotated[str | None, typer.Option(
+    "--init", metavar="RUN", help="Start from this SAE instead of random directions: a run's name, a folder that holds "
+                                  "an SAE, or user/repo/folder@revision on the Hugging Face hub. --d-sae and "
+                                  "--prefixes are its own, --act and --k too unless given.",
+    show_default="random directions", autocompletion=run_names)]
+InitHash = Annotated[str | None, typer.Option(
+    "--init-hash", help="Hash of the SAE of --init, as in a run's config.toml: a note is printed if the SAE of that "
+                        "name has another.", show_default=False)]
+Layer = Annotated[int | None, typer.Option("--layer", help="Block of --model to read, from 0.",
+                                           show_default="the middle one", rich_help_panel=PANEL)]
+Site = Annotated[Literal[SITES], typer.Option("--site", help="Where in the block; see `sae extract`.",
+                                              rich_help_panel=PANEL)]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
+                                          show_default="solver, activation and a number",
+                                          autocompletion=unfinished_names)]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, else the newest unfinished one, from "
+                                                       "its last checkpoint, as if never stopped. With --epochs, "
+                                                       "lengthen it, or the newest, finished or not.")]
+
+
+@configured(TrainingConfig, repeated=True, advanced={"data_hash", "init", "init_hash", "layer", "site"},
+            beside=FROM_MODEL, solver=SOLVERS, act=ACTIVATIONS)
+def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
+            data: Data = None, target: Target = None, data_hash: DataHash = None, init: Init = None,
+            init_hash: InitHash = None, layer: Layer = None, site: Site = "resid_post", name: Name = None,
+            resume: Resume = False, json: Json = False) -> None:
+    """Train a sparse autoencoder from a store or a model.
+
+    Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch,
+    metrics.jsonl, loss.png, and config.toml, with which --config repeats the training. A run that was stopped or killed
+    resumes with --resume.
+
+    With --model google/gemma-2-2b --layer 12 --rows 1000000, rows go from the model through memory to the trainer: each
+    comes once, nothing but the run is written, and a stopped run begins anew.
+
+    Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination of their values,
+    trained together from one reading of the rows, each with the same result as alone.
+
+    Example: sae train --solver pam-sgd --act topk --k 32
+    """
+    session, processes = start(ctx, json), communicator()
+    with ExitStack() as claims:
+        try:
+            if resume:
+                _demand_no_others(ctx)
+                jobs = [resumed_job(session.home, name, session.console, claims, processes,
+                                    lambda sae: start_of(session.home, sae, session.console),
+                                    ctx.params["epochs"])]
+            else:
+                names = names_of(name, [each.varied for each in options])
+                stores, rows = _rows(ctx, session, options[0], claims, processes)
+                begun = None if init is None else processes.broadcast_object(
+                    lambda: start_of(session.home, init, session.console))
+                if begun is not None and ctx.get_parameter_source("act").name == "DEFAULT":
+                    act = begun.sae.activation.name
+                runs = [_planned(stores, rows, each, solver, act, begun) for each in options]
+                if isinstance(stores, Joined):
+                    what = "is not the store" if stores.is_single else "are not the stores"
+                    _note_hash(ctx, ("data", "target"), f"{stores.name} {what}", stores.hash, session.console)
+                _note_hash(ctx, ("init",), f"{init} is not the SAE", begun and begun.hash, session.console)
+                folders = claimed_folders(session.home, names, f"{solver}-{act}", claims, processes)
+                jobs = [Job(folder, run, _of_run(each), each.varied)
+                        for folder, run, each in zip(folders, runs, options, strict=True)]
+        except KeyboardInterrupt as stop:
+            interrupts.told(stop)
+            session.console.note("stopped before training began; nothing was changed")
+            raise
+        documents, errors = train_runs(jobs, session.console, processes)
+        if len(jobs) == 1:
+            (document,) = documents
+            session.console.result(document, results_table(documents), figures_table(documents),
+                                   f"saved in {document['path']}; loss.png there has its curves")
+            return
+        session.console.result({"runs": documents}, results_table(documents, [*jobs[0].varied]),
+                               *([figures_table(documents)] if documents else []),
+                               f"saved in {jobs[0].folder.parent}; loss.png in each has its curves")
+        *others, last = [*errors.values()] or [None]
+        for error in others:
+            session.console.note(error.sentence(flag_of) if isinstance(error, SaeError) else str(error))
+        if last is not None:
+            raise last
+
+
+def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStack,
+          processes: Communicator) -> tuple[Joined | Streamed, LiveRows | None]:
+    """What is trained on: stores, or a model and its rows, which come until `claims` is closed."""
+    given = {name for name in ctx.params if ctx.get_parameter_source(name).name != "DEFAULT"}
+    if (model := options.values["model"]) is None:
+        if idle := sorted(given & {"layer", "site", *(one.name for one in FROM_MODEL)}):
+            raise ConfigError(idle[0], "does nothing without {model}", "name a model, or leave it out")
+        stores = processes.main_first(lambda: open_joined(session.home, ctx.params["data"] or [], ctx.params["target"],
+                                                          session.console))
+        for store in stores.all:
+            checked_name(store.name, "the name of the store's folder")
+        return stores, None
+    if idle := sorted(given & {"data", "target", "data_hash", "fraction"}):
+        raise ConfigError(idle[0], "does nothing with {model} {got}, whose rows are not stored",
+                          "leave one of them out, or store rows by `sae extract`", got=model)
+    if processes.world_size > 1:
+        raise ConfigError("model", "goes with one process, got {count}", "run it without torchrun, or make a store by "
+                                   "`sae extract`, and train on that", count=processes.world_size)
+    training = options.config(TrainingConfig)
+    extraction = ExtractConfig(**{one.name: options.values[one.name] for one in FROM_MODEL
+                                  if one.name in options.given})
+    stores = open_stream(extraction, given=options.given, layer=ctx.params["layer"], site=ctx.params["site"],
+                         device=training.device, home=session.home, listener=session.console)
+    rows = claims.enter_context(LiveRows(stores, extraction.rows, training.split_seed,
+                                         SAMPLED_ROWS + training.batch_size, session.console))
+    return stores, rows
+
+
+def _of_run(options: Given) -> dict[str, Any]:
+    """The options given of the training itself, without those that name a model's rows."""
+    of_rows = {one.name for one in FROM_MODEL}
+    return {name: value for name, value in options.values.items() if name in options.given - of_rows}
+
+
+def _planned(stores: Joined | Streamed, rows: LiveRows | None, options: Given, solver: str, act: str,
+             begun: Start | None) -> Run:
+    """A new run, with every default resolved."""
+    if begun is not None:
+        options = options.else_given(begun.settings(act))
+    training = options.config(TrainingConfig)
+    chosen_solver = options.choose(SOLVERS, "solver", solver)
+    activation = options.choose(ACTIVATIONS, "act", act)
+    train, test = ((training.rows_of(stores), training.test_rows_of(stores)) if rows is None else
+                   (rows, rows.test_rows))
+    plan = Plan.resolved(train, test, training, chosen_solver, activation, begun)
+    return Run(stores, plan, now())
+
+
+def _note_hash(ctx: typer.Context, names: Sequence[str], words: str, found: str | None, listener: Listener) -> None:
+    """Say so if the stores or the SAE that options name, of which the first has a hash, are not those that a file of
+    options was written for, unless the command line names others."""
+    name = names[0]
+    wanted = ctx.params[f"{name}_hash"]
+    if wanted is not None and found is None:
+        raise ConfigError(f"{name}_hash", f"does nothing without {{{name}}}", "leave it out")
+    on_line = {one for one in (*names, f"{name}_hash") if ctx.get_parameter_source(one).name == "COMMANDLINE"}
+    if (on_line and f"{name}_hash" not in on_line) or wanted in (None, found):
+        return
+    listener.note(f"{words} that --{name}-hash {wanted} is of, though named alike; the weights will be others")
+
+
+def _demand_no_others(ctx: typer.Context) -> None:
+    """Refuse options beside --resume."""
+    given = {name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"}
+    if others := sorted(given - {"name", "resume", "epochs", "json"}):
+        raise ConfigError(others[0], "does nothing with {resume}, which goes on with the settings of the run",
+                          "leave it out")

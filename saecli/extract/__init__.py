@@ -1,0 +1,1 @@
+"""Text to tokens to a language model to rows."""

@@ -1,0 +1,159 @@
+"""Token ids as text, and the next tokens that a direction of the residual stream promotes or suppresses.
+
+Shapes: R directions, T tokens, D = d_in, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import ModelError
+from .language_model import LanguageModel, load_tokenizer
+from .model_source import find_model
+
+
+class TokenTexts:
+    """The texts of a tokenizer's tokens, as within a text.
+
+    Args:
+        tokenizer: the model's.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    @classmethod
+    def of_model(cls, name: str) -> "TokenTexts":
+        """For a model's tokenizer, without loading weights; ModelError if there is no such model, or its tokenizer
+        cannot be loaded."""
+        return cls(load_tokenizer(find_model(name)))
+
+    @cached_property
+    def _before(self) -> list[int]:
+        # Some tokenizers drop the space before the first token of a text.
+        return self._tokenizer("a", add_special_tokens=False)["input_ids"]
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self._tokenizer)
+
+    def __getitem__(self, token: int) -> str:
+        """The text of one token, with U+FFFD for a part of a character."""
+        if token not in self._known:
+            self._known[token] = self.joined([token])
+        return self._known[token]
+
+    def joined(self, tokens: Sequence[int]) -> str:
+        """The text of consecutive tokens; as numbers if the tokenizer does not know one of them."""
+        if any(not 0 <= token < len(self) for token in tokens):
+            return "".join(f"[{token}]" for token in tokens)
+        head, whole = (self._tokenizer.decode(ids, clean_up_tokenization_spaces=False, skip_special_tokens=False)
+                       for ids in (self._before, [*self._before, *tokens]))
+        return whole[len(head):]
+
+
+BLOCK_LOGITS = 1 << 24  # at a time: 64 MB in float32
+LOGIT_BINS = 40
+
+
+class OutputTokens(NamedTuple):
+    """Tokens and how their logits change, the largest change first, (R, count) each; and `counts`, (R, LOGIT_BINS):
+    how many of all tokens have their change in each of equal bins from the lowest to the highest. On the CPU."""
+
+    promoted: Tensor
+    promoted_logits: Tensor
+    suppressed: Tensor
+    suppressed_logits: Tensor
+    counts: Tensor
+
+
+class Unembedding:
+    """A model's final norm and unembedding, as one linear map from directions to logits.
+
+        logits(d) = W_U (g * (d / ||d||)),  less their mean over the vocabulary
+
+    where g is the weight of the final norm, and `d / ||d||` is centred if the norm centres (LayerNorm). The norm's
+    denominator, which depends on the whole residual stream, is left out: it scales all logits of a direction alike. The
+    mean over the vocabulary affects no probability.
+
+    Args:
+        model: a language model loaded with its head.
+
+    Raises:
+        ModelError: it has no unembedding.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        head = model.model.get_output_embeddings()
+        if head is None or not hasattr(head, "weight"):
+            raise ModelError(f"{model.source.name} has no unembedding: expected a causal language model, got a "
+                             f"{type(model.model).__name__}; leave --model out")
+        # A head padded to a round number has more rows than its tokenizer has tokens.
+        self._W_U = head.weight[: len(model.tokenizer)]
+        self._mean = self._W_U.mean(0, dtype=torch.float32)
+        self._weight, self._centred = _final_norm(model, head)
+
+    @torch.no_grad()
+    def output_tokens(self, directions: Tensor, count: int, show: Callable[[int], None]) -> OutputTokens:
+        """The tokens whose logits a unit step in each direction raises and lowers most, and a histogram of all.
+
+        Args:
+            directions: (R, D).
+            count: how many of each.
+            show: called after each block with the number of directions done.
+
+        Cost: `2 R D V` operations; `BLOCK_LOGITS` logits are held at a time.
+        """
+        count = min(count, len(self._W_U))
+        found: list[tuple[Tensor, ...]] = []
+        for some in directions.split(max(1, BLOCK_LOGITS // len(self._W_U))):
+            unit = nn.functional.normalize(some.to(self._weight), dim=1)
+            if self._centred:
+                unit = unit - unit.mean(1, keepdim=True)
+            taken = unit * self._weight
+            logits = (taken.to(self._W_U) @ self._W_U.T).float() - (taken @ self._mean)[:, None]
+            up, promoted = logits.topk(count, dim=1)
+            down, suppressed = logits.topk(count, dim=1, largest=False)
+            counts = torch.stack([torch.histc(one, LOGIT_BINS, least, most) for one, least, most in
+                                  zip(logits, down[:, 0].tolist(), up[:, 0].tolist(), strict=True)])
+            found.append(tuple(part.cpu() for part in (promoted, up, suppressed, down, counts.long())))
+            show(sum(len(part[0]) for part in found))
+        return OutputTokens(*map(torch.cat, zip(*found, strict=True)))
+
+
+@torch.no_grad()
+def _final_norm(model: LanguageModel, head: nn.Module) -> tuple[Tensor, bool]:
+    """The weight, (D,), of the norm before the head, and whether it centres; found by running the model.
+
+    The norm is the last module whose output is the head's input. Its weight is read off its values at vectors of mean 0
+    and variance 1, since some norms multiply by their parameter and others, like Gemma's, by 1 plus it.
+    """
+    outputs: list[tuple[nn.Module, Tensor]] = []
+    taken: list[Tensor] = []
+
+    def note(module: nn.Module, args: tuple, output: object) -> None:
+        if isinstance(output, Tensor):
+            outputs.append((module, output))
+
+    hooks = [module.register_forward_hook(note) for module in model.model.modules()
+             if "norm" in type(module).__name__.lower()]
+    hooks.append(head.register_forward_pre_hook(lambda module, args: taken.append(args[0])))
+    try:
+        token_ids = torch.zeros(1, 1, dtype=torch.int64)
+        model.logits(token_ids, torch.ones_like(token_ids))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    D = head.weight.shape[1]
+    signs = torch.ones(D, dtype=model.dtype, device=model.device)
+    norm = next((module for module, output in reversed(outputs) if taken and torch.equal(output, taken[0])), None)
+    if norm is None:  # the head takes the residual stream itself
+        return signs.float(), False
+    constant = norm(signs)
+    centred = torch.equal(constant, norm(-signs))
+    signs[1::2] = -1
+    return ((norm(signs) - norm(-signs)) / 2 * signs).float(), centred

@@ -1,0 +1,240 @@
+"""The rows that `sae geometry` measures, its measures of an SAE's spline, and their references.
+
+Shapes: N training rows, D = d_in.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..base.console import Listener
+from ..base.errors import ConfigError
+from ..measure.sae_and_rows import Measured
+from ..store.rows import Rows
+from .bridge import Bridge, Visited
+from .census import describe
+from .partition import cells_of
+from .piecewise_affine import Stream
+from .survey import (
+    HELD_OUT_ROWS,
+    SAMPLE_ROWS,
+    Degenerate,
+    Survey,
+    batch_size,
+    gather,
+    local_complexity,
+    margin_measures,
+    radius_of,
+    sample_capacity,
+    visits,
+)
+
+SAMPLE_SEED = 0
+STREAM_BYTES = 2**26  # of streamed rows at a time, 64 MiB
+
+
+def corners_of(text: str | Sequence[int]) -> tuple[int, ...]:
+    """The numbers of the rows that a picture's plane goes through, given as they are or as in `0,5,9`; none for `pca`.
+    Raises ConfigError where it is neither `pca` nor three."""
+    if text == "pca":
+        return ()
+    words = text.split(",") if isinstance(text, str) else [str(number) for number in text]
+    if len(words) != 3 or not all(word.strip().isdecimal() for word in words):
+        raise ConfigError("slice", "must be pca or three row numbers like 0,5,9, got {got!r}", got=text)
+    return tuple(int(word) for word in words)
+
+
+def rows_at(rows: Rows, numbers: tuple[int, ...]) -> Tensor:
+    """The rows of those numbers in stored order, (len(numbers), D); ConfigError if one does not exist."""
+    if numbers and max(numbers) >= rows.rows:
+        raise ConfigError("slice", "names row {number}, but the split has {rows:,} rows, counted from 0",
+                          "choose lower numbers", number=max(numbers), rows=rows.rows)
+    found: dict[int, Tensor] = {}
+    start_of = 0
+    for batch in rows.sequential(1024) if numbers else ():
+        found |= {n: torch.from_numpy(batch[n - start_of].copy()) for n in numbers
+                  if start_of <= n < start_of + len(batch)}
+        start_of += len(batch)
+        if len(found) == len(set(numbers)):
+            break
+    return torch.stack([found[n] for n in numbers]) if numbers else torch.empty(0, rows.d_in)
+
+
+def first(rows: Rows, most: int, size: int) -> Iterator[NDArray[np.float32]]:
+    """All rows in batches of `size`, or if there are more than `most`, `most` of them in random order."""
+    yield from rows.sequential(size) if rows.rows <= most else _at_random(rows, most, size)
+
+
+def _at_random(rows: Rows, count: int, size: int) -> Iterator[NDArray[np.float32]]:
+    """`count` rows in batches of `size`, in a random order that is the same each time."""
+    for batch in islice(rows.batches(size, seed=SAMPLE_SEED, epoch=0), -(-count // size)):
+        yield batch[:count]
+        count -= len(batch)
+
+
+def surveyed(one: Measured, most: int, listener: Listener) -> Iterator[Tensor]:
+    """The rows to measure, progress shown."""
+    done = 0
+    one.demand_reconstruction("the geometry")
+    with listener.progress(f"measuring {one.subject.name}", min(most, one.rows.rows), "rows") as show:
+        for batch in first(one.of_store, most, batch_size(one.sae.d_sae)):
+            yield torch.from_numpy(batch)
+            done += len(batch)
+            show(done)
+
+
+def training_sample(one: Measured, most: int) -> NDArray[np.float32]:
+    """Rows that the references are fitted on, (N, D): those that the run was trained on, or a sample of them."""
+    rows = _trained_on(one)
+    return _in_memory(rows, sample_capacity(rows.d_in, most))
+
+
+def training_stream(one: Measured, most: int) -> Stream | None:
+    """At most `most` of the rows that the run was trained on, streamed; None if a sample in memory suffices.
+
+    A sample suffices for up to 50,000 rows, even if it holds few of them: scatter matrices of wide rows take so much
+    memory that a stream leaves local PCA fewer cells.
+    """
+    rows = _trained_on(one)
+    count = min(most, rows.rows)
+    if count <= max(SAMPLE_ROWS, sample_capacity(rows.d_in, most)):
+        return None
+    return Stream(count, lambda: _at_random(rows, count, max(1, STREAM_BYTES // (4 * rows.d_in))))
+
+
+def _trained_on(one: Measured) -> Rows:
+    return one.store.split("train", fraction=one.subject.fraction, seed=one.subject.split_seed)
+
+
+def held_out_sample(one: Measured) -> NDArray[np.float32] | None:
+    """At most `HELD_OUT_ROWS` rows that the run was not trained on; None if there are none."""
+    rows = one.store.split("test", seed=one.subject.split_seed)
+    return _in_memory(rows, HELD_OUT_ROWS) if rows.rows else None
+
+
+def _in_memory(rows: Rows, most: int) -> NDArray[np.float32]:
+    """The rows of `first`, (N, D)."""
+    return np.concatenate([batch.copy() for batch in first(rows, most, 1024)])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How much to measure.
+
+    Args:
+        rows: rows to measure at most; of more, a random sample.
+        fit_rows: training rows to fit the references on at most.
+        radius: of the local complexity, as a fraction of the rows' median distance to their mean; above 0.
+        penalty: lambda of local PCA's variable rank, in squared units of the rows; None for the one at which the mean
+            rank is the SAE's.
+    """
+
+    rows: int = 100_000
+    fit_rows: int = SAMPLE_ROWS
+    radius: float = 0.01
+    penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "fit_rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, "must be at least 1, got {got}", got=getattr(self, name))
+        if not 0 < self.radius < math.inf:
+            raise ConfigError("radius", "must be a number above 0, got {got:g}", got=self.radius)
+
+
+def penalty_of(value: str | float) -> float | None:
+    """The lambda of local PCA's variable rank; None for `auto`. Raises ConfigError where it is neither auto nor a
+    number that is at least 0."""
+    if value == "auto":
+        return None
+    try:
+        penalty = float(value)
+    except ValueError:
+        penalty = -1.0
+    if not 0 <= penalty < math.inf:
+        raise ConfigError("lambda", "must be auto or a number that is at least 0, got {got!r}", got=value)
+    return penalty
+
+
+@dataclass(frozen=True)
+class Found:
+    """The measures of one SAE.
+
+    Args:
+        one: the SAE and its rows.
+        survey: what a pass over the rows gathered.
+        bridge: the references.
+        margins: of the rows measured and of those of the other split, by split.
+        complexity: likewise.
+        document: the command's JSON document.
+    """
+
+    one: Measured
+    survey: Survey
+    bridge: Bridge
+    margins: dict[str, NDArray]
+    complexity: dict[str, NDArray]
+    document: dict[str, Any]
+
+
+class Bridges:
+    """Fits references once for consecutive runs with the same training rows, number of latents and rank. Holds only the
+    last ones, which may take a GiB."""
+
+    def __init__(self) -> None:
+        self._fitted: dict[tuple, Bridge] = {}
+
+    def of(self, one: Measured, train: NDArray[np.float32], stream: Stream | None, rank: int) -> Bridge:
+        """The references of an SAE, fitted on training rows, (N, D), or on a stream that these are a sample of."""
+        key = (one.store.name, one.subject.split_seed, one.subject.fraction, len(train), stream and stream.rows,
+               one.sae.d_sae, min(rank, one.sae.d_in))
+        if key not in self._fitted:
+            self._fitted.clear()
+            self._fitted[key] = Bridge.fit(one.sae, train, rank, stream=stream)
+        return replace(self._fitted[key], sae=one.sae)
+
+
+@torch.no_grad()
+def find_out(one: Measured, wanted: Wanted, bridges: Bridges, listener: Listener) -> Found:
+    """Measure one SAE; ConfigError where its activation has no cells."""
+    cells, degenerate = cells_of(one.sae), Degenerate.of(one.sae)
+    survey = gather(cells, surveyed(one, wanted.rows, listener))
+    census, sample = survey.census, survey.sample.rows
+    with listener.progress(f"{one.subject.name}: power diagram, k-means and local PCA", None, "steps"):
+        train = training_sample(one, wanted.fit_rows)
+        radius = radius_of(sample, wanted.radius)
+        margins, complexity = {one.split: survey.margins.rows}, {one.split: local_complexity(cells, sample, radius)}
+        train_keys, train_margins = visits(cells, train)
+        held_out = held_out_sample(one) if one.split == "train" else None
+        if one.split == "test":
+            other, margins["train"] = "train", train_margins
+            complexity["train"] = local_complexity(cells, train, radius)
+        elif held_out is not None:
+            other, margins["test"] = "test", visits(cells, held_out)[1]
+            complexity["test"] = local_complexity(cells, held_out, radius)
+        else:
+            other = None
+        bridge = bridges.of(one, train, training_stream(one, wanted.fit_rows), round(census.l0))
+        visited = Visited(cells, train_keys, survey.sample_keys.rows.tolist())
+        references = bridge.measure(sample, visited, wanted.penalty)
+        diagram, rank = survey.agreement_measures(one.sae), survey.rank_measures()
+    possible = cells.possible_log10
+    elsewhere = other and {"split": other, "rows": len(margins[other]), "margin": margin_measures(margins[other]),
+                           "complexity": describe(complexity[other].astype(float))}
+    document = {
+        **one.heading, "act": one.sae.activation.name, "rows": census.rows, "l0": census.l0,
+        "cells_visited": census.visited, "cells_possible_log10": possible,
+        "cells_share_log10": math.log10(census.visited) - possible, "occupancy": census.occupancy(), "rank": rank,
+        "degenerate": asdict(degenerate), "power_diagram": diagram,
+        "margin": margin_measures(survey.margins.rows),
+        "complexity": {"radius": radius, "radius_fraction": wanted.radius, "boundary": cells.boundary,
+                       "rows": len(complexity[one.split]), **describe(complexity[one.split].astype(float))},
+        "other_split": elsewhere, "references": {**asdict(references), "held_out": one.split == "test"}}
+    return Found(one, survey, bridge, margins, complexity, document)

@@ -1,0 +1,215 @@
+"""`sae probe`, and the same from Python: probes on latents of several SAEs, and on the activations that they encode.
+
+Shapes: N texts of a set, D = d_in, F = d_sae.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import RenderableType
+
+from ..base.console import Listener, listening
+from ..base.devices import device_named
+from ..base.errors import ConfigError
+from ..base.home import Home
+from ..base.tables import table
+from ..base.wording import counted
+from ..extract.language_model import LanguageModel
+from ..extract.places import Place
+from .placing import Placed, model_of, placed
+from .probe_sets import LabelledSet, Sets
+from .probed_rows import CONTEXT, LastTokens, codes_of
+from .probes import FOLDS, Score, dense_score, mean_and_interval, most_different, sparse_scores
+from .sae_and_rows import SAELike
+
+COUNTS = (1, 2, 5, 16)  # latents of a probe
+ROWS, LEAST_ROWS = 200, 20  # texts of a set
+MEASURES = ("accuracy", "auc")
+LISTED = 20  # sets that the table lists
+
+
+def probe(saes: SAELike | Sequence[SAELike] = None, *, model: str | None = None, layer: int | None = None,
+          site: str | None = None, sets: str | Sequence[str] | None = None, rows: int = ROWS,
+          k: Sequence[int] = COUNTS, context: int | None = None, device: str = "auto",
+          home: str | Path | None = None, progress: bool = False) -> dict[str, Any]:
+    """Fit and measure sparse probes on SAEs' latents, and dense ones on activations, as `sae probe` does.
+
+    Args:
+        saes: a run's name or whatever else `load_sae` takes, or several; None for the newest run.
+        model: hub id or folder of the language model; None for the one whose activations the SAEs were trained on.
+        layer: the block that the SAEs read, from 0, if their files do not say.
+        site: where in the block, if their files do not say.
+        sets: names of the sets of sae-probes, their numbers, or patterns; as one text, separated by commas; None for
+            all 113.
+        rows: texts per set, half of each class, at least 20.
+        k: numbers of latents of a probe.
+        context: tokens of a text that are read, its last ones; None for 1,024, or the model's positions.
+        device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
+        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+        progress: show progress, and the choices made, on stderr.
+
+    Returns:
+        model, context, rows, folds: as used.
+        runs: of each SAE `run`, `layer` and `site`.
+        probes: of each SAE and `k`, and at last of each place with `run` and `k` None for its dense probe: `accuracy`
+            and `auc`, the mean over sets, and the ends of their 95% intervals, `accuracy_low` to `auc_high`; of an
+            SAE `auc_difference` and its ends, the mean over sets of the AUC less that of the dense probe. Ends are
+            None for a single set.
+        by_set: the same of each set, with its name, `set`, and `rows`, and intervals by folds; of an SAE also
+            `latents`, those of the largest mean difference over all rows.
+
+    Raises:
+        ConfigError: an argument that cannot work, such as a crosscoder, or a set of an unknown name.
+        ModelError: the model, or the package sae-probes, is missing.
+        RunError, FormatError, HubError: an SAE is missing or cannot be read.
+    """
+    several = list(saes) if isinstance(saes, list | tuple) else [saes]
+    return probed(Home.at(home), several, model, layer, site, sets, rows, k, context, device, listening(progress))
+
+
+def probed(home: Home, saes: Sequence[SAELike], model: str | None, layer: int | None, site: str | None,
+           sets: str | Sequence[str] | None, rows: int, k: Sequence[int], context: int | None, device: str,
+           listener: Listener) -> dict[str, Any]:
+    """The document that `sae probe --json` prints; arguments as of `probe`."""
+    if rows < LEAST_ROWS:
+        raise ConfigError("rows", "must be at least {least}, got {got}", least=LEAST_ROWS, got=rows)
+    if context is not None and context < 1:
+        raise ConfigError("context", "must be at least 1, got {got}", got=context)
+    everything = [placed(home, sae, layer, site, "probing", listener) for sae in saes or [None]]
+    _check(everything, k)
+    k = sorted(k)
+    source = model_of(everything, model, listener)
+    labelled = Sets()
+    names = labelled.chosen(sets)
+    context = context or min(CONTEXT, source.positions or CONTEXT)
+    source.check_context(context)
+    places = list(dict.fromkeys(one.read for one in everything))
+    loaded = LanguageModel(source, device_named(device), last=max(place.layer for place in places))
+    read = LastTokens(loaded, places, context)
+    ready = [(one, one.sae.copy_to(loaded.device)) for one in everything]
+    lines: list[dict[str, Any]] = []
+    with listener.progress("probing", len(names) * rows, "texts") as show:
+        for done, name in enumerate(names):
+            show(done * rows, name)
+            one_set = labelled.read(name, rows)
+            x = read(one_set.texts)
+            for one, sae in ready:
+                codes = codes_of(sae, x[one.read])
+                latents = most_different(codes, one_set.labels, max(k))
+                lines += [_line(one_set, one.subject.name, one.read, count, score) | {"latents": latents[:count]}
+                          for count, score in sparse_scores(codes, one_set.labels, k).items()]
+            lines += [_line(one_set, None, place, None, dense_score(x[place].double().numpy(), one_set.labels))
+                      for place in places]
+    runs = [{"run": one.subject.name, **one.read._asdict()} for one in everything]
+    return {"model": source.name, "context": context, "rows": rows, "folds": FOLDS, "runs": runs,
+            "probes": _over_sets(lines), "by_set": lines}
+
+
+def _check(everything: Sequence[Placed], k: Sequence[int]) -> None:
+    """Refuse SAEs of the same name, and numbers of latents that a probe cannot have, by a ConfigError."""
+    names = [one.subject.name for one in everything]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(None, "cannot probe {name} twice: expected SAEs of different names", "leave one out, or save "
+                          "them as runs", name=twice)
+    if not k or min(k) < 1 or len(set(k)) < len(k):
+        raise ConfigError("k", "must be different numbers of at least 1, got {got}",
+                          got=", ".join(map(str, k)) or "none")
+    for one in everything:
+        if max(k) > one.sae.d_sae:
+            raise ConfigError("k", "must be at most the number of latents, {most} of {sae}, got {got}",
+                              most=one.sae.d_sae, sae=one.subject.name, got=max(k))
+
+
+def _line(one_set: LabelledSet, run: str | None, place: Place, k: int | None, score: Score) -> dict[str, Any]:
+    """A probe's measures on a set."""
+    line = {"set": one_set.name, "rows": len(one_set.texts), "run": run, **place._asdict(), "k": k}
+    return line | _measures({name: getattr(score, name) for name in MEASURES})
+
+
+def _measures(values: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    """The mean of each measure's values, and the ends of its interval."""
+    found: dict[str, float | None] = {}
+    for name, each in values.items():
+        found |= zip((name, f"{name}_low", f"{name}_high"), mean_and_interval(np.asarray(each)), strict=True)
+    return found
+
+
+def _over_sets(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The measures of each probe over sets, of an SAE with the difference from the dense probe at its place."""
+    keys = ("run", "layer", "site", "k")
+    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault(tuple(line[key] for key in keys), []).append(line)
+    found = []
+    for (run, layer, site, k), own in groups.items():
+        values = {name: [line[name] for line in own] for name in MEASURES}
+        if run is not None:
+            dense = groups[None, layer, site, None]
+            values["auc_difference"] = [line["auc"] - other["auc"] for line, other in zip(own, dense, strict=True)]
+        found.append({"run": run, "layer": layer, "site": site, "k": k, "sets": len(own), **_measures(values)})
+    return found
+
+
+def probe_tables(document: Mapping[str, Any]) -> list[RenderableType]:
+    """The tables of `sae probe`: AUC, its difference from the dense probe's and accuracy by run and k, over sets; and
+    of few sets the AUC of each."""
+    probes, runs = document["probes"], document["runs"]
+    counts = list(dict.fromkeys(one["k"] for one in probes if one["k"] is not None))
+    sets = counted(probes[0]["sets"], "set")
+    shown = []
+    for name, title in (("auc", f"AUC, mean over {sets}"), ("auc_difference", f"AUC less that of the dense probe, mean "
+                                                                             f"over {sets}"),
+                        ("accuracy", f"accuracy, mean over {sets}")):
+        dense = name != "auc_difference"
+        rows = [[run["run"], *(_with_interval(_of(probes, run, k), name) for k in [*counts, *[None] * dense])]
+                for run in runs]
+        shown.append(table(title, ["run", *(f"k = {k}" for k in counts), *["dense"] * dense], rows))
+    names = list(dict.fromkeys(line["set"] for line in document["by_set"]))
+    if len(names) <= LISTED:
+        shown.append(_table_by_set(document, names, counts[-1]))
+    return shown
+
+
+def _table_by_set(document: Mapping[str, Any], names: Sequence[str], k: int) -> RenderableType:
+    runs = document["runs"]
+    places = {(run["layer"], run["site"]): run for run in runs}
+    rows = []
+    for name in names:
+        lines = [line for line in document["by_set"] if line["set"] == name]
+        cells = [*(_of(lines, run, k) for run in runs), *(_of(lines, run, None) for run in places.values())]
+        rows.append([name, lines[0]["rows"], *(_with_interval(cell, "auc") for cell in cells)])
+    heads = [f"dense, layer {layer}, {site}" if len(places) > 1 else "dense" for layer, site in places]
+    return table("AUC by set", ["set", "texts", *(f"{run['run']}, k = {k}" for run in runs), *heads], rows)
+
+
+def _of(lines: Sequence[Mapping[str, Any]], run: Mapping[str, Any], k: int | None) -> Mapping[str, Any]:
+    """The line of a run's probe; for a k of None of the dense one at its place."""
+    wanted = run | {"k": k} if k is not None else run | {"run": None, "k": None}
+    return next(line for line in lines if all(line[key] == value for key, value in wanted.items()))
+
+
+def _with_interval(line: Mapping[str, Any], name: str) -> str:
+    """A measure with half its interval's width: 0.712 ± 0.031."""
+    half = "" if line[f"{name}_high"] is None else f" ± {line[f'{name}_high'] - line[name]:.3f}"
+    return f"{line[name]:.3f}{half}"
+
+
+def draw_probes(path: Path, document: Mapping[str, Any]) -> None:
+    """Draw the AUC by number of latents, and by set against the dense probe's."""
+    from ..show.probe_plots import ProbedRun, probes  # matplotlib takes a second to import
+
+    found = {}
+    for run in document["runs"]:
+        own = [line for line in document["probes"] if line["run"] == run["run"]]
+        by_set = [[line["auc"] for line in document["by_set"] if all(line[key] == value for key, value in one.items())]
+                  for one in (run | {"run": None}, run | {"k": own[-1]["k"]})]
+        found[run["run"]] = ProbedRun([line["k"] for line in own], [_ends(line) for line in own],
+                                      _ends(_of(document["probes"], run, None)), *by_set)
+    probes(path, found)
+
+
+def _ends(line: Mapping[str, Any]) -> tuple[float, float, float]:
+    """The AUC and the ends of its interval, which are itself where it has none."""
+    return line["auc"], *(line["auc"] if end is None else end for end in (line["auc_low"], line["auc_high"]))

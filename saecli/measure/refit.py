@@ -1,0 +1,168 @@
+"""`sae refit`, and the same from Python: the exact decoder for a store's rows, measured and saved as a run."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from ..base.console import Listener, listening
+from ..base.errors import RunError
+from ..base.files import folder_appearing_whole, is_free, write_json
+from ..base.home import RUN_MARKER, RUN_VERSION, Home, checked_name, now
+from ..base.tables import table
+from ..sae.activations import activation_to_json
+from ..sae.dictionary import SAE
+from ..sae.formats import SavedSAE, save_native
+from ..store.joined import Joined
+from ..store.reader import ActivationStore
+from ..train.array_rows import ArrayLike
+from ..train.refit_decoder import Refitted, refitted
+from ..train.ridge import TOLERANCE
+from ..train.rows import AnyRows
+from ..train.run import origin_of
+from .evaluate import check_model, check_tokens_of_model, evaluated, warnings
+from .sae_and_rows import Measured, RowsLike, SAELike, measured
+
+MEASURES = ("fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "kl")  # shown before and after
+HELD = 100  # ridge over the Gram matrix's mean diagonal from which on the old decoder is kept but for its scale
+WORSE = 1.001  # ratio of FVUs from which on a decoder is worse than the one before, not equal to it
+
+
+def refit(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str | None = None, device: str = "auto",
+          home: str | Path | None = None, progress: bool = False) -> SAE:
+    """An SAE with the exact decoder for given rows, its codes as they are; no files are written.
+
+        sum over rows of ||z W_dec + b_dec - y||^2 + alpha ||W_dec - c T0||_F^2
+
+    is minimised over W_dec, b_dec and c, T0 being the SAE's own W_dec, and alpha the best by leave-one-out; y are the
+    rows x, or a transcoder's targets, to which its skip, `x W_skip`, is fitted too.
+
+    Args:
+        sae: an SAE, a run's name or whatever else `load_sae` takes; None for the newest run.
+        data: a store, or its name in the home, on whose training rows the decoder is solved; rows chosen from one, or
+            rows in memory, (N, D), which are all taken; None for the store that the run was trained on, else the
+            newest.
+        target: what a transcoder predicts, as of `evaluate`.
+        device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
+        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+        progress: show progress, and the choices made, on stderr.
+
+    Returns:
+        The SAE, on the device, acting on raw activations.
+
+    Raises:
+        ConfigError: an argument that cannot work, such as rows of another width.
+        MachineError: there is too little memory.
+        RunError, FormatError, HubError, StoreError: something is missing or cannot be read, or has no solution.
+
+    Cost: one pass over the rows; see `refitting/decoder.py`.
+    """
+    listener = listening(progress)
+    one = measured(Home.at(home), sae, data, "train", device, listener, target)
+    rows = _training_rows(one) if data is None or isinstance(data, ActivationStore | Joined | str) else one.rows
+    return refitted(one.sae, rows, listener).sae
+
+
+def refitted_run(home: Home, sae: SAELike, data: str | None, target: str | None, name: str | None, model: str | None,
+                 tokens: int | None, device: str, listener: Listener) -> dict[str, Any]:
+    """Refit an SAE on a store's training rows, measure both on its held-out rows, and save a run.
+
+    Args:
+        home: the folder of stores and runs.
+        sae, data, target, model, tokens, device: as of `evaluate`.
+        name: of the new run; None for `refit-` and the SAE's name.
+        listener: shows progress.
+
+    Returns:
+        The document that `sae refit --json` prints.
+
+    Raises:
+        RunError: there is a run of that name.
+        SaeError: as of `evaluate` and `refit`.
+    """
+    check_tokens_of_model(tokens, model)
+    before = measured(home, sae, data, "test", device, listener, target)
+    folder = _new_folder(home, name or default_name(before.subject.name))
+    if model is not None:
+        check_model(before, model)  # before the work, not after it
+    created, began, rows = now(), time.monotonic(), _training_rows(before)
+    found = refitted(before.sae, rows, listener)
+    seconds = time.monotonic() - began
+    stores, source = before.stores, before.subject.name
+    saved = SavedSAE(found.sae, before.saved.origin | origin_of(stores, before.subject.split_seed))
+    after = replace(before, subject=replace(before.subject, name=folder.name, dead_fraction=found.dead_fraction),
+                    saved=saved)
+    measures = evaluated([before, after], model, tokens, listener)
+    for warning in warnings(measures[1:], [after]):
+        listener.note(warning)
+    notes = _notes(found, *measures)
+    result = {"rows_train": found.rows, "rows_test": before.rows.rows, "seconds": seconds, "notes": notes,
+              "final": _final(found, measures[1])}
+    with folder_appearing_whole(folder) as temporary:
+        save_native(saved, temporary)
+        write_json(temporary / RUN_MARKER, {
+            "format_version": RUN_VERSION, "created": created, "complete": True, **stores.names(),
+            "training": {"split_seed": before.subject.split_seed, "fraction": 1.0, "d_sae": found.sae.d_sae},
+            "solver": {"name": "refit", "source": source}, "activation": activation_to_json(found.sae.activation),
+            "result": result})
+    return {"run": folder.name, "path": str(folder), "source": source, "act": found.sae.activation.name,
+            "data": stores.name, "d_in": stores.d_in, "d_sae": found.sae.d_sae, **result, "before": measures[0],
+            "after": measures[1]}
+
+
+def refit_table(document: Mapping[str, Any]) -> RenderableType:
+    """The measures of a refitted SAE before and after, on the held-out rows."""
+    before, after = document["before"], document["after"]
+    rows = [[name.replace("_", " "), before[name], after[name]] for name in MEASURES if name in after]
+    rows += [[f"fvu of the first {first['latents']:,}", first["fvu"], then["fvu"]]
+             for first, then in zip(before.get("prefixes", ()), after.get("prefixes", ()), strict=True)]
+    final = document["final"]
+    rows += [["ridge, over the Gram matrix's mean diagonal", None, final["relative_alpha"]],
+             ["effective degrees of freedom", None, final["dof"]], ["multiple of the old decoder", None, final["c"]]]
+    return table(f"{document['run']}: the decoder for {document['rows_train']:,} training rows of {document['data']}, "
+                 f"on {document['rows_test']:,} held-out rows", ["measure", "before", "after"], rows)
+
+
+def default_name(source: str) -> str:
+    """The name of the run refitted from a source: a run's name, a path, or an address on the hub."""
+    path, _, _ = source.partition("@") if not Path(source).exists() else (source, "", "")
+    return f"refit-{Path(path).resolve().name or 'sae'}"
+
+
+def _new_folder(home: Home, name: str) -> Path:
+    folder = home.runs.path / checked_name(name)
+    if not is_free(folder):
+        raise RunError(f"there is a run named {name!r} already; give another --name")
+    return folder
+
+
+def _training_rows(one: Measured) -> AnyRows:
+    """All training rows of the store, whatever fraction the SAE was trained on."""
+    return one.stores.split("train", seed=one.subject.split_seed)
+
+
+def _notes(found: Refitted, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Sentences on the solution, given the measures before and after."""
+    decoder = found.decoder
+    said = []
+    if decoder.relative_alpha > HELD:
+        said.append(f"the rows left out want the old decoder, times {decoder.c:.3g}; nothing more is gained on "
+                    f"{found.rows:,} rows")
+    if after["fvu"] > WORSE * before["fvu"]:
+        said.append(f"warning: FVU on held-out rows rose from {before['fvu']:.4g} to {after['fvu']:.4g}, so the old "
+                    "decoder is the better one there; refit on more rows, on which the encoder was not trained")
+    if decoder.residual > 2 * TOLERANCE:
+        said.append(f"the decoder was solved to a residual of {decoder.residual:.1g} only, where {TOLERANCE:g} was "
+                    "wanted; on a machine with more memory it would be solved directly")
+    return said
+
+
+def _final(found: Refitted, measures: Mapping[str, Any]) -> dict[str, float]:
+    """The measures that a run keeps, under the names that training gives them."""
+    decoder = found.decoder
+    return {"test_fvu": measures["fvu"], "test_mse": measures["mse"], "test_l0": measures["l0"],
+            "dead_fraction": found.dead_fraction, "alpha": decoder.alpha, "relative_alpha": decoder.relative_alpha,
+            "c": decoder.c, "condition": decoder.condition, "dof": decoder.dof}

@@ -1,0 +1,378 @@
+"""Finding the SAE that a user names, and the rows to measure it on.
+
+A run folder holds `run.json` (`format_version`, `created`, `complete`, `data`: the store's name, `training`,
+`solver`, `activation`, `result`), `config.toml`, `metrics.jsonl`, and from the first checkpoint on `sae.safetensors`.
+
+Shapes: N rows, B rows of a batch, D = d_in.
+"""
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.console import Listener
+from ..base.devices import carried, device_named
+from ..base.documents import Origin
+from ..base.errors import ConfigError, HubError, RunError
+from ..base.home import KEPT, Home, read_run
+from ..base.options import words_of
+from ..sae import formats
+from ..sae.dictionary import SAE
+from ..sae.fetch import Address, fetch, is_cached
+from ..sae.formats import SavedSAE
+from ..store.joined import Joined, JoinedRows, in_words
+from ..store.opening import open_joined
+from ..store.reader import ActivationStore
+from ..store.rows import Rows
+from ..store.worlds import World
+from ..train.array_rows import ArrayLike, ArrayRows
+from ..train.rows import AnyRows
+from .worlds import Alignment
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Where an SAE comes from.
+
+    Args:
+        name: for tables: its run's name, its path below the runs, or the path that was given.
+        folder: that holds it, or of several layers' files its own; None for an SAE in memory.
+        data: name of the store that it was trained on; None if unknown.
+        split_seed: seed of the split into training and held-out rows.
+        fraction: fraction of the training rows that it was trained on, in (0, 1].
+        complete: whether its training was finished.
+        data_hash: request hash of the store that it was trained on; None if unknown.
+        dead_fraction: fraction of its latents that fire on none of its training rows, in [0, 1], counted by training;
+            None if unknown.
+        beside: names of further stores that it was trained on.
+        target: name of the store of its targets; None if these are the rows.
+        streamed: the options of the rows that a model gave it without a store; none if there was one.
+    """
+
+    name: str
+    folder: Path | None = None
+    data: str | None = None
+    split_seed: int = 0
+    fraction: float = 1.0
+    complete: bool = True
+    data_hash: str | None = None
+    dead_fraction: float | None = None
+    beside: tuple[str, ...] = ()
+    target: str | None = None
+    streamed: Mapping[str, Any] | None = None
+
+
+def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lambda _: None) -> Subject:
+    """The SAE that a user names.
+
+    Args:
+        home: the folder of stores and runs.
+        text: name of a run in the home, else a folder that holds an SAE in any known format, or one of several layers'
+            files there, else an address on the Hugging Face hub (see `hub.Address`; with `hf://` only that); None for
+            the newest run.
+        note: called with the choice made if the text is ambiguous.
+
+    Raises:
+        RunError: there is no such run or folder, and the message names the nearest runs; or the run has no SAE yet, or
+            was written by a newer version.
+        FormatError: it is a folder, but holds no SAE in a known format.
+        HubError: there is none here, and the hub has none at that address, or cannot be reached.
+    """
+    marker = home.runs.marker
+    if text is None or text in home.runs.names():
+        folder = home.runs.find(text)
+        return _run(folder, marker, folder.name)
+    address = Address.parse(text)
+    if address is not None and text.startswith(("hf://", "https://")):
+        return _hosted(address, note)
+    kept = home.runs.path / text  # RUN/kept/epoch-N
+    folder = kept if kept.parts[-2:-1] == (KEPT,) and (kept / marker).is_file() else Path(text).expanduser()
+    if folder.is_file() and formats.recognise(folder) is None:
+        raise RunError(f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
+                       f"folder, {folder.parent}")
+    if address is not None and folder.is_dir() and is_cached(address):
+        note(f"{text} is a folder here, which is taken; hf://{text} is what the hub has")
+    if (folder / marker).is_file():
+        inside = folder.resolve().is_relative_to(home.runs.path.resolve())  # an epoch that a run has kept
+        name = str(folder.resolve().relative_to(home.runs.path.resolve())) if inside else text
+        return _run(folder, marker, name)
+    if formats.recognise(folder) is not None:
+        return Subject(text, folder)
+    if folder.is_dir():
+        formats.load(folder)  # raises, with the files expected
+    if address is not None:
+        try:
+            return _hosted(address, note)
+        except HubError as error:
+            raise HubError(f"no run and no folder here is named {text!r}, and {error}") from error
+    raise RunError(f"there is no run and no folder named {text!r}; {home.runs.instead_of(text)}")
+
+
+def _hosted(address: Address, note: Callable[[str], None]) -> Subject:
+    found = fetch(address, note)
+    return Subject(str(found.address), found.path)
+
+
+def _run(folder: Path, marker: str, name: str) -> Subject:
+    run = read_run(folder / marker)
+    if formats.recognise(folder) is None:
+        raise RunError(f"the run {name!r} holds no SAE yet: expected {formats.native.FILE_NAME} in {folder}, which the "
+                       f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`")
+    dead = run.result.final.get("dead_fraction") if run.result else None
+    return Subject(name, folder, run.data, run.training.split_seed, run.training.fraction, run.complete, run.data_hash,
+                   dead, run.beside, run.target, run.streamed)
+
+
+SAELike = SAE | str | Path | None  # an SAE, a run's name or anything that `load_sae` takes; None for the newest run
+# A store, stores joined, or rows of these, rows in memory (N, D), or a store's name in the home, or several side by
+# side; None for the stores that the run was trained on, else the newest.
+RowsLike = ActivationStore | Joined | Rows | JoinedRows | ArrayLike | str | Sequence[str] | None
+
+ORIGIN = {field.name for field in fields(Origin)}
+BATCH_CODES, BATCH_ROWS = 1 << 24, 1024  # at a time: at most 64 MB of codes; smaller batches are faster
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An SAE, and the rows that it is measured on.
+
+    Args:
+        subject: where the SAE comes from.
+        saved: the SAE, on the device it is measured on, in float32 or better.
+        split: of the store; None for rows in memory.
+        rows: of the split, or in memory.
+    """
+
+    subject: Subject
+    saved: SavedSAE
+    split: str | None
+    rows: AnyRows
+
+    @property
+    def sae(self) -> SAE:
+        """The autoencoder."""
+        return self.saved.sae
+
+    @property
+    def of_store(self) -> Rows:
+        """The rows, of several stores the first one's, for measures that need their store; ConfigError if they are in
+        memory."""
+        if isinstance(self.rows, ArrayRows):
+            raise ConfigError("data", "must be a store or rows of one here, got rows in memory",
+                              "put them into a store with `sae import`")
+        return self.rows.inputs[0] if isinstance(self.rows, JoinedRows) else self.rows
+
+    @property
+    def stores(self) -> Joined:
+        """The rows' stores; ConfigError as of `of_store`."""
+        return self.rows.stores if isinstance(self.rows, JoinedRows) else Joined((self.store,))
+
+    def demand_reconstruction(self, what: str) -> None:
+        """Refuse a transcoder, or a crosscoder, where `what` is defined for the reconstruction of one store's rows; by
+        a ConfigError."""
+        if isinstance(self.rows, JoinedRows):
+            raise ConfigError(None, "{what} of {name} is not defined: expected an SAE that reconstructs the rows of "
+                              "one store, got one trained on {data}", "name another run", what=what,
+                              name=self.subject.name, data=self.rows.name)
+
+    @property
+    def store(self) -> ActivationStore:
+        """The rows' store; for rows in memory, ConfigError as of `of_store`."""
+        return self.of_store.store
+
+    def alignment(self) -> Alignment | None:
+        """The alignment of the SAE's decoder with the features that the rows are made of; None if these are unknown.
+        Raises StoreError if the store's file of them is damaged."""
+        if isinstance(self.rows, ArrayRows) or self.store.meta.world is None:
+            return None
+        return Alignment.of(self.sae.W_dec, torch.from_numpy(World.of_store(self.store).directions))
+
+    @property
+    def heading(self) -> dict[str, str | None]:
+        """The first entries of every document: the names of run, store and split; None for rows in memory."""
+        data = None if isinstance(self.rows, ArrayRows) else name_of(self.rows)
+        return {"run": self.subject.name, "data": data, "split": self.split}
+
+    @property
+    def chosen_rows(self) -> tuple[str, int, float] | None:
+        """The stores, and seed and fraction of the split, which determine the rows but for the split's name; None in
+        memory."""
+        if isinstance(self.rows, ArrayRows):
+            return None
+        split = self.of_store.split
+        return name_of(self.rows), split.seed, split.fraction
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows per batch; the last may have fewer."""
+        return max(16, min(BATCH_ROWS, BATCH_CODES // self.sae.d_sae))
+
+    def batches(self, listener: Listener) -> Iterator[Tensor]:
+        """The rows in stored order, with targets beside them, in batches, (B, D + E), in the SAE's dtype and on its
+        device; the listener shows progress."""
+        done = 0
+        with listener.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
+            W_enc = self.sae.W_enc
+            for batch in carried(self.rows.sequential(self.batch_rows), W_enc.device):
+                yield batch.to(W_enc.dtype)
+                done += len(batch)
+                show(done)
+
+    def inputs(self, listener: Listener) -> Iterator[Tensor]:
+        """As `batches`, without targets, (B, D)."""
+        return (batch[:, :self.sae.d_in] for batch in self.batches(listener))
+
+
+def name_of(rows: Rows | JoinedRows) -> str:
+    """The name of the rows' store, or the names of all."""
+    return rows.name if isinstance(rows, JoinedRows) else rows.store.name
+
+
+def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, listener: Listener,
+             target: ArrayLike | str | None = None) -> Measured:
+    """Open an SAE and the rows to measure it on.
+
+    Args:
+        home: the folder of stores and runs.
+        sae: see `SAELike`.
+        data: see `RowsLike`; rows of a store and rows in memory are all taken.
+        split: "test", "train" or "all", with the run's split seed.
+        device: as of `--device`.
+        listener: notes the choices that the user did not make.
+        target: name of the store of a transcoder's targets, with rows in memory these targets, (N, E); None for the
+            store that it was trained on, if data are too.
+
+    Raises:
+        RunError, FormatError, HubError, StoreError: one of them is missing or cannot be read.
+        ConfigError: the rows do not have the SAE's width, or lack its targets, or there is no such device or split.
+    """
+    subject, saved = opened(home, sae, listener)
+    rows = _rows(home, subject, data, target, split, listener)
+    name = "these rows" if isinstance(rows, ArrayRows) else name_of(rows)
+    if not isinstance(rows, ArrayRows):
+        _compare_places(subject.name, saved.origin, Joined((rows.store,)) if isinstance(rows, Rows) else rows.stores,
+                        listener)
+    if saved.is_transcoder and not rows.d_target:
+        raise ConfigError(None, "{sae} is a transcoder: expected the store of what it predicts, got {name} alone",
+                          "name both, by {data} and {target}", sae=subject.name, name=name)
+    if rows.d_target and saved.sae.d_out != rows.d_target:
+        raise ConfigError(None, "{sae} cannot be measured on {name}: expected targets of {d_out} dimensions, got {got}",
+                          "name another store with {target}", sae=subject.name, name=name, d_out=saved.sae.d_out,
+                          got=rows.d_target)
+    if saved.sae.d_in != rows.d_in:
+        raise ConfigError(None, "{sae} cannot be measured on {name}: expected rows of {d_in} dimensions, got {got}",
+                          "name another store with {data}", sae=subject.name, name=name, d_in=saved.sae.d_in,
+                          got=rows.d_in)
+    found = Measured(subject, replace(saved, sae=saved.sae.copy_to(device_named(device))), None, rows)
+    return found if isinstance(rows, ArrayRows) else replace(found, split=found.of_store.split.which)
+
+
+def opened(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:
+    """An SAE and its subject; see `measured`."""
+    if isinstance(sae, SAE):
+        origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
+        return _known(home, Subject("sae"), origin), SavedSAE(sae.copy_to(sae.W_enc.device), origin)
+    subject = find_subject(home, None if sae is None else str(sae), listener.note)
+    if sae is None:
+        listener.note(f"using the newest run, {subject.name}")
+    if not subject.complete:
+        listener.note(f"{subject.name} is not finished; this is its last checkpoint")
+    saved = formats.load(subject.folder)
+    if subject.data is None:
+        subject = _known(home, subject, saved.origin)
+    return subject, saved if subject.target is None else replace(saved, transcodes=True)
+
+
+def _known(home: Home, subject: Subject, origin: Mapping[str, Any]) -> Subject:
+    """The subject with the stores and the split that an SAE's origin names, if the stores are there."""
+    names = [origin[key] for key in ("data", "target") if key in origin] + [*origin.get("beside", ())]
+    if "data" not in origin or not all(name in home.stores.names() or Path(name).is_dir() for name in names):
+        return subject
+    return replace(subject, data=origin["data"], data_hash=origin.get("data_hash"), target=origin.get("target"),
+                   beside=tuple(origin.get("beside", ())), split_seed=origin.get("split_seed", 0),
+                   fraction=origin.get("fraction", 1.0))
+
+
+def _compare_places(name: str, origin: Mapping[str, Any], stores: Joined, listener: Listener) -> None:
+    """Warn if an SAE was trained on other places of a model than these stores hold; refuse a crosscoder's stores in
+    another order, by a ConfigError."""
+    (wanted, wanted_target), (got, got_target) = _places(origin), _places(stores.origin)
+    models = [Path(one["model"]).name for one in (origin, stores.origin) if one.get("model")]
+    if len(wanted) > 1 and wanted != got and sorted(wanted) == sorted(got):
+        raise ConfigError("data", "names the inputs of {sae} in another order than it was trained on",
+                          "name them in this order: {order}", sae=name, order=", ".join(wanted))
+    if wanted and got and (wanted, wanted_target) != (got, got_target):
+        listener.warn(f"{name} was trained on {in_words(wanted, wanted_target)}; {stores.name} holds "
+                      f"{in_words(got, got_target)}")
+    elif len({*models}) > 1:
+        listener.warn(f"{name} was trained on {models[0]}; {stores.name} holds activations of {models[1]}")
+
+
+def _places(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
+    """The places of the inputs and of the target, as far as they are known."""
+    found = [f"layer {one['layer']} {one['site']}" for one in origin.get("inputs") or [origin]
+             if {"layer", "site"} <= one.keys()]
+    known = {"target_layer", "target_site"} <= origin.keys()
+    return found, f"layer {origin['target_layer']} {origin['target_site']}" if known else None
+
+
+def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str | None, split: str,
+          listener: Listener) -> AnyRows:
+    names = [data] if isinstance(data, str) else list(data) if _are_names(data) else []
+    if not names and not isinstance(data, Rows | JoinedRows | ActivationStore | Joined | None):
+        return ArrayRows(data, target)
+    if target is not None and not names:
+        raise ConfigError("target", "does nothing without the name of a store as {data}, or rows in memory",
+                          "leave it out, or give stores as one, by `saecli.join`")
+    if isinstance(data, Rows | JoinedRows):
+        return data
+    if isinstance(data, ActivationStore):
+        stores = Joined((data,))
+    elif isinstance(data, Joined):
+        stores = data
+    else:
+        if not names and subject.streamed and subject.data not in home.stores.names():
+            raise ConfigError("data", "is needed: {run} was trained on rows that were not stored",
+                              "name a store, or make one of its text by `sae extract {options}`", run=subject.name,
+                              options=shlex.join(words_of(subject.streamed)))
+        found = names or [name for name in (subject.data, *subject.beside) if name]
+        if not found:
+            listener.warn(f"{subject.name} does not name its store: taking the newest")
+        stores = open_joined(home, found, target if target or names else subject.target, listener)
+    own = (subject.data, *subject.beside, subject.target) == (
+        *(store.reference for store in stores.inputs), stores.target and stores.target.reference)
+    if subject.data_hash is not None and own and subject.data_hash != stores.hash:
+        listener.note(f"{stores.name} is not the store that {subject.name} was trained on, though it has its name")
+    return stores.split(split, fraction=subject.fraction if split == "train" else 1.0, seed=subject.split_seed)
+
+
+def _are_names(data: RowsLike) -> bool:
+    """Whether rows are given as the names of several stores."""
+    return isinstance(data, list | tuple) and bool(data) and all(isinstance(name, str) for name in data)
+
+
+def held_out(one: Measured) -> Measured:
+    """The same SAE with the held-out rows of its store, at least one."""
+    return replace(one, split="test", rows=one.stores.split("test", seed=one.subject.split_seed))
+
+
+def all_measured(home: Home, saes: Sequence[SAELike], data: RowsLike, split: str, device: str,
+                 listener: Listener, target: ArrayLike | str | None = None) -> list[Measured]:
+    """`measured` of each of several SAEs, or of the newest run if there are none; notes it if their rows differ."""
+    found = [measured(home, sae, data, split, device, listener, target) for sae in saes or [None]]
+    if len({one.chosen_rows for one in found}) > 1:
+        listener.note("these runs are measured on different rows, each on its own store and split")
+    return found
+
+
+def by_rows(everything: Sequence[Measured]) -> list[list[int]]:
+    """The indices of SAEs on the same rows, one list per choice of rows."""
+    groups: dict[tuple[str, int, float] | None, list[int]] = {}
+    for index, one in enumerate(everything):
+        groups.setdefault(one.chosen_rows, []).append(index)
+    return list(groups.values())

@@ -1,0 +1,1 @@
+"""Batch, Codes, activations/, Dictionary, metrics; formats/; the hub."""

@@ -1,0 +1,385 @@
+"""Codes: an activation's output, and every product with it.
+
+Dense codes are a matrix. Sparse codes are offsets, indices and values, as for `torch.nn.functional.embedding_bag`; topk
+and batchtopk know theirs without a search. With sparse codes a training step costs 2 D F operations per row, for the
+pre-activations, instead of 10 D F. Non-zeros are searched for on a CPU only, and used if they are few: on a GPU the
+host would have to wait for their count.
+
+Shapes: B rows, n entries, D = d_in, F = d_sae, C columns of a right side, L prefixes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from ..base.devices import add_at
+from .pairs import add_pairs, pairs_of
+
+DENSITY = 0.1  # fraction of non-zeros above which dense products are faster
+PAIRS_FRACTION = 0.2  # number of pairs over the Gram matrix' size, up to which products are added pair by pair
+CACHED_CODES = 1 << 18  # 1 MiB in float32
+PANEL, SPARSE_PANEL = 256, 1024  # columns of a Gram matrix at a time; wider panels pay off for sparse codes
+
+
+Prefixes = tuple[int, ...]  # numbers of leading latents, ascending, the last being F; none if there is but one
+
+
+def rise(prefixes: Sequence[int]) -> bool:
+    """Whether numbers of leading latents are positive, each larger than the one before."""
+    return all(before < after for before, after in pairwise((0, *prefixes)))
+
+
+class Codes(ABC):
+    """Codes z of a batch, (B, F).
+
+    Args:
+        values: all codes, (B, F), or the entries of sparse codes, (n,); differentiable in the pre-activations.
+    """
+
+    values: Tensor
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """B and F."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The matrix, (B, F)."""
+
+    @abstractmethod
+    def dense_rows(self, numbers: Tensor) -> Tensor:
+        """The rows of the matrix with these numbers, (m,), distinct: (m, F)."""
+
+    @abstractmethod
+    def times(self, right: Tensor) -> Tensor:
+        """`z right`, (B, C), for (F, C); differentiable in both."""
+
+    @abstractmethod
+    def transposed_times(self, right: Tensor) -> Tensor:
+        """`z' right`, (F, C), for (B, C)."""
+
+    def prefix_times(self, right: Tensor, prefixes: Prefixes) -> Tensor:
+        """`z[:, :m] right[:m]` for each prefix of m latents, (B, L, C), for (F, C); differentiable in both. Without
+        prefixes `z right`, (B, 1, C).
+
+        Cost: that of `times`, since a prefix adds to the one before.
+        """
+        return self._block_times(right, prefixes).cumsum(1) if prefixes else self.times(right)[:, None]
+
+    def prefix_transposed_times(self, right: Tensor, prefixes: Prefixes) -> Tensor:
+        """`sum_l Z_l' right_l`, (F, C), for (B, L, C): Z_l are the codes with those outside prefix l set to zero."""
+        if not prefixes:
+            return self.transposed_times(right[:, 0])
+        return self._block_transposed_times(right.flip(1).cumsum(1).flip(1), prefixes)
+
+    @abstractmethod
+    def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
+        """What the latents of each block, which end before `ends`, contribute to `z right`, (B, L, C), for (F, C)."""
+
+    @abstractmethod
+    def _block_transposed_times(self, right: Tensor, ends: Prefixes) -> Tensor:
+        """`z' right` with a right side for each block of latents, (F, C), for (B, L, C)."""
+
+    @abstractmethod
+    def sums(self) -> Tensor:
+        """The sum of each latent's codes, (F,), differentiable."""
+
+    @abstractmethod
+    def add_gram(self, gram: Tensor) -> None:
+        """Add `z' z` to the lower triangle of `gram`, (F, F), which may be the left part of a wider array.
+
+        Products are computed in the codes' precision and added in the precision of `gram`. Entries above the diagonal
+        may be overwritten.
+        """
+
+    @abstractmethod
+    def by_latent(self, vector: Tensor) -> Tensor:
+        """The entry of a vector, (F,), for the latent of each value; broadcasts against `values`."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients flow through the codes."""
+        return self.values.requires_grad
+
+    def with_values(self, values: Tensor) -> "Codes":
+        """The same entries with other values; all other codes stay zero."""
+        return replace(self, values=values)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Codes":
+        """The codes under an elementwise function that takes 0 to 0."""
+        return self.with_values(function(self.values))
+
+    def detach(self) -> "Codes":
+        """The same without gradients."""
+        return self.map(Tensor.detach)
+
+    def count(self) -> Tensor:
+        """The number of non-zero codes, a scalar."""
+        return self.values.count_nonzero()
+
+    @abstractmethod
+    def latent_counts(self) -> Tensor:
+        """Number of rows on which each latent fires, (F,), int64."""
+
+    @abstractmethod
+    def row_counts(self) -> Tensor:
+        """Number of latents that fire on each row, (B,), int64."""
+
+    @abstractmethod
+    def l1(self) -> Tensor:
+        """The sum of all codes' magnitudes, a scalar, float64."""
+
+    def fired(self) -> Tensor:
+        """Which latents fire on any row, a mask, (F,)."""
+        return self.latent_counts() > 0
+
+    def squares(self) -> Tensor:
+        """The sum of each latent's squared codes, (F,)."""
+        return self.map(Tensor.square).sums()
+
+    def bytes(self) -> int:
+        """Memory that the codes take, in bytes."""
+        return self.values.numel() * self.values.element_size()
+
+
+@dataclass(frozen=True, eq=False)
+class DenseCodes(Codes):
+    """Codes as a matrix, (B, F)."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    def dense(self) -> Tensor:
+        return self.values
+
+    def dense_rows(self, numbers: Tensor) -> Tensor:
+        return self.values[numbers]
+
+    def times(self, right: Tensor) -> Tensor:
+        return self.values @ right if self._few is None else self._few.times(right)
+
+    def transposed_times(self, right: Tensor) -> Tensor:
+        return self.values.T @ right if self._few is None else self._few.transposed_times(right)
+
+    def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
+        if self._few is not None:
+            return self._few._block_times(right, ends)
+        return torch.stack([self.values[:, begin:end] @ right[begin:end] for begin, end in pairwise((0, *ends))], 1)
+
+    def _block_transposed_times(self, right: Tensor, ends: Prefixes) -> Tensor:
+        if self._few is not None:
+            return self._few._block_transposed_times(right, ends)
+        blocks = zip(pairwise((0, *ends)), right.unbind(1), strict=True)
+        return torch.cat([self.values[:, begin:end].T @ one for (begin, end), one in blocks])
+
+    def sums(self) -> Tensor:
+        return self.values.sum(0)
+
+    def add_gram(self, gram: Tensor) -> None:
+        """Add `z' z`, panel by panel."""
+        if self._few is not None:
+            self._few.add_gram(gram)
+            return
+        z = self.values
+        for begin in range(0, len(gram), PANEL):
+            end = begin + PANEL
+            gram[begin:end, :end] += z[:, begin:end].T @ z[:, :end]
+
+    def by_latent(self, vector: Tensor) -> Tensor:
+        """The vector itself."""
+        return vector
+
+    def latent_counts(self) -> Tensor:
+        counts = torch.zeros(self.shape[1], dtype=torch.int64, device=self.values.device)
+        for rows in in_cache(self.values):
+            counts += (rows != 0).sum(0, dtype=torch.int32)
+        return counts
+
+    def row_counts(self) -> Tensor:
+        return torch.cat([(rows != 0).sum(1, dtype=torch.int32) for rows in in_cache(self.values)]).long()
+
+    def l1(self) -> Tensor:
+        """The sum of all codes' magnitudes; each row is summed in its own precision, since converting every code to
+        float64 takes as long as encoding."""
+        precision = torch.promote_types(self.values.dtype, torch.float32)
+        return torch.stack([rows.abs().sum(1, dtype=precision).sum(dtype=torch.float64)
+                            for rows in in_cache(self.values)]).sum()
+
+    def compact(self) -> Codes:
+        """The non-zeros alone, if they are few; the host waits for their number."""
+        return self._searched(wait=True) or self
+
+    @cached_property
+    def _few(self) -> "SparseCodes | None":
+        """The non-zeros, searched for once; None if gradients flow through zeros or dense products are faster."""
+        return None if self.requires_grad else self._searched()
+
+    def _searched(self, wait: bool = False) -> "SparseCodes | None":
+        flat = few_entries(self.values != 0, wait)
+        if flat is None:
+            return None
+        offsets, _, indices = located(flat, self.shape)
+        return SparseCodes(offsets, indices, self.values.flatten()[flat], self.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class SparseCodes(Codes):
+    """Some entries of a matrix, row after row; all others are zero.
+
+    Args:
+        offsets: where each row begins among the entries, (B,).
+        indices: the latent of each entry, (n,), distinct within a row, in any order.
+        values: the entries, (n,); some may be zero.
+        width: F.
+        each: number of entries of every row, where they have as many.
+    """
+
+    offsets: Tensor
+    indices: Tensor
+    values: Tensor
+    width: int
+    each: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.offsets), self.width
+
+    def dense(self) -> Tensor:
+        """The matrix, (B, F), zero where there is no entry."""
+        flat = self.values.new_zeros(self.shape[0] * self.width)
+        return flat.scatter(0, self.rows * self.width + self.indices, self.values).view(self.shape)
+
+    def dense_rows(self, numbers: Tensor) -> Tensor:
+        places = self.rows.new_full((len(self.offsets),), len(numbers))  # one row more, for all that are not wanted
+        places[numbers] = torch.arange(len(numbers), device=places.device)
+        found = self.values.new_zeros((len(numbers) + 1) * self.width)
+        found.scatter_(0, places[self.rows] * self.width + self.indices, self.values)
+        return found.view(-1, self.width)[:-1]
+
+    def times(self, right: Tensor) -> Tensor:
+        return embedding_bag(self.indices, right, self.offsets, mode="sum", per_sample_weights=self.values)
+
+    def transposed_times(self, right: Tensor) -> Tensor:
+        rows, values, offsets = self._by_latent
+        return embedding_bag(rows, right, offsets, mode="sum", per_sample_weights=values)
+
+    def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
+        return self._by_block(ends).times(right).view(len(self.offsets), len(ends), right.shape[1])
+
+    def _block_transposed_times(self, right: Tensor, ends: Prefixes) -> Tensor:
+        return self._by_block(ends).transposed_times(right.flatten(0, 1))
+
+    def _by_block(self, ends: Prefixes) -> "SparseCodes":
+        """Each row split into one for each block of latents, (B L, F)."""
+        blocks = torch.bucketize(self.indices, self.indices.new_tensor(ends), right=True)
+        rows, order = (self.rows * len(ends) + blocks).sort(stable=True)
+        return SparseCodes(offsets_of(rows, len(self.offsets) * len(ends)), self.indices[order], self.values[order],
+                           self.width)
+
+    def sums(self) -> Tensor:
+        sums = self.values.new_zeros(self.width)
+        add_at(sums, self.indices, self.values)
+        return sums
+
+    def by_latent(self, vector: Tensor) -> Tensor:
+        """The vector's entry for each value, (n,)."""
+        return vector[self.indices]
+
+    def latent_counts(self) -> Tensor:
+        fires = (self.values != 0).long()
+        return fires.new_zeros(self.width).index_add(0, self.indices, fires)
+
+    def row_counts(self) -> Tensor:
+        fires = (self.values != 0).long()
+        return fires.new_zeros(self.shape[0]).index_add(0, self.rows, fires)
+
+    def l1(self) -> Tensor:
+        return self.values.double().abs().sum()
+
+    def bytes(self) -> int:
+        """Rows, indices and values of the entries by row, and their rows and values by latent."""
+        return len(self.values) * (3 * 8 + 2 * self.values.element_size())
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The row of each entry, (n,)."""
+        numbers = torch.arange(len(self.offsets), device=self.offsets.device)
+        return numbers.repeat_interleave(self._sizes, output_size=len(self.values))
+
+    @property
+    def _sizes(self) -> Tensor:
+        """Number of entries of each row, (B,)."""
+        return torch.diff(self.offsets, append=self.offsets.new_full((1,), len(self.values)))
+
+    @cached_property
+    def _by_latent(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows and values, (n,) each, sorted by latent, and the offset of each latent, (F,)."""
+        indices, order = self.indices.sort(stable=True)
+        return self.rows[order], self.values[order], offsets_of(indices, self.width)
+
+    def add_gram(self, gram: Tensor) -> None:
+        """Add `z' z`: for each pair of entries in a row if pairs are few, else panel by panel.
+
+        Cost: some 25 ns per pair on a CPU, since writes are scattered. On a GPU the host waits once, for the rows'
+        numbers of entries, where they differ.
+        """
+        sizes = self._sizes.cpu() if self.each is None else torch.full((len(self.offsets),), self.each)
+        if int(pairs_of(sizes).sum()) <= PAIRS_FRACTION * gram.numel():
+            add_pairs(gram, self.indices, self.values, sizes)
+        elif gram.device.type != "cpu":
+            DenseCodes(self.dense()).add_gram(gram)
+        else:
+            z = self.dense()
+            for begin in range(0, len(gram), SPARSE_PANEL):
+                end = begin + SPARSE_PANEL
+                gram[begin:, begin:end] += self.transposed_times(z[:, begin:end].contiguous())[begin:]
+
+
+def offsets_of(bags: Tensor, count: int) -> Tensor:
+    """The offset of each of `count` bags, given the bag of each entry, (n,), ascending."""
+    return torch.searchsorted(bags, torch.arange(count, device=bags.device))
+
+
+def in_cache(values: Tensor) -> tuple[Tensor, ...]:
+    """Blocks of a matrix's rows, (B, F), small enough that intermediate results stay in a CPU core's own cache."""
+    return values.split(max(1, CACHED_CODES // values.shape[1] if values.device.type == "cpu" else len(values)))
+
+
+def few_entries(mask: Tensor, wait: bool = False) -> Tensor | None:
+    """The flat indices of a mask's entries, (n,), ascending, for a mask (B, F); None if dense products are faster, and
+    on a GPU unless the host may wait."""
+    if mask.device.type != "cpu":
+        flat = mask.flatten().nonzero()[:, 0] if wait else None
+        return None if flat is None or len(flat) > DENSITY * mask.numel() else flat
+    # NumPy counts and finds true entries several times faster than PyTorch.
+    flat = mask.detach().flatten().numpy()
+    return None if np.count_nonzero(flat) > DENSITY * len(flat) else torch.from_numpy(np.flatnonzero(flat))
+
+
+def located(flat: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """The offsets, (B,), rows, (n,), and latents, (n,), of entries of a matrix (B, F), given their flat indices, (n,),
+    row after row."""
+    rows = flat.div(shape[1], rounding_mode="floor")
+    return offsets_of(rows, shape[0]), rows, flat - rows * shape[1]
+
+
+def joined(blocks: Sequence[Codes]) -> Codes:
+    """The codes of several batches, one below the other; sparse if all of them are."""
+    if not all(isinstance(block, SparseCodes) for block in blocks):
+        return DenseCodes(torch.cat([block.dense() for block in blocks]))
+    *before, _ = accumulate((len(block.values) for block in blocks), initial=0)
+    offsets = [block.offsets + begin for block, begin in zip(blocks, before, strict=True)]
+    return SparseCodes(torch.cat(offsets), torch.cat([block.indices for block in blocks]),
+                       torch.cat([block.values for block in blocks]), blocks[0].width,
+                       blocks[0].each if len({block.each for block in blocks}) == 1 else None)

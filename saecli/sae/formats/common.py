@@ -1,0 +1,268 @@
+"""Common to all formats: an SAE with its origin, reading files without running code in them, biases.
+
+Several libraries subtract the decoder bias from a row before encoding it; this tool does not. The two are equivalent:
+`(x - b_dec) @ W_enc + b = x @ W_enc + (b - b_dec @ W_enc)`. Shapes: D = d_in, F = d_sae.
+"""
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...base.documents import Origin, read_json
+from ...base.errors import ConfigError, FormatError, one_line
+from ...base.files import appearing_whole, as_named, regular
+from ...store.array_formats import list_npz, load_torch
+from ...store.arrays import check_memory, naming
+from ..activations import Activation
+from ..codes import Prefixes, rise
+from ..dictionary import SAE
+
+Document = TypeVar("Document")
+
+WEIGHTS = ("W_enc", "b_enc", "W_dec", "b_dec")
+LINEAR = {"encoder.weight": "W_enc", "encoder.bias": "b_enc", "decoder.weight": "W_dec"}  # of nn.Linear: transposes
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
+TO_FIT = "end other programs, or read it on a machine with more"
+
+# TransformerLens' name of `mlp_in`, the norm's weight apart; its own `hook_mlp_in` is before the norm: no site here.
+MLP_IN_HOOK = "ln2.hook_normalized"
+EXACT_MLP_IN_HOOK = "mlp.hook_in"  # circuit-tracer's; its `mlp.hook_out` is before Gemma's second norm: no site here.
+_HOOK = re.compile(rf"blocks\.(\d{{1,9}})\.(?:hook_(?!mlp_in$)(\w+)|{re.escape(MLP_IN_HOOK)}"
+                   rf"|{re.escape(EXACT_MLP_IN_HOOK)})")
+
+
+@dataclass(frozen=True)
+class SavedSAE:
+    """An SAE as found in a folder.
+
+    Args:
+        sae: the autoencoder.
+        origin: where its training rows came from, as recorded in the file: fields of `documents.Origin`.
+        transcodes: whether the file says that it is a transcoder.
+    """
+
+    sae: SAE
+    origin: dict[str, Any] = field(default_factory=dict)
+    transcodes: bool = False
+
+    @classmethod
+    def of(cls, sae: SAE, origin: Origin, transcodes: bool = False) -> "SavedSAE":
+        """An SAE with the known fields of its origin."""
+        return cls(sae, {name: value for name, value in asdict(origin).items() if value is not None}, transcodes)
+
+    @property
+    def is_transcoder(self) -> bool:
+        """Whether it predicts other targets than its rows, by what is recorded of it or by its weights."""
+        return (self.transcodes or not self.origin.keys().isdisjoint(("target_layer", "target_site"))
+                or self.sae.W_skip is not None or self.sae.d_out != self.sae.d_in)
+
+
+def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, subtracts: bool = False,
+             prefixes: Prefixes = (), transcodes: bool = False, widths: tuple[int, ...] = ()) -> SAE:
+    """Make an SAE from the tensors of a file, in at least float32.
+
+    Args:
+        path: the file, for messages.
+        tensors: the weights and the activation's parameters, by this tool's names.
+        activation: the activation.
+        subtracts: whether the file's encoder subtracts `b_dec` from rows.
+        prefixes: of a nested SAE; none otherwise.
+        transcodes: whether it may be a transcoder, of any output width, with W_skip or without.
+        widths: of a crosscoder's places; none otherwise.
+
+    Raises:
+        FormatError: names or shapes do not match, a number is not finite, or the activation or the prefixes do not work
+            with this number of latents.
+    """
+    skip = ["W_skip"] if transcodes and "W_skip" in tensors else []
+    expect_names(path, tensors, {*WEIGHTS, *activation.parameters(1), *skip})
+    if tensors["W_enc"].ndim != 2 or not tensors["W_enc"].numel():
+        raise FormatError(f"{path}: expected W_enc of shape (d_in, d_sae), both at least 1, got "
+                          f"{tuple(tensors['W_enc'].shape)}")
+    d_in, d_sae = tensors["W_enc"].shape
+    d_out = len(tensors["b_dec"]) if transcodes and tensors["b_dec"].shape == tensors["W_dec"].shape[1:] else d_in
+    dtype = torch.promote_types(tensors["W_enc"].dtype, torch.float32)
+    copied = [tensor for tensor in tensors.values() if tensor.dtype != dtype or not tensor.is_contiguous()]
+    check_memory(str(path), sum(tensor.numel() for tensor in copied) * dtype.itemsize, TO_FIT)
+    shapes = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_out), "b_dec": (d_out,),
+              "W_skip": (d_in, d_out),
+              **{name: tuple(parameter.shape) for name, parameter in activation.parameters(d_sae).items()}}
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shapes[name]:
+            raise FormatError(f"{path}: expected {name} of shape {shapes[name]}, got {tuple(tensor.shape)}")
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise FormatError(f"{path}: expected finite floating-point numbers in {name}, got "
+                              f"{'others' if tensor.is_floating_point() else tensor.dtype}; the file is damaged")
+    try:
+        activation.check(d_sae)
+    except ConfigError as error:
+        raise FormatError(f"{path}: {error}") from error
+    if prefixes and (prefixes[-1] != d_sae or not rise(prefixes)):
+        raise FormatError(f"{path}: expected prefixes that rise to d_sae, {d_sae}, got {list(prefixes)}")
+    if widths and (min(widths) < 1 or sum(widths) != d_out):
+        raise FormatError(f"{path}: expected widths of places that sum to {d_out}, got {list(widths)}")
+    ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    weights = {name: ready.pop(name) for name in (*WEIGHTS, *skip)}
+    sae = SAE(**weights, activation=activation, activation_parameters=ready, prefixes=prefixes, widths=widths)
+    if not subtracts:
+        return sae
+    shift = sae.b_dec.double() @ sae.W_enc.double()
+    return sae.changed(b_enc=(sae.b_enc.double() - shift).to(dtype))
+
+
+def expect_names(path: Path, tensors: Mapping[str, Any], wanted: set[str]) -> None:
+    """Raise a FormatError that lists missing and unexpected names, if a file's tensors are not those wanted."""
+    if tensors.keys() != wanted:
+        raise FormatError(f"{path}: expected the tensors {sorted(wanted)}, got {sorted(tensors)}; "
+                          f"missing {sorted(wanted - tensors.keys())}, "
+                          f"unexpected {sorted(tensors.keys() - wanted)}")
+
+
+def matching(names: Iterable[str], pattern: str) -> list[str]:
+    """The names, relative to a folder, that match a pattern of a format's files; see `formats.Format`."""
+    return [name for name in names for one in pattern.split("|")
+            if name.count("/") == one.count("/") and fnmatch.fnmatchcase(name, one)]
+
+
+def in_words(pattern: str) -> str:
+    """A pattern of a format's files, for a message."""
+    return pattern.replace("|", " or ")
+
+
+def transposed(matrix: Tensor) -> Tensor:
+    """The transpose of an `nn.Linear` weight; other shapes unchanged, for `assemble` to refuse."""
+    return matrix.T if matrix.ndim == 2 else matrix
+
+
+def renamed(found: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The weights in a state_dict by this tool's names, those of `LINEAR` transposed.
+
+    Args:
+        found: the state_dict.
+        names: its name for each weight -> this tool's.
+    """
+    return {ours: transposed(found[theirs]) if theirs in LINEAR else found[theirs] for theirs, ours in names.items()}
+
+
+def bias_with_subtraction(b_enc: Tensor, b_dec: Tensor, W_enc: Tensor) -> Tensor:
+    """The encoder bias, (F,), for a library that subtracts `b_dec` from the rows."""
+    return (b_enc.double() + b_dec.double() @ W_enc.double()).to(b_enc.dtype)
+
+
+def read_config(path: Path, kind: type[Document]) -> Document:
+    """A configuration in a JSON file; see `documents.read_json`. FormatError if it cannot be read, or has another type.
+    """
+    try:
+        return read_json(path, kind)
+    except (OSError, ValueError) as error:
+        raise FormatError(f"cannot read {path}: {error}") from error
+
+
+def origin_from(fields: Mapping[str, Any]) -> Origin:
+    """The origin of rows, from another library's files; entries of unexpected types are ignored, as they do not affect
+    the weights."""
+    kinds = {"model": str, "layer": int, "site": str, "dataset": str, "context": int, "prepend_bos": bool,
+             "target_layer": int, "target_site": str}
+    return Origin(**{name: value for name, value in fields.items() if type(value) is kinds[name]})
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors file, by name, and its header's entries; FormatError if it cannot be read."""
+    with naming(str(path), TO_FIT), safe_open(regular(path), framework="pt") as file:
+        return _numbers(path, {name: file.get_tensor(name) for name in file.keys()}), file.metadata() or {}  # noqa: SIM118
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors to a safetensors file atomically; FormatError if the write fails, which safetensors does not report
+    as an OSError."""
+    with appearing_whole(path) as temporary:
+        try:
+            save_file(_ready(tensors), temporary, metadata=metadata)
+        except SafetensorError as error:
+            raise _unwritten(path, error) from error
+
+
+def read_torch(path: Path) -> dict[str, Tensor]:
+    """The tensors of a `torch.save` file, read with `weights_only`, so that no code in it is run; FormatError if it is
+    damaged, or holds anything but tensors by name."""
+    with naming(str(path), TO_FIT):
+        tensors = load_torch(regular(path), to_fit=TO_FIT)
+    if not isinstance(tensors, dict) or not all(isinstance(key, str) and isinstance(tensor, Tensor)
+                                                for key, tensor in tensors.items()):
+        raise FormatError(f"{path}: expected a state_dict, tensors by name, got {type(tensors).__name__} of something "
+                          "else")
+    return _numbers(path, tensors)
+
+
+def read_npz(path: Path) -> dict[str, Tensor]:
+    """The arrays of NumPy's archive, by name, without running code in it; FormatError if it is damaged, or holds
+    anything but floating-point numbers that torch has a dtype for."""
+    with naming(str(path), TO_FIT):
+        arrays = {name: describe() for name, describe in list_npz(regular(path)).items()}
+        check_memory(str(path), sum(array.held for array in arrays.values()), TO_FIT)
+        for name, array in arrays.items():
+            if array.dtype not in FLOATS:
+                raise FormatError(f"{path}: expected floating-point numbers in {name!r}, got {array.dtype}")
+        return {name: torch.from_numpy(np.asarray(array.read(()))) for name, array in arrays.items()}
+
+
+def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file; FormatError unless all are dense numbers on the CPU."""
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or dtype not in (*FLOATS, *WHOLE):
+            raise FormatError(f"{path}: expected numbers in {name!r}, got {dtype}, {tensor.layout}, on "
+                              f"{tensor.device}; the file is damaged, or holds no SAE")
+    return tensors
+
+
+def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a `torch.save` file atomically; FormatError if the write fails, which torch does not report as
+    an OSError."""
+    with appearing_whole(path) as temporary:
+        try:
+            torch.save(_ready(tensors), temporary)
+        except RuntimeError as error:
+            raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: Exception) -> FormatError:
+    return FormatError(as_named(f"cannot write {path}: {one_line(error)}; nothing half-written was kept, free some "
+                                "space and run the same command again"))
+
+
+def _ready(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any) -> None:
+    """Raise a FormatError for a configuration entry whose value, if present, is not allowed: it would change what the
+    SAE computes."""
+    value = config.get(key, allowed[0])
+    if not any(type(value) is type(one) and value == one for one in allowed):
+        raise FormatError(f"{path}: {key} {value!r} cannot be expressed here; "
+                          f"expected {' or '.join(map(repr, allowed))}")
+
+
+def hook_name(layer: int | None, site: str | None) -> str | None:
+    """TransformerLens' hook name for a place; None if layer or site is unknown."""
+    if layer is None or site is None:
+        return None
+    return f"blocks.{layer}.{MLP_IN_HOOK if site == 'mlp_in' else f'hook_{site}'}"
+
+
+def origin_of_hook(name: Any, of: str = "") -> dict[str, Any]:
+    """The layer and site in a TransformerLens hook name, as `layer` and `site` with `of` before them (`target_` for a
+    transcoder's targets); empty for other names."""
+    match = _HOOK.fullmatch(name) if isinstance(name, str) else None
+    return {f"{of}layer": int(match[1]), f"{of}site": match[2] or "mlp_in"} if match else {}

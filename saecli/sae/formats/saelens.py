@@ -1,0 +1,131 @@
+"""SAELens (checked against 6.54): `cfg.json` and `sae_weights.safetensors`, as of version 6; older ones are read too.
+
+The weights have this tool's names and shapes. SAELens' TopK clips at zero, which is `relu-topk` here; its
+`abstopk` is `abs-topk`. A trained `batchtopk` is saved as a JumpReLU with one threshold for all latents, as SAELens
+saves its own, and read back as such. A signed `topk` has no counterpart there.
+
+Its transcoders (`saes/transcoder.py`) clip at zero, with thresholds or without: `transcoder`, `skip_transcoder`,
+`jumprelu_transcoder` and `jumprelu_skip_transcoder`, their skip stored as (E, D). Files name where targets come from as
+`hook_name_out`, SAELens' own name in the metadata of transcoders that it loads from elsewhere.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...base.errors import ConfigError, FormatError
+from ...base.files import write_json
+from ..activations import AbsTopK, Activation, BatchTopK, JumpRelu, Relu, ReluTopK, Thresholded
+from .common import (
+    WEIGHTS,
+    SavedSAE,
+    assemble,
+    expect_names,
+    hook_name,
+    origin_from,
+    origin_of_hook,
+    read_config,
+    read_safetensors,
+    refuse_unless,
+    transposed,
+    write_safetensors,
+)
+
+CONFIG, TENSORS = "cfg.json", "sae_weights.safetensors"
+WRITTEN_FOR = "6.54.12"  # SAELens converts a file that names no version, or one before 6, on loading
+
+OLD_KEYS = {"hook_point": "hook_name", "activation_fn_str": "activation_fn"}  # keys before version 6
+
+ARCHITECTURES: dict[type[Activation], str] = {
+    Relu: "standard", BatchTopK: "jumprelu", JumpRelu: "jumprelu", ReluTopK: "topk", AbsTopK: "abstopk"}
+TRANSCODERS: dict[type[Activation], tuple[str, str]] = {  # without and with a skip
+    Relu: ("transcoder", "skip_transcoder"), JumpRelu: ("jumprelu_transcoder", "jumprelu_skip_transcoder"),
+    BatchTopK: ("jumprelu_transcoder", "jumprelu_skip_transcoder")}
+
+
+def load_saelens(folder: Path) -> SavedSAE:
+    """Read an SAE that SAELens saved; FormatError if the files are damaged, or the SAE has an architecture or a setting
+    that this tool lacks."""
+    path = folder / CONFIG
+    config = read_config(path, dict[str, Any])
+    if not isinstance(config.get("metadata"), dict) or "architecture" not in config:
+        config = _from_before_6(path, config)
+    metadata = config["metadata"]
+    activation = _activation(path, config)
+    transcodes = config["architecture"] not in ARCHITECTURES.values()
+    for key in ("apply_b_dec_to_input", "rescale_acts_by_decoder_norm"):
+        refuse_unless(path, config, key, *((False,) if transcodes else (True, False)))
+    refuse_unless(path, config, "normalize_activations", "none")
+    refuse_unless(path, config, "reshape_activations", "none", "hook_z")  # rows are flat here either way
+    tensors, _ = read_safetensors(folder / TENSORS)
+    if "scaling_factor" in tensors and (tensors["scaling_factor"] == 1).all():
+        del tensors["scaling_factor"]  # versions before 6 wrote it whether or not it was in use
+    if transcodes:
+        skips = config["architecture"] == TRANSCODERS[type(activation)][True]
+        expect_names(folder / TENSORS, tensors, {*WEIGHTS, *activation.parameters(1), *(["W_skip"] if skips else [])})
+        tensors |= {"W_skip": transposed(tensors["W_skip"])} if skips else {}
+    subtracts = not transcodes and config.get("apply_b_dec_to_input", True)
+    sae = assemble(folder / TENSORS, tensors, activation, subtracts, transcodes=transcodes)
+    if config.get("rescale_acts_by_decoder_norm", False):
+        # Equivalent to an SAE with unit decoder rows, whose norms are multiplied into the encoder.
+        norms = sae.W_dec.norm(dim=1)
+        W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]  # a latent of norm 0 has codes of 0 either way
+        sae = sae.changed(W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
+    return SavedSAE.of(sae, origin_from({
+        "model": metadata.get("model_name"), **origin_of_hook(metadata.get("hook_name")),
+        **(origin_of_hook(metadata.get("hook_name_out"), "target_") if transcodes else {}),
+        "context": metadata.get("context_size"), "prepend_bos": metadata.get("prepend_bos")}), transcodes)
+
+
+def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration from before version 6 converted to version 6, with SAELens' defaults; FormatError if it names an
+    activation function that version 6 does not have."""
+    old = {OLD_KEYS.get(key, key): value for key, value in config.items()}
+    if not {"d_in", "d_sae"} <= old.keys():
+        raise FormatError(f"{path}: expected the keys d_in and d_sae of a SAELens configuration, got {sorted(config)}")
+    refuse_unless(path, old, "activation_fn", "relu", "topk")
+    kept, scaled = old.get("activation_fn_kwargs"), old.get("normalize_activations")
+    return {"architecture": "topk" if old.get("activation_fn") == "topk" else old.get("architecture", "standard"),
+            "k": kept.get("k") if isinstance(kept, dict) else None,
+            "apply_b_dec_to_input": old.get("apply_b_dec_to_input", True),
+            "normalize_activations": "expected_average_only_in" if scaled is True else scaled or "none",
+            "metadata": old}
+
+
+def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
+    kinds = {architecture: kind for kind, architecture in ARCHITECTURES.items() if kind is not BatchTopK}
+    kinds |= {architecture: kind for kind, both in TRANSCODERS.items() if kind is not BatchTopK
+              for architecture in both}
+    refuse_unless(path, config, "architecture", *kinds)
+    kind = kinds[config["architecture"]]
+    try:
+        return kind(k=config.get("k")) if issubclass(kind, ReluTopK | AbsTopK) else kind()
+    except ConfigError as error:
+        raise FormatError(f"{path}: {error}") from error
+
+
+def save_saelens(saved: SavedSAE, folder: Path) -> None:
+    """Write an SAE, its activation one of `ARCHITECTURES`, or a transcoder, its activation one of `TRANSCODERS`, to an
+    existing folder so that SAELens' `SAE.load_from_disk` reads it."""
+    sae, origin = saved.sae.copy_to(torch.float32), saved.origin
+    metadata = {"sae_lens_version": WRITTEN_FOR, "sae_lens_training_version": None,
+                "model_name": origin.get("model"), "hook_name": hook_name(origin.get("layer"), origin.get("site")),
+                "context_size": origin.get("context"), "prepend_bos": origin.get("prepend_bos")}
+    config = {"d_in": sae.d_in, "d_sae": sae.d_sae, "dtype": "float32", "device": "cpu", "apply_b_dec_to_input": False,
+              "normalize_activations": "none", "reshape_activations": "none", "metadata": metadata}
+    if saved.is_transcoder:
+        config |= {"architecture": TRANSCODERS[type(sae.activation)][sae.W_skip is not None], "d_out": sae.d_out}
+        metadata["hook_name_out"] = hook_name(origin.get("target_layer"), origin.get("target_site"))
+    else:
+        config["architecture"] = ARCHITECTURES[type(sae.activation)]
+    if isinstance(sae.activation, ReluTopK | AbsTopK):
+        config |= {"k": sae.activation.k, "rescale_acts_by_decoder_norm": False}
+    write_json(folder / CONFIG, config)
+    tensors = sae.tensors()
+    if isinstance(sae.activation, Thresholded) and "threshold" in tensors:
+        tensors["threshold"] = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
+    if sae.W_skip is not None:
+        tensors["W_skip"] = sae.W_skip.T
+    write_safetensors(folder / TENSORS, tensors)

@@ -1,0 +1,239 @@
+"""How well an SAE reconstructs, and how often its latents fire, accumulated over batches of rows.
+
+Each accumulator takes any number of batches in constant memory; its result is that of one batch of all rows, to
+rounding. Sums are float64 and stay on the device of the first batch: nothing synchronises with it until `result`.
+Shapes: B rows, D = d_in, F = d_sae, L prefixes. A latent fires on a row when its code is not zero.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.devices import moved
+from ..base.distributed import ALONE, Communicator
+from ..base.errors import ConfigError
+from .batch import Batch
+from .codes import Codes, Prefixes
+from .dictionary import Dictionary
+
+Watch = Callable[[Codes], None]
+DENSE_FREQUENCY = 0.1  # a latent that fires on a larger fraction of the rows counts as dense
+
+
+class Reconstruction:
+    """Errors of reconstructions `x_hat` of rows `x` through codes `z`.
+
+        fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
+
+    The denominator is the sum of squared distances from the running mean, merged batch by batch (Chan, Golub and
+    LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), which stays precise
+    if the mean is large compared to the deviation.
+
+    Args:
+        d_in: width of the rows.
+        d_sae: number of latents.
+        prefixes: of a nested SAE; none otherwise.
+    """
+
+    def __init__(self, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> None:
+        self.rows = 0
+        self._prefixes = prefixes
+        self._nested = torch.zeros(2, len(prefixes), dtype=torch.float64)  # of each prefix: squared error, l0
+        self._mean = torch.zeros(d_in, dtype=torch.float64)
+        self._sums = torch.zeros(5, dtype=torch.float64)  # scatter, squared error, cosine; l0, l1
+        self._fired = torch.zeros(d_sae, dtype=torch.bool)
+
+    @torch.no_grad()
+    def update(self, x: Tensor, x_hat: Tensor, z: Codes, by_prefix: Tensor | None = None) -> None:
+        """Count a batch of rows and their reconstructions, (B, D) each, and codes, (B, F); of a nested SAE also the
+        reconstructions by each prefix, (B, L, D)."""
+        if not len(x):
+            return
+        if not self.rows:
+            self._to(x.device)
+        x, x_hat = x.double(), x_hat.double()
+        mean = x.mean(0)
+        shift = mean - self._mean
+        total = self.rows + len(x)
+        scatter = (x - mean).square().sum() + shift.square().sum() * (self.rows * len(x) / total)
+        norms = (x.norm(dim=1) * x_hat.norm(dim=1)).clamp(min=torch.finfo(torch.float64).tiny)
+        counts = z.latent_counts()
+        self._sums += torch.stack([scatter, (x_hat - x).square().sum(), ((x * x_hat).sum(1) / norms).sum(),
+                                   counts.sum().double(), z.l1()])
+        if self._prefixes:
+            errors = (by_prefix.double() - x[:, None]).square().sum((0, 2))
+            last = counts.new_tensor(self._prefixes) - 1
+            self._nested += torch.stack([errors, counts.cumsum(0)[last].double()])
+        self._fired |= counts > 0
+        self._mean += shift * (len(x) / total)
+        self.rows = total
+
+    def all_reduce(self, communicator: Communicator, device: torch.device) -> None:
+        """Merge the counts of all processes, on each of them; sums move to this device."""
+        if communicator.world_size == 1:
+            return
+        self._to(device)
+        counts = communicator.all_reduce(torch.cat([self._mean * self.rows, self._mean.new_tensor([self.rows])]))
+        mean = counts[:-1] / counts[-1].clamp(min=1)
+        self._sums[0] += self.rows * (self._mean - mean).square().sum()  # the scatter, now about the mean of all
+        self._mean, self.rows = mean, int(counts[-1])
+        communicator.all_reduce(self._sums)
+        communicator.all_reduce(self._nested)
+        self._fired = communicator.all_reduce(self._fired.to(torch.int32)) > 0
+
+    def result(self) -> dict[str, Any]:
+        """The measures over all rows so far.
+
+        Returns:
+            rows: number of rows.
+            mse: squared error, mean over rows and dimensions.
+            fvu: fraction of the variance unexplained; infinite or NaN if the rows do not vary.
+            explained_variance: `1 - fvu`.
+            cosine: cosine between row and reconstruction, mean over rows; 0 for a row if either is zero.
+            l0: latents that fire, mean over rows.
+            l1: sum of the codes' magnitudes, mean over rows.
+            silent_fraction: fraction of the latents that fire on none of these rows; on training rows, dead latents.
+            prefixes: of a nested SAE, for each prefix its number of `latents`, its `l0`, and its `fvu` without the
+                other latents.
+
+        Raises:
+            ConfigError: no row was counted.
+        """
+        _demand_rows(self.rows)
+        by_prefix = zip(self._prefixes, (self._nested[1] / self.rows).tolist(),
+                        (self._nested[0] / self._sums[0]).tolist(), strict=True)
+        nested = [{"latents": latents, "l0": l0, "fvu": fvu} for latents, l0, fvu in by_prefix]
+        _, error, cosine, l0, l1 = (self._sums / self.rows).tolist()
+        fvu = float(self._sums[1] / self._sums[0])
+        return {"rows": self.rows, "mse": error / len(self._mean), "fvu": fvu, "explained_variance": 1 - fvu,
+                "cosine": cosine, "l0": l0, "l1": l1, "silent_fraction": 1 - float(self._fired.double().mean()),
+                **({"prefixes": nested} if nested else {})}
+
+    def _to(self, device: torch.device) -> None:
+        self._mean, self._sums, self._fired, self._nested = (
+            tensor.to(device) for tensor in (self._mean, self._sums, self._fired, self._nested))
+
+
+@torch.no_grad()
+def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Communicator = ALONE,
+                   watch: Watch | None = None) -> dict[str, Any]:
+    """`Reconstruction.result` of an SAE over batches of rows, (B, D), of a transcoder with their targets beside them,
+    (B, D + E), of its dtype and device, and over all processes of the communicator; one pass. `watch` is called with
+    the codes of each batch."""
+    (found,) = reconstructions([sae], batches, communicator, watch)
+    return found
+
+
+@torch.no_grad()
+def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
+                    communicator: Communicator = ALONE, watch: Watch | None = None) -> list[dict[str, Any]]:
+    """`reconstruction` of each of several SAEs, in one pass; batches are converted to each SAE's dtype and device."""
+    found = [Reconstruction(sae.d_out, sae.d_sae, sae.prefixes) for sae in saes]
+    for batch in batches:
+        for sae, own in zip(saes, found, strict=True):
+            rows = Batch.of(moved(batch, sae.W_enc.device).to(sae.W_enc.dtype), sae.d_in)
+            z = sae.codes(rows.x)
+            by_prefix = sae.predicted(rows.x, z)
+            own.update(rows.y, by_prefix[:, -1], z, by_prefix)
+            if watch is not None:
+                watch(z)
+    for sae, own in zip(saes, found, strict=True):
+        own.all_reduce(communicator, sae.W_enc.device)
+    return [own.result() for own in found]
+
+
+def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]:
+    """Warnings about an SAE's measures, `fvu` and `l0` of `Reconstruction.result`: one clause for each doubtful one."""
+    found, fvu, l0 = {}, measures["fvu"], measures["l0"]
+    if math.isfinite(fvu) and fvu > 1:
+        found["fvu"] = f"FVU {fvu:.4g} is above 1, so the mean of the rows would reconstruct them better"
+    name, limit = ("d_in", d_in) if 2 * d_in <= d_sae else ("half of d_sae", d_sae / 2)
+    if l0 > limit:
+        found["l0"] = f"L0 {l0:.4g} is above {name}, {limit:g}, so codes are not sparse"
+    return found
+
+
+class Firing:
+    """How often each latent fires, and how many fire per row.
+
+    Args:
+        d_sae: number of latents.
+        keep: number of first rows whose codes are kept, for a picture of the activation patterns.
+    """
+
+    def __init__(self, d_sae: int, keep: int = 0) -> None:
+        self.rows = 0
+        self._counts = torch.zeros(d_sae, dtype=torch.int64)
+        self._histogram = torch.zeros(d_sae + 1, dtype=torch.int64)
+        self._keep = keep
+        self._kept: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self, z: Codes) -> None:
+        """Count a batch of codes, (B, F)."""
+        device = z.values.device
+        if not self.rows:
+            self._counts, self._histogram = self._counts.to(device), self._histogram.to(device)
+        if self.rows < self._keep:
+            self._kept.append(z.dense()[:self._keep - self.rows].cpu())
+        l0 = z.row_counts()
+        self._counts += z.latent_counts()
+        self._histogram.index_add_(0, l0, torch.ones_like(l0))
+        self.rows += len(l0)
+
+    @property
+    def l0_histogram(self) -> Tensor:
+        """Numbers of rows on which 0, 1, ..., F latents fire, (F + 1,), int64, on the CPU."""
+        return self._histogram.cpu()
+
+    @property
+    def frequency(self) -> Tensor:
+        """Fraction of the rows on which each latent fires, (F,), float64, on the CPU."""
+        return self._counts.cpu().double() / max(self.rows, 1)
+
+    @property
+    def patterns(self) -> Tensor:
+        """The codes of the first rows, at most `keep` of them, (rows, F), on the CPU."""
+        return torch.cat(self._kept) if self._kept else torch.zeros(0, len(self._counts))
+
+    def result(self) -> dict[str, Any]:
+        """The measures over all rows so far.
+
+        Returns:
+            rows: number of rows.
+            l0: latents that fire, mean over rows.
+            l0_std: its standard deviation over these rows, not an estimate for others.
+            density: `l0 / d_sae`.
+            silent: number of latents that fired on none of these rows.
+            dense: number of latents that fired on more than a fraction `DENSE_FREQUENCY` of the rows.
+            frequency: fraction of the rows on which each latent fires.
+
+        Raises:
+            ConfigError: no row was counted.
+        """
+        _demand_rows(self.rows)
+        fractions = self.l0_histogram.double() / self.rows  # (F + 1,)
+        value = torch.arange(len(fractions), dtype=torch.float64)
+        l0 = fractions @ value
+        frequency = self.frequency
+        return {"rows": self.rows, "l0": float(l0), "l0_std": float((fractions @ (value - l0).square()).sqrt()),
+                "density": float(l0) / len(frequency), "silent": int((frequency == 0).sum()),
+                "dense": int((frequency > DENSE_FREQUENCY).sum()), "frequency": frequency.tolist()}
+
+
+@torch.no_grad()
+def firing(sae: Dictionary, batches: Iterable[Tensor], keep: int = 0) -> Firing:
+    """`Firing` of an SAE over batches of rows, (B, D), of its dtype and device; one pass."""
+    found = Firing(sae.d_sae, keep)
+    for x in batches:
+        found.update(sae.codes(x))
+    return found
+
+
+def _demand_rows(rows: int) -> None:
+    if not rows:
+        raise ConfigError(None, "nothing was measured: expected at least one row, got none",
+                          "choose another split or a larger store")

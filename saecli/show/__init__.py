@@ -1,0 +1,1 @@
+"""Tables, pictures, HTML pages, made of the documents that measure returns."""

@@ -1,0 +1,218 @@
+"""The pages of chosen latents, several latents per file. Shapes: C chosen latents, N examples, T tokens."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from ...measure.cofiring import Partners
+from ...measure.latents import Survey
+from .interest import agreement, interest
+from .overview import rounded
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
+    from ...extract.tokens import OutputTokens
+
+PER_FILE = 16  # latents per file of about 60 KB
+LEVELS = 1000  # an excerpt's codes are rounded to thousandths of the latent's largest
+SNIPPET_BEFORE, SNIPPET_AFTER = 40, 24  # letters about the peak in the table
+SHORT = 24  # letters of a token in the table
+LISTED_TOKENS = 4
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that is a part of a character
+LONGEST_CHARACTER = 4  # bytes, so at most 4 tokens
+
+
+class Texts(Protocol):
+    """The texts of tokens; see `language_model.TokenTexts`."""
+
+    def __getitem__(self, token: int) -> str: ...
+
+    def joined(self, tokens: Sequence[int]) -> str: ...
+
+
+class TokenNumbers:
+    """Token ids in brackets, in place of texts where there is no tokenizer."""
+
+    def __getitem__(self, token: int) -> str:
+        return f"[{token}]"
+
+    def joined(self, tokens: Sequence[int]) -> str:
+        """The ids of consecutive tokens."""
+        return "".join(map(self.__getitem__, tokens))
+
+
+@dataclass(frozen=True)
+class Readings:
+    """The content of pages beside a survey.
+
+    Args:
+        chosen: the latents that have a page, (C,), ascending.
+        neighbours: cosines and latents, (C, n) each; see `latent_survey.neighbours`.
+        partners: the latents that fire together with them.
+        texts: of the tokens; unused if the store has none.
+        outputs: the tokens that each latent promotes and suppresses; None without a model.
+        features: the known feature nearest to each latent, and its cosine, (C,) each; None if the rows have none.
+        places: of a crosscoder, as of `places_document`; empty otherwise.
+    """
+
+    chosen: Sequence[int]
+    neighbours: tuple[Tensor, Tensor]
+    partners: Partners
+    texts: Texts
+    outputs: "OutputTokens | None"
+    features: tuple[Tensor, Tensor] | None = None
+    places: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Details:
+    """The content of the latents' files, and of their columns in the table.
+
+    Args:
+        survey: the results of the pass over the rows.
+        readings: the other content.
+    """
+
+    def __init__(self, survey: Survey, readings: Readings) -> None:
+        self._survey, self._readings, self._texts = survey, readings, readings.texts
+        self._found = {"examples": survey.examples.of(readings.chosen), "samples": survey.samples.of(readings.chosen)}
+        self._histograms, self._largest = survey.magnitudes.histograms, survey.magnitudes.largest
+
+    def contents(self, show: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+        """Each file's content in turn; `show` is called with the number of latents done."""
+        for begin in range(0, len(self._readings.chosen), PER_FILE):
+            places = range(begin, min(begin + PER_FILE, len(self._readings.chosen)))
+            strings: dict[str, int] = {}
+            yield {"latents": [self._latent(place, strings) for place in places], "strings": list(strings)}
+            show(places.stop)
+
+    def columns(self) -> dict[str, Any]:
+        """The table's columns for the chosen latents: their interest, the tokens at which their examples peak, a
+        snippet of the best example, and the tokens promoted most; and which latents have a page in which file."""
+        columns: dict[str, Any] = {"chosen": list(self._readings.chosen), "per_file": PER_FILE}
+        alike = [0.0] * len(self._readings.chosen)
+        if "token" in self._found["examples"]:
+            peaks = [self._peaks(place) for place in range(len(self._readings.chosen))]
+            alike = list(map(agreement, peaks))
+            columns["tokens"] = [_most_frequent(map(_short, own)) for own in peaks]
+            columns["snippets"] = [self._snippet(place) for place in range(len(self._readings.chosen))]
+        columns["interest"] = self._interest(alike)
+        if (outputs := self._readings.outputs) is not None:
+            columns["promoted"] = [[_short(self._texts[token]) for token in tokens[:LISTED_TOKENS]]
+                                   for tokens in outputs.promoted.tolist()]
+        return columns
+
+    def _latent(self, place: int, strings: dict[str, int]) -> dict[str, Any]:
+        latent = self._readings.chosen[place]
+        present = np.flatnonzero(self._histograms[latent])
+        low, high = (int(present[0]), int(present[-1]) + 1) if len(present) else (0, 0)
+        cosines, others = self._readings.neighbours
+        phi, lift, partners = (values[place] for values in self._readings.partners)
+        scale = float(self._largest[latent]) / LEVELS
+        page = {"latent": latent, "low": low, "counts": self._histograms[latent, low:high].tolist(),
+                "neighbours": list(zip(others[place].tolist(), rounded(cosines[place]), strict=True)),
+                "together": [one for one in zip(partners.tolist(), rounded(phi), rounded(lift), strict=True) if one[1]],
+                "scale": scale}
+        for group, found in self._found.items():
+            page[group] = [self._example({name: values[place, which] for name, values in found.items()}, scale, strings)
+                           for which in range(int((found["rank"][place] > 0).sum()))]
+        if self._readings.features is not None:
+            feature, cosine = (values[place] for values in self._readings.features)
+            page["feature"] = [int(feature), float(f"{cosine:.4g}")]
+        if by_place := self._readings.places:
+            page["places"] = [[one["name"], share, scaling] for one, share, scaling in
+                              zip(by_place["places"], by_place["share"][latent], by_place["scaling"][latent],
+                                  strict=True)]
+        if (outputs := self._readings.outputs) is not None:
+            page["logits"] = outputs.counts[place].tolist()
+            for name, tokens, logits in (("promoted", outputs.promoted, outputs.promoted_logits),
+                                         ("suppressed", outputs.suppressed, outputs.suppressed_logits)):
+                page[name] = [[self._texts[token], logit]
+                              for token, logit in zip(tokens[place].tolist(), rounded(logits[place]), strict=True)]
+        return page
+
+    def _example(self, own: Mapping[str, Any], scale: float, strings: dict[str, int]) -> dict[str, Any]:
+        """One example: its code and row; with tokens also the excerpt's pieces as indices into `strings`, the codes
+        that are not zero in units of `scale`, each after its piece's index, and the pieces before which rows are
+        missing."""
+        codes = np.rint(own["code"] / scale).astype(int)
+        if "token" not in own:
+            return {"code": float(own["code"][0]), "row": int(own["number"])}
+        length = int((own["token"] >= 0).sum())
+        pieces = self._pieces(own["token"][:length].tolist())
+        begins = np.cumsum([0, *(count for _, count in pieces[:-1])])
+        peak = int(np.searchsorted(begins, own["peak"], side="right")) - 1
+        shown = codes[:length].tolist()
+        if len(pieces) < length:
+            shown = [max(part.tolist(), key=abs) for part in np.split(codes[:length], begins[1:])]
+        return {"code": float(own["code"][own["peak"]]), "row": int(own["number"]), "document": int(own["document"]),
+                "position": int(own["position"]), "peak": peak,
+                "fires": [number for place, code in enumerate(shown) if code for number in (place, code)],
+                "tokens": [strings.setdefault(text, len(strings)) for text, _ in pieces],
+                "gaps": np.flatnonzero(own["gap"][begins]).tolist()}
+
+    def _pieces(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
+        """An excerpt's pieces of text, and the number of tokens in each: one, unless a character spans several."""
+        pieces: list[tuple[str, int]] = []
+        waiting: list[int] = []
+
+        def settle() -> None:
+            if waiting:
+                pieces.append((self._texts.joined(waiting), len(waiting)))
+                waiting.clear()
+
+        for token in tokens:
+            if BROKEN not in (text := self._texts[token]):
+                settle()
+                pieces.append((text, 1))
+                continue
+            waiting.append(token)
+            if len(waiting) == LONGEST_CHARACTER or BROKEN not in self._texts.joined(waiting):
+                settle()
+        settle()
+        return pieces
+
+    def _interest(self, alike: Sequence[float]) -> list[float]:
+        """The interest of each chosen latent, from how alike their examples are."""
+        firing, magnitudes = self._survey.firing, self._survey.magnitudes
+        chosen = list(self._readings.chosen)
+        figures = (firing.frequency[chosen].tolist(), magnitudes.means[chosen].tolist(), self._largest[chosen].tolist())
+        return [round(interest(frequency, firing.rows, mean, largest, own), 3)
+                for frequency, mean, largest, own in zip(*figures, alike, strict=True)]
+
+    def _peaks(self, place: int) -> list[str]:
+        """The texts at the peaks of a latent's examples."""
+        found = self._found["examples"]
+        there = int((found["rank"][place] > 0).sum())
+        return [self._texts[int(tokens[peak])] for tokens, peak in zip(found["token"][place, :there],
+                                                                       found["peak"][place, :there], strict=True)]
+
+    def _snippet(self, place: int) -> list[str]:
+        """The texts before, at and after the best example's peak, cut between words; none without an example."""
+        found = self._found["examples"]
+        if not found["rank"][place, 0]:
+            return []
+        tokens, peak = found["token"][place, 0].tolist(), int(found["peak"][place, 0])
+        end = tokens.index(-1) if -1 in tokens else len(tokens)
+        parts = tokens[:peak], tokens[peak : peak + 1], tokens[peak + 1 : end]
+        before, at, after = map(self._texts.joined, parts)
+        return [_shortened(before[::-1], SNIPPET_BEFORE)[::-1], _short(at), _shortened(after, SNIPPET_AFTER)]
+
+
+def _most_frequent(texts: Iterable[str]) -> list[str]:
+    return [text for text, _ in Counter(texts).most_common(LISTED_TOKENS)]
+
+
+def _shortened(text: str, length: int) -> str:
+    """A text's first letters, to the end of a word if one ends there."""
+    if len(text) <= length:
+        return text
+    words = re.match(r"(?s).*(?=\s)", text[: length + 1])
+    return f"{words[0] if words and words[0].strip() else text[:length]}…"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHORT else text[:SHORT - 1] + "…"

@@ -1,0 +1,220 @@
+"""Pictures of one or several runs: loss curves, how often latents fire, activation patterns, and the frontier."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike, NDArray
+
+from ..base.wording import counted
+from ..sae.metrics import DENSE_FREQUENCY
+from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, log_scale, say_empty, short
+
+BINS = 60
+PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # of a pattern picture, about its pixels
+
+
+def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Draw learning curves: FVU and L0 against the step, for training batches and for held-out rows.
+
+    Args:
+        path: PNG, PDF or SVG by its ending.
+        runs: name -> the lines of `metrics.jsonl`: each has `step`, and some of `batch_fvu`, `batch_l0`, `test_fvu`,
+            `test_l0`.
+
+    Raises:
+        ConfigError: the ending is another.
+    """
+    # Rounded, since the averages of batches may be 15.999999999999998 for 16.
+    counts = [{round(value, 1) for key in ("batch_l0", "test_l0") for value in _curve(rows, key)[1]}
+              for rows in runs.values()]
+    chosen = all(len(count) == 1 for count in counts)  # as of topk, where the words tell it
+    with figure(path, 6.5 if chosen else 9, 3.6) as drawn:
+        left, *others = drawn.subplots(1, 1 if chosen else 2, squeeze=False).flat
+        panels = [(left, "batch_fvu", "test_fvu"), *((axes, "batch_l0", "test_l0") for axes in others)]
+        for index, rows in enumerate(runs.values()):
+            for axes, batches, test in panels:
+                style = line_style(index)
+                steps, values = _curve(rows, batches)
+                axes.plot(steps, values, **style, alpha=0.45, linewidth=1, marker="o" if len(steps) == 1 else "")
+                steps, values = _curve(rows, test)
+                axes.plot(steps, values, **style, linewidth=None if axes is left else _width(index, len(runs)),
+                          marker="o", markevery=max(1, len(steps) // 20))
+        left.set(xlabel="step", ylabel="fraction of variance unexplained (FVU)")
+        for axes in others:
+            axes.set(xlabel="step", ylabel="active latents per row (L0)", ylim=(0, None))
+        for axes in (left, *others):
+            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+            if not any(len(line.get_xdata()) for line in axes.lines):
+                say_empty(axes)
+        if any((np.asarray(line.get_ydata()) > 0).any() for line in left.lines):
+            log_scale(left, "y")
+        handles = [Line2D([], [], **line_style(index)) for index in range(len(runs))] if len(runs) > 1 else []
+        handles += [Line2D([], [], color=GREY, alpha=0.6, linewidth=1), Line2D([], [], color=GREY, marker="o")]
+        titles = [f"{short(name)}, L0 {min(count):g}" if chosen else short(name)
+                  for name, count in zip(runs, counts, strict=True)]
+        legend_below(drawn, handles, [*titles * (len(runs) > 1), "training batches, averaged", "held-out rows"])
+        if len(runs) == 1:
+            drawn.suptitle(titles[0], fontsize=10)
+
+
+def _curve(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    """The steps and finite values of a measure."""
+    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None and math.isfinite(row[key])]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _width(index: int, count: int) -> float:
+    """A line's width in points; of two or three runs, which coincide at equal K, each earlier one is wider."""
+    return 1.6 + 2 * (count - 1 - index) if count <= 3 else 1.6
+
+
+def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
+    """Draw how many latents fire on a row, and on how many rows a latent fires.
+
+    Args:
+        path: PNG, PDF or SVG by its ending.
+        runs: name -> how many rows had 0, 1, ..., F latents fire, (F + 1,), and the fraction of rows on which each
+            latent fires, (F,), in [0, 1].
+
+    Raises:
+        ConfigError: the ending is another.
+    """
+    tallies = {name: (np.asarray(l0), np.asarray(frequency)) for name, (l0, frequency) in runs.items()}
+    chosen = all(np.count_nonzero(l0) == 1 for l0, _ in tallies.values())  # as of topk, where the words tell it
+    with figure(path, 6.5 if chosen else 9, 3.6) as drawn:
+        *others, right = drawn.subplots(1, 1 if chosen else 2, squeeze=False).flat
+        for left in others:
+            for index, (l0, _) in enumerate(tallies.values()):
+                left.stairs(*_l0_fractions(l0), **line_style(index), linewidth=_width(index, len(tallies)))
+            left.set(xlabel="active latents per row (L0)", ylabel="fraction of rows", ylim=(0, None))
+            left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        lowest = min((f[f > 0].min() for _, f in tallies.values() if (f > 0).any()), default=1e-3)
+        edges = np.logspace(math.floor(math.log10(lowest)), 0, BINS // 2 + 1)
+        for index, (_, frequency) in enumerate(tallies.values()):
+            right.stairs(np.histogram(frequency[frequency > 0], edges)[0], edges, **line_style(index), linewidth=1.6)
+        if not any((f > 0).any() for _, f in tallies.values()):
+            say_empty(right, "no latent fires")
+        right.axvline(DENSE_FREQUENCY, color=GREY, linestyle=":", linewidth=1)
+        right.text(DENSE_FREQUENCY, 1.0, " dense", transform=right.get_xaxis_transform(), color=GREY, va="bottom",
+                   ha="left", fontsize=8)
+        right.set(xlabel="fraction of rows a latent fires on", ylabel="latents", xscale="log", ylim=(0, None))
+        right.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+        labels = [f"{short(name)} ({f'L0 {l0.argmax():,}, ' * chosen}{int((f == 0).sum()):,} of {len(f):,} silent on "
+                  f"these {counted(int(l0.sum()), 'row')})" for name, (l0, f) in tallies.items()]
+        legend_below(drawn, [Line2D([], [], **line_style(index)) for index in range(len(tallies))], labels)
+
+
+def _l0_fractions(counts: NDArray) -> tuple[NDArray, NDArray]:
+    """The fraction of rows in each of at most `BINS` bins of L0, and the bins' edges, half-way between whole numbers.
+    """
+    present = np.flatnonzero(counts)
+    if not len(present):
+        return np.zeros(1), np.array([-0.5, 0.5])
+    low, high = max(0, present[0] - 1), present[-1] + 1  # a margin, so that a single value still shows as a bar
+    step = -(-(high - low + 1) // BINS)
+    edges = np.arange(low, high + step + 1, step)
+    padded = np.zeros(edges[-1])
+    padded[:len(counts[:edges[-1]])] = counts[:edges[-1]]
+    return np.add.reduceat(padded, edges[:-1]) / counts.sum(), edges - 0.5
+
+
+def patterns(path: Path, codes: ArrayLike, title: str) -> None:
+    """Draw codes as an image, rows by latents, the most frequent latents first.
+
+    Args:
+        path: PNG, PDF or SVG by its ending.
+        codes: codes, (rows, F); the first 400 rows are drawn.
+        title: the heading.
+
+    Raises:
+        ConfigError: the ending is another.
+    """
+    size = np.abs(np.asarray(codes)[:PATTERN_ROWS])
+    frequency = (size > 0).sum(0)
+    order = np.argsort(-frequency, kind="stable")[:(frequency > 0).sum()]
+    with figure(path, 8, 4) as drawn:
+        axes = drawn.subplots()
+        axes.grid(False)
+        firing_latents = f"{len(order):,} of {size.shape[1]:,} latents fire on these {len(size):,} rows"
+        axes.set(xlabel="latents, the most frequent first", ylabel="rows", title=f"{short(title)}: {firing_latents}")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(6, integer=True))
+        if len(order):
+            image = _pooled(size[:, order], PATTERN_COLUMNS)
+            # A few codes are far larger than the others; the square root keeps small ones visible.
+            norm = PowerNorm(0.5, 0, np.quantile(image[image > 0], 0.99), clip=True)
+            shown = axes.imshow(image, cmap="Greys", norm=norm, aspect="auto", interpolation="nearest",
+                                extent=(0, len(order), len(size), 0))
+            drawn.colorbar(shown, ax=axes, label="size of the code", pad=0.02, extend="max",
+                           ticks=[fraction * norm.vmax for fraction in (0, 0.1, 0.25, 0.5, 1)], format="{x:.2g}")
+        else:
+            say_empty(axes, "no latent fires")
+
+
+def _pooled(image: NDArray, columns: int) -> NDArray:
+    """The image, max-pooled over neighbouring columns to at most `columns`."""
+    step = -(-image.shape[1] // columns)
+    return np.maximum.reduceat(image, np.arange(0, image.shape[1], step), axis=1)
+
+
+def frontier(path: Path, points: Mapping[str, tuple[float, float, str, bool | None]]) -> None:
+    """Draw runs by sparsity and error; better ones lie lower and further left.
+
+    Runs are numbered in the order given. Those of one family have one colour and shape, and a line joins them; those
+    that another run beats are hollow.
+
+    Args:
+        path: PNG, PDF or SVG by its ending.
+        points: run -> its L0, FVU, family, and whether it is unbeaten, None if it was compared with no other; runs
+            whose figures are not finite are not drawn.
+
+    Raises:
+        ConfigError: the ending is another.
+    """
+    finite = {name: point for name, point in points.items() if all(map(math.isfinite, point[:2]))}
+    families = list(dict.fromkeys(family for _, _, family, _ in finite.values()))
+    with figure(path, 6.5, 4.5) as drawn:
+        axes = drawn.subplots()
+        for index, family in enumerate(families):
+            joined = sorted(point[:2] for point in finite.values() if point[2] == family)
+            axes.plot(*zip(*joined, strict=True), **line_style(index), linewidth=0.8, alpha=0.5)
+        handles = []
+        for number, (l0, fvu, family, unbeaten) in enumerate(finite.values(), 1):
+            index = families.index(family)
+            colour = COLOURS[index % len(COLOURS)]
+            handles += axes.plot(l0, fvu, linestyle="none", color=colour, markersize=7, markeredgewidth=1.4,
+                                 marker=MARKERS[index % len(MARKERS)], clip_on=False,
+                                 fillstyle="none" if unbeaten is False else "full")
+            if len(finite) > 1:  # on alternating sides, since consecutive runs may lie close
+                place = {"xytext": (-4, -4), "ha": "right", "va": "top"} if number % 2 else {"xytext": (5, 4)}
+                axes.annotate(str(number), (l0, fvu), textcoords="offset points", color=colour, fontsize=8, **place)
+        axes.set(xlabel="active latents per row (L0)", ylabel="fraction of variance unexplained (FVU)")
+        if finite:
+            l0, fvu, *_ = zip(*finite.values(), strict=True)
+            _scale(axes, "x", l0)
+            _scale(axes, "y", fvu)
+        else:
+            say_empty(axes)
+        labels = [short(name) for name in finite]
+        if len(finite) > 1:
+            labels = [f"{number} {label} ({family})" for number, (label, (_, _, family, _)) in
+                      enumerate(zip(labels, finite.values(), strict=True), 1)]
+        if any(point[3] is False for point in finite.values()):
+            handles.append(Line2D([], [], color=GREY, linestyle="none", marker="o", fillstyle="none"))
+            labels.append("hollow: beaten by another run")
+        legend_below(drawn, handles, labels)
+
+
+def _scale(axes: Axes, which: str, values: Sequence[float]) -> None:
+    """Make an axis logarithmic if the values span a decade, else linear from zero."""
+    if min(values) > 0 and max(values) >= 10 * min(values):
+        log_scale(axes, which)
+    else:
+        axes.set(**{f"{which}lim": (0, max(values) * 1.15 or 1)})

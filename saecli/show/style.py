@@ -1,0 +1,141 @@
+"""The common style of all pictures, and saving them."""
+
+import math
+import warnings
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from ..base.errors import ConfigError
+from ..base.files import appearing_whole
+
+# Okabe and Ito, "Color Universal Design" (2008), their yellow left out: it is too pale for a line on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", "-.", ":")  # after seven runs the colours repeat, dashed
+MARKERS = "osD^vPXp"
+GREY = "#666666"
+
+# No date and no random identifiers: the same data gives the same file.
+FORMATS: dict[str, dict[str, Any]] = {".png": {}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
+
+STYLE = {
+    "font.size": 10, "axes.titlesize": 10, "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9,
+    "legend.fontsize": 9, "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True,
+    "lines.linewidth": 1.6, "lines.markersize": 4.5, "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.w_pad": 0.08, "savefig.dpi": 200, "pdf.fonttype": 42, "svg.hashsalt": "saecli",
+}
+
+_KEPT: ContextVar["Figures | None"] = ContextVar("kept figures", default=None)
+NAME_WIDTH = 40  # letters of a run's name in a legend
+
+
+def check_suffix(path: Path) -> None:
+    """Raise a ConfigError for a picture's path whose ending is not in `FORMATS`, before the work is done."""
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(None, "cannot draw {path}: expected an ending out of {endings}, got {got}",
+                          "give the picture another name", path=path, endings=", ".join(FORMATS),
+                          got=path.suffix or "none")
+
+
+class Figures(list[Figure]):
+    """Figures, which a notebook shows one below the other."""
+
+    def _repr_html_(self) -> str:
+        shown = []
+        for drawn in self:
+            drawn.savefig(buffer := BytesIO(), format="png", dpi=100)
+            shown.append(f'<img src="data:image/png;base64,{b64encode(buffer.getvalue()).decode()}">')
+        return "<br>".join(shown)
+
+
+@contextmanager
+def kept_figures() -> Iterator[Figures]:
+    """Figures that are drawn within are kept, and not saved."""
+    figures = Figures()
+    token = _KEPT.set(figures)
+    try:
+        yield figures
+    finally:
+        _KEPT.reset(token)
+
+
+@contextmanager
+def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """Yield an empty figure in the common style, and save it if the block raises nothing.
+
+    Args:
+        path: the picture's file, PNG, PDF or SVG by its ending; missing folders are created.
+        width: inches.
+        height: inches.
+
+    Raises:
+        ConfigError: the ending is another.
+    """
+    check_suffix(path)
+    with matplotlib.rc_context(STYLE):
+        # Without pyplot, figures are garbage-collected and no display is needed.
+        drawn = Figure(figsize=(width, height), layout="constrained")
+        yield drawn
+        if (kept := _KEPT.get()) is not None:
+            drawn.canvas.draw()  # in this style
+            kept.append(drawn)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        suffix = path.suffix.lower()
+        with appearing_whole(path) as temporary, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a box is drawn for it
+            drawn.savefig(temporary, format=suffix[1:], metadata=FORMATS[suffix])
+
+
+def line_style(index: int) -> dict[str, str]:
+    """Colour and dash of the run of that number, as keywords of `Axes.plot`."""
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index // len(COLOURS) % len(DASHES)]}
+
+
+def short(name: str, width: int = NAME_WIDTH) -> str:
+    """A name as a label: the middle of a long one left out, unprintable characters replaced by U+FFFD, and dollars
+    escaped, which would begin a formula."""
+    half = width // 2 - 1
+    shown = name if len(name) <= width else f"{name[:half]}…{name[-half:]}"
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in shown).replace("$", r"\$")
+
+
+def log_scale(axes: Axes, which: str, whole: bool = False) -> None:
+    """Make a panel's axis, "x" or "y", logarithmic, with plain numbers if it spans fewer than three decades, denser the
+    fewer it spans; `whole` for counts, without a tick between 1 and 2."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = axis.get_view_interval()
+    if low > 0 and high < 1000 * low:
+        few = (1, 2, 3, 4, 5, 7) if whole else (1, 1.5, 2, 3, 4, 5, 7)
+        # Over two decades, ticks at 2 and 5 would overlap with four panels side by side.
+        axis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5) if high > 10 * low else few))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
+
+
+def legend_below(drawn: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """One legend under all panels; the figure grows by its height."""
+    if not handles:
+        return
+    inches = max(0.35 + 0.075 * len(label) for label in labels) + 0.3
+    columns = max(1, min(len(labels), int(drawn.get_figwidth() // inches)))
+    drawn.set_figheight(drawn.get_figheight() + 0.2 * math.ceil(len(labels) / columns))
+    below = drawn.legend(handles, [" "] * len(labels), loc="outside lower center", ncols=columns)
+    for text, label in zip(below.get_texts(), labels, strict=True):
+        text.set_text(label)  # matplotlib hides labels that begin with _ if given at first
+
+
+def say_empty(axes: Axes, words: str = "nothing to draw") -> None:
+    """Write in the middle of a panel that it has no data."""
+    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color=GREY)

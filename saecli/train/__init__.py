@@ -1,0 +1,1 @@
+"""Rows to batches, the loop, run folders; sgd, pam-sgd; ridge/: the closed-form decoder."""

@@ -1,0 +1,191 @@
+"""Rows that come from a model while an SAE is trained on them, through memory.
+
+Rows go through windows of equal size. While one is trained on, in a shuffled order, the next one's rows are computed by
+a thread and wait in a queue. Memory also keeps the window before it: decoder steps take rows from both.
+
+Legend: N training rows, W rows of a window, B rows of a batch, D = d_in.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from threading import Event
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from ..base.console import Listener
+from ..base.errors import ConfigError
+from ..extract.fill import Ahead
+from ..extract.streaming import Streamed
+from ..store.dtypes import DTYPES
+from ..store.split import is_test
+from ..store.statistics import Spread
+from .array_rows import CHECKED_ROWS, ArrayRows
+
+WINDOW_BYTES = 512 << 20  # as stored: two then hold 25 rows per latent of 4 d_in for Gemma-2-2B; decoder steps want 32
+MOST_TEST_ROWS = 16_384
+PATIENCE = 10.0  # seconds for which leaving waits for the batch that the model is computing
+
+
+class _LeftError(Exception):
+    """Training is over, or has failed, and no more rows are wanted."""
+
+
+class LiveRows:
+    """Training rows as a model gives them, each once, with the interface of `store.Rows` that training uses.
+
+    A context manager: within it rows are computed; an error of the model or its text is raised where the next window is
+    wanted. Documents are held out by the same hash as in a store. Held-out rows of the first window are the test rows,
+    or the next ones where it has none; later ones are left out.
+
+    Args:
+        source: what gives them.
+        rows: N; fewer if the text ends first.
+        split_seed: chooses the held-out documents.
+        least: fewest rows of a window, if there are as many.
+        listener: shows the progress of the first window.
+        window_bytes: of a window, as stored.
+
+    Attributes:
+        rows: N; where the text ended in the first window, and after training where it ended in a later one, the rows
+            that there were.
+        wanted: N as asked for.
+        d_in: D.
+        test_rows: at most `MOST_TEST_ROWS` held-out rows.
+        ended_early: whether the text ended in a later window.
+    """
+
+    widths: tuple[int, ...] = ()  # this and the next two: see `JoinedRows`
+    places: tuple[int, ...] = ()
+    d_target = 0
+
+    def __init__(self, source: Streamed, rows: int, split_seed: int, least: int, listener: Listener,
+                 window_bytes: int = WINDOW_BYTES) -> None:
+        self.rows = self.wanted = rows
+        self.d_in, self.ended_early = source.d_in, False
+        self._source, self._listener, self._seed = source, listener, split_seed
+        self._stored = DTYPES[source.meta.dtype]
+        most = max(window_bytes // source.meta.row_bytes, 2 * least)
+        self._window_rows = math.ceil(rows / math.ceil(rows / most))
+        self._kept = np.empty((min(rows, 2 * self._window_rows), self.d_in), self._stored.storage)  # in turn
+        self._waiting = self._window = self._kept[:0]  # the rest of a block that a window's end cut, and the window
+        self._held_out: list[np.ndarray] | None = []  # None once there are the test rows
+        self._taken = self._windows = 0  # rows and windows so far
+        self._seen = 0  # rows that the model has given
+        self._left = Event()
+
+    def __enter__(self) -> Self:
+        ahead = Ahead(self._source.blocks(self._go_on), max(1, self._window_rows // self._source.block_rows), PATIENCE)
+        with ExitStack() as opened:
+            with self._listener.progress("reading the first rows", self._window_rows, "rows") as self._show:
+                self._train = self._without_held_out(iter(opened.enter_context(ahead)))
+                opened.callback(self._left.set)  # before the thread is waited for
+                self._fill()
+            self.rows = self.rows if len(self._window) == self._window_rows else self._taken
+            self.test_rows = self._tested()
+            self._opened = opened.pop_all()
+        if self.ready < self.rows:
+            self._listener.note(f"rows are normalised as the first {self.ready:,} are")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._opened.close()
+
+    @property
+    def ready(self) -> int:
+        """Number of rows at hand, of the last two windows."""
+        return min(self._taken, len(self._kept))
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+        """Shuffled batches, (B, D) float32, in an order that depends only on the rows, seed, epoch and batch size.
+
+        Epoch 0 passes once over all rows; another one over those at hand. Until it wants the second window, the pass
+        can be begun again.
+        """
+        return self._passing(batch_size, seed) if epoch == 0 else self._of(self._kept[: self.ready], batch_size,
+                                                                          (seed, epoch))
+
+    def sequential(self, batch_size: int) -> Iterator[np.ndarray]:
+        """The rows at hand, (B, D) float32."""
+        for begin in range(0, self.ready, batch_size):
+            yield self._decoded(self._kept[begin : min(begin + batch_size, self.ready)])
+
+    def spread(self) -> Spread:
+        """Mean and scatter of the rows at hand: before training of the first window's."""
+        return Spread.measured(self.sequential(CHECKED_ROWS), self.d_in)
+
+    def _passing(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
+        carried = self._window[:0]  # rows that do not fill a batch at a window's end leave with the next window
+        while True:
+            window, last = self._window, self._taken == self.rows or self.ended_early
+            if last:
+                self._left.set()
+            order = np.random.default_rng((seed, self._windows - 1)).permutation(len(window))
+            missing = -len(carried) % batch_size
+            if len(carried):
+                yield self._decoded(np.concatenate([carried, window[order[:missing]]]))
+            stop = len(order) if last else len(order) - (len(order) - missing) % batch_size
+            for begin in range(missing, stop, batch_size):
+                yield self._decoded(window[order[begin : min(begin + batch_size, stop)]])
+            if last:
+                self.rows = self._taken
+                return
+            carried = window[order[stop:]]
+            self._fill()
+
+    def _of(self, rows: np.ndarray, batch_size: int, seed: tuple[int, int]) -> Iterator[np.ndarray]:
+        order = np.random.default_rng(seed).permutation(len(rows))
+        for begin in range(0, len(order), batch_size):
+            yield self._decoded(rows[order[begin : begin + batch_size]])
+
+    def _decoded(self, rows: np.ndarray) -> np.ndarray:
+        out = np.empty(rows.shape, np.float32)
+        self._stored.decode_rows(rows, out)
+        return out
+
+    def _fill(self) -> None:
+        """Take the next window's rows, in the place of the last but one."""
+        begin = self._windows % 2 * self._window_rows
+        window, filled = self._kept[begin : begin + min(self._window_rows, self.rows - self._taken)], 0
+        while filled < len(window):
+            if not len(self._waiting):
+                if (found := next(self._train, None)) is None:
+                    break
+                self._waiting = found
+            rows, self._waiting = np.split(self._waiting, [len(window) - filled])
+            window[filled : filled + len(rows)] = rows
+            filled += len(rows)
+        self.ended_early = self._windows > 0 and filled < len(window)
+        self._window = window[:filled]
+        self._taken, self._windows = self._taken + filled, self._windows + 1
+
+    def _without_held_out(self, blocks: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[np.ndarray]:
+        """The training rows of blocks; of the first window, the held-out rows are kept beside."""
+        for rows, documents in blocks:
+            held_out = is_test(documents, seed=self._seed)
+            if self._held_out is not None:
+                self._held_out.append(rows[held_out])
+            yield rows[~held_out]
+
+    def _tested(self) -> ArrayRows:
+        """The test rows: held-out ones so far, or where there are none the next ones."""
+        while not sum(map(len, self._held_out)) and (found := next(self._train, None)) is not None:
+            self._waiting = np.concatenate([self._waiting, found])
+        rows = np.concatenate([self._kept[:0], *self._held_out])[:MOST_TEST_ROWS]
+        self._held_out = None
+        if not len(rows) or not self.rows:
+            raise ConfigError("dataset", "has too few documents: expected training rows and held-out ones, got {train} "
+                                         "and {test}", "name a text of more documents, raise {rows}, or use another "
+                                                       "{split_seed}", train=f"{self.rows:,}", test=f"{len(rows):,}")
+        return ArrayRows(self._decoded(rows))
+
+    def _go_on(self, tokens: int, rows: int) -> None:
+        """Show the progress of the first window; called after each batch of the model, in its thread."""
+        if self._left.is_set():
+            raise _LeftError
+        self._seen += rows
+        if self._windows == 0:
+            self._show(self._seen)

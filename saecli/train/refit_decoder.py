@@ -1,0 +1,121 @@
+"""The exact decoder of an SAE for given rows; its codes stay as they are.
+
+With T0 the SAE's own decoder weights, minimise over W, b and c
+
+    sum ||z W + b - y||^2 + alpha ||W - c T0||_F^2
+
+by `saecli/train/ridge`, alpha being the best by leave-one-out; of a nested SAE the squared error is the mean over its
+prefixes. The targets y are the rows x, or a transcoder's, whose affine skip is solved for too. Latents that never fire
+keep their direction, times c.
+
+Rows are taken as they are: to centre them, or to multiply all by one number, would change nothing, since b is free and
+W - c T0 grows as the rows do.
+
+Shapes: N rows, D = d_in, E = d_out, F = d_sae.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..base.console import Listener
+from ..base.devices import carried, free_memory
+from ..base.distributed import ALONE
+from ..base.errors import MachineError, RunError, TrainingError
+from ..sae.batch import Batch
+from ..sae.codes import Codes
+from ..sae.dictionary import SAE
+from .decoder_pass import DecoderPass, Observed, choosing_bytes
+from .ridge import DecoderState, System, Terms, choose_alpha, plan, solve
+from .rows import SUMMED_ROWS, AnyRows
+
+
+@dataclass(frozen=True, eq=False)
+class Refitted:
+    """A refitted SAE.
+
+    Args:
+        sae: it, acting on raw rows, in the dtype and on the device of the SAE before.
+        decoder: what was solved, relative to the direction T0; alpha is in units of the codes squared, times rows.
+        rows: N.
+        dead_fraction: fraction of the latents that fire on none of these rows.
+    """
+
+    sae: SAE
+    decoder: DecoderState
+    rows: int
+    dead_fraction: float
+
+
+@torch.no_grad()
+def refitted(sae: SAE, rows: AnyRows, listener: Listener) -> Refitted:
+    """The SAE with the exact decoder for these rows.
+
+    Args:
+        sae: acting on raw rows.
+        rows: with their targets beside them, if it is a transcoder; read once; if the matrix of the normal equations
+            does not fit in memory, and neither do the codes, once for each iteration of the solution too.
+        listener: shows progress.
+
+    Raises:
+        RunError: codes or rows are so large that their products are not finite.
+        MachineError: there is too little memory.
+        StoreError: a shard is missing or damaged.
+
+    Cost: per row, codes and `K^2 + 2 D K` operations for K active latents; some seven factorisations, of F^3 / 3
+    operations each.
+    """
+    with listener.progress("refitting the decoder", rows.rows, "rows") as show:
+        collected, done = DecoderPass(_system(sae, rows), sae, "none", rows.rows), 0
+        for batch in _batches(sae, rows):
+            collected.add(sae.codes(batch.x), batch)
+            done += batch.size
+            show(done)
+        observed = collected.finish(ALONE)
+        show(rows.rows, "choosing alpha")
+        state = _solved(sae, observed)
+    W_dec, b_dec = (tensor.to(sae.W_dec) for tensor in (state.W(sae.W_dec), state.b))
+    if not (W_dec.isfinite().all() and b_dec.isfinite().all()):
+        raise _not_finite()
+    skip = {} if state.skip is None else {"W_skip": sae.W_skip + state.skip.to(sae.W_dec)}
+    return Refitted(sae.changed(W_dec=W_dec, b_dec=b_dec, **skip), state, rows.rows,
+                    1 - observed.fired.double().mean().item())
+
+
+def _solved(sae: SAE, observed: Observed) -> DecoderState:
+    W_dec, b_t = sae.W_dec, sae.b_dec.new_zeros(observed.y.shape[1])
+    terms = Terms(alpha=0.0, beta=0.0, mu=0.0, nu=0.0, direction=W_dec, W_t=W_dec, b_t=b_t,
+                  decay=torch.zeros(sae.d_sae, dtype=torch.float64, device=W_dec.device), skip=observed.skip)
+    try:
+        factorisation = choose_alpha(observed.system, terms, observed.z, observed.y, None)
+        return solve(observed.system, terms, factorisation, observed.z)
+    except TrainingError as error:  # which advises on training
+        raise _not_finite() from error
+
+
+def _not_finite() -> RunError:
+    return RunError("the decoder cannot be solved for: expected finite products of codes and rows, got others; look at "
+                    "the SAE and at the rows, one of which has huge numbers")
+
+
+def _system(sae: SAE, rows: AnyRows) -> System:
+    """Empty normal equations that fit in memory."""
+    device, d_sae, skipped = sae.W_enc.device, sae.d_sae, 0 if sae.W_skip is None else sae.d_in
+    beside = choosing_bytes(rows.rows, sae.d_out + skipped, d_sae) + 3 * sae.W_enc.itemsize * SUMMED_ROWS * d_sae
+    free = free_memory(device)
+    chosen = plan(rows.rows, d_sae, sae.d_out + skipped, free - beside, prefixes=sae.prefixes)
+    if chosen.bytes + beside > free:
+        raise MachineError(f"refitting {d_sae:,} latents needs {(chosen.bytes + beside) / 2**30:.1f} GiB of memory, "
+                           f"{free / 2**30:.1f} GiB are free; end other programs, or use a machine with more")
+
+    def codes_again() -> Iterator[Codes]:
+        return (sae.codes(batch.x) for batch in _batches(sae, rows))
+
+    return chosen.system(torch.cat([sae.W_dec, sae.W_dec.new_zeros(d_sae, skipped)], 1), codes_again)
+
+
+def _batches(sae: SAE, rows: AnyRows) -> Iterable[Batch]:
+    """The rows in stored order, in the SAE's dtype and on its device."""
+    for batch in carried(rows.sequential(SUMMED_ROWS), sae.W_enc.device):
+        yield Batch.of(batch.to(sae.W_enc.dtype), sae.d_in)

@@ -1,0 +1,312 @@
+"""The search for the alpha of least PRESS, the exact leave-one-out error, with one factorisation per alpha tried.
+
+    PRESS(alpha) = mean_i ||r_i||^2 / (1 - h_i)^2
+
+with r_i the residual of row i and h_i its leverage (`solve.slack_of`): the squared error of row i under the decoder
+fitted to all other rows, with c fixed. Generalised cross-validation, with the mean leverage instead of h_i, chooses a
+ridge far too small if rows differ much in norm, as activations do.
+
+At an alpha that has been factorised, with M = (A + diag(decay) + (alpha + mu) I)^-1 and u_i = M psi_i, a row's
+leverage and residual have, in alpha, the derivatives
+
+    h_i' = -u_i' u_i      r_i' = (W - c T0)' u_i - c' alpha T0' u_i
+
+and at alpha + d both are modelled as rational functions of d with one pole, given by the leverage:
+
+    rho_i = u_i' u_i / psi_i' u_i      h_i(d) = h_i(0) - psi_i' u_i rho_i d / (1 + rho_i d)
+                                       r_i(d) = r_i(0) + r_i' d / (1 + rho_i d)
+
+The model is exact if psi_i lies in one eigenspace of A, and exact to first order always: if the modelled PRESS has its
+minimum at d = 0, so has PRESS.
+
+A row of a nested dictionary has a psi, a residual and an error in each of L prefixes, and is left out of all at once:
+
+    PRESS(alpha) = mean_i ||(I - H_i)^-1 r_i||^2 / L      H_i = (psi_i M psi_i' + 1 1' / (N + beta + nu)) / L
+
+with psi_i, u_i' and r_i of L rows. With axes Y and L poles rho such that `psi_i M psi_i' / L = Y Y'` and
+`u_i' u_i / L = Y diag(rho) Y'`, the model is
+
+    H_i(d) = H_i(0) - Y diag(rho d / (1 + rho d)) Y'      r_i(d) = r_i(0) + Y diag(d / (1 + rho d)) Y^+ r_i'
+
+With L = 1 these are the formulas above.
+
+An affine skip (see `skip.py`) is held while alpha is chosen: rows are left out of the decoder alone.
+
+Shapes: N rows in all, n sampled, F = d_sae, E targets, L prefixes; 1 without.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...base.devices import moved
+from .solve import best_multiple
+from .system import Factorisation, Place, System, Terms
+
+LEAST_SLACK = 1e-12  # least 1 - h_i: with less, only the row itself determines its fit
+LEAST, MOST = -7, 3  # range of alpha, log10 over A's mean diagonal
+SPACING = 2  # decades between the alphas of a first search
+REACH = 1.0  # decades over which a model is used, doubled while it falls all the way
+STEPS = 41  # alphas at which a model is evaluated to find its minimum
+GAIN = 1e-3  # relative gain in PRESS below which a search stops
+WARM_GAIN = 1e-2  # the same at the previous alpha, since the next outer iteration continues the search
+LOOKS = 12  # factorisations per search at most
+LEAST_ROWS, FRACTION, MOST_ROWS = 128, 8, 256  # sampled rows: one in 8, between these numbers; nested, the least
+NULL = 1e-12  # fraction of a row's largest leverage below which an axis is rounding
+MIXED = 64  # random sums of columns that determine c
+UNIFORM = 0.5  # fraction of the sampling probability that is uniform; the rest is by squared norm
+
+
+@dataclass(frozen=True)
+class Model:
+    """PRESS around a factorised alpha.
+
+    Args:
+        decades: log10 of alpha over A's mean diagonal.
+        alpha: the alpha.
+        slack: I - H_i, (n, L, L).
+        axes: Y_i, (n, L, L).
+        poles: rho_i, (n, L).
+        squares: products of r_i and of Y_i^+ r_i', one below the other, with themselves, times the row's weight,
+            (n, 2 L, 2 L).
+    """
+
+    decades: float
+    alpha: float
+    slack: Tensor
+    axes: Tensor
+    poles: Tensor
+    squares: Tensor
+
+    def press(self, alphas: Tensor) -> Tensor:
+        """PRESS at alphas, (k,), up to a factor common to all models of a sample."""
+        d = (alphas - self.alpha)[:, None, None]
+        step = d / (1 + self.poles * d)  # (k, n, L)
+        slack = self.slack + (self.axes * (self.poles * step)[..., None, :]) @ self.axes.mT
+        moved = self.axes * step[..., None, :]
+        errors = inverse(slack) @ torch.cat([torch.eye(step.shape[-1]).to(moved).expand_as(moved), moved], -1)
+        return ((errors @ self.squares) * errors).sum((1, 2, 3))
+
+    @property
+    def value(self) -> float:
+        """PRESS at the model's own alpha."""
+        return self.press(self.slack.new_tensor([self.alpha])).item()
+
+    def minimum(self, reach: float) -> tuple[float, float]:
+        """The `decades` of the model's minimum, at most `reach` away, and its value there."""
+        low, high = max(self.decades - reach, LEAST), min(self.decades + reach, MOST)
+        points = np.union1d(np.linspace(low, high, STEPS), self.decades)
+        values = self.press(self.slack.new_tensor(self.alpha * 10 ** (points - self.decades))).cpu().numpy()
+        best = int(values.argmin())
+        return float(points[best]), float(values[best])
+
+
+def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float | None) -> Factorisation[Any]:
+    """The factorisation at the alpha of least PRESS over a sample of rows.
+
+    Args:
+        system: normal equations of all rows.
+        terms: the other terms' weights; their alpha is ignored.
+        z: codes of the sampled rows, (n, F); if n = N, of all rows in the system's order.
+        y: their targets, (n, E).
+        last: the alpha of the previous outer iteration, where the search starts; None for a search over all decades.
+
+    Returns:
+        The factorisation, with its `alpha` between 1e-7 and 1e3 times A's mean diagonal: below, the ridge is lost in
+        rounding; above, W - T vanishes. By its model, PRESS there is at most a thousandth above the local minimum; a
+        hundredth if `last` itself is chosen again.
+
+    Cost per alpha tried: a factorisation, and 2 F^2 operations for each of some 650 columns. One or two alphas from a
+    good start, about seven from none. One more factorisation if the last alpha tried was not the best.
+    """
+    scale = max(system.scale(terms.shrink(system.rows)), np.finfo(float).tiny)
+    press, latest = Press.of(system, terms, z, y), None
+
+    def factorised(decades: float) -> Factorisation[Any]:
+        return system.factorise(replace(terms, alpha=scale * 10**decades))
+
+    def look(decades: float) -> Model:
+        nonlocal latest
+        latest = factorised(decades)
+        return press.model(latest, decades)
+
+    if last is not None:
+        start = float(np.clip(np.log10(max(last, np.finfo(float).tiny)) - np.log10(scale), LEAST, MOST))
+        best = _descend(look, look(start), WARM_GAIN)
+    else:
+        coarse = [look(float(decades)) for decades in range(LEAST, MOST + 1, SPACING)]
+        best = _descend(look, min(coarse, key=lambda model: model.minimum(REACH)[1]), GAIN)
+    return latest if latest.alpha == best.alpha else factorised(best.decades)
+
+
+def by_place(system: System, terms: Terms, z: Tensor, y: Tensor, alpha: float) -> Terms:
+    """The terms with the best alpha for each place alone; all together would have that of the place of largest scale.
+
+    Args:
+        system, z, y: as of `choose_alpha`.
+        terms: of several places.
+        alpha: the best for all together, where each search starts.
+
+    Cost: that of `choose_alpha` for each place.
+    """
+    def best(place: Place) -> float:
+        alone = replace(terms, columns=place.columns, decay=place.decay, places=())
+        return choose_alpha(system, alone, z, y, alpha).alpha
+
+    return replace(terms, places=[replace(place, ratio=best(place) / alpha) for place in terms.places])
+
+
+def _descend(look: Callable[[float], Model], here: Model, gain: float) -> Model:
+    """The best model of a descent from `here`, which goes on while the expected relative gain exceeds `gain`."""
+    reach = REACH
+    for _ in range(LOOKS):
+        target, expected = here.minimum(reach)
+        away = abs(target - here.decades)
+        falling = away > 0.99 * reach  # up to the end: PRESS may be flat here, with its minimum far away
+        if expected > (1 - gain) * here.value and not falling:
+            return here
+        there, gain = look(target), GAIN
+        if there.value < here.value:
+            here, reach = there, 2 * reach if falling else REACH
+        else:
+            reach = away / 2
+    return here
+
+
+@dataclass(frozen=True)
+class Press:
+    """The inputs of PRESS that do not depend on alpha.
+
+    Args:
+        system: the normal equations.
+        terms: the other terms.
+        z: codes of the sampled rows, (n, F), float64.
+        y: their targets, (n, E), float64.
+        index: their numbers among the system's rows, (n,); None if unknown.
+        weight: of each row's error, (n,).
+        centre: subtracted from the system's targets, (E,), or with a skip (E + D,).
+        right: the system's `cross` plus `mu W_t`, (F, E).
+        mixed: T0 and `right` with their columns mixed into p, each (F, p); empty without T0.
+    """
+
+    system: System
+    terms: Terms
+    z: Tensor
+    y: Tensor
+    index: Tensor | None
+    weight: Tensor
+    centre: Tensor
+    right: Tensor
+    mixed: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, system: System, terms: Terms, z: Tensor, y: Tensor) -> Self:
+        """On a sample of the given rows, (n, F) and (n, E); if n = N, all rows in the system's order."""
+        rows, y_bar, targets = system.rows, system.y_bar, terms.targets
+        y = y[:, targets]
+        most = LEAST_ROWS if system.prefixes else MOST_ROWS
+        index, weight = sample_rows(y, y_bar[targets], int(min(max(LEAST_ROWS, rows // FRACTION), most)))
+        centre = terms.centre(rows, y_bar)
+        right = system.cross(centre)[:, targets].add_(terms.W_t[:, targets].double(), alpha=terms.mu)
+        mixed: tuple[Tensor, ...] = ()
+        if terms.direction is not None:
+            signs = _mixing(right.shape[1]).to(right)
+            mixed = terms.direction[:, targets].double() @ signs, right @ signs
+        return cls(system, terms, z[index].double(), y[index].double(), index if len(z) == rows else None, weight,
+                   centre, right, mixed)
+
+    def model(self, factorisation: Factorisation[Any], decades: float) -> Model:
+        """The model around the alpha of a factorisation, 10^`decades` times A's mean diagonal.
+
+        No decoder is solved for: of `W = M (right + c alpha T0)` only the products with u and psi are needed, which
+        follow from `psi' M = u'`. c is computed from the mixed columns, and hardly depends on the mixing.
+        """
+        terms, targets, alpha = self.terms, self.terms.targets, factorisation.alpha
+        psi = self.system.design(self.z, terms.shrink(self.system.rows))
+        rows, prefixes, _ = psi.shape
+        psi = psi.flatten(0, 1)
+        own = None if self.index is None else factorisation.own(self.index)
+        if own is not None:
+            u, slack = own.u(), own.slack[:, None, None]
+            residual = own.residual(self.centre)[:, targets] - terms.mu * (u.T @ terms.W_t[:, targets].double())
+        else:
+            u = factorisation.solve(psi.T)
+            bias = 1 / (self.system.rows + terms.beta + terms.nu)
+            slack = torch.eye(prefixes).to(psi) - (products(psi, u.T, rows) + bias / prefixes)
+            about = self.y - self.centre[targets]
+            residual = about.repeat_interleave(prefixes, 0) - u.T @ self.right  # y - b - psi' W
+        v = factorisation.solve(u)
+        falling = v.T @ self.right  # its derivative
+        if terms.direction is not None:
+            T0 = terms.direction[:, targets].double()
+            along, untargeted = factorisation.solve(torch.cat(self.mixed, 1)).chunk(2, 1)
+            c, slope = best_multiple(self.mixed[0], untargeted, along, alpha)
+            towards = u.T @ T0
+            residual -= c * alpha * towards
+            falling += c * alpha * (v.T @ T0) - (c + slope * alpha) * towards
+        axes, inverse_axes, poles = axes_and_poles(products(psi, u.T, rows), products(u.T, u.T, rows))
+        both = torch.cat([residual.view(rows, prefixes, -1), inverse_axes @ falling.view(rows, prefixes, -1)], 1)
+        return Model(decades, alpha, slack, axes, poles, self.weight[:, None, None] * (both @ both.mT))
+
+
+def products(left: Tensor, right: Tensor, rows: int) -> Tensor:
+    """The products of the L vectors that each of n rows has on the left, (n L, F), with those on the right, over L,
+    (n, L, L)."""
+    left, right = left.reshape(rows, -1, left.shape[-1]), right.reshape(rows, -1, right.shape[-1])
+    return left @ right.mT / left.shape[1]
+
+
+def axes_and_poles(K: Tensor, falling: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Y, its pseudo-inverse, (n, L, L) each, and rho, (n, L), with `K = Y Y'` and `falling = Y diag(rho) Y'`, positive
+    semidefinite matrices of one range."""
+    values, vectors = torch.linalg.eigh(K)
+    root = values.clamp(min=0).sqrt()[:, None]
+    kept = values > NULL * values.amax(1, keepdim=True)
+    inverse_root = torch.where(kept[:, None], 1 / root, 0.0)
+    back = vectors * inverse_root
+    rho, turn = torch.linalg.eigh(back.mT @ falling @ back)
+    return (vectors * root) @ turn, turn.mT @ back.mT, rho.clamp(min=0)
+
+
+def inverse(slack: Tensor) -> Tensor:
+    """The inverses of symmetric matrices, (..., L, L), of which no eigenvalue counts as less than `LEAST_SLACK`."""
+    if slack.shape[-1] == 1:
+        return 1 / slack.clamp(min=LEAST_SLACK)
+    values, vectors = torch.linalg.eigh(slack)
+    return (vectors / values.clamp(min=LEAST_SLACK)[..., None, :]) @ vectors.mT
+
+
+def _mixing(columns: int) -> Tensor:
+    """The matrix, (E, p), that mixes E columns into `MIXED` sums with random signs; the same on every call."""
+    if columns <= MIXED:
+        return torch.eye(columns)
+    return 2.0 * torch.randint(2, (columns, MIXED), generator=torch.Generator().manual_seed(0)) - 1
+
+
+def sample_rows(y: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """A sample of rows that prefers those of large norm, and the weights that make its sums unbiased.
+
+    A systematic sample, the same on every call: row i is in it with probability
+    `min(1, size (p / n + (1 - p) ||y_i - centre||^2 / sum))`. If norms differ, a few large rows dominate PRESS.
+
+    Args:
+        y: targets, (n, E).
+        centre: their mean, (E,).
+        size: rows wanted.
+
+    Returns:
+        The indices and weights, each (m,): about `size` rows at most; all rows if there are no more than `size`.
+    """
+    if len(y) <= size:
+        return torch.arange(len(y), device=y.device), torch.ones(len(y), dtype=torch.float64, device=y.device)
+    norms = (y.double() - centre).square().sum(1)
+    fraction = UNIFORM / len(y) + (1 - UNIFORM) * norms / norms.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    chance = (size * fraction).clamp(max=1)
+    chances = chance.cpu()  # where the running sum has one order, so that the sample is the same on every call
+    ticks = (chances.cumsum(0) - 0.5).ceil()
+    index = moved(torch.diff(ticks, prepend=ticks.new_zeros(1)).nonzero().squeeze(1), y.device)
+    return index, 1 / chance[index]

@@ -1,0 +1,193 @@
+"""Normal equations for fewer rows than latents: the rows themselves, solved in N dimensions.
+
+Shapes: N rows in all, m selected, F = d_sae, E targets, C columns of a right side. Symbols as in the package's
+docstring; `shrink` is s.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...sae.codes import Codes
+from .cholesky import Cholesky
+from .system import Factorisation, System
+
+RESOLUTION = 1e-9  # least ridge over the mean diagonal, since the solution is a difference divided by the ridge
+
+
+class HeldRows(System):
+    """All rows, kept in float64.
+
+    With P = I - (1 - sqrt(1 - s)) 11'/N and Z_h = P Z, the codes less a multiple of their mean, `A = Z_h' Z_h`, and
+    with E = diag(decay) + r I Woodbury's identity gives `(A + E)^-1 = E^-1 - E^-1 Z_h' r S^-1 Z_h E^-1`, where
+    `S = r I + r Z_h E^-1 Z_h'`. Then `I - H = r P S^-1 P` maps targets to residuals: nothing is subtracted from 1, so
+    leave-one-out errors stay precise for any ridge.
+
+    Args:
+        z: the first rows' codes, (N, F); None to start empty.
+        y: their targets, (N, E).
+    """
+
+    def __init__(self, z: Tensor | None = None, y: Tensor | None = None) -> None:
+        self._z = [] if z is None else [z]
+        self._y = [] if y is None else [y]
+        self.centred: Tensor | None = None  # Z_h, (N, F)
+        self._gram: Cholesky | None = None  # of Z_h Z_h', (N, N)
+        self._shrink = 0.0  # of both
+        self.inner: Cholesky | None = None  # S, last factorised
+
+    def add(self, codes: Codes, y: Tensor) -> None:
+        self.changed()
+        self.centred = self._gram = self.inner = None
+        self._z.append(codes.dense())
+        self._y.append(y)
+
+    @property
+    def z(self) -> Tensor:
+        """All codes, (N, F), float64."""
+        return _joined(self._z)
+
+    @property
+    def y(self) -> Tensor:
+        """All targets, (N, E), float64."""
+        return _joined(self._y)
+
+    @property
+    def rows(self) -> float:
+        return sum(len(y) for y in self._y)
+
+    @property
+    def z_bar(self) -> Tensor:
+        return self.z.mean(0)
+
+    @property
+    def y_bar(self) -> Tensor:
+        return self.y.mean(0)
+
+    def cross(self, centre: Tensor) -> Tensor:
+        about_means = (self.z - self.z_bar).T @ (self.y - centre)
+        return about_means.addr_(self.z_bar, self.y_bar - centre, alpha=self.rows)
+
+    def scale(self, shrink: float) -> float:
+        return self._centre(shrink).square().sum().item() / self.z.shape[1]
+
+    def _factorise(self, ridge: float, shrink: float, decay: Tensor, raised: bool = False) -> "Dual":
+        """Factorise S by Cholesky; 2 N^2 F + N^3 / 3 operations, the first term only once if there is no decay."""
+        centred = self._centre(shrink)
+        held = max(ridge, RESOLUTION * (centred.square().sum().item() / self.rows or 1.0))
+        weight = (held / (decay + held))[:, None]  # r E^-1, (F, 1)
+        self.inner = None  # free it before making another
+        if decay.any():
+            self.inner = Cholesky.of(centred * weight.T, centred.T)
+        else:
+            self._gram = self._gram or Cholesky.of(centred, centred.T)
+            self.inner = self._gram
+        ones = decay.new_ones(len(centred))
+        # With s = 1 the rows sum to 0, so S 1 = r 1. Nothing is solved for along 1: a larger eigenvalue there costs no
+        # precision.
+        lifted = [(self.inner.matrix.diagonal().mean().item() / self.rows, ones)] if shrink == 1 else []
+        succeeded, failed = self.inner.factorise(held, torch.zeros_like(ones), lifted)
+        if failed:  # S itself depends on the ridge
+            return self._factorise(succeeded, shrink, decay, raised=True)
+        return Dual(self, held, raised, shrink, weight)
+
+    def _centre(self, shrink: float) -> Tensor:
+        """Z_h, (N, F), cached with its products for the other ridges of this decoder step."""
+        if self.centred is None or self._shrink != shrink:
+            self.centred = self.z - (1 - (1 - shrink) ** 0.5) * self.z_bar
+            self._gram, self._shrink = None, shrink
+        return self.centred
+
+
+class Dual(Factorisation[HeldRows]):
+    """A Cholesky factor of the N x N matrix S.
+
+    Args:
+        system: the rows.
+        ridge: r.
+        raised: whether a smaller ridge failed.
+        shrink: s.
+        weight: `r E^-1`, (F, 1).
+    """
+
+    def __init__(self, system: HeldRows, ridge: float, raised: bool, shrink: float, weight: Tensor) -> None:
+        super().__init__(system, ridge, raised)
+        self._shrink, self._weight = shrink, weight
+
+    def solve(self, right: Tensor) -> Tensor:
+        """4 N F + 2 N^2 operations per column."""
+        scaled = self._weight * right
+        return (scaled - self.lifted(self.inner.solve(self.centred @ scaled))) / self.ridge
+
+    def solve_cross(self, centre: Tensor) -> Tensor:
+        """By `sum z (y - centre)' = Z_h' Y`, without cancellation."""
+        return self.lifted(self.inner.solve(self.apart(centre)))
+
+    def quadratic(self, psi: Tensor) -> Tensor:
+        """2 N F + N^2 operations per row."""
+        scaled = self._weight * psi.T
+        return ((scaled * psi.T).sum(0) - self.inner.squared_norms(self.centred @ scaled)) / self.ridge
+
+    def condition(self) -> float:
+        """Estimate for S in the 1-norm."""
+        return self.inner.condition()
+
+    def own(self, index: Tensor) -> "DualRows":
+        """The rows with the given numbers, (m,); 2 N^2 operations each."""
+        rows, columns = len(self.centred), torch.arange(len(index), device=index.device)
+        units = self.centred.new_full((rows, len(index)), -(1 - (1 - self._shrink) ** 0.5) / rows)
+        units[index, columns] += 1  # P's columns
+        solved = self.inner.solve(units)
+        return DualRows(self, self.ridge * (solved * units).sum(0), solved)
+
+    @property
+    def inner(self) -> Cholesky:
+        """S, factorised."""
+        assert self.system.inner is not None
+        return self.system.inner
+
+    @property
+    def centred(self) -> Tensor:
+        """Z_h, (N, F)."""
+        assert self.system.centred is not None
+        return self.system.centred
+
+    def lifted(self, columns: Tensor) -> Tensor:
+        """`r E^-1 Z_h'` times columns (N, C): (F, C)."""
+        return self._weight * (self.centred.T @ columns)
+
+    def apart(self, centre: Tensor) -> Tensor:
+        """`Y = P^-1 (y - centre)`, (N, E); with s = 1 the targets are centred, and P leaves them as they are."""
+        rows = self.system.y - centre
+        return rows if self._shrink == 1 else rows.add_(rows.mean(0), alpha=(1 - self._shrink) ** -0.5 - 1)
+
+
+@dataclass(frozen=True)
+class DualRows:
+    """See `OwnRows`.
+
+    Args:
+        dual: their factorisation.
+        slack: `1 - 1/(N + beta + nu) - psi_i' M psi_i`, (m,), 1 less the leverage.
+        solved: their columns of `S^-1 P`, (N, m).
+    """
+
+    dual: Dual
+    slack: Tensor
+    solved: Tensor
+
+    def u(self) -> Tensor:
+        """`M psi_i`, (F, m)."""
+        return self.dual.lifted(self.solved)
+
+    def residual(self, centre: Tensor) -> Tensor:
+        """`y_i - centre - psi_i' M sum z (y - centre)'`, (m, E), for a centre of shape (E,)."""
+        return self.dual.ridge * (self.solved.T @ self.dual.apart(centre))
+
+
+def _joined(blocks: list[Tensor]) -> Tensor:
+    """All blocks as one in float64, which replaces them in the list."""
+    if len(blocks) > 1 or blocks[0].dtype != torch.float64:
+        blocks[:] = [torch.cat([block.double() for block in blocks])]
+    return blocks[0]

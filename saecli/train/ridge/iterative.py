@@ -1,0 +1,271 @@
+"""Normal equations without a Gram matrix: conjugate gradients with products computed from the codes.
+
+Shapes: B rows in a block, N rows in all, F = d_sae, E targets, C columns of a right side. Symbols as in the package's
+docstring; `shrink` is s.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...base.errors import TrainingError
+from ...sae.codes import Codes, DenseCodes, Prefixes, SparseCodes, joined
+from .system import NOT_FINITE, AllReduce, Factorisation, System, reduced
+
+MOST = 500  # iterations at most
+RESTARTS = 3  # from the true residual, from which the recurrence drifts
+COLUMNS = 256  # of the right side at a time: the sums for a row of codes then stay in a core's cache
+TOLERANCE = 1e-4  # of residuals; the objective is then some 1e-7 of its decrease above the minimum
+RESOLUTION = 1e-8  # least ridge over the mean diagonal: a smaller one is lost in float32 products
+JOINED_ROWS = 16_384  # of kept blocks: each adds to F sums
+
+
+@dataclass(frozen=True)
+class Descent:
+    """The outcome of an iteration.
+
+    Args:
+        residual: of the worst column, in the diagonal's norm, over the right side's norm; computed from the solution,
+            not by the recurrence.
+        iterations: their number.
+        condition: estimate of the preconditioned matrix' condition number.
+    """
+
+    residual: float
+    iterations: int
+    condition: float
+
+
+def conjugate_gradient(times: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, diagonal: Tensor,
+                       tolerance: float) -> tuple[Tensor, Descent]:
+    """Solve `A X = G` for a symmetric positive definite A that is given by its products.
+
+    A column's residual r is measured as `sqrt(r' diag^-1 r)`. Iterations go on until the worst column is below the
+    tolerance; their number grows as the root of the condition number of `diag^-1/2 A diag^-1/2`, which is 1 for latents
+    that never fire together, however different their rates (Saad, "Iterative Methods for Sparse Linear Systems",
+    sections 6.7 and 9.2).
+
+    Args:
+        times: computes A times (F, C).
+        right: G, (F, C), float64.
+        start: first guess of X, (F, C).
+        diagonal: A's, (F,), positive.
+        tolerance: of residuals, over the residual of X = 0.
+
+    Returns:
+        X, (F, C), and the outcome.
+
+    Cost: a product per iteration and per restart.
+    """
+    inverse = 1 / diagonal[:, None]
+    size = (right.square() * inverse).sum(0).sqrt()  # (C,)
+    size = torch.where(size > 0, size, 1.0)
+    solution, taken, steps = start.clone(), 0, []
+    for _ in range(RESTARTS):
+        residual = right - times(solution)
+        scaled = inverse * residual
+        square = (residual * scaled).sum(0)
+        if taken >= MOST or square.sqrt().div(size).max() <= tolerance:
+            break
+        direction = scaled
+        while taken < MOST and square.sqrt().div(size).max() > tolerance / 2:
+            image = times(direction)
+            step = square / _positive((direction * image).sum(0))
+            solution.addcmul_(direction, step)
+            residual.addcmul_(image, step, value=-1)
+            scaled = inverse * residual
+            before, square = square, (residual * scaled).sum(0)
+            ratio = square / _positive(before)
+            direction = torch.addcmul(scaled, direction, ratio)
+            steps.append((step, ratio))
+            taken += 1
+    worst = square.sqrt().div(size)
+    return solution, Descent(worst.max().item(), taken, _condition(steps, int(worst.argmax())))
+
+
+def _positive(values: Tensor) -> Tensor:
+    """The values, with 1 for columns already solved, whose steps are then 0."""
+    return torch.where(values > 0, values, 1.0)
+
+
+def _condition(steps: list[tuple[Tensor, Tensor]], column: int) -> float:
+    """Ratio of the extreme eigenvalues of the tridiagonal matrix that a column's iterations build (Saad, 6.7.3)."""
+    if not steps:
+        return 1.0
+    alphas, betas = (torch.stack(values)[:, column].cpu().numpy() for values in zip(*steps, strict=True))
+    kept = int(np.argmin(alphas > 0)) or len(alphas)
+    alphas, betas = alphas[:kept], betas[: kept - 1]
+    diagonal = 1 / alphas
+    diagonal[1:] += betas / alphas[:-1]
+    beside = np.sqrt(betas) / alphas[:-1]
+    values = np.linalg.eigvalsh(np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
+    return float(values[-1] / values[0]) if values[0] > 0 else float("inf")
+
+
+
+class StreamedCodes(System):
+    """Normal equations whose matrix is given by its products with vectors, computed from the codes block by block.
+
+    With v = z V - u' V, z being the codes of one prefix, `A V = mean_l sum (z - u) v' + (1 - s) N u (u' V)`: for K
+    entries per row, 4 K C operations per row and iteration, where encoding takes 2 D F. Codes are kept if they fit in
+    memory; if not, every iteration encodes all rows again.
+
+    Args:
+        start: a first guess of the decoder, (F, E), such as the last one, in the codes' precision.
+        again: gives the codes of all blocks once more, as they were given to `add`.
+        budget: bytes that the kept codes may take.
+        prefixes: of a nested dictionary; none otherwise.
+    """
+
+    def __init__(self, start: Tensor, again: Callable[[], Iterator[Codes]], budget: float,
+                 prefixes: Prefixes = ()) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=start.device)
+
+        d_sae, d_out = start.shape
+        self.count = zeros(1)
+        self.sum_z, self.sum_y, self.squares, self.zy = zeros(d_sae), zeros(d_out), zeros(d_sae), zeros(d_sae, d_out)
+        self.start, self.prefixes = start, prefixes
+        self.streams = False  # whether codes did not fit, in any process, and every iteration encodes again
+        self._again, self._room = again, budget
+        self._kept: list[Codes] | None = []
+        self._pending: list[SparseCodes] = []
+        self._all_reduce: AllReduce = lambda tensor: tensor
+
+    def add(self, codes: Codes, y: Tensor) -> None:
+        """Add a block of rows: codes (B, F), kept if they fit, and targets (B, E)."""
+        self.changed()
+        if isinstance(codes, DenseCodes):
+            codes = codes.compact()
+        self.count += len(y)
+        self.sum_z += codes.sums()
+        self.sum_y += y.sum(0)
+        self.squares += codes.squares()
+        self.zy += codes.transposed_times(y)
+        self._room -= codes.bytes()
+        if self._room < 0:
+            self.streams, self._kept, self._pending = True, None, []
+        if self._kept is None:
+            return
+        if not isinstance(codes, SparseCodes):
+            self._kept.append(codes)
+            return
+        self._pending.append(codes)
+        if sum(block.shape[0] for block in self._pending) >= JOINED_ROWS:
+            self._join()
+
+    def _join(self) -> None:
+        if self._pending and self._kept is not None:
+            self._kept.append(joined(self._pending))
+        self._pending = []
+
+    def reduce(self, all_reduce: AllReduce) -> None:
+        """All-reduce the sums, and from now on every product.
+
+        Every process must then solve for the same right sides in the same order, so alpha is chosen on the same sample
+        of rows in each.
+        """
+        self.changed()
+        self._all_reduce = all_reduce
+        streams = self.count.new_tensor([self.streams])
+        reduced([self.count, self.sum_z, self.sum_y, self.squares, self.zy, streams], all_reduce)
+        self.streams = bool(streams)
+
+    @property
+    def rows(self) -> float:
+        return self.count.item()
+
+    @property
+    def z_bar(self) -> Tensor:
+        return self.sum_z / self.count
+
+    @property
+    def y_bar(self) -> Tensor:
+        return self.sum_y / self.count
+
+    def cross(self, centre: Tensor) -> Tensor:
+        return torch.addr(self.zy, self.sum_z, centre, alpha=-1).mul_(self.membership[..., None])
+
+    def scale(self, shrink: float) -> float:
+        return max(self.diagonal(shrink).mean().item(), 0.0)
+
+    def diagonal(self, shrink: float) -> Tensor:
+        """A's diagonal, (F,), which rounding may leave below 0."""
+        return self.membership * self.squares - shrink * self.count * self.u.square()
+
+    def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Iterative":
+        self._join()
+        return Iterative(self, max(ridge, RESOLUTION * (self.scale(shrink) or 1.0)), shrink, decay)
+
+    def times(self, V: Tensor, shrink: float) -> Tensor:
+        """`A V`, (F, C), with products in the codes' precision and sums in float64."""
+        u, prefixes = self.u, max(1, len(self.prefixes))
+        apart = u @ V  # (C,)
+        narrow, offset = V.to(self.start.dtype), apart.to(self.start.dtype)
+        both = V.new_zeros(len(V) + 1, V.shape[1])
+        total, sums = both[:-1], both[-1]
+        for codes in self._again() if self._kept is None else self._kept:
+            v = codes.prefix_times(narrow, self.prefixes) - offset  # (B, L, C)
+            total += codes.prefix_transposed_times(v, self.prefixes)
+            sums += v.sum((0, 1), dtype=torch.float64)
+        both = self._all_reduce(both) / prefixes
+        return both[:-1].addr_(u, (1 - shrink) * self.count * apart - both[-1])
+
+
+class Iterative(Factorisation[StreamedCodes]):
+    """Nothing is factorised: each solution is an iteration; the decoder's starts from the last decoder.
+
+    Args:
+        system: computes the matrix' products.
+        ridge: r.
+        shrink: s.
+        decay: (F,).
+    """
+
+    def __init__(self, system: StreamedCodes, ridge: float, shrink: float, decay: Tensor) -> None:
+        super().__init__(system, ridge, raised=False)
+        self._shrink = shrink
+        self._added = decay + ridge  # (F,)
+        self._diagonal = system.diagonal(shrink).clamp(min=0) + self._added
+        self._descents: list[Descent] = []
+
+    def solve(self, right: Tensor) -> Tensor:
+        """Some 30 to 100 products, each of 4 N K C operations for K entries per row."""
+        return self._solve(right, None)
+
+    def solve_cross(self, centre: Tensor) -> Tensor:
+        """The same, starting from the system's `start`."""
+        return self._solve(self.system.cross(centre), self.system.start)
+
+    def inverse_diagonal(self) -> Tensor:
+        """NaN: each entry would take an iteration."""
+        return torch.full_like(self._diagonal, math.nan)
+
+    def condition(self) -> float:
+        """Estimate from the iterations so far; nan before the first."""
+        return max((descent.condition for descent in self._descents), default=math.nan)
+
+    def residual(self) -> float:
+        """The largest residual so far; nan before the first iteration."""
+        return max((descent.residual for descent in self._descents), default=math.nan)
+
+    def _solve(self, right: Tensor, start: Tensor | None) -> Tensor:
+        """Iterate from a start, (F, C); None for the solution with the matrix' diagonal."""
+        solution, width = torch.empty_like(right), right.shape[1] if self.system.streams else COLUMNS
+        for begin in range(0, right.shape[1], width):
+            some = slice(begin, begin + width)
+            guess = right[:, some] / self._diagonal[:, None] if start is None else start[:, some].double()
+            solution[:, some], descent = conjugate_gradient(self._times, right[:, some], guess, self._diagonal,
+                                                            TOLERANCE)
+            if not math.isfinite(descent.residual):
+                raise TrainingError(None, *NOT_FINITE)
+            self._descents.append(descent)
+        return solution
+
+    def _times(self, V: Tensor) -> Tensor:
+        """`(A + diag(decay) + ridge I) V`, (F, C)."""
+        return self.system.times(V, self._shrink).addcmul_(self._added[:, None], V)

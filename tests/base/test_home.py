@@ -1,0 +1,89 @@
+"""Shelves: what is newest, what is found, and how damaged markers are passed over."""
+
+import json
+
+import pytest
+
+from saecli.base.errors import ConfigError, RunError
+from saecli.base.home import Home, checked_name
+
+DAMAGED = ["", "{", "[]", "null", "\x00"]
+
+
+def shelf_of(tmp_path, **markers):
+    for name, marker in markers.items():
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(marker if isinstance(marker, str) else json.dumps(marker))
+    return Home(tmp_path).runs
+
+
+def test_the_newest_complete_entry_is_found_first_and_then_the_newest(tmp_path):
+    old = {"created": "2026-01-01", "complete": True}
+    shelf = shelf_of(tmp_path, old=old, new={"created": "2026-01-02", "complete": False})
+    assert shelf.names() == ["new", "old"]
+    assert shelf.find(None).name == "old"
+    (tmp_path / "runs" / "old" / "run.json").write_text(json.dumps(old | {"complete": False}))
+    assert shelf.find(None).name == "new"
+    with pytest.raises(RunError, match=r"no run named 'x'; there are: new, old"):
+        shelf.find("x")
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest_and_any_other_with_a_few(tmp_path):
+    names = [f"{kind}-{number}" for kind in ("topk", "relu") for number in range(9)]
+    shelf = shelf_of(tmp_path, **{name: {"created": "2026", "complete": True} for name in names})
+    with pytest.raises(RunError, match=r"^there is no run named 'tokp-3'; did you mean topk-3, topk-\d or topk-\d\?$"):
+        shelf.find("tokp-3")
+    with pytest.raises(RunError, match=r"; there are: topk-8, topk-7, topk-6 and 15 more, which `sae list` shows$"):
+        shelf.find("something else")
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_marker_is_passed_over_unless_it_is_asked_for(tmp_path, damaged):
+    shelf = shelf_of(tmp_path, worn=damaged, good={"created": "2026-01-01", "complete": False})
+    assert shelf.names() == ["good", "worn"]
+    assert shelf.find(None).name == shelf.find("good").name == "good"
+    with pytest.raises(RunError, match=r"cannot read .*worn.run\.json: .*; restore it, or remove the folder"):
+        shelf.find("worn")
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_marker_that_is_the_only_one_is_refused(tmp_path, damaged):
+    with pytest.raises(RunError, match="remove the folder to go on without it"):
+        shelf_of(tmp_path, worn=damaged).find(None)
+
+
+@pytest.mark.parametrize("created", [5, None, [], {}])
+def test_a_date_that_is_no_text_is_the_oldest(tmp_path, created):
+    shelf = shelf_of(tmp_path, odd={"created": created, "complete": True}, good={"created": "2026", "complete": True})
+    assert shelf.names() == ["good", "odd"]
+
+
+@pytest.mark.parametrize("name", ["a", "-", "ä日😀", "a b", "a$b_", "x" * 200, "日" * 66])
+def test_a_printable_name_is_taken(name):
+    assert checked_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".a", "a/b", "/", "a\nb", "a\x1b[1m", "a\u202eb", "a\udcff", "a\0",
+                                  "\u200b", "x" * 201, "日" * 67])
+def test_any_other_name_is_refused_and_shown_escaped(name):
+    with pytest.raises(ConfigError, match=r"^name must be a plain folder name, .*, got ") as told:
+        checked_name(name)
+    assert str(told.value).isprintable()
+
+
+def test_a_home_that_safetensors_cannot_open_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"expected a path in UTF-8, got .*udcff"):
+        Home(tmp_path / "a\udcff")
+
+
+def test_a_home_that_is_a_link_to_nowhere_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"it is a link to .*gone, which does not exist; make that folder, or"):
+        Home(tmp_path / "link")
+
+
+def test_a_home_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file as the home: expected a folder, got a file; give another home"):
+        Home(tmp_path / "file")

@@ -1,0 +1,238 @@
+"""The command line as a whole: what its help says, what it imports, its exit statuses."""
+
+import importlib
+import inspect
+import os
+import re
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from homes import CommandLine, make_run, make_store, random_sae, some_rows
+
+from saecli import __version__
+from saecli.cli.help_page import Command
+from saecli.cli.main import COMMANDS, sentence_for
+from saecli.cli.outline import FOLDER, loaded, outline_of, outlined
+
+TEXT_OF_ALL = "SAECLI_WRITE_HELP_PAGES"  # set it to write the outlines anew
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_page_is_made_from_an_outline_that_says_what_the_command_does(name: str):
+    path = FOLDER / f"{name}.json"
+    if os.environ.get(TEXT_OF_ALL):
+        path.write_text(outline_of(loaded(name)), encoding="utf-8")
+    assert outline_of(loaded(name)) == path.read_text(encoding="utf-8"), \
+        f"if this change is meant, run the tests with {TEXT_OF_ALL}=1"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_outline_has_the_parameters_of_its_command_as_the_parser_sees_them(name: str):
+    def seen(command: Command) -> list[tuple]:
+        return [(one.name, one.param_type_name, one.opts, one.secondary_opts, one.multiple, one.nargs, one.required,
+                 getattr(one, "is_flag", None)) for one in command.params]
+
+    assert seen(outlined(name)) == seen(loaded(name)) and outlined(name).advanced == loaded(name).advanced
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_shown_as_it_is_written(sae: CommandLine, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setenv("COLUMNS", "200")  # square brackets are markup to the library that prints it
+    done = sae(name, "--help-all" if loaded(name).advanced else "--help")
+    assert (done.status, done.err) == (0, "")
+    shown = "".join(letter for letter in done.out if letter.isalnum())
+    for parameter in loaded(name).params:
+        assert "".join(letter for letter in parameter.help if letter.isalnum())[:60] in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_two_screens_and_leaves_the_advanced_options_to_help_all(sae: CommandLine, monkeypatch, name: str):
+    monkeypatch.setenv("COLUMNS", "80")
+    command = loaded(name)
+    short = sae(name, "--help").out
+    assert len(short.splitlines()) <= 100 and {len(line) for line in short.splitlines() if line[:1] in "╭│╰"} <= {0, 80}
+    shown = set(re.findall(r"^│ (?:-h, )?(--[a-z-]+)", short, re.MULTILINE))
+    assert len(shown) <= (25 if command.advanced else 30)
+    if command.advanced:
+        advanced = {parameter.opts[0] for parameter in command.params if parameter.name in command.advanced}
+        assert shown.isdisjoint(advanced) and f"--help-all shows {len(advanced)} more options" in short
+        every = set(re.findall(r"^│ (?:-h, )?(--[a-z-]+)", sae(name, "--help-all").out, re.MULTILINE))
+        assert every == shown | advanced
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_summary_in_the_list_is_the_first_line_of_the_commands_own_help(name: str):
+    module = importlib.import_module(f"saecli.cli.commands.{'import_' if name == 'import' else name}")
+    assert inspect.getdoc(module.command).splitlines()[0] == COMMANDS[name]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_json_on_demand_and_every_option_says_what_it_does(name: str):
+    parameters = loaded(name).params
+    assert "--json" in [opt for parameter in parameters for opt in parameter.opts]
+    assert all(parameter.help and parameter.help.endswith((".", ")")) for parameter in parameters)
+    assert not [parameter.help for parameter in parameters if re.search(r"\[[a-z]", parameter.help)]  # taken for markup
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_page_has_one_example_that_the_command_takes(name: str):
+    command = loaded(name)
+    (example,) = re.findall(r"Example: (sae .*)$", command.help, re.MULTILINE)
+    program, named, *words = shlex.split(example)
+    assert (program, named) == ("sae", name)
+    command.make_context(name, words)  # exits where an option is unknown or its value cannot be
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "absent"), [
+    *(([*words, "--help"], ("torch", "transformers", "h5py", "numpy", "rich.console"))
+      for words in ([], ["train"], ["extract"], ["demo"], ["train", "--name", "x"])),
+    (["train", "--help-all"], ("torch", "numpy", "rich.console")),
+    (["list"], ("torch", "transformers")),
+])
+def test_quick_commands_import_nothing_slow(tmp_path: Path, words: list[str], absent: tuple):
+    script = ("import sys; from saecli.cli.main import main\n"
+              f"sys.argv = ['sae', '--home', {str(tmp_path)!r}, *{words!r}]\n"
+              "try: main()\nexcept SystemExit: pass\n"
+              f"sys.exit(', '.join(name for name in {absent!r} if name in sys.modules) or 0)")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [20, 50, 80, 133])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_page_of_sae_holds_every_command_and_option_in_frames_as_wide_as_the_terminal(width: int, encoding: str):
+    environment = {**os.environ, "COLUMNS": str(width), "PYTHONIOENCODING": encoding}
+    for words in (["--help"], ["-h"], []):
+        done = subprocess.run([sys.executable, "-m", "saecli", *words], capture_output=True, encoding=encoding,
+                              env=environment, check=False)
+        assert (done.returncode, done.stderr) == (0 if words else 2, "")
+        frames = [line for line in done.stdout.splitlines() if line[:1] in tuple("╭│╰+|")]
+        assert {len(line) for line in frames} == {max(50, width)}
+        assert all(len(line) <= max(50, width) for line in done.stdout.splitlines())
+        for name, summary in COMMANDS.items():
+            first = next(number for number, line in enumerate(frames) if line[1:].startswith(f" {name} "))
+            cells = " ".join(line[12:-1].strip() for line in frames[first : first + 4])
+            assert cells.startswith(summary)
+        assert all(f" {option} " in done.stdout for option in ("--home", "--version", "--help", "--install-completion"))
+        assert done.stdout.startswith("\n Usage: sae [OPTIONS] COMMAND")
+
+
+def test_python_m_saecli_is_sae():
+    done = subprocess.run([sys.executable, "-m", "saecli", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"sae {__version__}\n"
+
+
+@pytest.mark.parametrize(("words", "status", "said"), [
+    (("--help",), 0, "sae train --solver pam-sgd --act relu"),
+    (("train", "--help"), 0, "--alpha"),
+    (("no-such",), 2, "No such command 'no-such'"),
+    (("train", "--no-such"), 2, "--no-such"),
+    (("train", "--data", "a", "--alpha", "many"), 2, "neither a number nor auto"),
+    (("train", "--act", "tanh"), 2, "Invalid value for '--act': 'tanh' is not one of"),
+    (("train", "--act", "reul"), 2, "'soft-topk'; did you mean relu?"),
+    (("extract", "--site", "resid-pre"), 2, "did you mean resid_pre?"),
+    (("train", "--d-sae", "x"), 2, "Invalid value for '--d-sae': expected a valid integer."),
+    (("extract", "--model", "a", "--model", "b"), 2, "--model is given twice: expected one value"),
+    (("train", "--model", "tiny-gemma2", "--layer", "1", "--layer=2"), 2, "--layer is given twice"),
+    (("--home", "a", "list"), 2, "--home is given twice"),
+    (("eval", "a", "--csv", "nowhere/a.csv"), 2, "cannot write nowhere/a.csv: there is no folder nowhere"),
+    (("train",), 1, "there is no activation store"),
+    (("eval",), 1, "there is no run"),
+    (("geometry",), 1, "there is no run"),
+    (("eval", "nowhere"), 1, "nowhere"),
+])
+def test_exit_status_and_one_message(sae: CommandLine, words: tuple, status: int, said: str):
+    done = sae(*words)
+    assert done.status == status
+    assert said in " ".join((done.out + done.err).replace("│", " ").split())
+    assert "Traceback" not in done.out + done.err
+    assert done.out == "" or status == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", *(pytest.param(one, marks=pytest.mark.long)
+                                                 for one in ("ascii:strict", "utf-8", "latin-1"))])
+def test_names_that_no_encoding_has_are_printed_escaped(tmp_path: Path, encoding: str):
+    make_run(tmp_path, "ä日\udcff", random_sae())
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    for words, status in ((["list"], 0), (["eval", "ä日\udcfe\u202e\33"], 1),
+                          (["train", "--data", "a", "--name", "ä日\udcff"], 2)):
+        done = subprocess.run([sys.executable, "-m", "saecli", "--home", tmp_path, *words], capture_output=True,
+                              env=environment, check=False)
+        assert done.returncode == status
+        assert b"\\udcf" in done.stdout + done.stderr
+        assert not {b"\xff", b"\xfe", b"\33", "\u202e".encode()} & {*done.stderr.split(b"'")}
+        assert b"Traceback" not in done.stderr and b"unexpected" not in done.stderr
+
+
+def test_an_unexpected_error_is_named_as_a_bug_and_shown_whole_on_demand(sae: CommandLine, monkeypatch):
+    make_store(sae.home, "rows", some_rows(300))
+    monkeypatch.setattr("saecli.cli.commands.train.open_joined", lambda *_: 1 / 0)
+    done = sae("train")
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith("sae: unexpected ZeroDivisionError: division by zero; SAE_DEBUG=1 shows where")
+    assert done.err.count("\n") == 1
+    monkeypatch.setenv("SAE_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        sae("train")
+
+
+@pytest.mark.slow
+def test_the_home_comes_from_the_option_else_the_environment_else_the_folder(sae, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    environment = {**os.environ, "SAE_HOME": str(tmp_path / "b")}
+    environment.pop("SAE_HOME")
+
+    def home_named(*words: str, **extra: str) -> str:
+        done = subprocess.run([sys.executable, "-m", "saecli", *words, "list"], capture_output=True, text=True,
+                              env={**environment, "PYTHONPATH": str(Path(__file__).parents[2]), **extra}, check=False)
+        return (done.stdout + done.stderr).split(" holds nothing yet")[0]
+
+    assert home_named() == "sae-data"
+    assert home_named(SAE_HOME="b") == "b"
+    assert home_named("--home", "a", SAE_HOME="b") == "a"
+
+
+def test_a_full_disk_is_told_in_a_sentence():
+    sentence = sentence_for(OSError(28, "No space left on device", "/x/y"))
+    assert sentence.startswith("the disk is full, writing /x/y; nothing half-written was kept")
+    assert sentence_for(KeyError("x")) is None
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (MemoryError(), "out of memory: the machine refused an allocation; use a smaller --batch-size"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "out of memory: the GPU refused"),
+    (RuntimeError("CUDA error: out of memory"), "out of memory: the GPU refused"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "out of memory: the GPU"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to "
+                  "allocate 40 bytes. Error code 12 (Cannot allocate memory)"), "out of memory: the machine refused"),
+    (RuntimeError("can't start new thread"), "out of memory: the system refused a thread"),
+    (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory: a library could not be"),
+    (OSError(12, "Cannot allocate memory"), "out of memory: the machine refused"),
+    (RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."), None),
+    (RuntimeError("Expected memory format contiguous"), None),
+    (ImportError("no module named x"), None),
+])
+def test_memory_that_was_refused_is_told_from_other_errors_that_speak_of_memory(error: Exception, said: str | None):
+    sentence = sentence_for(error)
+    assert sentence is None if said is None else sentence.startswith(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [100, 410, 980, 2047])  # MiB; by 410 and 980 a library aborts as it is loaded
+def test_too_little_address_space_is_told_in_a_sentence(tmp_path: Path, limit: int):
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit << 20, limit << 20))
+
+    done = subprocess.run([sys.executable, "-m", "saecli", "--home", str(tmp_path), "train"], capture_output=True,
+                          text=True, check=False, preexec_fn=limited)
+    assert done.returncode == 1
+    assert done.stderr == (f"sae: too little address space to load the libraries: expected 2,048 MiB or more, got "
+                           f"{limit:,} MiB; raise the limit with `ulimit -v`\n")

@@ -1,0 +1,40 @@
+"""`sae demo` on a small store: the commands that it prints, and the table that it ends with."""
+
+import json
+import re
+
+import pytest
+from homes import CommandLine
+
+from saecli.cli.commands import demo
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "ROWS", 1500)
+    monkeypatch.setattr(demo, "EPOCHS", 1)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("brief")
+def test_demo_ends_with_error_sparsity_effect_and_cost_of_both_runs(sae: CommandLine):
+    done = sae("demo")
+    assert done.status == 0, done.err
+    printed = re.findall(r"^\d\. .*?\$ sae --home \S+ (\w+)", done.out, re.MULTILINE | re.DOTALL)
+    assert printed == ["extract", "train", "train", "eval", "sparsity", "geometry", "list"]
+    last = done.out[done.out.index("both SAEs"):]
+    header, *lines = [[cell.strip() for cell in line[1:-1].split(line[0])] for line in last.splitlines()
+                      if line[0:1] in ("┃", "│")]
+    assert header == ["run", "l0", "fvu", "ce recovered", "kl", "steps", "seconds"]
+    assert " unbeaten (*): every other run" in " " + " ".join(last.split())
+    evaluated = {run["run"]: run for run in sae("eval", "demo-1-sgd", "demo-1-pam-sgd", "--model", "tiny-gemma2",
+                                                "--json").json["runs"]}
+    assert sorted(name.removesuffix(" *") for name, *_ in lines) == ["demo-1-pam-sgd", "demo-1-sgd"]
+    for marked, *figures in lines:
+        run = evaluated[marked.removesuffix(" *")]
+        result = json.loads((sae.home / "runs" / run["run"] / "run.json").read_text())["result"]
+        assert (" *" in marked) == run["unbeaten"]
+        assert figures == [*(f"{run[name]:.4g}" for name in ("l0", "fvu", "ce_recovered", "kl")),
+                           f"{result['steps']:,}", f"{round(result['seconds'], 1):.4g}"]
+    assert all((sae.home / path).exists() for path in last.partition("pictures:")[2].split())

@@ -1,0 +1,310 @@
+"""`sae import` and `sae list` as a shell runs them: what they store, print, refuse, and go on with."""
+
+import gzip
+import json
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from homes import CommandLine, make_run, random_sae
+from launching import signalled
+from sklearn.datasets import load_digits
+from storing import collect
+
+from saecli.store.reader import ActivationStore
+
+KEYS = ["name", "path", "rows", "d_in", "dtype", "shards", "cached"]
+
+
+def shell(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "saecli", *map(str, words)]
+
+
+def stored(sae: CommandLine, name: str) -> tuple[np.ndarray, ActivationStore]:
+    store = ActivationStore.open(sae.home / "activations" / name)
+    return collect(store.split("all").sequential(100)), store
+
+
+@pytest.mark.long
+def test_import_of_the_digits_from_a_shell(tmp_path):
+    home = tmp_path / "home"
+    command = shell("--home", home, "import", "digits", "--json")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    document = json.loads(done.stdout)
+    assert list(document) == [*KEYS, "dropped", "dropped_norms", "norms", "source"]
+    norms = document.pop("norms")
+    assert document.pop("source")["file"] == "digits"
+    assert document == {
+        "name": "digits", "path": str(home / "activations" / "digits"), "rows": 1797, "d_in": 64, "dtype": "float32",
+        "shards": 1, "cached": False, "dropped": {}, "dropped_norms": {}}
+    store = ActivationStore.open(home / "activations" / "digits")
+    images, labels = load_digits(return_X_y=True)
+    lengths = np.linalg.norm(images, axis=1)
+    quantiles = {share: pytest.approx(np.quantile(lengths, float(share), method="inverted_cdf"), rel=0.009)
+                 for share in ("0.01", "0.1", "0.5", "0.9", "0.99")}
+    assert norms == {"rows": 1797, "mean": pytest.approx(lengths.mean()), "max": pytest.approx(lengths.max()),
+                     "quantiles": quantiles}
+    np.testing.assert_array_equal(collect(store.split("all").sequential(100)), images)
+    np.testing.assert_array_equal(np.concatenate(list(store.split("all").column("label", 100))), labels)
+
+
+def test_import_of_the_patches_holds_out_whole_squares(sae):
+    document = sae("import", "patches", "--json").json
+    assert (document["rows"], document["d_in"], document["dropped"]) == (4160, 256, {})
+    store = ActivationStore.open(sae.home / "activations" / "patches")
+    assert store.meta.columns == ("document",)
+    train, test = (np.concatenate(list(store.split(part).column("document", 100))) for part in ("train", "test"))
+    assert len(train) + len(test) == 4160 and 300 < len(test) < 530
+    assert not set(train) & set(test)
+    assert sae("import", "patches", "--json").json["cached"] is True
+
+
+def test_list_imports_no_torch(tmp_path):
+    program = ("import sys\nfrom saecli.cli.main import main\n"
+               f"sys.argv = ['sae', '--home', {str(tmp_path)!r}, 'list']\n"
+               "try: main()\nexcept SystemExit: assert 'torch' not in sys.modules and 'sklearn' not in sys.modules")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "holds nothing yet; make one with `sae extract` or `sae import`" in done.stdout
+
+
+def test_the_same_import_again_is_a_cache_hit_and_another_of_that_name_is_refused(sae, tmp_path):
+    rows = np.random.default_rng(0).standard_normal((300, 5), np.float32)
+    np.save(tmp_path / "a.npy", rows)
+    assert sae("import", tmp_path / "a.npy", "--json").json["cached"] is False
+    made = (sae.home / "activations" / "a" / "store.json").stat().st_mtime_ns
+    assert sae("import", tmp_path / "a.npy", "--json").json["cached"] is True
+    assert (sae.home / "activations" / "a" / "store.json").stat().st_mtime_ns == made
+    np.save(tmp_path / "a.npy", -rows)
+    for words in ([], ["--dtype", "bfloat16"]):
+        refused = sae("import", tmp_path / "a.npy", *words)
+        assert refused.status == 1
+        assert "there is a store named 'a' already" in refused.err
+        assert "--name" in refused.err
+    assert sae("import", tmp_path / "a.npy", "--name", "b", "--dtype", "bfloat16", "--json").json["dtype"] == "bfloat16"
+    np.testing.assert_array_equal(stored(sae, "a")[0], rows)
+
+
+def test_mnist_files_are_flattened_and_labelled(sae, tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (70, 6, 5), np.uint8)
+    labels = (np.arange(70) % 10).astype(np.uint8)
+    for name, values in (("train-images-idx3-ubyte.gz", images), ("train-labels-idx1-ubyte.gz", labels)):
+        head = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+        (tmp_path / name).write_bytes(gzip.compress(head + values.tobytes()))
+    done = sae("import", tmp_path / "train-images-idx3-ubyte.gz", "--labels", tmp_path / "train-labels-idx1-ubyte.gz",
+               "--name", "mnist", "--shard-rows", "32", "--json")
+    assert (done.json["rows"], done.json["d_in"], done.json["shards"]) == (70, 30, 3)
+    rows, store = stored(sae, "mnist")
+    np.testing.assert_array_equal(rows, images.reshape(70, 30))
+    np.testing.assert_array_equal(np.concatenate(list(store.split("all").column("label", 9))), labels)
+
+
+def test_rows_that_are_not_finite_are_dropped_and_said(sae, tmp_path):
+    rows = np.ones((40, 3))
+    rows[7] = np.nan
+    rows[9, 1] = 1e300
+    np.save(tmp_path / "a.npy", rows)
+    done = sae("import", tmp_path / "a.npy", "--json")
+    assert (done.json["rows"], done.json["dropped"]) == (38, {"nonfinite": 2})
+    np.save(tmp_path / "b.npy", np.full((4, 3), np.inf))
+    refused = sae("import", tmp_path / "b.npy")
+    assert refused.status == 1
+    assert "no rows to store" in refused.err
+    assert "4 nonfinite" in refused.err
+    assert not (sae.home / "activations" / "b").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_import_goes_on_and_equals_one_that_was_never_killed(sae, tmp_path):
+    rows = np.random.default_rng(0).standard_normal((200_000, 16), np.float32)
+    np.savez(tmp_path / "a.npz", x=rows, y=np.arange(200_000))
+    words = ["import", tmp_path / "a.npz", "--labels", "y", "--shard-rows", "3000"]
+    process = signalled(sae.home, words, ".h5", 5, signal.SIGSTOP)
+    refused = sae(*words)
+    assert refused.status == 1
+    assert "another process is writing it; wait for that one, or choose another --name" in refused.err
+    seen = stored(sae, "a")[0]  # whole shards only
+    assert len(seen) % 3000 == 0
+    np.testing.assert_array_equal(seen, rows[: len(seen)])
+    process.send_signal(signal.SIGKILL)  # with which its lock goes
+    assert process.wait() == -signal.SIGKILL
+    (listed,) = sae("list", "--json").json["stores"]
+    assert listed["state"] == "unfinished"
+    assert 0 < listed["rows"] < 200_000
+    done = sae(*words, "--json")
+    assert f"going on after {listed['rows']:,} rows" in done.err
+    assert done.json["rows"] == 200_000
+    sae(*words, "--name", "whole")
+    (found, store), (expected, whole) = stored(sae, "a"), stored(sae, "whole")
+    np.testing.assert_array_equal(found, expected)
+    assert [shard.sha256 for shard in store.meta.shards] == [shard.sha256 for shard in whole.meta.shards]
+
+
+def test_a_file_whose_name_no_store_can_have_is_imported_under_another(sae, tmp_path):
+    np.save(tmp_path / "a\udcff.npy", np.random.default_rng(0).normal(size=(30, 4)))
+    refused = sae("import", tmp_path / "a\udcff.npy")
+    assert refused.status == 2
+    assert "the store's name, which --name sets, must be a plain folder name, " in refused.err
+    assert sae("import", tmp_path / "a\udcff.npy", "--name", "a").status == 0
+    assert sae("import", tmp_path / "a\udcff.npy", "--name", "a", "--json").json["cached"]
+    assert sae("list", "--json").json["stores"][0]["source"]["file"] == "a\\udcff.npy"
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["nowhere.npy"], "there is no file nowhere.npy"),
+    (["digits", "--key", "x"], "leave out --key, --labels and --flatten"),
+    (["digits", "--name", "a/b"], "--name must be a plain folder name"),
+    (["digits", "--name", ""], "--name must be a plain folder name, of printable characters, "),
+    (["digits", "--shard-rows", "0"], "--shard-rows must be at least 1, got 0"),
+    (["digits", "--shard-rows", "4294967296"], "--shard-rows must be at most"),
+])
+def test_what_cannot_be_imported_is_refused_with_one_sentence(sae, words, said):
+    done = sae("import", *words)
+    assert done.status in (1, 2)
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert not done.out
+
+
+def test_list_shows_stores_and_runs_newest_first(sae):
+    sae("import", "digits")
+    sae("import", "digits", "--name", "half", "--dtype", "float16", "--shard-rows", "1000")
+    make_run(sae.home, "first", random_sae(), data="digits", created="2026-01-01")
+    make_run(sae.home, "second", random_sae(), data="digits", created="2026-01-02", complete=False)
+    document = sae("list", "--json").json
+    assert [(store["name"], store["rows"], store["dtype"], store["shards"]) for store in document["stores"]] == [
+        ("half", 1797, "float16", 2), ("digits", 1797, "float32", 1)]
+    assert [(run["name"], run["state"], run["data"]) for run in document["runs"]] == [
+        ("second", "unfinished", "digits"), ("first", "complete", "digits")]
+    for entry in (*document["stores"], *document["runs"]):
+        assert entry["bytes"] == sum(path.stat().st_size for path in Path(entry["path"]).rglob("*") if path.is_file())
+    shown = sae("list").out
+    assert all(word in shown for word in ("half", "digits", "first", "second", "unfinished", "1,797", "float16"))
+
+
+def test_check_names_the_shard_in_which_a_single_bit_has_flipped(sae):
+    sae("import", "digits", "--shard-rows", "600")
+    assert "checked 1 stores, 3 shards: all whole" in sae("list", "--check").err
+    path = sae.home / "activations" / "digits" / "shards" / "00001.h5"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    done = sae("list", "--check", "--json")
+    assert done.status == 1
+    assert len(done.json["problems"]) == 1
+    assert str(path) in done.json["problems"][0]
+    assert str(path) in done.err
+    assert sae("list").status == 0
+
+
+def test_entries_that_cannot_be_read_are_listed_as_such(sae):
+    sae("import", "digits")
+    for folder, marker in (("activations/newer", "store.json"), ("runs/broken", "run.json")):
+        (sae.home / folder).mkdir(parents=True)
+        (sae.home / folder / marker).write_text('{"format_version": 99}')
+    document = sae("list", "--json").json
+    assert [(entry["name"], entry["state"]) for entry in (*document["stores"], *document["runs"])] == [
+        ("digits", "complete"), ("newer", "unreadable"), ("broken", "unreadable")]
+    assert "expected format version 1 or older, got 99" in sae("list").out
+    assert sae("list", "--check").status == 1
+
+
+def test_folders_without_a_marker_are_listed_with_what_to_do_and_empty_or_starting_ones_are_not(sae):
+    sae("import", "digits")
+    make_run(sae.home, "run", random_sae(), data="digits")
+    lost = [sae.home / "activations" / "digits" / "store.json", sae.home / "runs" / "run" / "run.json"]
+    assert sae("list", "--check").status == 0
+    for marker in lost:
+        marker.unlink()
+        (marker.parents[1] / "empty").mkdir()
+        (marker.parents[1] / "starting").mkdir()
+        (marker.parents[1] / "starting" / ".lock").touch()
+        (marker.parents[1] / "notes.txt").touch()
+    document = sae("list", "--json").json
+    found = (*document["stores"], *document["runs"])
+    assert [(entry["name"], entry["state"]) for entry in found] == [("digits", "unreadable"), ("run", "unreadable")]
+    assert all(entry["bytes"] > 1000 for entry in found)
+    shown = sae("list").out
+    for marker, noun in zip(lost, ("activation store", "run"), strict=True):
+        assert (f"{marker.parent} is no {noun}: expected {marker.name} in it, got none; restore it, or remove the "
+                "folder to go on without it") in shown
+    checked = sae("list", "--check")
+    assert checked.status == 1
+    assert "digits is no activation store" in checked.err
+
+
+def test_check_and_training_name_a_store_json_that_does_not_fit_its_whole_shards(sae):
+    sae("import", "digits", "--shard-rows", "600")
+    marker = sae.home / "activations" / "digits" / "store.json"
+    marker.write_text(marker.read_text().replace('"dtype": "float32"', '"dtype": "float16"'))
+    for refused in (sae("list", "--check"), sae("train", "--epochs", "1", "--d-sae", "8")):
+        assert refused.status == 1
+        assert f"sae: {marker} does not fit shard" in refused.err
+        assert "expected type little-endian float32, got little-endian float16; restore it, or remove" in refused.err
+        assert refused.err.endswith("go on without it\n")
+    assert not list((sae.home / "runs").iterdir())
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_check_names_every_damaged_shard_and_unreadable_store(sae, as_json):
+    sae("import", "digits", "--shard-rows", "600")
+    shards = sorted((sae.home / "activations" / "digits" / "shards").iterdir())
+    for path in shards:
+        path.write_bytes(b"damaged")
+    (sae.home / "activations" / "other").mkdir()
+    (sae.home / "activations" / "other" / "store.json").write_text("{")
+    done = sae("list", "--check", *["--json"] * as_json)
+    assert done.status == 1
+    for part in (*map(str, shards), "store.json"):
+        assert part in (" ".join(done.json["problems"]) if as_json else done.out)
+    assert "found 4 problems, the first: cannot read" in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", ['{"created": 5}', "[]", "{"])
+def test_a_damaged_entry_blocks_only_the_commands_that_name_it(sae, damaged):
+    sae("import", "digits")
+    words = ["train", "--epochs", "1", "--d-sae", "8"]
+    folder = sae.home / "activations" / "worn"
+    folder.mkdir()
+    (folder / "store.json").write_text(damaged)
+    (sae.home / "runs" / "worn").mkdir(parents=True)
+    (sae.home / "runs" / "worn" / "run.json").write_text(damaged)
+    for more in ([], ["--data", "digits"]):
+        assert sae(*words, *more).status == 0
+    refused = sae(*words, "--data", "worn")
+    assert refused.status == 1
+    assert f"cannot read {folder / 'store.json'}" in refused.err
+    assert "; restore it, or remove the folder to go on without it\n" in refused.err
+    assert "; restore it, or remove the folder to go on without it\n" in sae("list").out
+
+
+def test_three_rows_can_be_trained_on(sae, tmp_path):
+    np.save(tmp_path / "three.npy", np.random.default_rng(0).standard_normal((3, 4)))
+    sae("import", tmp_path / "three.npy")
+    done = sae("train", "--epochs", "1", "--d-sae", "8")
+    assert done.status == 0, done.err
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_list_folds_no_name_and_no_state_on_a_narrow_terminal(sae, monkeypatch, width):
+    name = "rows-of-a-name-that-is-rather-long-1234"
+    sae("import", "digits", "--name", name)
+    make_run(sae.home, name, random_sae(), data=name, complete=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, to rich
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = sae("list").out
+    assert shown.count(name) >= 2
+    assert all(column in shown for column in ("complete", "unfinished", "1,797", "float32", "shards", "test_fvu"))
+
+
+def test_a_home_that_is_a_file_is_refused(sae):
+    sae.home.write_text("")
+    done = sae("list")
+    assert done.status == 2
+    assert f"cannot use {sae.home} as the home: expected a folder, got a file" in done.err
+    assert not done.out

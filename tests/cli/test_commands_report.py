@@ -1,0 +1,321 @@
+"""`sae report`: what the pages' data say, against numpy; what is refused; what a failure leaves."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
+from reports import NASTY, WORDS, Texts, index_of, make_text_run, make_text_store, pages_of, save_model
+
+from saecli.measure.cofiring import LEAST
+from saecli.measure.latents import bin_edges
+from saecli.sae.activations import AbsTopK, Relu, ReluTopK
+from saecli.sae.dictionary import SAE
+from saecli.show.report.neuronpedia import neuronpedia_url
+from saecli.show.report.report import SAMPLES, write_pages
+from saecli.store.reader import ActivationStore
+from saecli.store.worlds import World
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("model")))
+
+
+def codes_of(texts: Texts, sae: SAE) -> np.ndarray:
+    return sae.copy_to(torch.float64).encode(torch.from_numpy(texts.rows).double()).numpy()
+
+
+@pytest.mark.parametrize("activation", [Relu(), AbsTopK(k=5)], ids=lambda activation: activation.name)
+def test_pages_show_the_texts_in_which_latents_fire_strongest(sae: CommandLine, tmp_path: Path, model: str, activation):
+    texts, mine = make_text_run(sae.home, model, activation)
+    done = sae("report", "run", "--out", tmp_path / "deep" / "out", "--examples", "3", "--json")
+    assert done.status == 0, done.err
+    codes = codes_of(texts, mine)
+    pages, index = pages_of(tmp_path / "deep" / "out"), index_of(tmp_path / "deep" / "out")
+    assert sorted(pages) == index["latents"]["chosen"] == list(range(F))
+    for latent, page in pages.items():
+        sizes = np.abs(codes[:, latent])
+        documents = np.split(sizes, range(30, len(sizes), 30))
+        best = sorted(range(len(documents)), key=lambda document: -documents[document].max())
+        best = [document for document in best if documents[document].any()][:3]
+        assert [example["document"] for example in page["examples"]] == best
+        for document, example in zip(best, page["examples"], strict=True):
+            rows = slice(30 * document, 30 * document + 30)
+            peak = int(documents[document].argmax())
+            assert (example["peak"], example["position"], example["row"]) == (peak, peak + 1, 30 * document + peak)
+            assert example["code"] == pytest.approx(codes[rows, latent][peak], rel=1e-4)
+            # To one part in LEVELS of the latent's largest, halved by rounding.
+            assert example["codes"] == pytest.approx(codes[rows, latent], abs=0.51e-3 * sizes.max())
+            assert example["tokens"] == [" " + WORDS[token] for token in texts.columns["token_id"][rows]]
+        fires = sizes[sizes > 0]
+        assert np.sum(page["counts"]) == len(fires)
+        assert index["latents"]["frequency"][latent] == pytest.approx(len(fires) / len(codes), rel=1e-3)
+        assert index["latents"]["mean"][latent] == pytest.approx(fires.mean() if len(fires) else 0, rel=1e-3)
+        assert index["latents"]["largest"][latent] == pytest.approx(sizes.max(), rel=1e-3)
+        if len(fires):
+            edges = bin_edges()[page["low"]:][: len(page["counts"]) + 1]
+            assert edges[0] <= fires.min() * (1 + 1e-6) < edges[1] * (1 + 1e-6)
+            assert edges[-2] * (1 - 1e-6) <= fires.max() * (1 - 1e-6) <= edges[-1]
+
+
+@pytest.mark.parametrize("activation", [Relu(), AbsTopK(k=5)], ids=lambda activation: activation.name)
+def test_pages_show_texts_at_random_and_the_latents_that_fire_with_each(sae: CommandLine, tmp_path: Path, model: str,
+                                                                       activation):
+    texts, mine = make_text_run(sae.home, model, activation)
+    assert sae("report", "run", "--out", tmp_path / "out").status == 0
+    codes = codes_of(texts, mine)
+    with np.errstate(invalid="ignore"):
+        phi = np.nan_to_num(np.corrcoef((codes != 0).T.astype(float)))
+    phi[(codes != 0).T.astype(int) @ (codes != 0) < LEAST] = 0
+    np.fill_diagonal(phi, 0)
+    chosen = set()
+    for latent, page in pages_of(tmp_path / "out").items():
+        documents = [example["document"] for example in page["samples"]]
+        assert len(documents) == len(set(documents)) == min(SAMPLES, len(set(np.flatnonzero(codes[:, latent]) // 30)))
+        chosen.add(tuple(sorted(documents)))
+        for example in page["samples"]:
+            assert example["code"] == pytest.approx(codes[example["row"], latent], rel=1e-4) and example["code"] != 0
+            rows = slice(30 * example["document"], 30 * example["document"] + 30)
+            assert example["codes"] == pytest.approx(codes[rows, latent], abs=0.51 * page["scale"])
+            assert example["tokens"] == [" " + WORDS[token] for token in texts.columns["token_id"][rows]]
+        partners = [other for other, _, _ in page["together"]]
+        assert [value for _, value, _ in page["together"]] == pytest.approx(phi[latent, partners], rel=1e-3)
+        most = max((value for _, value, _ in page["together"]), default=0)
+        assert most == pytest.approx(max(phi[latent].max(), 0), rel=1e-3, abs=1e-6)
+    assert len(chosen) == F  # each latent has its own
+
+
+def test_interest_is_contrast_and_agreement_and_zero_for_latents_that_fire_often_or_hardly_ever(
+        sae: CommandLine, tmp_path: Path, model: str):
+    texts, mine = make_text_run(sae.home, model, ReluTopK(k=1))
+    assert sae("report", "run", "--out", tmp_path / "out", "--latents", "2-19").status == 0
+    codes, index = codes_of(texts, mine), index_of(tmp_path / "out")["latents"]
+    frequency = (codes != 0).mean(0)
+    assert {"some", "dense"} <= {"dense" if one > 0.1 else "some" for one in frequency[2:]}  # the test sees both
+    for latent, told in zip(range(2, F), index["interest"], strict=True):
+        sizes = codes[codes[:, latent] != 0, latent]
+        peaks = [example["tokens"][example["peak"]] for example in pages_of(tmp_path / "out")[latent]["examples"]]
+        pairs = [a == b for at, a in enumerate(peaks) for b in peaks[:at]]
+        expected = (1 - sizes.mean() / sizes.max()) * (1 + np.mean(pairs)) / 2 if len(sizes) else 0
+        rare = frequency[latent] > 0.1 or len(sizes) < 10
+        assert told == pytest.approx(0 if rare else expected, abs=1e-3)
+
+
+HUB = "google/gemma-scope-2b-pt-res/layer_20/width_16k"
+
+
+@pytest.mark.parametrize(("name", "source"), [
+    (f"{HUB}/average_l0_71", "gemma-2-2b/20-gemmascope-res-16k"),
+    (f"hf://{HUB}/average_l0_71@main", "gemma-2-2b/20-gemmascope-res-16k"),
+    (f"{HUB}/average_l0_139", None),  # Neuronpedia shows another of this width
+    ("google/gemma-scope-9b-pt-mlp/layer_3/width_131k/average_l0_1", None),
+    ("google/gemma-scope-2-1b-it/resid_post/layer_13_width_65k_l0_medium", "gemma-3-1b-it/13-gemmascope-2-res-65k"),
+    ("google/gemma-scope-2-1b-it/resid_post/layer_14_width_65k_l0_medium", None),
+    ("jbloom/GPT2-Small-SAEs-Reformatted/blocks.8.hook_resid_pre", "gpt2-small/8-res-jb"),
+    ("fnlp/Llama3_1-8B-Base-LXM-32x/Llama3_1-8B-Base-L5M-32x", "llama3.1-8b/5-llamascope-mlp-131k"),
+    ("someone/gemma-scope/layer_20/width_16k/average_l0_71", None), ("run", None), ("./run/epoch-1", None),
+])
+def test_neuronpedias_pages_of_published_saes_are_known(name: str, source: str | None):
+    assert neuronpedia_url(name) == (None if source is None else f"https://www.neuronpedia.org/{source}")
+    assert neuronpedia_url(name, "a-b/3.c") == "https://www.neuronpedia.org/a-b/3.c"
+
+
+@pytest.mark.parametrize("split", ["test", "train", "all"])
+def test_first_page_tells_the_measures_of_eval_and_of_sparsity_on_its_split_the_curves_and_the_settings(
+        sae: CommandLine, tmp_path: Path, model: str, split: str):
+    make_text_run(sae.home, model)
+    done = sae("report", "--out", tmp_path / "out", "--split", split, "--json")
+    index = index_of(tmp_path / "out")
+    (held_out,), (fires,) = sae("eval", "--json").json["runs"], sae("sparsity", "--split", split, "--json").json["runs"]
+    frequency = fires.pop("frequency")
+    assert index["latents"]["frequency"] == pytest.approx(frequency, rel=1e-3)
+    held_out.pop("unbeaten")
+    assert index["measures"] == held_out == done.json["measures"]
+    assert index["firing"] == {name: fires[name] for name in index["firing"]} == done.json["firing"]
+    assert {"rows", "silent", "dense"} <= index["firing"].keys()
+    assert sum(index["l0"]["counts"]) == fires["rows"]
+    assert sum(index["frequency"]["counts"]) == np.count_nonzero(frequency)
+    assert index["curves"]["loss"][0]["points"] == [[10 * step, 1 / step] for step in range(1, 30)]
+    assert index["curves"]["l0"][1]["points"] == [[290, 8.5]]
+    assert index["facts"]["store"]["site"] == "resid_post"
+    assert index["heading"]["model"] == model
+
+
+def test_a_trained_runs_headline_is_its_last_point_of_the_held_out_curve_and_what_train_and_eval_print(
+        sae: CommandLine, tmp_path: Path):
+    make_store(sae.home, "rows", some_rows())
+    final = sae("train", "--act", "topk", "--k", "3", "--epochs", "3", "--json").json["final"]
+    measures = sae("report", "--out", tmp_path / "out", "--json").json["measures"]
+    index = index_of(tmp_path / "out")
+    (held_out,) = sae("eval", "--json").json["runs"]
+    assert measures["fvu"] == held_out["fvu"] == pytest.approx(final["test_fvu"], rel=1e-5)
+    assert index["curves"]["loss"][1]["points"][-1][1] == final["test_fvu"]
+    assert measures["dead_fraction"] == held_out["dead_fraction"] == final["dead_fraction"]
+
+
+def test_a_store_with_nothing_held_out_has_its_headline_of_all_rows_and_says_so(
+        sae: CommandLine, tmp_path: Path):
+    texts = make_text_store(sae.home, "texts", None, rows=30)  # one document
+    make_run(sae.home, "run", random_sae(), data="texts")
+    done = sae("report", "run", "--out", tmp_path / "out", "--json")
+    assert done.json["measures"]["split"] == "all" and done.json["measures"]["rows"] == len(texts.rows)
+    assert "texts holds out no rows, so FVU, L0 and cosine are of all rows" in done.err
+
+
+def test_what_is_written_is_what_the_json_says_and_nothing_beside_it(sae: CommandLine, tmp_path: Path, model: str):
+    make_text_run(sae.home, model)
+    done = sae("report", "run", "--out", tmp_path / "out", "--json")
+    files = sorted(path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*.*"))
+    assert [str(path) for path in files] == ["index.html", "latents/00000.js", "latents/00001.js"]
+    sizes = [(tmp_path / "out" / path).stat().st_size for path in files]
+    assert done.json == {
+        "run": "run", "data": "texts", "split": "all", "path": str(tmp_path / "out"),
+        "index": str(tmp_path / "out" / "index.html"), "latents": F, "pages": F, "files": 3, "bytes": sum(sizes),
+        "index_bytes": sizes[0], "measures": done.json["measures"],
+        "firing": done.json["firing"], "notes": []}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "out"]
+
+
+def test_nothing_in_a_page_is_fetched_from_elsewhere_and_no_text_ends_a_script(
+        sae: CommandLine, tmp_path: Path, model: str):
+    make_text_run(sae.home, model)
+    sae("report", "run", "--out", tmp_path / "out", "--examples", "20", "--model", model)
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in page
+    assert page.replace("http://www.w3.org/2000/svg", "").count("http") == page.count("http-equiv")
+    assert page.lower().count("</script") == page.lower().count("<script") == 2
+    read = {text.strip() for one in pages_of(tmp_path / "out").values() for example in one["examples"]
+            for text in example["tokens"]}
+    assert {word.strip() for word in NASTY} <= read
+    for path in (tmp_path / "out" / "latents").iterdir():
+        assert not set("<>&\u2028\u2029") & set(path.read_text(encoding="utf-8"))
+
+
+def test_a_model_adds_the_tokens_that_each_latent_promotes(sae: CommandLine, tmp_path: Path, model: str):
+    _, mine = make_text_run(sae.home, model)
+    done = sae("report", "run", "--out", tmp_path / "out", "--model", model, "--latents", "3,7-8", "--json")
+    assert done.json["notes"] == [f"3 of {F} latents have pages of their own"]
+    from transformers import AutoModelForCausalLM
+
+    llama = AutoModelForCausalLM.from_pretrained(model)
+    unit = mine.W_dec / mine.W_dec.norm(dim=1, keepdim=True)
+    logits = (unit * llama.model.norm.weight) @ llama.lm_head.weight.detach().T
+    logits -= logits.mean(1, keepdim=True)
+    pages = pages_of(tmp_path / "out")
+    assert list(pages) == [3, 7, 8]
+    for latent, page in pages.items():
+        upwards = logits[latent].argsort()
+        for name, order in (("promoted", upwards.flip(0)), ("suppressed", upwards)):
+            assert [text for text, _ in page[name]] == [" " + WORDS[token] for token in order[:10].tolist()]
+            assert [value for _, value in page[name]] == pytest.approx(logits[latent][order[:10]].tolist(), rel=1e-3)
+        assert page["logits"] == np.histogram(logits[latent].detach().numpy(), 40)[0].tolist()
+    assert index_of(tmp_path / "out")["latents"]["promoted"][0][0] in " " + pages[3]["promoted"][0][0]
+
+
+def test_top_chooses_the_latents_that_fire_most_often(sae: CommandLine, tmp_path: Path, model: str):
+    texts, mine = make_text_run(sae.home, model)
+    assert sae("report", "run", "--out", tmp_path / "out", "--top", "4").status == 0
+    often = np.argsort(-(codes_of(texts, mine) != 0).mean(0), kind="stable")[:4]
+    pages = pages_of(tmp_path / "out")
+    assert sorted(pages) == sorted(often.tolist())
+    assert all(page["examples"] for page in pages.values())
+    assert len(index_of(tmp_path / "out")["latents"]["frequency"]) == F
+
+
+def test_a_store_without_tokens_gives_row_numbers_and_says_so(sae: CommandLine, tmp_path: Path):
+    rows = make_store(sae.home, "rows", some_rows())
+    mine = random_sae()
+    make_run(sae.home, "run", mine)
+    done = sae("report", "run", "--out", tmp_path / "out", "--examples", "5")
+    assert "rows keeps no tokens, so examples are numbers of its rows" in done.err
+    codes = mine.encode(torch.from_numpy(rows)).numpy()
+    for latent, page in pages_of(tmp_path / "out").items():
+        best = np.argsort(-codes[:, latent], kind="stable")[:5]
+        assert [example["row"] for example in page["examples"]] == best.tolist()
+    assert "tokens" not in index_of(tmp_path / "out")["latents"]
+    assert index_of(tmp_path / "out")["curves"]["loss"][0]["points"] == []
+
+
+@pytest.mark.parametrize(("model", "said"), [
+    ("/gone", "tokens are shown as their numbers, for want of a tokenizer"),
+    (None, "texts does not say which model its tokens are of, so they are shown as numbers; --model names it"),
+])
+def test_tokens_whose_tokenizer_cannot_be_had_are_shown_as_numbers_and_that_is_said(
+        sae: CommandLine, tmp_path: Path, model: str | None, said: str):
+    texts, _ = make_text_run(sae.home, model)
+    done = sae("report", "run", "--out", tmp_path / "out", "--latents", "0")
+    assert done.status == 0
+    assert said in done.err
+    example = pages_of(tmp_path / "out")[0]["examples"][0]
+    start = 30 * example["document"]
+    assert example["tokens"] == [f"[{token}]" for token in texts.columns["token_id"][start : start + 30]]
+
+
+def test_latents_that_never_fire_have_a_page_too(sae: CommandLine, tmp_path: Path, model: str):
+    _, mine = make_text_run(sae.home, model)
+    mine.b_enc.fill_(-1e3)
+    make_run(sae.home, "silent", mine, data="texts")
+    assert sae("report", "silent", "--out", tmp_path / "out").status == 0
+    pages = pages_of(tmp_path / "out")
+    assert len(pages) == F
+    assert all(page["examples"] == page["counts"] == [] and page["neighbours"] for page in pages.values())
+
+
+@pytest.mark.parametrize(("words", "said", "status"), [
+    (("--latents", "3,20"), "names latent 20, but run has 20, counted from 0", 2),
+    (("--latents", "9-99999999999"), "names latent 99999999999", 2),
+    (("--latents", "5-3"), "must be all, or numbers and ranges", 2), (("--latents", ""), "must be all, or numbers", 2),
+    (("--latents", "1,,2"), "must be all, or numbers", 2), (("--latents", "-1"), "must be all, or numbers", 2),
+    (("--latents", "0", "--top", "3"), "cannot use both --latents and --top", 2),
+    (("--neuronpedia", "javascript:x"), "neuronpedia must be MODEL/SOURCE such as", 2),
+    (("--neuronpedia", "a/b/../c"), "got 'a/b/../c'", 2), (("--neuronpedia", ""), "must be MODEL/SOURCE", 2),
+    (("--data", "none"), "no activation store named 'none'", 1), (("--model", "/no/such"), "no/such", 1),
+    (("--model", "tiny-gemma2"), "expected a model of width 8, got 128", 2),
+])
+def test_what_cannot_work_is_refused_in_a_sentence_and_leaves_nothing(
+        sae: CommandLine, tmp_path: Path, model: str, words: tuple[str, ...], said: str, status: int):
+    make_text_run(sae.home, model)
+    done = sae("report", "run", "--out", tmp_path / "out", *words)
+    assert done.status == status
+    assert said in done.err
+    assert done.err.count("\n") == 1 or done.err.splitlines()[-1].startswith("sae: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_in_use_is_refused_before_any_work_and_an_empty_one_taken(
+        sae: CommandLine, tmp_path: Path, model: str):
+    make_text_run(sae.home, model)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    done = sae("report", "no-such-run", "--out", tmp_path / "out")
+    assert (done.status, "expected an empty or a new folder, got one in use" in done.err) == (2, True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    (tmp_path / "out" / "mine").unlink()
+    assert sae("report", "run", "--out", tmp_path / "out", "--latents", "0").status == 0
+
+
+def test_a_report_that_is_stopped_half_way_leaves_nothing(tmp_path: Path):
+    def stopped():
+        yield {"latents": []}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_pages(tmp_path / "out", "title", {}, stopped())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pages_name_the_known_feature_nearest_to_each_latent_and_its_cosine(sae: CommandLine, tmp_path: Path):
+    sae("import", "synthetic", "--features", "40", "--d-in", str(D), "--l0", "4", "--rows", "500")
+    store, mine = ActivationStore.open(sae.home / "activations" / "synthetic"), random_sae()
+    make_run(sae.home, "run", mine, data="synthetic")
+    done = sae("report", "run", "--out", tmp_path / "pages", "--json")
+    assert done.json["measures"]["mcc"] == sae("eval", "run", "--json").json["runs"][0]["mcc"]
+    cosines = torch.nn.functional.normalize(mine.W_dec, dim=1).numpy() @ World.of_store(store).directions.T
+    for latent, page in pages_of(tmp_path / "pages").items():
+        feature = int(np.abs(cosines[latent]).argmax())
+        assert page["feature"] == [feature, pytest.approx(cosines[latent, feature], rel=1e-3)]
+    make_store(sae.home, "plain", next(store.split("all").sequential(500)))
+    sae("report", "run", "--data", "plain", "--out", tmp_path / "plain")
+    assert not any("feature" in page for page in pages_of(tmp_path / "plain").values())

@@ -1,0 +1,81 @@
+"""`sae sparsity` against counts in numpy."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
+
+from saecli.sae.activations import Relu
+from saecli.sae.dictionary import SAE
+from saecli.store.split import is_test
+
+KEYS = ["run", "data", "split", "rows", "l0", "l0_std", "density", "silent", "dense", "frequency",
+        "dead_fraction"]
+
+
+def graded_sae() -> SAE:
+    """Its latents copy the first dimension less a threshold each: from always on to never."""
+    W_enc = torch.zeros(D, F)
+    W_enc[0] = 1
+    return SAE(W_enc, -torch.linspace(-9, 12, F), torch.zeros(F, D), torch.zeros(D), Relu())
+
+
+def test_counts_match_numpy(sae: CommandLine) -> None:
+    rows = make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "graded", graded_sae())
+    fires = rows[is_test(np.arange(len(rows)))][:, :1] > np.linspace(-9, 12, F)
+    (found,) = sae("sparsity", "graded", "--json").json["runs"]
+    assert list(found) == KEYS
+    frequency = fires.mean(0)
+    assert found["frequency"] == pytest.approx(frequency.tolist())
+    assert (found["silent"], found["dense"]) == ((frequency == 0).sum(), (frequency > 0.1).sum())
+    assert found["l0"] == pytest.approx(fires.sum(1).mean())
+    assert found["l0_std"] == pytest.approx(fires.sum(1).std())
+    assert found["density"] == pytest.approx(fires.mean())
+
+
+def test_dense_latents_are_listed_by_frequency_and_silent_ones_by_number(sae: CommandLine) -> None:
+    make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "graded", graded_sae())
+    (found,) = sae("sparsity", "graded", "--json").json["runs"]
+    out = sae("sparsity", "graded").out
+    assert f"graded: dense on these {found['rows']} rows: 0 (100%), 1 (100%)" in out
+    first = F - found["silent"]
+    assert f"graded: silent on these {found['rows']} rows: {first}, {first + 1}" in out
+
+
+def test_long_lists_end_with_how_many_more(sae: CommandLine) -> None:
+    make_store(sae.home, "rows", some_rows())
+    silent = random_sae()
+    silent.b_enc.fill_(-1e3)
+    make_run(sae.home, "silent", silent)
+    listed = ", ".join(map(str, range(12)))
+    on = f"on these {is_test(np.arange(3000)).sum()} rows"
+    assert f"silent: dense {on}: none\nsilent: silent {on}: {listed} and 8 more\n" in sae("sparsity").out
+
+
+def test_two_runs_stand_in_one_table_in_the_order_given(sae: CommandLine) -> None:
+    make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "graded", graded_sae())
+    make_run(sae.home, "random", random_sae())
+    done = sae("sparsity", "random", "graded")
+    lines = [line.split()[1] for line in done.out.splitlines() if line.startswith("│")]
+    assert lines == ["random", "graded"]
+
+
+@pytest.mark.slow
+def test_plot_saves_histograms_and_one_picture_of_patterns_a_run(sae: CommandLine, tmp_path: Path) -> None:
+    make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "graded", graded_sae())
+    make_run(sae.home, "random", random_sae())
+    sae("sparsity", "random", "--plot", tmp_path / "one.png")
+    sae("sparsity", "random", "graded", "--plot", tmp_path / "two.svg")
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == [
+        "one-patterns.png", "one.png", "two-patterns-graded.svg", "two-patterns-random.svg", "two.svg"]
+
+
+def test_a_picture_of_no_known_kind_is_refused_before_the_work(sae: CommandLine, tmp_path: Path) -> None:
+    done = sae("sparsity", "one", "--plot", tmp_path / "picture.docx")
+    assert (done.status, "cannot draw" in done.err) == (2, True)

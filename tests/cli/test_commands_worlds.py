@@ -1,0 +1,181 @@
+"""`sae import synthetic` as a shell runs it, and `sae eval` on what it stores."""
+
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, make_run, random_sae
+from launching import signalled
+from storing import collect
+
+import saecli
+from saecli.sae.activations import Relu
+from saecli.sae.dictionary import SAE
+from saecli.store.reader import ActivationStore
+from saecli.store.synthetic import SyntheticConfig
+from saecli.store.worlds import World
+
+G, D, ROWS = 64, 8, 3000
+SMALL = ["--features", str(G), "--d-in", str(D), "--l0", "4", "--rows", str(ROWS)]
+CONFIG = SyntheticConfig(features=G, d_in=D, l0=4, rows=ROWS)
+
+
+def opened(sae: CommandLine, name: str = "synthetic") -> ActivationStore:
+    return ActivationStore.open(sae.home / "activations" / name)
+
+
+def contents(store: ActivationStore) -> dict[str, bytes]:
+    """The bytes of what the store's folder holds; of `store.json` all but times."""
+    files = {str(path.relative_to(store.path)): path.read_bytes() for path in store.path.rglob("*")
+             if path.is_file() and not path.name.startswith(".")}
+    files["store.json"] = re.sub(rb'"created": "[^"]*"', b"", files["store.json"])
+    return files
+
+
+def truth_of(store: ActivationStore, which: str = "all") -> np.ndarray:
+    return np.concatenate([codes.active(G) for codes in store.split(which).codes(500)])
+
+
+def test_rows_and_true_codes_are_those_of_the_world_and_stay_together_through_the_split(sae):
+    document = sae("import", "synthetic", *SMALL, "--shard-rows", "700", "--json").json
+    assert (document["name"], document["rows"], document["d_in"], document["shards"]) == ("synthetic", ROWS, D, 5)
+    assert document["source"]["features"] == G and not document["cached"]
+    store, world = opened(sae), CONFIG.world()
+    codes = world.codes(0, 0)[:ROWS]
+    np.testing.assert_array_equal(collect(store.split("all").sequential(100)), world.rows(codes))
+    np.testing.assert_array_equal(truth_of(store), codes.active(G))
+    assert World.of_store(store).to_bytes() == world.to_bytes()
+    for which in ("train", "test"):
+        rows = store.split(which)
+        numbers = np.concatenate(list(rows.numbers(100)))
+        assert 0 < len(numbers) < ROWS
+        np.testing.assert_array_equal(truth_of(store, which), codes.active(G)[numbers])
+        assert [len(part) for part in rows.codes(64)] == [len(batch) for batch in rows.sequential(64)]
+
+
+def test_the_same_import_again_is_a_cache_hit_and_fewer_rows_are_the_first_of_more(sae):
+    sae("import", "synthetic", *SMALL)
+    assert sae("import", "synthetic", *SMALL, "--json").json["cached"] is True
+    refused = sae("import", "synthetic", *SMALL, "--seed", "1")
+    assert refused.status == 1 and "there is a store named 'synthetic' already" in refused.err
+    sae("import", "synthetic", *SMALL[:-1], "1000", "--name", "fewer")
+    np.testing.assert_array_equal(collect(opened(sae, "fewer").split("all").sequential(100)),
+                                  collect(opened(sae).split("all").sequential(100))[:1000])
+
+
+@pytest.mark.parametrize("step", [45, pytest.param(3, marks=pytest.mark.slow)])
+def test_an_import_killed_anywhere_goes_on_and_equals_one_never_killed(produce, tmp_path, step):
+    words = ["import", "synthetic", *SMALL, "--shard-rows", "900", "--name"]
+
+    def imported(name: str, **order: object) -> tuple[int, dict[str, bytes]]:
+        folder = tmp_path / "home" / "activations" / name
+        status, error = produce(folder, words=[*words, name], imports=["saecli.store.worlds_saelens"], **order)
+        assert not error
+        return status, {} if order else contents(ActivationStore.open(folder))
+
+    _, expected = imported("whole")
+    kills = 0
+    for kill_at in range(10, 90, step):
+        kills += imported(f"killed{kill_at}", kill_at=kill_at)[0] == -signal.SIGKILL
+        assert imported(f"killed{kill_at}")[1] == expected
+    assert kills >= 2
+
+
+@pytest.mark.parametrize("damaged", ["world.safetensors", "shards/00001.h5"])
+def test_damage_to_the_truth_is_found_by_check_and_by_eval_and_mended_by_the_same_command(sae, damaged):
+    words = ["import", "synthetic", *SMALL, "--shard-rows", "900"]
+    sae(*words)
+    expected = contents(opened(sae))
+    make_run(sae.home, "run", random_sae(d_in=D), data="synthetic")
+    path = opened(sae).path / damaged
+    content = bytearray(expected[damaged])
+    at = content.index(opened(sae)._shards.column(1, "codes").values.tobytes()) if damaged.endswith("h5") else -5
+    content[at] ^= 64
+    path.write_bytes(content)
+    for done in (sae("list", "--check"), sae("eval", "run", "--data", "synthetic")):
+        assert done.status == 1 and f"{damaged} is damaged" in done.out + done.err
+    assert sae(*words).status == 0
+    assert contents(opened(sae)) == expected
+    assert sae("list", "--check").status == 0
+
+
+def test_a_missing_world_is_written_anew_and_an_empty_store_is_removed_with_it(sae, monkeypatch):
+    sae("import", "synthetic", *SMALL)
+    path = opened(sae).path / "world.safetensors"
+    expected = path.read_bytes()
+    path.unlink()
+    assert "cannot read" in sae("list", "--check").out
+    assert sae("import", "synthetic", *SMALL).status == 0
+    assert path.read_bytes() == expected
+    monkeypatch.setattr(World, "rows", lambda *_: np.full((3000, D), np.nan))
+    refused = sae("import", "synthetic", *SMALL, "--name", "other")
+    assert refused.status == 1 and "no rows to store" in refused.err
+    assert not (sae.home / "activations" / "other").exists()
+
+
+def perfect(world: World) -> SAE:
+    """An SAE that is the world: its decoder holds the directions."""
+    directions = torch.from_numpy(world.directions)
+    return SAE(directions.T.clone(), -directions @ torch.from_numpy(world.bias), directions,
+               torch.from_numpy(world.bias), Relu(), {})
+
+
+def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):
+    sae("import", "synthetic", *SMALL)
+    make_run(sae.home, "run", perfect(CONFIG.world()), data="synthetic")
+    make_run(sae.home, "random", random_sae(d_in=D), data="synthetic")
+    done = sae("eval", "run", "random", "--json").json["runs"]
+    assert done[0]["mcc"] == pytest.approx(1) and done[0]["uniqueness"] == 1
+    assert done[1]["mcc"] < 0.99 and done[1]["f1"] < done[0]["f1"]
+    truth = truth_of(opened(sae), "test")
+    assert done[0]["true_l0"] == pytest.approx(truth.sum(1).mean())
+    assert saecli.evaluate("run", home=sae.home)["f1"] == done[0]["f1"]
+    shown = sae("eval", "run", "random").out
+    assert "known features" in shown and "uniqueness" in shown
+    assert "mcc" not in saecli.evaluate("run", np.ones((5, D)) * np.arange(5)[:, None], home=sae.home)
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (["synthetic", "--key", "x"], "--key does nothing with synthetic; leave it out"),
+    (["digits", "--l0", "3"], "--l0 does nothing with digits; leave it out, or import synthetic"),
+    (["synthetic", "--features", "10", "--l0", "5"],
+     "--l0 must be at most 0.4 times --features, 4, got 5; lower --l0 or raise --features"),
+    (["synthetic", "--correlation", "1"], "--correlation must be below 1, got 1"),
+    (["synthetic", "--features", "1"], "--features must be at least 2, got 1"),
+])
+def test_options_that_cannot_work_are_refused_by_their_names(sae, words, sentence):
+    refused = sae("import", *words)
+    assert refused.status == 2 and sentence in refused.err
+    assert not (sae.home / "activations").exists()
+
+
+def test_import_synthetic_is_a_function_too_which_knows_its_options(sae):
+    store = saecli.import_synthetic(features=G, d_in=D, l0=4, rows=100, dtype="bfloat16", home=sae.home)
+    assert (store.name, store.rows, store.dtype, store.meta.world.features) == ("synthetic", 100, "bfloat16", G)
+    with pytest.raises(saecli.SaeError, match=r"no option feature; did you mean features\?"):
+        saecli.import_synthetic(feature=3, home=sae.home)
+    with pytest.raises(saecli.SaeError, match="must be synthetic or a folder in which SAELens saved a world"):
+        saecli.import_synthetic("elsewhere", home=sae.home)
+
+
+@pytest.mark.slow
+def test_the_worlds_of_the_paper_and_the_flat_one_are_reached_by_options_and_survive_a_kill(sae):
+    flat = ["import", "synthetic", "--features", "1536", "--d-in", "192", "--no-hierarchy", "--l0", "23", "--rows",
+            "60000", "--shard-rows", "5000", "--name"]
+    signalled(sae.home, [*flat, "flat"], ".h5", 4)
+    done = sae(*flat, "flat", "--json")
+    assert re.search(r"going on after \d+,000 rows", done.err)
+    sae(*flat, "whole")
+    assert contents(opened(sae, "flat")) == contents(opened(sae, "whole"))
+    active = [codes.counts for codes in opened(sae, "flat").split("all").codes(1000)]
+    assert np.concatenate(active).mean() == pytest.approx(23, rel=0.02)
+    sae("import", "synthetic", "--rows", "20000")
+    active = [codes.counts for codes in opened(sae).split("all").codes(1000)]
+    assert np.concatenate(active).mean() == pytest.approx(10, rel=0.05)
+
+
+def opened_path(sae: CommandLine, name: str) -> Path:
+    return sae.home / "activations" / name

@@ -1,0 +1,121 @@
+"""Shell completion: what the shells are told, by the protocol that their scripts speak, and bash itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from homes import CommandLine, make_run, make_store, random_sae, some_rows
+
+from saecli.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+SHELLS = ("bash", "zsh", "fish")
+
+
+def asked(shell: str, line: str) -> dict[str, str]:
+    """What a shell sets to have a line completed at its end."""
+    words = line.split()
+    return {"_SAE_COMPLETE": f"complete_{shell}", "COMP_WORDS": line, "_TYPER_COMPLETE_ARGS": line,
+            "COMP_CWORD": str(len(words) - (not line.endswith(" "))), "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+
+
+@pytest.fixture
+def completed(sae: CommandLine, monkeypatch, capsys):
+    """Completes a line in this process, as a bash would."""
+    def complete(line: str) -> list[str]:
+        for name, value in asked("bash", line).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("SAE_HOME", str(sae.home))
+        monkeypatch.setattr(sys, "argv", ["sae"])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        said = capsys.readouterr()
+        assert (stop.value.code or 0, said.err) == (0, "")
+        return said.out.split()
+
+    return complete
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", SHELLS)
+def test_names_of_commands_come_without_importing_one(shell: str):
+    script = ("import atexit, sys\n"
+              "atexit.register(lambda: print(*({'torch', 'numpy', 'h5py'} & sys.modules.keys()), file=sys.stderr))\n"
+              "from saecli.cli.main import main\nsys.argv = ['sae']\nmain()")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
+                          env={**os.environ, **asked(shell, "sae ")})
+    assert done.stderr.strip() == ""
+    assert all(name in done.stdout for name in COMMANDS)
+    assert shell == "bash" or "Train a sparse autoencoder from" in done.stdout
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("sae tr", ["train"]),
+    ("sae --h", ["--home", "--help"]),
+    ("sae train --so", ["--solver", "--solve"]),
+    ("sae train --no-re", ["--no-revive"]),
+    ("sae train --solver ", ["sgd", "pam-sgd"]),
+    ("sae train --k 3 --act t", ["topk"]),
+    ("sae train --alpha ", ["auto"]),
+    ("sae train --d-sae ", []),
+    ("sae extract --site res", ["resid_post", "resid_pre"]),
+    ("sae export --to sp", ["sparsify"]),
+    ("sae sparsity --split ", ["test", "train", "all"]),
+    ("sae train --data ", ["second", "first"]),
+    ("sae train --data f", ["first"]),
+    ("sae train --resume --name ", ["half"]),
+    ("sae eval ", ["whole", "half"]),
+    ("sae geometry whole h", ["half"]),
+    ("sae export ", ["whole", "half"]),
+    ("sae eval whole --data ", ["second", "first"]),
+    ("sae --home nowhere eval ", []),
+])
+def test_options_choices_and_names_of_runs_and_stores(sae: CommandLine, completed, line: str, words: list[str]):
+    for name in ("first", "second"):
+        make_store(sae.home, name, some_rows(20))
+    make_run(sae.home, "half", random_sae(), created="2026-01-01", complete=False)
+    make_run(sae.home, "whole", random_sae(), created="2026-01-02")
+    assert completed(line) == words
+
+
+@pytest.fixture
+def shell_home(tmp_path: Path) -> dict[str, str]:
+    """An environment with a home folder of its own, in which `sae` is a command."""
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "sae"
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} -m saecli \"$@\"\n")
+    script.chmod(0o755)
+    (tmp_path / "user").mkdir()
+    return {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+            "HOME": str(tmp_path / "user"), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+
+
+@pytest.mark.parametrize("shell", ["bash", *(pytest.param(shell, marks=pytest.mark.slow) for shell in SHELLS[1:])])
+def test_completion_is_installed_on_demand_alone(shell_home: dict[str, str], shell: str):
+    user = Path(shell_home["HOME"])
+    shown = subprocess.run(["sae", "--show-completion", shell], capture_output=True, text=True, check=True,
+                           env=shell_home)
+    assert f"complete_{shell}" in shown.stdout
+    assert not list(user.iterdir())
+    subprocess.run(["sae", "--install-completion", shell], capture_output=True, env=shell_home, check=True)
+    written = [path for path in user.rglob("*") if path.is_file()]
+    assert any(shown.stdout.strip() in path.read_text() for path in written)
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("sae e", ["extract", "eval", "export"]),
+    pytest.param("sae train --solver p", ["pam-sgd"], marks=pytest.mark.slow),
+    pytest.param("sae eval ", ["first"], marks=pytest.mark.slow),
+])
+def test_bash_completes_with_the_script_it_is_given(shell_home: dict[str, str], tmp_path: Path, line: str,
+                                                   words: list[str]):
+    make_run(tmp_path, "first", random_sae())
+    *before, last = line.split(" ")
+    program = (f'eval "$(sae --show-completion bash)"\ncomplete -p sae\nCOMP_WORDS=({" ".join(before)} "{last}")\n'
+               f'COMP_CWORD={len(before)}\n_sae_completion sae\nprintf "%s\\n" "${{COMPREPLY[@]}}"')
+    done = subprocess.run(["bash", "--norc", "-c", program], capture_output=True, text=True, check=True,
+                          env={**shell_home, "SAE_HOME": str(tmp_path)})
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["complete -o default -F _sae_completion sae", *words]

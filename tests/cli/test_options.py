@@ -1,0 +1,124 @@
+"""One declaration of an option: what Python, TOML and the command line take is the same; errors are data."""
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import pytest
+import typer
+from homes import CommandLine, make_store, some_rows
+from typer.testing import CliRunner
+
+from saecli.base.errors import ConfigError, TrainingError, unknown_choice
+from saecli.base.options import PAPER, Config, flag_of, option, options_of
+from saecli.cli.options.given import Given, configured, own_options
+from saecli.sae.activations import ACTIVATIONS
+from saecli.train.config import TrainingConfig
+from saecli.train.solvers import SOLVERS
+
+
+@dataclass(frozen=True)
+class Sample(Config):
+    panel: ClassVar[str] = "Sample"
+
+    size: int = option(3, "Size.", minimum=1, maximum=9)
+    rate: float | str = option("auto", "Rate.", choices=("auto",), above=0, below=1)
+    kind: str = option("a", "Kind.", choices=("a", "b"))
+    name: str | None = option(None, "Name.")
+    loud: bool = option(False, "Loudly.", **PAPER)
+
+
+VALUES = [0, 1, 9, 10, 0.0, 0.5, 1.0, True, "a", "b", "c", "auto", "many", "", float("nan"), 2**54, [1], [1, 2]]
+
+
+@pytest.mark.parametrize("name", ["size", "rate", "kind", "name", "loud"])
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_what_python_takes_a_file_admits_and_what_a_file_does_not_python_refuses(name: str, value: object):
+    one = options_of(Sample)[name]
+    try:
+        taken = one.checked(value)
+    except ConfigError as error:
+        assert error.options == [name] and str(error).startswith(f"{name} must be ")
+    else:
+        assert one.admits(value) and taken == value
+
+
+def test_a_file_admits_lists_for_options_that_are_given_several_times_and_only_those():
+    one = options_of(Sample)["size"]
+    assert replace(one, several=True).admits([1, 2]) and not one.admits([1, 2])
+    assert not any(replace(one, several=True).admits(value) for value in ([], [1, "x"], [[1]]))
+
+
+def test_an_int_becomes_the_float_that_an_option_takes():
+    assert type(options_of(TrainingConfig)["fraction"].checked(1)) is float
+
+
+def test_the_command_line_takes_what_python_takes():
+    @configured(Sample)
+    def command(ctx: typer.Context, options: Given) -> None:
+        print(options.config(Sample))
+
+    app = typer.Typer()
+    app.command()(command)
+
+    def run(*words: str) -> str:
+        return CliRunner().invoke(app, words).output.strip()
+
+    assert run() == str(Sample())
+    assert run("--size", "5", "--rate", "0.5", "--kind", "b", "--name", "x", "--loud") == str(
+        Sample(size=5, rate=0.5, kind="b", name="x", loud=True))
+    assert command.advanced == {"loud"}
+    assert "neither a number nor auto" in " ".join(run("--rate", "many").replace("│", " ").split())
+
+
+def test_a_commands_own_parameters_are_options_too():
+    def command(ctx: typer.Context, file: Annotated[str, typer.Argument()],
+                split: Annotated[Literal["a", "b"], typer.Option("--split")] = "a",
+                layer: Annotated[list[int] | None, typer.Option("--layer")] = None) -> None: ...
+
+    found = own_options(inspect.signature(command).parameters)
+    assert found.keys() == {"split", "layer"}
+    assert found["split"].choices == ("a", "b") and found["split"].expected == "one of a, b"
+    assert found["layer"].several and found["layer"].kinds == (int,)
+
+
+def test_an_option_that_several_configurations_share_is_declared_alike_by_all():
+    for table in (SOLVERS, ACTIVATIONS):
+        declared: dict[str, object] = {}
+        for config in table.values():
+            for name, one in options_of(config).items():
+                assert declared.setdefault(name, one) == one
+
+
+def test_what_only_the_papers_experiments_need_is_advanced():
+    every = [one for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
+             for one in options_of(config).values()]
+    assert {one.name for one in every if one.panel == PAPER["panel"]} >= {"optimizer", "clip_norm", "bias", "mu_enc"}
+    assert all(one.advanced for one in every if one.panel)
+
+
+def test_an_error_names_its_options_and_each_caller_spells_them():
+    error = ConfigError("k", "must be at most {d_sae}, {most}, got {got}", "raise {d_sae}", most=64, got="{--k}")
+    assert error.options == ["k", "d_sae"]
+    assert str(error) == "k must be at most d_sae, 64, got {--k}; raise d_sae"
+    assert error.sentence(flag_of) == "--k must be at most --d-sae, 64, got {--k}; raise --d-sae"
+
+
+@pytest.mark.parametrize("kind", [ConfigError, TrainingError])
+def test_words_of_the_caller_leave_an_error_its_options_however_often_it_is_passed_on(kind: type):
+    error = kind("k", "must be {most}", "lower {k}", most=3).within("run {0}").within("file", "stopped").within("again")
+    assert isinstance(error, kind) and error.options == ["k"]
+    assert error.sentence(flag_of) == "again: file: run {0}: --k must be 3; lower --k; stopped"
+
+
+def test_an_unknown_choice_asks_whether_a_near_one_was_meant():
+    error = unknown_choice("act", "reul", ["relu", "topk"])
+    assert str(error) == "act must be one of relu, topk, got 'reul'; did you mean relu?"
+    assert str(unknown_choice("act", "x", ["relu", "topk"])) == "act must be one of relu, topk, got 'x'"
+
+
+def test_of_several_runs_the_one_that_cannot_be_trained_is_named_and_options_are_spelled_as_flags(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(300))
+    done = sae("train", "--d-sae", "24", "--lr", "1e-3", "--lr", "1e29", "--solver", "sgd", "--epochs", "9")
+    assert done.status == 1
+    assert done.err.splitlines()[-1].startswith("sae: sgd-relu-2: ") and "lower --lr, or look" in done.err

@@ -1,0 +1,299 @@
+"""`sae extract` as a user runs it: the rows it stores, going on after a kill, and what bad input gets."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine
+from launching import signalled
+from tiny_models import CONFIGS, VOCABULARY, WIDTH, loaded, save_model
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+import saecli
+from saecli.base.errors import ConfigError
+from saecli.extract import language_model as model
+from saecli.store.reader import ActivationStore
+
+TEXT = "\n\n".join(" ".join("abcdefghijklmnop"[i % 7 : i % 7 + 3 + i % 9] for i in range(n, n + 20)) for n in range(40))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: save_model(folder / name, name) for name in CONFIGS}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def stored(home: Path, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    rows = ActivationStore.open(home / "activations" / name).split("all")
+    columns = {name: np.concatenate(list(rows.column(name, 512))) for name in ("token_id", "position", "document")}
+    return np.concatenate([batch.copy() for batch in rows.sequential(512)]), columns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [name if name in ("gemma2", "gpt2") else
+                                          pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS])
+@pytest.mark.parametrize("site", ["resid_post", "resid_pre"])
+def test_rows_are_those_of_the_model_run_on_each_window_alone(sae: CommandLine, models, text, architecture, site):
+    document = sae("extract", "--model", models[architecture], "--layer", "1", "--site", site, "--dataset", text,
+                   "--context", "16", "--dtype", "float32", "--batch-size", "5", "--name", "s", "--json").json
+    assert list(document)[:7] == ["name", "path", "rows", "d_in", "dtype", "shards", "cached"]
+    assert (document["d_in"], document["dtype"], document["cached"]) == (WIDTH, "float32", False)
+    rows, columns = stored(sae.home, "s")
+    model = loaded(models[architecture])
+    expected, tokens, documents, special = [], [], [], []
+    for number, paragraph in enumerate(TEXT.split("\n\n")):
+        ids = model.tokenizer(paragraph, add_special_tokens=False)["input_ids"]
+        for start in range(0, len(ids), 15):
+            window = torch.tensor([[1, *ids[start : start + 15]]])
+            with torch.no_grad():
+                states = model.model(window, output_hidden_states=True).hidden_states[2 if site == "resid_post" else 1]
+            plain = ~torch.isin(window[0], torch.tensor(model.tokenizer.all_special_ids))
+            expected.append(states[0][plain])
+            special.append(states[0][~plain].double().norm(dim=1))
+            tokens += window[0][plain].tolist()
+            documents += [number] * int(plain.sum())
+    np.testing.assert_allclose(rows, torch.cat(expected).numpy(), rtol=1e-4, atol=1e-5)
+    assert columns["token_id"].tolist() == tokens
+    assert columns["document"].tolist() == documents
+    assert 0 not in columns["position"]  # BOS stands there
+    norms = torch.cat(special)
+    assert document["dropped"] == {"special": len(norms)}
+    assert document["dropped_norms"] == {"special": pytest.approx(
+        {"rows": len(norms), "mean": norms.mean().item(), "max": norms.max().item()}, rel=1e-4)}
+
+
+def test_last_position_gives_one_row_a_document(sae: CommandLine, models, text):
+    words = ("extract", "--model", models["gemma2"], "--layer", "1", "--dataset", text, "--context", "16",
+             "--dtype", "float32")
+    assert sae(*words, "--positions", "last", "--name", "last").status == 0
+    assert sae(*words, "--name", "all").status == 0
+    last, columns = stored(sae.home, "last")
+    every, all_columns = stored(sae.home, "all")
+    assert columns["document"].tolist() == list(range(40))
+    for row, number in zip(last, columns["document"], strict=True):
+        of_document = all_columns["document"] == number
+        ends = np.flatnonzero(np.diff(all_columns["position"][of_document]) < 0)
+        first_window_end = ends[0] if len(ends) else of_document.sum() - 1
+        np.testing.assert_allclose(row, every[of_document][first_window_end], rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_request_is_a_cache_hit_and_another_makes_another_store(sae: CommandLine, models, text):
+    words = ("extract", "--model", models["llama"], "--layer", "0", "--dataset", text, "--json")
+    first, again = sae(*words).json, sae(*words).json
+    assert (first["cached"], again["cached"]) == (False, True)
+    assert first["name"] == again["name"]
+    other = sae(*words, "--site", "mlp_out").json
+    assert other["name"] != first["name"]
+    refused = sae(*words, "--site", "mlp_out", "--name", first["name"])
+    assert refused.status == 1
+    assert "made from something else; give another --name" in refused.err
+
+
+@pytest.mark.long
+def test_a_killed_extraction_equals_one_never_stopped(sae: CommandLine, tmp_path: Path):
+    words = ["extract", "--model", "tiny-gemma2", "--rows", "3000", "--shard-rows", "300", "--batch-size", "4"]
+    assert sae(*words, "--name", "whole").status == 0
+    for shard in ("00002.h5", "00007.h5"):
+        signalled(sae.home, [*words, "--name", "killed"], shard)
+    assert sae(*words, "--name", "killed").status == 0
+    (rows, columns), (expected, expected_columns) = stored(sae.home, "killed"), stored(sae.home, "whole")
+    np.testing.assert_array_equal(rows, expected)
+    assert all(np.array_equal(columns[name], expected_columns[name]) for name in columns)
+    metas = [ActivationStore.open(sae.home / "activations" / name).meta for name in ("killed", "whole")]
+    assert metas[0].dropped == metas[1].dropped
+    assert [shard.sha256 for shard in metas[0].shards] == [shard.sha256 for shard in metas[1].shards]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("extra", [(), ("--packed",)])
+def test_a_killed_extraction_gone_on_with_in_other_batches_loses_and_doubles_no_token(sae: CommandLine, extra: tuple):
+    words = ["extract", "--model", "tiny-gemma2", "--rows", "24000", "--shard-rows", "300", *extra, "--name"]
+    assert sae(*words, "whole").status == 0
+    folder = sae.home / "activations" / "killed"
+    stood = []
+    for shard, windows in (("00002.h5", "1"), ("00036.h5", "7"), ("00070.h5", "300")):
+        signalled(sae.home, [*words, "killed", "--batch-size", windows], shard)
+        stood.append(ActivationStore.open(folder).rows)
+    assert 0 < stood[0] < stood[1] < stood[2] < 24_000
+    plain = [word for word in words if word != "--packed"]
+    refused = sae(*(plain if extra else ["extract", "--packed", *plain[1:]]), "killed")
+    assert "made from something else; give another --name" in refused.err
+    done = sae(*words, "killed", "--batch-size", "32", "--json")
+    assert f"going on after {stood[2]:,} rows" in done.err
+    (rows, columns), (expected, expected_columns) = stored(sae.home, "killed"), stored(sae.home, "whole")
+    assert all(np.array_equal(columns[name], expected_columns[name]) for name in columns)
+    np.testing.assert_allclose(rows, expected, rtol=0.02, atol=0.05)  # bfloat16 has 8 bits, and norms are about 30
+    metas = [ActivationStore.open(sae.home / "activations" / name).meta for name in ("killed", "whole")]
+    assert metas[0].complete
+    assert metas[0].dropped == metas[1].dropped
+
+
+UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (("--layer", "7"), "has layers 0 to 2, got --layer 7"),
+    (("--context", "65"), "takes windows of at most 64 tokens, got --context 65; lower it"),
+    (("--model", ""), "--model is empty"),
+    (("--dataset", ""), "--dataset is empty"),
+    (("--dataset-split", "test"), "--dataset-split does nothing with the dataset"),
+    (("--dataset-config", "x"), "--dataset-config does nothing with the dataset"),
+    (("--text-column", "x"), "--text-column does nothing with the dataset"),
+    (("--dataset", "a.jsonl", "--dataset-split", "test"), "--dataset-split does nothing with the dataset a.jsonl"),
+    *((("--" + name, "9" * 10), f"--{name} must be at most 2.14748e+09")
+      for name in ("rows", "context", "batch-size", "shard-rows")),
+    (("--dataset", "nowhere.txt"), UNAVAILABLE[0]),
+    (("--dataset", "stdlib-docs", "--dataset-split", "test"), "--dataset-split does nothing with the dataset stdlib"),
+    (("--context", "1"), "--context must be above 1"),
+    (("--rows", "0"), "--rows must be at least 1"),
+    (("--model", "google/gemma-2-2b"), UNAVAILABLE[1]),
+    (("--name", "a/b"), "--name must be a plain folder name"),
+])
+def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine, models, text, words, sentence,
+                                                               monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    rest = [word for name, value in (("--model", models["gpt2"]), ("--dataset", text)) if name not in words
+            for word in (name, value)]
+    done = sae("extract", *rest, *words)
+    assert done.status == (1 if sentence in UNAVAILABLE else 2)
+    assert sentence in done.err
+    assert "Traceback" not in done.err
+    assert not (sae.home / "activations").exists()
+
+
+def test_the_default_context_is_what_the_model_allows(sae: CommandLine, models, text):
+    words = ("extract", "--dataset", text, "--rows", "50", "--model")
+    assert sae(*words, models["gpt2"], "--name", "short", "--json").json["rows"] == 50
+    assert sae(*words, models["llama"], "--name", "long", "--json").json["rows"] == 50
+    contexts = [ActivationStore.open(sae.home / "activations" / name).meta.source["context"]
+                for name in ("short", "long")]
+    assert contexts == [64, 128]
+    assert sae(*words, models["gpt2"], "--context", "64", "--name", "short", "--json").json["cached"]
+
+
+@pytest.mark.slow
+def test_code_in_a_models_folder_is_neither_run_nor_asked_about(sae: CommandLine, models, text, tmp_path: Path):
+    folder = shutil.copytree(models["llama"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "m.Own", "AutoModel": "m.Model", "AutoModelForCausalLM": "m.Model"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": classes}))
+    (folder / "m.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    done = subprocess.run([sys.executable, "-m", "saecli", "--home", sae.home, "extract", "--model", folder,
+                           "--dataset", text], capture_output=True, text=True, input="y\ny\ny\n", check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "this tool runs no code from a model's folder" in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_that_hold_code_are_refused_and_not_run(sae: CommandLine, models, text, tmp_path: Path):
+    class Code:
+        def __reduce__(self):
+            return open, (str(tmp_path / "ran"), "w")
+
+    folder = shutil.copytree(models["llama"], tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    torch.save({"x": Code()}, folder / "pytorch_model.bin")
+    done = sae("extract", "--model", folder, "--dataset", text)
+    assert done.status == 1
+    assert "got a pickle that is damaged or holds code; use a model with model.safetensors" in done.err
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_model_without_tokenizer_gets_a_sentence(sae: CommandLine, models, text, tmp_path: Path, architecture):
+    folder = shutil.copytree(models[architecture], tmp_path / "model")
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    done = sae("extract", "--model", folder, "--dataset", text)
+    assert (done.status, done.out) == (1, "")
+    assert "cannot load the tokenizer of" in done.err and "such as tokenizer.json" in done.err
+
+
+def test_cut_off_weights_get_a_sentence(sae: CommandLine, models, text, tmp_path: Path):
+    folder = shutil.copytree(models["llama"], tmp_path / "model")
+    os.truncate(folder / "model.safetensors", 2000)
+    done = sae("extract", "--model", folder, "--dataset", text)
+    assert done.status == 1
+    assert "cannot load the model" in done.err and "unexpected" not in done.err
+
+
+def test_a_token_that_the_model_has_no_embedding_for_gets_a_sentence(sae: CommandLine, models, tmp_path: Path):
+    folder = shutil.copytree(models["llama"], tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["zz"])
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "a.txt").write_text("abzzc")
+    done = sae("extract", "--model", folder, "--dataset", tmp_path / "a.txt")
+    assert done.status == 1
+    assert f"cannot read the token {VOCABULARY}: expected token ids below {VOCABULARY}" in done.err
+
+
+def test_rows_that_all_overflow_end_the_extraction_early_with_the_remedy(sae: CommandLine, models, tmp_path: Path):
+    folder = tmp_path / "model"
+    model = LlamaForCausalLM.from_pretrained(models["llama"])
+    model.model.embed_tokens.weight.data.mul_(1e8)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(models["llama"]).save_pretrained(folder)
+    (tmp_path / "a.txt").write_text("abcdefgh" * 20_000)
+    words = ("extract", "--model", folder, "--layer", "0", "--dataset", tmp_path / "a.txt")
+    done = sae(*words, "--dtype", "float16")
+    assert done.status == 1
+    found = re.search(r"no row can be stored: expected rows that are finite in float16, got ([\d,]+) that are not and "
+                      r"none that is; use --dtype bfloat16 or --dtype float32", done.err)
+    assert 10_000 <= int(found[1].replace(",", "")) < 20_000
+    assert not list((sae.home / "activations").iterdir())
+    assert sae(*words, "--dtype", "bfloat16", "--rows", "50").status == 0
+
+
+def test_an_empty_text_is_refused_and_leaves_nothing(sae: CommandLine, models, tmp_path: Path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n\n  \n")
+    done = sae("extract", "--model", models["gpt2"], "--dataset", empty)
+    assert done.status == 1
+    assert f"there is no text in {empty}" in done.err
+    assert not list((sae.home / "activations").iterdir())
+
+
+def test_a_store_that_another_process_finished_while_the_model_was_loaded_is_there_already(
+        sae: CommandLine, models, text, monkeypatch):
+    words = ("extract", "--model", models["gpt2"], "--layer", "1", "--dataset", text, "--context", "16", "--name", "s")
+    load = model.LanguageModel
+
+    def slow(*args: object, **options: object) -> object:
+        monkeypatch.setattr(model, "LanguageModel", load)
+        assert sae(*words, "--json").json["cached"] is False  # the other
+        return load(*args, **options)
+
+    monkeypatch.setattr(model, "LanguageModel", slow)
+    done = sae(*words, "--json")
+    assert (done.status, done.json["cached"]) == (0, True)
+
+
+def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
+    options = {"layer": 1, "site": "mlp_out", "dataset": str(text), "context": 16, "rows": 300, "home": sae.home}
+    store = saecli.extract(str(models["gpt2"]), **options)
+    assert (store.complete, store.rows, store.meta.source["site"]) == (True, 300, "mlp_out")
+    words = ("extract", "--model", models["gpt2"], "--layer", "1", "--site", "mlp_out", "--dataset", text, "--context",
+             "16", "--rows", "300", "--json")
+    assert sae(*words).json["cached"]
+    assert saecli.extract(str(models["gpt2"]), **options, progress=True).path == store.path
+    with pytest.raises(ConfigError, match="extract has no option contex; did you mean context"):
+        saecli.extract(str(models["gpt2"]), contex=16)
+    with pytest.raises(ConfigError, match="site must be one of resid_post, resid_pre"):
+        saecli.extract(str(models["gpt2"]), site="mlp")
+    with pytest.raises(ConfigError, match="dataset_split does nothing with the dataset stdlib-docs; leave it out"):
+        saecli.extract(str(models["gpt2"]), dataset="stdlib-docs", dataset_split="train")

@@ -1,0 +1,395 @@
+"""Windows, blocks and batches: every token once, whatever the batches, wherever an earlier pass stopped."""
+
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import loaded, save_model, save_tokenizer
+from transformers import AutoTokenizer, LlamaModel
+
+from saecli.base.distributed import Communicator
+from saecli.base.errors import ConfigError, ModelError
+from saecli.extract.config import Quota, rows_by_rank
+from saecli.extract.fill import COLUMNS, Target, fill
+from saecli.extract.forward import Forward, batch_tokens, tokens_that_fit
+from saecli.extract.language_model import LanguageModel
+from saecli.extract.places import Place
+from saecli.extract.steady import Document
+from saecli.extract.token_windows import Windows
+from saecli.extract.window_blocks import Cursor, in_blocks
+from saecli.store.admission import Admission
+from saecli.store.ranks import saved_rows
+from saecli.store.reader import ActivationStore
+from saecli.store.schema import StoreMeta
+from saecli.store.writer import StoreWriter
+
+BOS, EOS, CONTEXT, ROWS = 1, 2, 16, 700
+LETTERS = "abcdefghijklmnop"
+PLACES = [Place(0, "resid_post"), Place(2, "mlp_out"), Place(1, "resid_pre")]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
+    """A tokenizer that puts <bos> before a text, and one that does not."""
+    found = {}
+    for bos in (True, False):
+        folder = tmp_path_factory.mktemp("tokenizer")
+        save_tokenizer(folder, bos)
+        found[bos] = AutoTokenizer.from_pretrained(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return loaded(save_model(tmp_path_factory.mktemp("models") / "llama", "llama"))
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks small enough for a few texts to make many."""
+    monkeypatch.setattr(sys.modules["saecli.extract.window_blocks"], "LOOK_AHEAD", 400)
+    monkeypatch.setattr(sys.modules["saecli.extract.window_blocks"], "FIRST_ROWS", 100)
+
+
+def documents(texts: list[str], start: int = 0) -> list[Document]:
+    return [Document(number, text, None) for number, text in enumerate(texts)][start:]
+
+
+def some_texts(count: int, seed: int = 0) -> list[str]:
+    """Texts of 0 to 40 letters."""
+    rng = np.random.default_rng(seed)
+    return ["".join(rng.choice(list(LETTERS), rng.integers(0, 41))) for _ in range(count)]
+
+
+def opened(texts: list[str]) -> Callable[[Any], list[Document]]:
+    return lambda spot: documents(texts, spot.document)
+
+
+TEXTS = st.lists(st.text(LETTERS, max_size=25), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_windows_cover_each_document_once_and_begin_as_the_tokenizer_begins(tokenizers, bos):
+    texts = ["abcdefghij", "k", "lmnopqrs"]
+    windows = list(Windows(tokenizers[bos], context=5).cut(documents(texts)))
+    prefix = [BOS] if bos else []
+    assert all(window.token_ids[: len(prefix)].tolist() == prefix for window in windows)
+    assert max(len(window.token_ids) for window in windows) == 5
+    for number, text in enumerate(texts):
+        joined = [token for window in windows if set(window.documents) == {number}
+                  for token in window.token_ids[len(prefix):]]
+        assert joined == tokenizers[bos](text, add_special_tokens=False)["input_ids"]
+
+
+@given(texts=TEXTS, context=st.integers(2, 12), bos=st.booleans())
+def test_packed_windows_are_full_and_are_the_documents_joined_by_bos_or_eos(tokenizers, texts, context, bos):
+    windows = list(Windows(tokenizers[bos], context, packed=True).cut(documents(texts)))
+    plain = {number: tokenizers[bos](text, add_special_tokens=False)["input_ids"] for number, text in enumerate(texts)}
+    for window in windows:
+        ids = window.token_ids.tolist()
+        assert (ids[0] == BOS) == bos and ids[-1] not in (BOS, EOS)
+        # BOS in the first place, and a separator wherever one document follows another, and nowhere else
+        edges = [i for i in range(1, len(ids)) if window.documents[i] != window.documents[i - 1] and (i > 1 or not bos)]
+        assert [i for i in range(bos, len(ids)) if ids[i] in (BOS, EOS)] == edges
+        assert all(ids[i] == (BOS if bos else EOS) for i in edges)
+        assert window.kept.tolist() == [token not in (BOS, EOS) for token in ids]
+    assert all(context - 1 <= len(window.token_ids) <= context for window in windows[:-1])
+    for number, token_ids in plain.items():
+        assert [token for window in windows
+                for token in window.token_ids[window.kept & (window.documents == number)]] == token_ids
+
+
+@given(texts=TEXTS, context=st.integers(2, 12), packed=st.booleans(), bos=st.booleans(), least=st.integers(1, 4))
+def test_cutting_from_after_a_window_gives_the_windows_that_followed(tokenizers, texts, context, packed, bos, least):
+    def cutter() -> Windows:
+        return Windows(tokenizers[bos], context, packed=packed, min_tokens=least)
+
+    whole, every = cutter(), []
+    for window in whole.cut(documents(texts)):
+        every.append((window, dict(whole.left_out)))
+    lengths = [len(tokenizers[bos](text, add_special_tokens=False)["input_ids"]) for text in texts]
+    expected = {"empty_texts": lengths.count(0), "short_texts": sum(0 < length < least for length in lengths)}
+    assert whole.left_out == {reason: count for reason, count in expected.items() if count}
+    for index, (window, seen) in enumerate(every):
+        again = cutter()
+        rest = list(again.cut(documents(texts, window.after.document), window.after.token))
+        assert len(rest) == len(every) - index - 1
+        for found, (other, _) in zip(rest, every[index + 1:], strict=True):
+            assert found.token_ids.tolist() == other.token_ids.tolist()
+            assert found.documents[found.kept].tolist() == other.documents[other.kept].tolist()
+            assert found.after == other.after
+        assert again.left_out + type(again.left_out)(seen) == whole.left_out
+
+
+class Talk:
+    """Ranks that are threads."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier, self.said = threading.Barrier(world_size, timeout=20), [None] * world_size
+
+    def rank(self, number: int) -> Communicator:
+        def all_gather_object(value: Any) -> list[Any]:
+            self.said[number] = value
+            self.barrier.wait()
+            found = list(self.said)
+            self.barrier.wait()
+            return found
+
+        return SimpleNamespace(rank=number, world_size=len(self.said), all_gather_object=all_gather_object)
+
+
+@given(texts=TEXTS, rows=st.integers(1, 60), world_size=st.integers(1, 4), positions=st.sampled_from(["all", "last"]),
+       packed=st.booleans(), least=st.integers(1, 4))
+def test_the_ranks_together_are_given_the_rows_of_one_process(tokenizers, texts, rows, world_size, positions, packed,
+                                                            least):
+    packed = packed and positions == "all"
+
+    def first_rows(some: list[Document], most: int) -> list[tuple[int, int]]:
+        windows = Windows(tokenizers[True], 8, positions, packed, least)
+        found = [(int(document), int(token)) for window in windows.cut(some)
+                 for document, token in zip(window.documents[window.kept], window.token_ids[window.kept], strict=True)]
+        return found[:most]
+
+    every, talk = documents(texts), Talk(world_size)
+    with ThreadPoolExecutor(world_size) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["saecli.extract.config"], "COUNTED", 3)
+        found = list(pool.map(lambda rank: rows_by_rank(
+            every, Windows(tokenizers[True], 8, positions, packed, least), rows, talk.rank(rank), lambda done: None),
+            range(world_size)))
+    assert all(one == found[0] for one in found)
+    stored = [row for rank, count in enumerate(found[0])
+              for row in first_rows(list(Quota(rank, world_size, count).documents(every)), count)]
+    assert sorted(stored) == sorted(first_rows(every, rows))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_from_any_blocks_cursor_on_are_the_same_blocks(tokenizers, packed, small_blocks):
+    texts = some_texts(200)
+
+    def from_(cursor: Cursor) -> list[tuple]:
+        windows = Windows(tokenizers[True], CONTEXT, packed=packed)
+        return [(block.cursor.to_json(), block.offered, block.lengths.tolist(), block.left_out,
+                 {name: column.tolist() for name, column in block.columns.items()})
+                for block in in_blocks(opened(texts), windows, 2000, cursor)]
+
+    whole = from_(Cursor())
+    assert whole[0][1] == pytest.approx(100, abs=CONTEXT)
+    assert any(2000 <= offered < 2000 + CONTEXT for _, offered, *_ in whole)  # ends where enough are offered
+    assert len(whole) > 8
+    for index, (cursor, *_) in enumerate(whole):
+        assert from_(Cursor.from_json(cursor)) == whole[index:]
+
+
+def test_packing_needs_a_token_to_part_documents(tokenizers):
+    bare = AutoTokenizer.from_pretrained(tokenizers[False].name_or_path, eos_token=None)
+    bare.eos_token = None
+    with pytest.raises(ConfigError, match="packed needs a token to separate documents"):
+        Windows(bare, CONTEXT, packed=True)
+
+
+class CrampedLlama(LlamaModel):
+    """Has memory for only so many tokens in a forward pass."""
+
+    most = 100
+
+    def forward(self, input_ids: torch.Tensor, **settings: Any) -> Any:
+        if input_ids.numel() > self.most:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {input_ids.numel()} tokens")
+        return super().forward(input_ids=input_ids, **settings)
+
+
+def rows_of(model: LanguageModel, tokens: int, notes: list[str]) -> list[np.ndarray]:
+    windows = Windows(model.tokenizer, CONTEXT)
+    (block,) = in_blocks(opened(some_texts(60)), windows, 10**6, Cursor())
+    seen = []
+    found = Forward(model, "float32", tokens, notes.append)(block, PLACES, lambda *done: seen.append(done))
+    assert sum(rows for _, rows in seen) == block.rows == len(block.columns["position"])
+    assert sum(tokens for tokens, _ in seen) == block.lengths.sum()
+    assert all(part.special_norms.shape == (block.specials,) for part in found)
+    return [part.rows for part in found]
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_the_rows_are_the_same(model, tmp_path: Path):
+    notes: list[str] = []
+    expected = rows_of(model, 40 * CONTEXT, notes)
+    assert notes == []
+    cramped = loaded(save_model(tmp_path / "llama", "llama"))
+    cramped.model.__class__ = CrampedLlama
+    for found, rows in zip(rows_of(cramped, 40 * CONTEXT, notes), expected, strict=True):
+        np.testing.assert_allclose(found, rows, rtol=1e-4, atol=1e-5)
+    assert notes == [f"{n} windows of {CONTEXT} tokens do not fit in the memory of cpu; going on with {n // 2}"
+                     for n in (40, 20, 10)]
+    cramped.model.most = CONTEXT - 1
+    with pytest.raises(ModelError, match=f"a window of {CONTEXT} tokens does not fit in the memory of cpu"):
+        rows_of(cramped, 40 * CONTEXT, notes)
+
+
+def test_an_error_that_is_not_of_memory_is_raised(tmp_path: Path):
+    broken = loaded(save_model(tmp_path / "llama", "llama"))
+    broken.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(ModelError, match="its forward pass failed with RuntimeError: mat1 and mat2 shapes"):
+        rows_of(broken, 64, [])
+
+
+def test_automatic_batches_are_powers_of_two_that_fit(model):
+    gib = 2**30
+    assert tokens_that_fit(free=10 * gib, window=gib, context=128) == 4 * 128  # seven tenths of ten are seven
+    assert tokens_that_fit(free=gib // 2, window=gib, context=128) == 128  # the forward pass will tell
+    assert tokens_that_fit(free=1000 * gib, window=1, context=128) == 1 << 15
+    assert batch_tokens(model, "auto", CONTEXT, PLACES) == 2048
+    assert batch_tokens(model, 3, CONTEXT, PLACES) == 3 * CONTEXT
+
+
+def fill_stores(home: Path, model: LanguageModel, places: list[Place], stop_at: int | None = None, *,
+                packed: bool = False, batch: int = 64, multiple: float | None = None, rows: int = ROWS) -> None:
+    """What `sae extract` does, in batches of so many tokens; interrupted once so many rows were computed."""
+    windows, texts = Windows(model.tokenizer, CONTEXT, packed=packed), some_texts(100, seed=3)
+    metas = {place: StoreMeta({"place": str(place)}, "x", "bfloat16", 16, 90, columns=COLUMNS,
+                              max_norm_multiple=multiple) for place in places}
+    done = 0
+
+    def show(tokens: int, rows: int) -> None:
+        nonlocal done
+        done += rows
+        if stop_at is not None and done >= stop_at:
+            raise KeyboardInterrupt
+
+    writers = [StoreWriter.open(home / f"{place.layer}-{place.site}", metas[place], limit=rows) for place in places]
+    try:
+        targets = [Target(place, writer) for place, writer in zip(places, writers, strict=True)]
+        start = min((target.cursor for target in targets), key=lambda cursor: cursor.place)
+        forward = Forward(model, "bfloat16", batch, print)
+        fill(targets, in_blocks(opened(texts), windows, rows, start), forward, rows, show)
+        for writer in writers:
+            writer.finish()
+    finally:
+        for writer in writers:
+            writer.__exit__(None, None, None)
+
+
+def contents(home: Path, place: Place) -> tuple:
+    meta = ActivationStore.open(home / f"{place.layer}-{place.site}").meta
+    return meta.complete, meta.rows, meta.dropped, [shard.sha256 for shard in meta.shards]
+
+
+@pytest.mark.slow
+def test_stores_that_drop_no_row_are_byte_for_byte_those_filled_alone(model, tmp_path: Path, small_blocks):
+    for place in PLACES:
+        fill_stores(tmp_path / "alone", model, [place])
+    fill_stores(tmp_path / "together", model, PLACES)
+    # One store stands further on than another when they are first filled together; then all are interrupted.
+    with pytest.raises(KeyboardInterrupt):
+        fill_stores(tmp_path / "interrupted", model, PLACES[:1], stop_at=500)
+    with pytest.raises(KeyboardInterrupt):
+        fill_stores(tmp_path / "interrupted", model, PLACES[1:], stop_at=300)
+    with pytest.raises(KeyboardInterrupt):
+        fill_stores(tmp_path / "interrupted", model, PLACES, stop_at=250)
+    stood = [contents(tmp_path / "interrupted", place)[1] for place in PLACES]
+    assert len(set(stood)) > 1 and all(0 < rows < ROWS for rows in stood)
+    fill_stores(tmp_path / "interrupted", model, PLACES)
+    for place in PLACES:
+        alone = contents(tmp_path / "alone", place)
+        assert alone[:2] == (True, ROWS)
+        assert contents(tmp_path / "together", place) == alone
+        assert contents(tmp_path / "interrupted", place) == alone
+
+
+DROPPING, MULTIPLE = [Place(0, "attn_out"), Place(2, "mlp_out"), Place(1, "resid_pre")], 1.15
+
+
+def stored_rows(home: Path, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    """A store's rows, (R, 16), and their columns, (3, R)."""
+    rows = ActivationStore.open(home / f"{place.layer}-{place.site}").split("all")
+    return (np.concatenate([batch.copy() for batch in rows.sequential(64)]),
+            np.stack([np.concatenate(list(rows.column(name, 64))) for name in COLUMNS]))
+
+
+@pytest.mark.slow
+def test_stores_filled_together_drop_what_any_of_them_drops_and_say_why(model, tmp_path: Path, small_blocks):
+    for place in DROPPING:  # every row there is
+        fill_stores(tmp_path / "every", model, [place], rows=10**6)
+    fill_stores(tmp_path / "together", model, DROPPING, multiple=MULTIPLE)
+    every = {place: stored_rows(tmp_path / "every", place) for place in DROPPING}
+    norms = {place: np.linalg.norm(rows.astype(np.float64), axis=1) for place, (rows, _) in every.items()}
+    fit = {place: found <= MULTIPLE * np.median(found[:100]) for place, found in norms.items()}
+    common = np.logical_and.reduce(list(fit.values()))
+    assert all((each & ~common).sum() > 50 for each in fit.values())
+    for place in DROPPING:
+        rows, columns = stored_rows(tmp_path / "together", place)
+        np.testing.assert_array_equal(columns, every[place][1][:, common][:, :ROWS])
+        np.testing.assert_allclose(rows, every[place][0][common][:ROWS], rtol=0.02, atol=0.02)
+        meta = ActivationStore.open(tmp_path / "together" / f"{place.layer}-{place.site}").meta
+        seen = ROWS + meta.dropped["high_norm"] + meta.dropped["beside"]
+        if common[:seen].sum() == ROWS:  # else the store was full within a block, all of whose dropped rows it counts
+            assert meta.dropped["beside"] == (fit[place] & ~common)[:seen].sum()
+        assert meta.dropped_norms["beside"].max <= MULTIPLE * meta.median_norm < meta.dropped_norms["high_norm"].max
+
+
+@pytest.mark.slow
+def test_stores_filled_together_from_wherever_each_was_stopped_are_those_never_stopped(model, tmp_path: Path,
+                                                                                      small_blocks):
+    fill_stores(tmp_path / "whole", model, DROPPING, multiple=MULTIPLE)
+    stopped, early = tmp_path / "stopped", tmp_path / "early"
+    ahead, behind, missing = (f"{place.layer}-{place.site}" for place in DROPPING)
+    for stop_at in (1000, 900):
+        with pytest.raises(KeyboardInterrupt):
+            fill_stores(stopped, model, DROPPING, stop_at, multiple=MULTIPLE)
+        if not early.exists():
+            shutil.copytree(stopped, early)
+    for name in (behind, missing):
+        shutil.rmtree(stopped / name)
+    shutil.copytree(early / behind, stopped / behind)
+    stood = [saved_rows(stopped / name) for name in (ahead, behind)]
+    assert ROWS > stood[0] > stood[1] > 0
+    with pytest.raises(KeyboardInterrupt):
+        fill_stores(stopped, model, DROPPING, stop_at=700, multiple=MULTIPLE)
+    assert [saved_rows(stopped / name) for name in (ahead, behind)] == stood
+    assert 0 < saved_rows(stopped / missing) < stood[1]
+    fill_stores(stopped, model, DROPPING, multiple=MULTIPLE)
+    for place in DROPPING:
+        assert contents(stopped, place) == contents(tmp_path / "whole", place)
+    shutil.rmtree(stopped / missing)
+    with_finished(stopped, model, DROPPING[:2], DROPPING[2])
+    assert contents(stopped, DROPPING[2]) == contents(tmp_path / "whole", DROPPING[2])
+
+
+def with_finished(home: Path, model: LanguageModel, finished: list[Place], place: Place) -> None:
+    """What `sae extract` does where the stores of some places are finished, and that of another is missing."""
+    meta = StoreMeta({"place": str(place)}, "x", "bfloat16", 16, 90, columns=COLUMNS, max_norm_multiple=MULTIPLE)
+    folders = {one: home / f"{one.layer}-{one.site}" for one in finished}
+    beside = {one: Admission(folder, ActivationStore.open(folder).meta) for one, folder in folders.items()}
+    blocks = in_blocks(opened(some_texts(100, seed=3)), Windows(model.tokenizer, CONTEXT), ROWS, Cursor())
+    with StoreWriter.open(home / f"{place.layer}-{place.site}", meta, limit=ROWS) as writer:
+        fill([Target(place, writer)], blocks, Forward(model, "bfloat16", 64, print), ROWS, lambda tokens, rows: None,
+             beside)
+        writer.finish()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_store_gone_on_with_in_other_batches_holds_every_token_once(model, tmp_path: Path, small_blocks, packed):
+    place = PLACES[0]
+    fill_stores(tmp_path / "whole", model, [place], packed=packed)
+    stood = []
+    for batch, stop_at in ((CONTEXT, 300), (200, 500)):
+        with pytest.raises(KeyboardInterrupt):
+            fill_stores(tmp_path / "stopped", model, [place], stop_at, packed=packed, batch=batch)
+        stood.append(contents(tmp_path / "stopped", place)[1])
+    assert 0 < stood[0] < stood[1] < ROWS
+    fill_stores(tmp_path / "stopped", model, [place], packed=packed, batch=100)
+    assert contents(tmp_path / "stopped", place)[:3] == contents(tmp_path / "whole", place)[:3]
+    found, expected = (ActivationStore.open(tmp_path / name / f"{place.layer}-{place.site}").split("all")
+                       for name in ("stopped", "whole"))
+    for name in COLUMNS:
+        np.testing.assert_array_equal(*(np.concatenate(list(rows.column(name, 64))) for rows in (found, expected)))
+    rows, whole = (np.concatenate([batch.copy() for batch in rows.sequential(64)]) for rows in (found, expected))
+    np.testing.assert_allclose(rows, whole, rtol=0.02, atol=0.02)

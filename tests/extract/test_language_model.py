@@ -1,0 +1,203 @@
+"""Reading and splicing real architectures, against plain hooks, hidden_states and layers computed by hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import CONFIGS, LAYERS, VOCABULARY, WIDTH, loaded, save_model
+from torch import Tensor, nn
+
+from saecli.base.errors import ConfigError, ModelError
+from saecli.extract.language_model import LanguageModel
+from saecli.extract.model_source import find_model
+from saecli.extract.places import SITES, TINY_GEMMA2, Place
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return loaded(save_model(tmp_path_factory.mktemp("models") / request.param, request.param), head=True)
+
+
+@pytest.fixture
+def tokens() -> tuple[Tensor, Tensor]:
+    token_ids = torch.randint(3, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(token_ids)
+    mask[1, 6:] = 0
+    return token_ids, mask
+
+
+def by_plain_hook(model: LanguageModel, module: nn.Module, tokens: tuple[Tensor, Tensor]) -> Tensor:
+    """What a module gives in an ordinary forward pass."""
+    found = []
+    handle = module.register_forward_hook(lambda _, __, output: found.append(output))
+    with torch.no_grad():
+        model.model(input_ids=tokens[0], attention_mask=tokens[1], use_cache=False)
+    handle.remove()
+    return found[0][0] if isinstance(found[0], tuple) else found[0]
+
+
+def read(model: LanguageModel, tokens: tuple[Tensor, Tensor], layer: int, site: str) -> Tensor:
+    return model.read(*tokens, [Place(layer, site)], torch.clone)[0]
+
+
+def kept(activations: Tensor, mask: Tensor) -> Tensor:
+    return activations[mask == 1]
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_resid_post_is_what_a_plain_hook_on_the_block_gives(model, tokens, layer):
+    activations = read(model, tokens, layer, "resid_post")
+    assert activations.shape == (3, 9, WIDTH)
+    torch.testing.assert_close(activations, by_plain_hook(model, model.blocks[layer], tokens), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_resid_pre_is_hidden_states_of_the_layer(model, tokens, layer):
+    with torch.no_grad():
+        states = model.model(input_ids=tokens[0], attention_mask=tokens[1], output_hidden_states=True).hidden_states
+    torch.testing.assert_close(kept(read(model, tokens, layer, "resid_pre"), tokens[1]),
+                               kept(states[layer], tokens[1]), rtol=0, atol=0)
+
+
+def test_last_hidden_state_is_not_the_last_blocks_output(model, tokens):
+    with torch.no_grad():
+        states = model.model(input_ids=tokens[0], attention_mask=tokens[1], output_hidden_states=True).hidden_states
+    assert not torch.allclose(read(model, tokens, LAYERS - 1, "resid_post"), states[-1], atol=1e-3)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_residual_stream_is_the_sum_of_its_parts(model, tokens, layer):
+    parts = {site: kept(read(model, tokens, layer, site), tokens[1]) for site in SITES}
+    torch.testing.assert_close(parts["resid_pre"] + parts["attn_out"] + parts["mlp_out"], parts["resid_post"],
+                               rtol=1e-4, atol=1e-4)
+    assert parts["attn_out"].abs().max() > 1e-3
+    assert parts["mlp_out"].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_mlp_in_is_the_output_of_the_norm_before_the_mlp(model, tokens, layer):
+    block = model.blocks[layer]
+    norm = {"gemma2": "pre_feedforward_layernorm", "gpt2": "ln_2"}.get(model.source.config.model_type,
+                                                                       "post_attention_layernorm")
+    expected = by_plain_hook(model, getattr(block, norm), tokens)
+    found = read(model, tokens, layer, "mlp_in")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    if model.source.config.model_type != "gemma2":  # which normalises what the MLP gives
+        mlp_out = kept(read(model, tokens, layer, "mlp_out"), tokens[1])
+        torch.testing.assert_close(kept(block.mlp(found), tokens[1]), mlp_out, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_replacing_mlp_in_replaces_what_the_mlp_computes_from(model, tokens, layer):
+    block, other = model.blocks[layer], torch.randn(3, 9, WIDTH, generator=torch.Generator().manual_seed(2))
+    seen = []
+    handle = block.mlp.register_forward_hook(lambda _, __, output: seen.append(output))
+    with model.intercepted(layer, "mlp_in", lambda activations: other):
+        model.logits(*tokens)
+    handle.remove()
+    torch.testing.assert_close(seen[0], block.mlp(other), rtol=0, atol=0)
+
+
+def test_mlp_in_of_tiny_gemma2_is_what_a_hook_written_here_sees(tokens):
+    model = LanguageModel(find_model(TINY_GEMMA2), torch.device("cpu"))
+    places = [Place(layer, site) for layer in range(4) for site in ("mlp_in", "mlp_out")]
+    together = model.read(*tokens, places, torch.clone)
+    for layer, block in enumerate(model.blocks):
+        wanted = [by_plain_hook(model, norm, tokens)
+                  for norm in (block.pre_feedforward_layernorm, block.post_feedforward_layernorm)]
+        for found, expected in zip(together[2 * layer : 2 * layer + 2], wanted, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(block.post_feedforward_layernorm(block.mlp(wanted[0])), wanted[1])
+
+
+def test_gemma2_block_equals_the_layer_computed_by_hand(tmp_path: Path, tokens):
+    model = loaded(save_model(tmp_path / "gemma2", "gemma2"))
+    block, config = model.blocks[1], model.source.config
+    token_ids, full = tokens[0], torch.ones_like(tokens[0])
+    x = read(model, (token_ids, full), 1, "resid_pre")
+
+    def norm(layer: nn.Module, h: Tensor) -> Tensor:
+        return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + config.rms_norm_eps) * (1 + layer.weight)
+
+    def turned(h: Tensor) -> Tensor:
+        half = h.shape[-1] // 2
+        angle = torch.outer(torch.arange(9.0), 10000.0 ** (-torch.arange(half) * 2 / h.shape[-1]))
+        cos, sin = (torch.cat([f(angle)] * 2, -1) for f in (torch.cos, torch.sin))
+        return h * cos + torch.cat([-h[..., half:], h[..., :half]], -1) * sin
+
+    attention, heads, width = block.self_attn, config.num_attention_heads, config.head_dim
+    h = norm(block.input_layernorm, x)
+    q, k, v = (getattr(attention, f"{name}_proj")(h).view(3, 9, -1, width).transpose(1, 2) for name in "qkv")
+    k, v = k.expand(3, heads, 9, width), v.expand(3, heads, 9, width)
+    scores = turned(q) @ turned(k).transpose(-1, -2) / config.query_pre_attn_scalar**0.5
+    scores = torch.tanh(scores / config.attn_logit_softcapping) * config.attn_logit_softcapping
+    back = torch.arange(9)[:, None] - torch.arange(9)
+    allowed = back >= 0
+    if config.layer_types[1] == "sliding_attention":
+        allowed &= back < config.sliding_window
+    mixed = (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v).transpose(1, 2).reshape(3, 9, -1)
+    x = x + norm(block.post_attention_layernorm, attention.o_proj(mixed))
+    h = norm(block.pre_feedforward_layernorm, x)
+    mlp = block.mlp
+    h = mlp.down_proj(nn.functional.gelu(mlp.gate_proj(h), approximate="tanh") * mlp.up_proj(h))
+    expected = x + norm(block.post_feedforward_layernorm, h)
+    torch.testing.assert_close(read(model, (token_ids, full), 1, "resid_post"), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_forward_pass_stops_at_the_site(model, tokens):
+    ran = []
+    handles = [block.register_forward_hook(lambda *_, index=index: ran.append(index))
+               for index, block in enumerate(model.blocks)]
+    for site in SITES:
+        read(model, tokens, 1, site)
+    for handle in handles:
+        handle.remove()
+    assert 2 not in ran
+    assert ran.count(0) == len(SITES)
+
+
+def test_places_read_together_are_those_read_one_by_one(model, tokens):
+    places = [Place(layer, site) for layer in range(LAYERS) for site in SITES]
+    together = model.read(*tokens, places, torch.clone)
+    for place, activations in zip(places, together, strict=True):
+        torch.testing.assert_close(activations, read(model, tokens, *place), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_splicing_in_the_same_activations_changes_no_logit_and_zeros_change_them(model, tokens, site):
+    clean = model.logits(*tokens)
+    with model.intercepted(1, site, lambda activations: activations.clone()):
+        torch.testing.assert_close(model.logits(*tokens), clean, rtol=0, atol=0)
+    with model.intercepted(1, site, torch.zeros_like):
+        assert not torch.allclose(model.logits(*tokens), clean, atol=1e-3)
+    torch.testing.assert_close(model.logits(*tokens), clean, rtol=0, atol=0)
+
+
+def test_the_middle_layer_is_the_default_and_12_for_gemma_2_2b():
+    source = find_model(TINY_GEMMA2)
+    assert source.layers == 4
+    assert source.default_layer() == 1
+    source.config.num_hidden_layers = 26
+    assert source.default_layer() == 12
+
+
+@pytest.mark.parametrize(("name", "error", "sentence"), [
+    ("nowhere", ModelError, "no network|cannot be reached"),
+    ("google/gemma-2-2b", ModelError, "licence accepted at https://huggingface.co/google/gemma-2-2b, and `hf auth"),
+    ("./missing", ModelError, "no model './missing'"),
+    ("a/b/c", ModelError, "no model 'a/b/c'"),
+])
+def test_a_model_that_is_not_there_gets_a_sentence(name, error, sentence, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(error, match=sentence):
+        find_model(name)
+
+
+def test_a_folder_that_is_no_model_gets_a_sentence(tmp_path: Path):
+    with pytest.raises(ModelError, match="expected the files of a Hugging Face causal language model"):
+        find_model(str(tmp_path))
+
+
+def test_a_layer_the_model_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match="layers 0 to 3, got layer 4"):
+        find_model(TINY_GEMMA2).check_layer(4)

@@ -1,0 +1,141 @@
+"""Models whose later blocks are not loaded, against whole ones, for real architectures."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_models import CONFIGS, DEEP, LAYERS, VOCABULARY, loaded, save_model
+from torch import nn
+from transformers import (
+    AutoModel,
+    Gemma3TextConfig,
+    MistralConfig,
+    OPTConfig,
+    PhiConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    modeling_utils,
+)
+
+from saecli.base.errors import ModelError
+from saecli.extract import weights
+from saecli.extract.language_model import LanguageModel
+from saecli.extract.model_source import find_model
+from saecli.extract.places import SITES, Place
+
+MORE = {
+    "gemma3": lambda: Gemma3TextConfig(**DEEP, num_key_value_heads=1, head_dim=8, sliding_window=4),
+    "mistral": lambda: MistralConfig(**DEEP, num_key_value_heads=1, sliding_window=4),
+    "opt": lambda: OPTConfig(**{**DEEP, "ffn_dim": 24, "word_embed_proj_dim": 16}, max_position_embeddings=64),
+    "phi": lambda: PhiConfig(**DEEP),
+    "qwen2": lambda: Qwen2Config(**DEEP, num_key_value_heads=1),
+    "qwen3": lambda: Qwen3Config(**DEEP, num_key_value_heads=1, head_dim=8),
+}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[*CONFIGS, *MORE])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, config in MORE.items():
+        monkeypatch.setitem(CONFIGS, name, config)
+    return save_model(tmp_path / request.param, request.param)
+
+
+def first_blocks(folder: Path, last: int, dtype: str = "auto") -> LanguageModel:
+    return LanguageModel(find_model(str(folder)), CPU, dtype=dtype, last=last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", range(LAYERS))
+def test_activations_without_the_later_blocks_are_bitwise_those_of_the_whole_model(folder: Path, last: int):
+    whole, cut = loaded(folder), first_blocks(folder, last)
+    assert (len(cut.blocks), len(whole.blocks)) == (last + 1, LAYERS)
+    assert cut.size == whole.size == AutoModel.from_pretrained(folder).num_parameters()
+    sites = [site for site in SITES if hasattr(whole.blocks[0], "mlp") or site in ("resid_pre", "resid_post")]
+    places = [Place(layer, site) for layer in range(last + 1) for site in sites]
+    token_ids = torch.randint(3, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(token_ids)
+    mask[1, 6:] = 0
+    found, expected = (model.read(token_ids, mask, places, torch.clone) for model in (cut, whole))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_those_of_the_library_in_every_precision(tmp_path: Path, dtype: str):
+    folder = save_model(tmp_path / "gemma2", "gemma2")
+    expected = AutoModel.from_pretrained(folder, dtype=getattr(torch, dtype)).state_dict()
+    for name, weight in first_blocks(folder, 1, dtype).model.state_dict().items():
+        assert torch.equal(weight, expected[name]) and weight.dtype == expected[name].dtype
+
+
+def test_loading_draws_no_random_numbers_and_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    folder = save_model(tmp_path / "llama", "llama")
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    capfd.readouterr()
+    first_blocks(folder, 0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_files_are_read_rather_than_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, backends = save_model(tmp_path / "llama", "llama"), []
+
+    def opened(*args: Any, backend: str, **kwargs: Any) -> Any:
+        backends.append(backend)
+        return safe_open(*args, backend=backend, **kwargs)
+
+    opened.__text_signature__ = safe_open.__text_signature__
+    monkeypatch.setattr(modeling_utils, "safe_open", opened)
+    monkeypatch.setattr(weights, "safe_open", opened)
+    first_blocks(folder, 0)
+    assert backends == ["pread"]
+    assert modeling_utils.safe_open is opened
+
+
+def without(folder: Path, name: str) -> None:
+    """Remove a weight from a model's file."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_missing_weights_are_refused_where_the_forward_pass_needs_them(tmp_path: Path):
+    folder = save_model(tmp_path / "llama", "llama")
+    without(folder, "model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ModelError, match=r"got none for layers\.1\.mlp\.up_proj\.weight; use a checkpoint that is"):
+        first_blocks(folder, 1)
+    with pytest.raises(ModelError, match=r"got none for layers\.1\.mlp"):
+        loaded(folder)
+    first_blocks(folder, 0)
+    without(folder, "lm_head.weight")
+    with pytest.raises(ModelError, match=r"got none for lm_head\.weight and 1 more"):
+        loaded(folder, head=True)
+
+
+def test_a_file_that_ends_early_is_refused(tmp_path: Path):
+    folder = save_model(tmp_path / "llama", "llama")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"cannot load the model .*expected the files of a Hugging Face"):
+        first_blocks(folder, 0)
+
+
+def test_blocks_that_share_weights_with_earlier_ones_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = save_model(tmp_path / "llama", "llama")
+    made = AutoModel.from_config
+
+    def sharing(config: object, **settings: object) -> PreTrainedModel:
+        model = made(config, **settings)
+        last: nn.Module = model.layers[LAYERS - 1]
+        last.mlp = model.layers[0].mlp
+        return model
+
+    assert len(first_blocks(folder, 0).blocks) == 1
+    monkeypatch.setattr(AutoModel, "from_config", sharing)
+    assert len(first_blocks(folder, 0).blocks) == LAYERS

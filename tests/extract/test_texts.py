@@ -1,0 +1,312 @@
+"""Text sources against what the standard library and the files themselves say."""
+
+import argparse
+import ast
+import fractions
+import hashlib
+import http.server
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saecli.base.errors import ModelError
+from saecli.extract.texts import STDLIB_DOCS, TextSource
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=12)
+TABLE = {"text": ["first", "", None, "  ", "fifth\nline", "sixth"], "number": [1, 2, 3, 4, 5, 6]}
+TABLE_DOCUMENTS = [(0, "first"), (1, ""), (2, ""), (3, "  "), (4, "fifth\nline"), (5, "sixth")]
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def write_table(path: Path) -> str:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table(TABLE), path, row_group_size=2)
+        return str(path)
+    rows = [dict(zip(TABLE, values, strict=True)) for values in zip(*TABLE.values(), strict=True)]
+    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def documents(dataset: str, start: int = 0, **options: str) -> list[tuple[int, str]]:
+    return [(number, text) for number, text, _ in TextSource(dataset, **options).documents(start)]
+
+
+@pytest.fixture(scope="module")
+def stdlib() -> list[tuple[int, str]]:
+    return documents(STDLIB_DOCS)
+
+
+@pytest.mark.long
+def test_stdlib_docs_hold_what_inspect_reads_from_imported_modules(stdlib):
+    texts = {text for _, text in stdlib}
+    for thing in (json, json.dumps, argparse.ArgumentParser, ast.walk, fractions.Fraction.limit_denominator):
+        assert inspect.getdoc(thing) in texts
+    assert inspect.getdoc(math) not in texts  # compiled modules have no source to read
+
+
+@pytest.mark.long
+def test_stdlib_docs_are_distinct_trimmed_and_numbered_without_gaps(stdlib):
+    texts = [text for _, text in stdlib]
+    assert [number for number, _ in stdlib] == list(range(len(texts)))
+    assert len(set(texts)) == len(texts) > 2000
+    assert all(text == text.strip("\n") and len(text) >= 40 for text in texts)
+
+
+@pytest.mark.long
+def test_stdlib_docs_come_in_the_same_order_from_another_process(stdlib):
+    digest = hashlib.sha256(repr(stdlib).encode()).hexdigest()
+    program = (
+        "import hashlib; from saecli.extract.texts import TextSource; "
+        "texts = [(number, text) for number, text, _ in TextSource('stdlib-docs').documents()]; "
+        "print(hashlib.sha256(repr(texts).encode()).hexdigest())"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "77"}
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
+    assert printed.stdout.strip() == digest
+
+
+def test_importing_texts_does_not_import_datasets():
+    program = "import sys, saecli.extract.texts; print('datasets' in sys.modules or 'huggingface_hub' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == "False"
+
+
+@given(st.lists(WORDS, max_size=12))
+def test_txt_documents_match_a_split_of_the_whole_content(tmp_path_factory, lines):
+    content = "\n".join(lines)
+    path = write(tmp_path_factory.mktemp("txt") / "a.txt", content)
+    stripped = ["" if not line.strip() else line for line in lines]
+    paragraphs = [part.strip("\n") for part in "\n".join(stripped).strip("\n").split("\n\n")]
+    paragraphs = [part for part in paragraphs if part]
+    expected = paragraphs if len(paragraphs) > 1 else [line for line in stripped if line]
+    if expected:
+        assert [text for _, text in documents(path)] == expected
+    else:
+        with pytest.raises(ModelError, match="there is no text in"):
+            documents(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("one\ntwo\n", ["one", "two"]),
+        ("one\ntwo\n\nthree\n", ["one\ntwo", "three"]),
+        ("\n\none\ntwo\n\n", ["one", "two"]),
+        ("one\r\ntwo\r\n \t\r\nthree", ["one\ntwo", "three"]),
+        ("\ufeffone", ["one"]),
+    ],
+)
+def test_txt_blank_lines_between_texts_separate_documents(tmp_path, content, expected):
+    assert [text for _, text in documents(write(tmp_path / "a.txt", content))] == expected
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_tables_give_blank_texts_too(tmp_path, suffix):
+    assert documents(write_table(tmp_path / f"a [1]*{suffix}")) == TABLE_DOCUMENTS
+
+
+@given(start=st.integers(0, 8))
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_starting_later_gives_the_tail_of_the_whole_pass(tmp_path_factory, suffix, start):
+    path = tmp_path_factory.mktemp("resume") / f"a{suffix}"
+    source = write(path, "one\ntwo\n\nthree\n\nfour") if suffix == ".txt" else write_table(path)
+    assert documents(source, start) == [pair for pair in documents(source) if pair[0] >= start]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_the_case_of_a_suffix_does_not_matter(tmp_path, suffix):
+    path = tmp_path / f"a{suffix.upper()}"
+    source = write(path, "one\n\ntwo") if suffix == ".txt" else write_table(path)
+    if suffix == ".parquet":  # the helper goes by the suffix
+        pyarrow.parquet.write_table(pyarrow.table(TABLE), path)
+    assert documents(source) == ([(0, "one"), (1, "two")] if suffix == ".txt" else TABLE_DOCUMENTS)
+
+
+@pytest.mark.slow
+def test_a_damaged_parquet_file_is_told_of_once(tmp_path):
+    path = write(tmp_path / "a.parquet", b"PAR1 no more")
+    program = (f"from saecli.extract.texts import TextSource\ntry:\n    list(TextSource({path!r}).documents())\n"
+               "except OSError as error:\n    print(error)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"the text file {path} cannot be read; expected rows of text, got: ")
+    assert done.stderr == ""
+
+
+@pytest.mark.long
+def test_starting_later_in_stdlib_docs_gives_the_tail(stdlib):
+    assert documents(STDLIB_DOCS, 1000) == stdlib[1000:]
+
+
+def test_another_column_is_read_where_named(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "a", "body": "b"}\n\n{"body": "c"}\n')
+    assert documents(path, column="body") == [(0, "b"), (1, "c")]
+
+
+def test_reading_local_files_writes_nothing_beside_them(tmp_path):
+    write_table(tmp_path / "a.parquet")
+    documents(str(tmp_path / "a.parquet"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def test_identity_follows_the_content_of_a_local_file(tmp_path):
+    path = tmp_path / "a.txt"
+    first = TextSource(write(path, "one")).identity()
+    assert first == {"dataset": str(path), "bytes": 3, "sha256": hashlib.sha256(b"one").hexdigest()}
+    assert TextSource(os.path.relpath(path)).identity() == first
+    assert TextSource(write(path, "two")).identity() != first
+
+
+@pytest.mark.parametrize("dataset", [STDLIB_DOCS, "Salesforce/wikitext", "a.jsonl"])
+def test_identity_survives_json_and_tells_sources_apart(tmp_path, monkeypatch, dataset):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.jsonl", "{}")
+    identity = TextSource(dataset).identity()
+    assert json.loads(json.dumps(identity)) == identity
+    if dataset != STDLIB_DOCS:
+        assert TextSource(dataset, column="body").identity() != identity
+
+
+def test_identity_of_wikitext_names_the_configuration_it_falls_back_to():
+    assert TextSource("Salesforce/wikitext").identity()["config"] == "wikitext-103-raw-v1"
+    assert TextSource("Salesforce/wikitext", config="wikitext-2-v1").identity()["config"] == "wikitext-2-v1"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "column", "message"),
+    [
+        ("none.txt", None, "text", "does not exist"),
+        ("a.csv", "a,b", "text", "expected a .txt, .jsonl or .parquet file"),
+        ("a.txt", b"caf\xe9\n", "text", "expected UTF-8, got the byte 0xe9"),
+        ("a.jsonl", '{"body": "b", "n": 1}', "text", "no column 'text'; expected one of its columns, body, n"),
+        ("a.jsonl", '{"body": "b", "n": 1}', "n", r"expected a string, got int; .*\(body here\)"),
+        ("a.jsonl", '{"text": "b"}\n{"text"', "text", "line 2 of .* expected one JSON object per line"),
+        ("a.jsonl", "[1]", "text", "expected a JSON object, got list"),
+        ("a.parquet", b"PAR1 but not really", "text", "write it as Parquet again"),
+        ("a.parquet", TABLE, "body", "no column 'body'; expected one of its columns, text, number"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_files_that_cannot_be_read_give_one_sentence(tmp_path, name, content, column, message):
+    path = tmp_path / name
+    if content is TABLE:
+        write_table(path)
+    elif content is not None:
+        write(path, content)
+    with pytest.raises(ModelError, match=message) as caught:
+        documents(str(path), column=column)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+GOOD = b'{"text": "t"}\n'
+BAD = [b'{"text"\n', b"[1]\n", b'{"body": "b"}\n', b'{"text": 1}\n', b'{"text": "\xe9"}\n', b'{"text": "\\udc80"}\n',
+       b"[" * 100_000 + b"\n", b"9" * 5000 + b"\n"]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
+def test_a_bad_line_is_left_out_and_told_of_when_reading_ends(tmp_path, bad):
+    path, told = write(tmp_path / "a.jsonl", GOOD * 60 + b"\n" + bad + GOOD * 50), []
+    found = list(TextSource(path).documents(note=told.append))
+    assert [document.number for document in found] == list(range(110))
+    (note,) = told
+    assert note.startswith(f"left out 1 of 111 lines, the first: line 62 of {path} ")
+    assert [number for number, _ in documents(path, 105)] == [105, 106, 107, 108, 109]
+    some = TextSource(path).documents(note=told.append)
+    for _ in range(70):
+        next(some)
+    some.close()
+    assert told[1].startswith("left out 1 of 71 lines")
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (GOOD * 99 + BAD[0] * 2, "line 100 of .*; bad lines: 2 of the first 101, and no more than 1% are left out"),
+    (BAD[0] * 2 + GOOD * 98 + GOOD * 9000, "line 1 of .*; bad lines: 2 of the first 100"),
+    (GOOD * 9 + BAD[0], "line 10 of .*; bad lines: 1 of the first 10"),
+    (BAD[2] * 7, "line 1 of .* has no column 'text'; expected one of its columns, body; name one with --text-column$"),
+])
+def test_more_than_one_bad_line_in_a_hundred_is_refused(tmp_path, content, message):
+    told = []
+    with pytest.raises(ModelError, match=message):
+        list(TextSource(write(tmp_path / "a.jsonl", content)).documents(note=told.append))
+    assert told == []
+
+
+def test_a_folder_is_no_text_source(tmp_path):
+    with pytest.raises(ModelError, match="got a folder"):
+        documents(str(tmp_path))
+
+
+class HubWithoutDatasets(http.server.BaseHTTPRequestHandler):
+    """Answers every request as the hub does for a repository that does not exist."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), HubWithoutDatasets) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def error_from_hub(tmp_path: Path, **environment: str) -> str:
+    """What reading a dataset id says in a process of its own, for the hub's address is read at import."""
+    program = (
+        "from saecli.base.errors import ModelError\n"
+        "from saecli.extract.texts import TextSource\n"
+        "try:\n    print(next(TextSource('some/dataset').documents()))\n"
+        "except ModelError as error:\n    print(error)\n"
+    )
+    without_proxy = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**without_proxy, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1", **environment},
+    )
+    assert result.stdout.count("\n") == 1
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [{"HF_ENDPOINT": "http://hub.invalid"}, {"HF_HUB_OFFLINE": "1"}])
+def test_without_network_the_error_names_the_sources_that_need_none(tmp_path, environment):
+    message = error_from_hub(tmp_path, **environment)
+    assert "some/dataset cannot be fetched; expected a network connection" in message
+    assert "--dataset stdlib-docs or a local .txt, .jsonl or .parquet file" in message
+
+
+@pytest.mark.slow
+def test_a_dataset_that_the_hub_does_not_have_is_said_to_be_missing(tmp_path, hub):
+    message = error_from_hub(tmp_path, HF_ENDPOINT=hub)
+    assert "some/dataset cannot be found" in message
+    assert "check the id" in message

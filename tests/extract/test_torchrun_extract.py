@@ -1,0 +1,237 @@
+"""`sae extract` in several processes: real ones, started by torchrun, talking by gloo, and killed."""
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from homes import CommandLine
+from launching import launched, own_words, together, torchrun
+
+from saecli.store.ranks import saved_rows
+from saecli.store.reader import ActivationStore
+
+WORDS = ("extract", "--model", "tiny-gemma2", "--layer", "1", "--site", "resid_post")
+MANY = (*WORDS, "--rows", "36000", "--shard-rows", "1500", "--batch-size", "16")
+
+
+def by_document(home: Path, name: str) -> tuple[np.ndarray, np.ndarray, ActivationStore]:
+    """A store's rows in the order of the text, and their columns: document, position and token."""
+    store = ActivationStore.open(home / "activations" / name)
+    rows = store.split("all")
+    columns = [np.concatenate(list(rows.column(one, 4096))) for one in ("token_id", "position", "document")]
+    order = np.argsort(columns[2], kind="stable")
+    return np.concatenate([batch.copy() for batch in rows.sequential(4096)])[order], np.stack(columns)[:, order], store
+
+
+def shards_of(folder: Path) -> int:
+    """How many shards the ranks have stored."""
+    return len(list(folder.glob("ranks/*/shards/[0-9]*.h5")))
+
+
+def assert_same_documents(home: Path, name: str, expected: str) -> None:
+    """The store holds the rows of the same documents, but for the last bits, which depend on batches."""
+    (x, columns, store), (wanted, wanted_columns, one) = by_document(home, name), by_document(home, expected)
+    np.testing.assert_array_equal(columns, wanted_columns)
+    np.testing.assert_allclose(x, wanted, rtol=0.02, atol=0.05)
+    assert store.complete
+    assert store.meta.request_hash == one.meta.request_hash
+    assert store.meta.dropped == one.meta.dropped
+    assert store.verify() == []
+
+
+def assert_same_store(home: Path, name: str, expected: str) -> None:
+    """The store is byte for byte the other one."""
+    found, wanted = (ActivationStore.open(home / "activations" / one).meta.to_json() for one in (name, expected))
+    assert {**found, "created": ""} == {**wanted, "created": ""}
+    assert ActivationStore.open(home / "activations" / name).verify() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [
+    pytest.param(("--site", "mlp_out"), marks=pytest.mark.long), ("--max-norm-multiple", "1.2")])
+def test_two_processes_store_the_documents_of_one_and_one_of_them_speaks(sae: CommandLine, extra: tuple[str, ...]):
+    words = (*WORDS, *extra, "--rows", "11000", "--shard-rows", "900")
+    assert sae(*words, "--name", "one").status == 0
+    done = together(2, "--home", sae.home, *words, "--name", "two", "--json")
+    assert done.status == 0, done.err
+    stores = done.json.get("stores", [done.json])
+    assert [store["rows"] for store in stores] == [11_000] * len(stores)
+    assert own_words(done.err) == []
+    if len(stores) == 2:
+        for site in ("l1-resid_post", "l1-mlp_out"):
+            assert_same_documents(sae.home, f"two-{site}", f"one-{site}")
+        return
+    (_, columns, two), (_, wanted, one) = by_document(sae.home, "two"), by_document(sae.home, "one")
+    assert two.meta.median_norm == pytest.approx(one.meta.median_norm, rel=1e-3)
+    assert two.meta.dropped["high_norm"] == pytest.approx(one.meta.dropped["high_norm"], rel=0.3)  # of whole blocks
+    last = min(columns[2].max(), wanted[2].max())  # who makes up for rows left out decides the last documents
+    for documents in (columns, wanted):
+        assert (documents[2] < last - 20).sum() > 10_000
+    np.testing.assert_array_equal(columns[:, columns[2] < last - 20], wanted[:, wanted[2] < last - 20])
+
+
+SITES = ("mlp_out", "resid_post")
+BOTH = ("extract", "--model", "tiny-gemma2", "--layer", "1", "--site", SITES[0], "--site", SITES[1],
+        "--max-norm-multiple", "1.05", "--rows", "11000", "--shard-rows", "450")
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home where two processes stored two sites, of which either drops rows."""
+    home = tmp_path_factory.mktemp("home")
+    done = together(2, "--home", home, *BOTH, "--name", "two")
+    assert done.status == 0, done.err
+    return home
+
+
+@pytest.mark.slow
+def test_two_processes_drop_from_both_sites_the_rows_that_either_drops(both: Path, monkeypatch, capsys):
+    alone = CommandLine(both, monkeypatch, capsys)
+    assert alone(*BOTH, "--name", "one").status == 0
+    found = {name: [by_document(both, f"{name}-l1-{site}") for site in SITES] for name in ("one", "two")}
+    for (_, columns, mlp), (_, others, post) in found.values():
+        np.testing.assert_array_equal(columns, others)
+        assert min(store.meta.dropped[reason] for store in (mlp, post) for reason in ("beside", "high_norm")) > 30
+    (_, wanted, one), (_, columns, two) = found["one"][0], found["two"][0]
+    assert two.meta.median_norm == pytest.approx(one.meta.median_norm, rel=1e-3)
+    last = min(columns[2].max(), wanted[2].max())  # who makes up for rows left out decides the last documents
+    for documents in (columns, wanted):
+        assert (documents[2] < last - 20).sum() > 8_000
+    np.testing.assert_array_equal(columns[:, columns[2] < last - 20], wanted[:, wanted[2] < last - 20])
+    before = two_metas(both, "two")
+    shutil.rmtree(both / "activations" / "two-l1-mlp_out")  # its rows would come in another order
+    refused = alone(*BOTH, "--name", "two").err
+    assert "expected the number of processes that began it, 2, got 1" in refused
+    (both / "activations" / "two-l1-resid_post" / "shards" / "00003.h5").unlink()
+    assert together(2, "--home", both, *BOTH, "--name", "two").status == 0
+    assert_same(two_metas(both, "two"), before)
+
+
+def two_metas(home: Path, name: str) -> list[dict]:
+    """What `store.json` holds of the stores of both sites."""
+    return [ActivationStore.open(home / "activations" / f"{name}-l1-{site}").meta.to_json() for site in SITES]
+
+
+def assert_same(found: list[dict], expected: list[dict]) -> None:
+    """The stores are byte for byte the others."""
+    assert [{**meta, "created": ""} for meta in found] == [{**meta, "created": ""} for meta in expected]
+
+
+@pytest.mark.long
+def test_stores_of_a_killed_process_come_out_as_those_never_stopped(both: Path):
+    assert together(2, "--home", both, *BOTH, "--name", "whole").status == 0
+    folders = [both / "activations" / f"killed-l1-{site}" for site in SITES]
+    for _ in range(2):
+        before = sum(map(shards_of, folders))
+        with launched(torchrun(2), "--home", both, *BOTH, "--name", "killed") as started:
+            started.until(lambda before=before: sum(map(shards_of, folders)) >= before + 4)
+            os.kill(started.ranks()[1], signal.SIGKILL)
+            assert started.done().status == 1
+        # One rank's part of one store is lost: it is behind the others, which have its rows already.
+        shutil.rmtree(folders[0] / "ranks" / "00001", ignore_errors=True)
+    done = together(2, "--home", both, *BOTH, "--name", "killed")
+    assert done.status == 0, done.err
+    assert_same(two_metas(both, "killed"), two_metas(both, "whole"))
+
+
+@pytest.mark.long
+def test_two_processes_pack_the_documents_of_one(sae: CommandLine):
+    words = (*WORDS, "--packed", "--rows", "5000")
+    assert sae(*words, "--name", "one").status == 0
+    assert together(2, "--home", sae.home, *words, "--name", "two").status == 0
+    (_, columns, _), (_, wanted, _) = by_document(sae.home, "two"), by_document(sae.home, "one")
+    np.testing.assert_array_equal(columns[[0, 2]], wanted[[0, 2]])  # windows, and so positions, are others
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    assert together(2, "--home", home, *MANY, "--name", "whole").status == 0
+    assert together(1, "--home", home, *MANY, "--name", "alone").status == 0
+    assert_same_documents(home, "whole", "alone")
+    return home
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("victim", "shards"), [(0, 3), (1, 8)])
+def test_a_process_killed_ends_the_others_and_the_same_command_completes_the_store(whole: Path, victim: int,
+                                                                                   shards: int):
+    name = f"killed-{victim}"
+    folder = whole / "activations" / name
+    with launched(torchrun(2), "--home", whole, *MANY, "--name", name) as started:
+        started.until(lambda: shards_of(folder) >= shards)
+        survivor = started.ranks()[1 - victim]
+        os.kill(started.ranks()[victim], signal.SIGKILL)
+        killed = time.monotonic()
+        done = started.done()
+        assert time.monotonic() - killed < 60
+    assert not Path(f"/proc/{survivor}").exists()
+    assert done.status == 1
+    said = own_words(done.err)
+    assert said[-1].startswith(f"sae: process {1 - victim} of 2: ")
+    assert "run the same command again to go on from what was saved" in said[-1]
+    before = saved_rows(folder)
+    assert 1500 * (shards - 2) <= before < 36_000  # each rank may have one that its store.json does not name yet
+    other = together(3, "--home", whole, *MANY, "--name", name)
+    assert other.status == 1
+    assert "expected the number of processes that began it, 2, got 3" in own_words(other.err)[-1]
+    again = together(2, "--home", whole, *MANY, "--name", name)
+    assert again.status == 0, again.err
+    assert own_words(again.err) == [f"{name}: going on after {before:,} rows"]
+    assert_same_store(whole, name, "whole")
+
+
+@pytest.mark.long
+def test_control_c_keeps_the_rows_of_all_processes(whole: Path, monkeypatch, capsys):
+    folder, words = whole / "activations" / "stopped", (*WORDS, "--rows", "36000", "--name", "stopped")
+    with launched(torchrun(2), "--home", whole, *words) as started:
+        started.until(lambda: len(list(folder.glob("ranks/*/shards/.00000.h5.partial"))) == 2)
+        started.process.send_signal(signal.SIGINT)
+        done = started.done()
+    assert done.status != 0
+    rows = saved_rows(folder)
+    assert rows > 0
+    assert own_words(done.err) == [f"stopped; {rows:,} rows are saved, and the same command goes on from there"]
+    alone = CommandLine(whole, monkeypatch, capsys)
+    listed = next(store for store in alone("list", "--json").json["stores"] if store["name"] == "stopped")
+    assert (listed["rows"], listed["state"]) == (rows, "unfinished")
+    refused = alone(*words)
+    assert "expected the number of processes that began it, 2, got 1; run the command with torchrun" in refused.err
+    again = together(2, "--home", whole, *words)
+    assert own_words(again.err) == [f"stopped: going on after {rows:,} rows"]
+    (x, columns, _), (wanted, wanted_columns, _) = by_document(whole, "stopped"), by_document(whole, "alone")
+    np.testing.assert_array_equal(columns, wanted_columns)
+    np.testing.assert_allclose(x, wanted, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.long
+def test_a_damaged_shard_of_several_processes_is_written_anew_by_one_or_by_several(whole: Path, monkeypatch, capsys):
+    assert together(2, "--home", whole, *MANY, "--name", "damaged").status == 0
+    shards = sorted((whole / "activations" / "damaged" / "shards").glob("*.h5"))
+    before = [shard.read_bytes() for shard in shards]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    alone = CommandLine(whole, monkeypatch, capsys)
+    for mend in (lambda *words: together(3, "--home", whole, *words), alone):
+        shards[2].write_bytes(before[2][:100_000] + b"x" + before[2][100_001:])
+        shards[17].unlink()
+        done = mend(*MANY, "--name", "damaged")
+        assert done.status == 0, done.err
+        assert "rewriting 00002.h5, 00017.h5" in done.err
+        assert_same_documents(whole, "damaged", "alone")
+
+
+@pytest.mark.long
+def test_an_error_names_its_process_once_and_other_commands_are_refused(sae: CommandLine, tmp_path: Path):
+    refused = together(2, "--home", sae.home, "list")
+    assert refused.status == 1
+    assert own_words(refused.err)[-1].endswith("sae list runs in one process: expected extract or train, which run in "
+                                               "several, got 2 processes; run it without torchrun")
+    assert len(own_words(refused.err)) == 1
+    wrong = together(2, "--home", sae.home, *WORDS, "--rows", "none")
+    assert wrong.err.count("Invalid value for '--rows'") == 1
+    missing = together(3, "--home", sae.home, *WORDS, "--dataset", tmp_path / "no.txt")
+    assert missing.err.count("no.txt does not exist") == 1

@@ -1,0 +1,139 @@
+"""Cells, margins and local complexity against slow certain accounts and against the SAE itself."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from encoders import Case, cases, encoder, sae_of, walls
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saecli.base.errors import ConfigError
+from saecli.geometry import largest_cells
+from saecli.geometry.cells import Cells
+from saecli.geometry.partition import cells_of
+from saecli.sae.activations import AbsTopK, Activation, Relu, ReluTopK, SoftTopK, Swish, TopK
+
+
+def supports_at(cells: Cells, rows: torch.Tensor) -> torch.Tensor:
+    return cells.supports(cells.pre_activations(rows))
+
+
+@given(cases(shapes=("plain", "shifted", "uneven")))
+def test_supports_are_the_latents_whose_codes_are_not_zero(case: Case) -> None:
+    assert torch.equal(supports_at(cells_of(case.sae), case.rows), case.sae.encode(case.rows) != 0)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@given(case=cases())
+def test_margins_equal_the_nearest_of_all_walls(case: Case, width: int) -> None:
+    before, largest_cells.SEARCH_WIDTH = largest_cells.SEARCH_WIDTH, width
+    try:
+        cells = cells_of(case.sae)
+        margins = cells.margins(cells.pre_activations(case.rows)).numpy()
+    finally:
+        largest_cells.SEARCH_WIDTH = before
+    expected = [min((distance for distance, _ in walls(case.sae, row)), default=np.inf) for row in case.rows.numpy()]
+    scale = max(1.0, float(case.sae.W_enc.abs().max()))
+    np.testing.assert_allclose(margins, expected, rtol=1e-9, atol=1e-9 * scale)
+
+
+@given(cases(shapes=("plain", "shifted", "clustered", "uneven")), st.integers(0, 2**32))
+def test_no_direction_leaves_the_cell_before_the_margin_and_the_nearest_wall_leads_out_just_after(
+        case: Case, seed: int) -> None:
+    cells = cells_of(case.sae)
+    margins = cells.margins(cells.pre_activations(case.rows))
+    directions = np.random.default_rng(seed).normal(size=(50, case.sae.d_in))
+    directions = torch.from_numpy(directions / np.linalg.norm(directions, axis=1, keepdims=True))
+    home = supports_at(cells, case.rows)
+    for row, margin, support in zip(case.rows, margins, home, strict=True):
+        if margin < 1e-9:
+            continue  # on the wall to rounding
+        reach = min(float(margin), 1e3)
+        assert (supports_at(cells, row + (1 - 1e-6) * reach * directions) == support).all()
+        if torch.isinf(margin):
+            continue
+        towards = torch.from_numpy(min(walls(case.sae, row.numpy()), key=lambda wall: wall[0])[1])
+        steps = torch.tensor([1 - 1e-6, 1 + 1e-6], dtype=torch.float64)[:, None] * margin
+        inside, outside = (supports_at(cells, row + steps * towards) == support).all(1)
+        assert inside
+        assert not outside
+
+
+@given(cases(kinds=("relu", "jumprelu", "topk", "relu-topk"), shapes=("plain", "uneven")), st.integers(0, 2**32))
+def test_bisection_along_a_ray_finds_the_wall_no_nearer_than_the_margin(case: Case, seed: int) -> None:
+    cells = cells_of(case.sae)
+    margins = cells.margins(cells.pre_activations(case.rows))
+    ray = torch.from_numpy(np.random.default_rng(seed).normal(size=case.sae.d_in))
+    ray = ray / ray.norm()
+    home = supports_at(cells, case.rows)
+    low, high = torch.zeros(len(case.rows), dtype=torch.float64), torch.full((len(case.rows),), 1e4).double()
+    for _ in range(60):  # these cells are convex, so the ray leaves but once
+        middle = (low + high) / 2
+        stays = (supports_at(cells, case.rows + middle[:, None] * ray) == home).all(1)
+        low, high = torch.where(stays, middle, low), torch.where(stays, high, middle)
+    assert (high >= margins.clamp(max=1e4) * (1 - 1e-9) - 1e-9).all()
+
+
+@given(cases(shapes=("plain", "shifted", "zeros", "uneven", "twins")), st.floats(0.01, 3))
+def test_crossings_count_the_walls_within_the_radius(case: Case, radius: float) -> None:
+    cells = cells_of(case.sae)
+    counts = cells.crossings(cells.pre_activations(case.rows), radius)
+    for row, count in zip(case.rows.numpy(), counts.tolist(), strict=True):
+        distances = np.array([distance for distance, _ in walls(case.sae, row)])
+        assert (distances < radius * (1 - 1e-6)).sum() <= count <= (distances < radius * (1 + 1e-6)).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("activation", "shape"), [
+    (TopK(24), "plain"), (TopK(24), "clustered"), (AbsTopK(24), "shifted"), (AbsTopK(24), "plain"), (Relu(), "plain"),
+    (ReluTopK(24), "plain"), (ReluTopK(400), "plain")])
+def test_margins_of_many_latents_equal_the_nearest_of_all_walls(activation: Activation, shape: str) -> None:
+    rng = np.random.default_rng(0)
+    sae = sae_of(*encoder(rng, 32, 600, shape), activation, rng)
+    rows = torch.from_numpy(rng.normal(size=(4, 32)))
+    cells = cells_of(sae)
+    margins = cells.margins(cells.pre_activations(rows)).numpy()
+    np.testing.assert_allclose(margins, [min(walls(sae, row), key=lambda wall: wall[0])[0] for row in rows.numpy()],
+                               rtol=1e-9)
+
+
+@pytest.mark.parametrize("activation", [Relu(), TopK(2), AbsTopK(2), ReluTopK(2), TopK(5)], ids=repr)
+def test_a_row_that_is_no_number_has_no_margin_and_spoils_no_other(activation: Activation) -> None:
+    rng = np.random.default_rng(0)
+    cells = cells_of(sae_of(*encoder(rng, 3, 5, "plain"), activation, rng))
+    rows = torch.from_numpy(rng.normal(size=(4, 3)))
+    expected = cells.look(rows)[1]
+    rows[1, 0] = torch.nan
+    if activation != TopK(5):  # the whole space, whatever the row
+        expected[1] = torch.nan
+    torch.testing.assert_close(cells.look(rows)[1], expected, equal_nan=True)
+    torch.testing.assert_close(cells.margins(cells.pre_activations(rows)), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", [TopK, AbsTopK])
+def test_a_cell_that_is_the_whole_space_has_no_boundary(kind: type) -> None:
+    rng = np.random.default_rng(0)
+    cells = cells_of(sae_of(*encoder(rng, 3, 5, "plain"), kind(5), rng))
+    pre = cells.pre_activations(torch.from_numpy(rng.normal(size=(4, 3))))
+    assert torch.isinf(cells.margins(pre)).all()
+    assert (cells.crossings(pre, 1e9) == 0).all()
+    assert cells.possible_log10 == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("F", "k"), [(1, 1), (80, 3), (256, 15), (4096, 320)])
+def test_possible_cells_are_counted_exactly(F: int, k: int) -> None:
+    W, b = np.zeros((2, F)), np.zeros(F)
+    rng = np.random.default_rng(0)
+    assert cells_of(sae_of(W, b, TopK(k), rng)).possible_log10 == pytest.approx(math.log10(math.comb(F, k)), abs=1e-9)
+    clipped = math.log10(sum(math.comb(F, j) for j in range(k + 1)))
+    assert cells_of(sae_of(W, b, ReluTopK(k), rng)).possible_log10 == pytest.approx(clipped, abs=1e-9)
+    assert cells_of(sae_of(W, b, Relu(), rng)).possible_log10 == pytest.approx(math.log10(2**F))
+
+
+@pytest.mark.parametrize("activation", [Swish(), SoftTopK(2)], ids=lambda activation: activation.name)
+def test_an_activation_without_cells_is_refused_in_one_sentence(activation: Activation) -> None:
+    rng = np.random.default_rng(0)
+    with pytest.raises(ConfigError, match=f"the activation {activation.name} has no cells .*; expected one of relu, "):
+        cells_of(sae_of(*encoder(rng, 2, 3, "plain"), activation, rng))

@@ -1,0 +1,69 @@
+"""`sae eval` against the evaluations of other libraries, each in an environment of its own; see `environments`."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from environments import python_with
+from homes import CommandLine
+
+from saecli.extract.language_model import LanguageModel
+from saecli.extract.model_source import find_model
+from saecli.extract.places import BUNDLED, TINY_GEMMA2
+from saecli.extract.token_windows import Windows
+from saecli.measure.splice import stored_windows
+from saecli.store.reader import ActivationStore
+from saecli.store.rows import Rows
+
+pytestmark = pytest.mark.slow
+SCRIPTS = Path(__file__).parents[1] / "libraries"
+LAYER, D = 1, 128
+RUNS = {"relu": [], "jumprelu": ["--sparsity", "l0"], "batchtopk": ["--k", "8"]}
+
+
+@pytest.fixture
+def trained(sae: CommandLine) -> CommandLine:
+    """A home with rows of tiny-gemma2, and a short run of each activation on them."""
+    done = sae("extract", "--model", TINY_GEMMA2, "--layer", str(LAYER), "--dataset", "stdlib-docs", "--rows", "4000",
+               "--dtype", "float32", "--name", "rows")
+    assert done.status == 0, done.err
+    for act, words in RUNS.items():
+        done = sae("train", "--data", "rows", "--act", act, *words, "--d-sae", "256", "--epochs", "2", "--name", act)
+        assert done.status == 0, done.err
+    return sae
+
+
+def rows_of(sae: CommandLine) -> Rows:
+    return ActivationStore.open(sae.home / "activations" / "rows").split("all")
+
+
+def test_every_measure_agrees_with_saelens_current_evaluation_of_the_same_tokens(
+        trained: CommandLine, tmp_path: Path) -> None:
+    python = python_with("saelens")
+    for act in RUNS:
+        assert trained("export", act, "--to", "saelens", "--out", tmp_path / act).status == 0
+    model = LanguageModel(find_model(TINY_GEMMA2), torch.device("cpu"), head=True)
+    rows = rows_of(trained)
+    cutter = Windows(model.tokenizer, rows.store.meta.source["context"])
+    windows = list(stored_windows(rows, cutter.prefix, 10**9))
+    assert sum(len(window) - len(cutter.prefix) for window in windows) == rows.rows
+    (tmp_path / "windows.json").write_text(json.dumps(windows))
+    done = subprocess.run([python, SCRIPTS / "saelens_evaluation.py", BUNDLED[TINY_GEMMA2], f"model.layers.{LAYER}",
+                           tmp_path / "windows.json", *(tmp_path / act for act in RUNS)], capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    ours = trained("eval", *RUNS, "--split", "all", "--model", TINY_GEMMA2, "--tokens", "1000000", "--json").json
+    for found, line in zip(ours["runs"], done.stdout.splitlines()[-len(RUNS):], strict=True):
+        theirs = json.loads(line)
+        assert found["tokens"] == found["rows"] == 4000
+        assert {
+            "explained_variance": found["explained_variance"], "mse": found["mse"] * D, "cossim": found["cosine"],
+            "l0": found["l0"], "l1": found["l1"], "ce_loss_without_sae": found["ce_clean"],
+            "ce_loss_with_sae": found["ce_spliced"], "ce_loss_with_ablation": found["ce_zero"],
+            "ce_loss_score": found["ce_recovered"], "kl_div_with_sae": found["kl"],
+        } == pytest.approx({name: theirs[name] for name in (
+            "explained_variance", "mse", "cossim", "l0", "l1", "ce_loss_without_sae", "ce_loss_with_sae",
+            "ce_loss_with_ablation", "ce_loss_score", "kl_div_with_sae")}, rel=1e-4)
+        assert theirs["kl_div_with_sae"] > 1e-3

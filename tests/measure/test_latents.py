@@ -1,0 +1,330 @@
+"""What is gathered of latents in one pass, against brute force in numpy."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from storing import memory_folder
+from tiny_models import save_model
+
+from saecli.base.devices import device_named
+from saecli.extract.language_model import LanguageModel, load_tokenizer
+from saecli.extract.model_source import find_model
+from saecli.extract.places import TINY_GEMMA2
+from saecli.extract.tokens import LOGIT_BINS, TokenTexts, Unembedding
+from saecli.measure import cofiring
+from saecli.measure.cofiring import LEAST, CoFiring
+from saecli.measure.latent_examples import BEFORE, TOKENS, Block, Examples, at_random, in_blocks
+from saecli.measure.latents import Magnitudes, bin_edges, neighbours
+from saecli.sae.codes import DenseCodes, SparseCodes
+from saecli.sae.encoding import where
+from saecli.store.reader import ActivationStore
+from saecli.store.schema import StoreMeta
+from saecli.store.split import is_test
+from saecli.store.writer import StoreWriter
+
+F, COUNT = 9, 4
+COLUMNS = ("document", "position", "token_id")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Windows of tokens and codes for them; some windows read like others."""
+
+    codes: np.ndarray
+    columns: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def random(cls, seed: int, signed: bool = False) -> "Corpus":
+        rng = np.random.default_rng(seed)
+        lengths = rng.choice([1, 2, 20, 47, 48, 49, 90], 60)
+        rows = int(lengths.sum())
+        codes = np.round(4 * rng.normal(size=(rows, F))) / 4  # many are equal
+        codes = codes if signed else np.maximum(codes - 0.5, 0)
+        documents = np.repeat(np.arange(60) // 2, lengths)
+        positions = np.concatenate([1 + np.arange(length) for length in lengths])
+        # Few letters, so that short windows repeat; every third window is a run of one of them.
+        tokens = np.concatenate([np.full(n, 7) if i % 3 == 0 else rng.integers(0, 5, n)
+                                 for i, n in enumerate(lengths)])
+        return cls(codes.astype(np.float32), np.stack([documents, positions, tokens]),
+                   np.concatenate([[0], np.cumsum(lengths)]))
+
+    def blocks(self, rng: np.random.Generator) -> list[slice]:
+        """Stretches of whole windows."""
+        cuts = np.sort(rng.choice(np.arange(1, 60), 12, replace=False))
+        return [slice(self.starts[a], self.starts[b]) for a, b in zip([0, *cuts], [*cuts, 60], strict=True)]
+
+    def best(self, latent: int) -> list[dict]:
+        """The examples of a latent by looking at every window, in float64."""
+        found, seen = [], set()
+        for begin, end in zip(self.starts, self.starts[1:], strict=False):
+            sizes = np.abs(self.codes[begin:end, latent].astype(np.float64))
+            row = begin + int(np.argmax(sizes))
+            first = max(begin, min(row - BEFORE, end - TOKENS))
+            last = min(end, first + TOKENS)
+            if sizes.max() > 0:
+                found.append({"rank": sizes.max(), "number": row, "token": tuple(self.columns[2, first:last]),
+                              "code": tuple(self.codes[first:last, latent]), "peak": row - first,
+                              "document": self.columns[0, row], "position": self.columns[1, row]})
+        kept = []
+        for one in sorted(found, key=lambda one: (-one["rank"], one["number"])):
+            if one["token"] not in seen:
+                seen.add(one["token"])
+                kept.append(one)
+        return kept[:COUNT]
+
+
+def check(found: dict[str, np.ndarray], place: int, expected: list[dict]) -> None:
+    assert int((found["rank"][place] > 0).sum()) == len(expected)
+    for which, one in enumerate(expected):
+        for name in ("rank", "number", "peak", "document", "position"):
+            assert found[name][place, which] == one[name], name
+        length = len(one["token"])
+        assert tuple(found["token"][place, which][:length]) == one["token"]
+        assert tuple(found["code"][place, which][:length]) == one["code"]
+        assert (found["token"][place, which][length:] == -1).all()
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_examples_are_those_that_looking_at_every_window_finds(seed: int, signed: bool):
+    corpus = Corpus.random(seed, signed)
+    everything, some = Examples(range(F), F, COUNT, True), Examples([1, 5, 7], F, COUNT, True)
+    for part in corpus.blocks(np.random.default_rng(seed)):
+        block = Block(torch.empty(part.stop - part.start, 2), np.arange(part.start, part.stop), corpus.columns[:, part])
+        for examples in (everything, some):
+            examples.update(torch.from_numpy(corpus.codes[part]), block)
+    for examples, latents in ((everything, range(F)), (everything, [2, 8]), (some, [1, 5, 7]), (some, [5])):
+        for place, latent in enumerate(latents):
+            check(examples.of(latents), place, corpus.best(latent))
+
+
+def test_examples_of_rows_without_tokens_are_the_rows_of_the_largest_codes():
+    codes = np.random.default_rng(0).normal(size=(500, F)).astype(np.float32)
+    examples = Examples(range(F), F, COUNT, False)
+    for part in np.split(np.arange(500), [7, 300]):
+        examples.update(torch.from_numpy(codes[part]), Block(torch.empty(len(part), 2), 1000 + part, None))
+    order = np.argsort(-np.abs(codes), axis=0)[:COUNT].T
+    found = examples.of(range(F))
+    assert (found["number"] == 1000 + order).all()
+    assert (found["code"][..., 0] == np.take_along_axis(codes.T, order, 1)).all()
+
+
+def sampled(codes: np.ndarray, columns: np.ndarray | None, parts: list[slice], count: int) -> Examples:
+    """A random sample of the rows on which each latent fires, taken in by parts."""
+    latents = codes.shape[1]
+    examples = Examples(range(latents), latents, count, columns is not None, at_random)
+    for part in parts:
+        block = Block(torch.empty(part.stop - part.start, 2), np.arange(part.start, part.stop),
+                      None if columns is None else columns[:, part])
+        examples.update(torch.from_numpy(codes[part]), block)
+    return examples
+
+
+def test_random_examples_are_rows_on_which_the_latent_fires_the_same_however_the_rows_come():
+    corpus = Corpus.random(0, signed=True)
+    rng = np.random.default_rng(1)
+    first, second = (sampled(corpus.codes, corpus.columns, corpus.blocks(rng), COUNT).of(range(F)) for _ in range(2))
+    for name, values in first.items():
+        assert (values == second[name]).all(), name
+    for latent, numbers in enumerate(first["number"]):
+        assert (corpus.codes[numbers, latent] != 0).all()
+        assert len(set(np.searchsorted(corpus.starts, numbers, side="right"))) == COUNT  # one of a window
+        for which, row in enumerate(numbers):
+            begin = row - first["peak"][latent, which]
+            length = (first["token"][latent, which] >= 0).sum()
+            rows = slice(begin, begin + length)
+            assert (first["token"][latent, which, :length] == corpus.columns[2, rows]).all()
+            assert (first["code"][latent, which, :length] == corpus.codes[rows, latent]).all()
+
+
+def test_random_examples_are_spread_evenly_over_rows_and_sizes_and_differ_between_latents():
+    rng = np.random.default_rng(0)
+    rows, latents, count = 20_000, 60, 40
+    codes = (rng.exponential(size=(rows, latents)) * (rng.random((rows, latents)) < 0.3)).astype(np.float32)
+    found = sampled(codes, None, [slice(0, 7000), slice(7000, rows)], count).of(range(latents))
+    assert (found["rank"] > 0).all()
+    ranks = [np.searchsorted(np.sort(codes[codes[:, latent] > 0, latent]), found["code"][latent, :, 0]) / (codes[
+        :, latent] > 0).sum() for latent in range(latents)]
+    for uniform in (found["number"].ravel() / rows, np.concatenate(ranks), found["number"][:, :5].ravel() / rows):
+        sorted_ = np.sort(uniform)
+        distance = np.abs(sorted_ - np.arange(len(sorted_)) / len(sorted_)).max()
+        assert distance < 1.95 / np.sqrt(len(sorted_))  # Kolmogorov and Smirnov's bound at 0.1%
+    shared = len(found["number"].ravel()) - len(set(found["number"].ravel().tolist()))
+    assert shared < 3 * (latents * count) ** 2 / (2 * rows)  # three times as many as of independent draws
+
+
+@pytest.mark.parametrize("density", [0.03, 0.6])
+def test_partners_are_the_highest_correlations_of_firing_and_their_lift(density: float):
+    rng = np.random.default_rng(0)
+    rows, latents = 2500, 30
+    fires = rng.random((rows, latents)) < density
+    fires[:, 5] = fires[:, 4] & (rng.random(rows) < 0.9)
+    fires[:, 6], fires[:, 7] = True, False  # correlated with none
+    fires[:, 8], fires[:, 9] = False, False
+    fires[[3, 800], 8] = fires[[3, 800], 9] = True  # together, but on two rows only
+    gathered = CoFiring(latents, rows)
+    for part in np.split(fires, [1, 900, 901]):
+        gathered.update(torch.from_numpy(-part.astype(np.float32)))
+    told = []
+    chosen = torch.tensor([4, 6, 7, 8, 29])
+    found = gathered.partners(chosen, 10, told.append)
+    p = fires.mean(0)
+    both = fires.T.astype(int) @ fires
+    with np.errstate(divide="ignore", invalid="ignore"):
+        phi = np.nan_to_num(np.corrcoef(fires.T.astype(float)))
+        lift = both / rows / np.outer(p, p)
+    phi[both < LEAST] = 0
+    np.fill_diagonal(phi, 0)
+    for place, latent in enumerate(chosen.tolist()):
+        order = np.argsort(-phi[latent], kind="stable")[:10]
+        assert found.phi[place].numpy() == pytest.approx(np.maximum(phi[latent, order], 0), abs=1e-5)
+        there = found.phi[place] > 1e-4
+        partners = found.latents[place][there].numpy()
+        assert phi[latent, partners] == pytest.approx(found.phi[place][there].numpy(), abs=1e-5)
+        assert found.lift[place][there].numpy() == pytest.approx(lift[latent, partners], rel=1e-4)
+    assert found.latents[0, 0] == 5
+    assert told == [5]
+
+
+def test_cofiring_of_many_rows_looks_at_evenly_spaced_ones(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cofiring, "SAMPLED_ROWS", 40)
+    rows = 350  # every 9th
+    fires = np.random.default_rng(0).random((rows, 12)) < 0.5
+    gathered, alone = CoFiring(12, rows), CoFiring(12, 39)
+    for part in np.split(fires, [1, 2, 60, 345]):
+        gathered.update(torch.from_numpy(part.astype(np.float32)))
+    alone.update(torch.from_numpy(fires[::9].astype(np.float32)))
+    found, expected = (one.partners(torch.arange(12), 3, lambda done: None) for one in (gathered, alone))
+    for values, own in zip(found, expected, strict=True):
+        assert torch.equal(values, own)
+
+
+def test_a_missing_row_is_told_before_the_token_after_it():
+    columns = np.array([[0] * 5, [1, 2, 5, 6, 7], [10, 11, 12, 13, 14]])
+    examples = Examples(range(1), 1, 1, True)
+    examples.update(torch.tensor([[0.0], [1.0], [0.0], [0.0], [0.0]]), Block(torch.empty(5, 2), np.arange(5), columns))
+    assert examples.of([0])["gap"][0, 0, :6].tolist() == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("which", ["all", "test"])
+@pytest.mark.parametrize("batch_rows", [16, 1000])
+def test_blocks_hold_whole_windows_and_every_row_with_its_number(which: str, batch_rows: int):
+    corpus = Corpus.random(3)
+    rows = np.random.default_rng(0).normal(size=(len(corpus.codes), 4)).astype(np.float32)
+    meta = StoreMeta({}, "x", "float32", 4, 500, 64, COLUMNS)
+    with memory_folder() as folder:
+        with StoreWriter.open(folder / "store", meta) as writer:
+            writer.append(rows, dict(zip(COLUMNS, corpus.columns, strict=True)), {"row": 0})
+            writer.finish()
+        chosen = ActivationStore.open(folder / "store").split(which)
+        kept = np.flatnonzero(is_test(corpus.columns[0]) | (which == "all"))
+        blocks = [(block.x.clone(), block.numbers, block.columns, block.starts) for block in in_blocks(
+            map(torch.from_numpy, chosen.sequential(batch_rows)), chosen, batch_rows)]
+    x, numbers, columns, starts = zip(*blocks, strict=True)
+    assert (np.concatenate(numbers) == kept).all()
+    assert (torch.cat(x).numpy() == rows[kept]).all()
+    assert (np.concatenate(columns, axis=1) == corpus.columns[:, kept]).all()
+    begun = [int(own[start]) for own, of in zip(numbers, starts, strict=True) for start in of[:-1]]
+    assert begun == [start for start in corpus.starts[:-1] if start in set(kept)]
+    assert len(blocks) > 1 or batch_rows > len(kept)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.7], ids=["sparse", "dense"])
+def test_magnitudes_are_numpys_histogram_mean_and_maximum(share: float):
+    rng = np.random.default_rng(0)
+    codes = rng.normal(size=(700, 30)) * 10.0 ** rng.uniform(-9, 9, (700, 30)) * (rng.random((700, 30)) < share)
+    codes = codes.astype(np.float32)
+    codes[:, 4] = 0
+    magnitudes = Magnitudes(30)
+    for part in torch.from_numpy(codes).split(300):
+        found = where(part, part != 0)
+        assert isinstance(found, SparseCodes) == (share < 0.1)
+        magnitudes.update(found)
+    edges = bin_edges()
+    for latent in range(30):
+        sizes = np.abs(codes[:, latent][codes[:, latent] != 0]).astype(np.float64)
+        expected, _ = np.histogram(np.clip(sizes, edges[0], np.nextafter(edges[-1], 0)), edges)
+        assert (magnitudes.histograms[latent] == expected).all()
+        assert magnitudes.means[latent] == pytest.approx(sizes.mean() if len(sizes) else 0)
+        assert magnitudes.largest[latent] == (sizes.max() if len(sizes) else 0)
+
+
+SMOOTH = {"log-normal": lambda rng, n: rng.lognormal(0.3, 1.1, n), "exponential": lambda rng, n: rng.exponential(2, n),
+          "half a normal": lambda rng, n: np.abs(rng.normal(size=n))}
+
+
+@pytest.mark.parametrize("draw", SMOOTH.values(), ids=SMOOTH)
+def test_counts_of_a_smooth_distribution_rise_to_one_peak_and_fall_but_for_their_sampling_noise(draw):
+    sizes = draw(np.random.default_rng(0), 300_000)
+    magnitudes = Magnitudes(1)
+    magnitudes.update(DenseCodes(torch.from_numpy(sizes)[:, None]))
+    counts = magnitudes.histograms[0]
+    noise = np.sqrt(counts[1:] + counts[:-1] + 1)
+    rises = np.diff(counts) / noise
+    peak = int(counts.argmax())
+    assert counts.sum() == len(sizes)
+    assert rises[:peak].min() > -4
+    assert rises[peak:].max() < 4
+    widths = np.diff(np.log(bin_edges()))
+    assert widths == pytest.approx(widths[0], rel=1e-9)  # as drawn, on a logarithmic axis
+
+
+def test_neighbours_are_the_largest_cosines_but_a_latents_own():
+    W_dec = np.random.default_rng(0).normal(size=(40, 6))
+    W_dec[7] = 0
+    unit = W_dec / np.maximum(np.linalg.norm(W_dec, axis=1, keepdims=True), 1e-300)
+    cosines = unit @ unit.T
+    np.fill_diagonal(cosines, -np.inf)
+    told = []
+    values, latents = neighbours(torch.from_numpy(W_dec), torch.tensor([3, 7, 39]), 5, told.append)
+    order = np.argsort(-cosines[[3, 39]], axis=1)[:, :5]
+    assert (latents[[0, 2]].numpy() == order).all()
+    assert values[[0, 2]].numpy() == pytest.approx(np.take_along_axis(cosines[[3, 39]], order, 1))
+    assert (values[1] == 0).all()
+    assert told == [3]
+
+
+# Where each architecture keeps its final norm, whether that is a LayerNorm, and what is added to its parameter.
+NORMS = {"gemma2": ("model.norm", False, 1.0), "llama": ("model.norm", False, 0.0),
+         "gpt2": ("transformer.ln_f", True, 0.0), "gpt-neox": ("gpt_neox.final_layer_norm", True, 0.0)}
+
+
+@pytest.mark.parametrize("architecture", NORMS)
+def test_output_tokens_are_those_of_the_final_norms_weight_and_the_unembedding(tmp_path: Path, architecture: str):
+    place, centred, offset = NORMS[architecture]
+    model = LanguageModel(find_model(str(save_model(tmp_path, architecture))), device_named("cpu"), head=True)
+    norm = model.model.get_submodule(place)
+    generator = torch.Generator().manual_seed(0)
+    norm.weight.copy_(torch.randn(norm.weight.shape, generator=generator))
+    directions = torch.randn(5, model.source.d_model, generator=generator)
+    outputs = Unembedding(model).output_tokens(directions, 3, lambda done: None)
+
+    unit = directions.double().numpy()
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    unit -= unit.mean(1, keepdims=True) if centred else 0
+    W_U = model.model.get_output_embeddings().weight.double().numpy()
+    logits = (unit * (offset + norm.weight.double().numpy())) @ W_U.T
+    logits -= logits.mean(1, keepdims=True)
+    assert (outputs.promoted.numpy() == np.argsort(-logits, axis=1)[:, :3]).all()
+    assert (outputs.suppressed.numpy() == np.argsort(logits, axis=1)[:, :3]).all()
+    assert outputs.promoted_logits.numpy() == pytest.approx(-np.sort(-logits, axis=1)[:, :3], rel=1e-4)
+    assert outputs.suppressed_logits.numpy() == pytest.approx(np.sort(logits, axis=1)[:, :3], rel=1e-4)
+    for counts, own in zip(outputs.counts.numpy(), logits, strict=True):
+        assert counts.sum() == len(own)
+        assert np.abs(counts - np.histogram(own, LOGIT_BINS)[0]).sum() <= 4  # rounding may move one over an edge
+        assert counts[0] > 0 < counts[-1]
+
+
+def test_texts_of_tokens_put_together_are_the_text():
+    tokenizer = load_tokenizer(find_model(TINY_GEMMA2))
+    texts = TokenTexts(tokenizer)
+    text = "def f(x):\n    return naïve 🙂 שלום"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert texts.joined(ids) == text
+    whole = [texts[token] for token in ids if "\ufffd" not in texts[token]]
+    assert "".join(whole).startswith("def f(x):\n    return na")
+    assert texts.joined([5, 10**6]) == "[5][1000000]"

@@ -1,0 +1,120 @@
+"""The commands from Python: each function returns what its command prints as JSON, in silence, and takes SAEs and rows
+in memory too."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from homes import CommandLine, D, make_run, make_store, random_sae, some_rows
+from reports import index_of, make_text_run, save_model
+
+import saecli
+from saecli.sae.activations import Activation, Relu, TopK
+
+
+@pytest.fixture
+def home(sae: CommandLine) -> Path:
+    make_store(sae.home, "rows", some_rows(1500))
+    make_run(sae.home, "first", random_sae(TopK(3)))
+    make_run(sae.home, "second", random_sae(Relu(), seed=1), created="2026-01-02")
+    return sae.home
+
+
+@pytest.mark.parametrize("split", ["test", "all"])
+@pytest.mark.parametrize("command", ["eval", "sparsity", "geometry"])
+def test_a_measurement_is_the_json_of_its_command_whatever_names_the_sae_and_the_rows(
+        sae: CommandLine, home: Path, capsys: pytest.CaptureFixture[str], command: str, split: str) -> None:
+    function = {"eval": saecli.evaluate, "sparsity": saecli.sparsity, "geometry": saecli.geometry}[command]
+    printed = sae(command, "first", "--split", split, "--json").json
+    expected = printed["runs"][0] if command != "geometry" else printed
+    assert function("first", split=split, home=home) == expected
+    first, store = saecli.load_sae("first", home=home), saecli.open_store("rows", home=home)
+    for rows in (store, store.split(split)):
+        found = function(first, rows, split=split)
+        assert {**found, "run": "first"} == expected
+        assert found["run"] == "sae"
+    if command != "geometry":
+        array = np.concatenate([batch.copy() for batch in store.split(split).sequential(512)])
+        found = function(first, array)
+        assert (found["data"], found["split"]) == (None, None)
+        assert found | {name: expected[name] for name in ("run", "data", "split")} == expected
+    assert tuple(capsys.readouterr()) == ("", "")
+
+
+@pytest.mark.parametrize("act", [TopK(3), Relu()], ids=lambda act: act.name)
+def test_strides_of_an_sae_change_no_bit_of_its_measures(home: Path, act: Activation) -> None:
+    for d_in in (D, 24):
+        rows = np.random.default_rng(d_in).standard_normal((50, d_in), np.float32)
+        strided = random_sae(act, d_in)
+        plain = strided.changed(W_enc=strided.W_enc.contiguous(), W_dec=strided.W_dec.contiguous())
+        strided = plain.changed(W_enc=plain.W_enc.T.contiguous().T, W_dec=plain.W_dec.T.contiguous().T)
+        assert saecli.evaluate(strided, rows) == saecli.evaluate(plain, rows)
+    fitted = saecli.fit(rows, d_sae=32, epochs=1)
+    assert all(tensor.is_contiguous() for tensor in fitted.tensors().values())
+
+
+def test_several_saes_are_compared_as_by_the_command_and_one_is_not(sae: CommandLine, home: Path) -> None:
+    found = saecli.compare(["first", "second"], home=home)
+    assert found == sae("eval", "first", "second", "--json").json["runs"]
+    assert {run["unbeaten"] for run in found} <= {True, False}
+    assert saecli.evaluate(home=home) == {**found[1], "unbeaten": None}  # the newest
+
+
+def test_progress_says_on_stderr_what_was_chosen(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saecli.sparsity(home=home, progress=True)
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[0]) == ("", "using the newest run, second")
+
+
+def test_a_report_of_an_sae_in_memory_is_that_of_its_run_but_for_how_it_learned(
+        sae: CommandLine, tmp_path: Path) -> None:
+    _, mine = make_text_run(sae.home, str(save_model(tmp_path / "model")))
+    printed = sae("report", "run", "--latents", "3,5-6", "--out", tmp_path / "one", "--json").json
+    store = saecli.open_store("texts", home=sae.home)
+    found = saecli.report(mine, tmp_path / "two", store, latents=[3, 5, 6])
+    assert (found["measures"], found["pages"]) == (printed["measures"] | {"run": "sae"}, 3)
+    one, two = index_of(tmp_path / "one"), index_of(tmp_path / "two")
+    assert one["latents"] == two["latents"]
+    assert [part["points"] for part in two["curves"]["loss"]] == [[], []]
+    with pytest.raises(saecli.SaeError, match="expected an empty or a new folder"):
+        saecli.report("run", tmp_path / "two", home=sae.home)
+
+
+def test_an_export_is_that_of_the_command_and_needs_rows_where_another_activation_stands_in(
+        sae: CommandLine, home: Path, tmp_path: Path) -> None:
+    printed = sae("export", "first", "--to", "saelens", "--out", tmp_path / "one", "--json").json
+    assert saecli.export("first", "saelens", tmp_path / "two", home=home) == printed | {"path": str(tmp_path / "two")}
+    first, store = saecli.load_sae("first", home=home), saecli.open_store("rows", home=home)
+    assert saecli.export(first, "saelens", tmp_path / "three", store)["deviation"] == printed["deviation"]
+    with pytest.raises(saecli.SaeError, match=r"to must be one of saelens, .* got 'other'"):
+        saecli.export("first", "other", tmp_path / "four", home=home)
+
+
+def test_an_array_is_imported_once_and_listed(sae: CommandLine, home: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "more.npy", some_rows(70))
+    store = saecli.import_array(tmp_path / "more.npy", dtype="float16", home=home)
+    assert (store.name, store.rows, store.dtype) == ("more", 70, "float16")
+    again = sae("import", tmp_path / "more.npy", "--dtype", "float16", "--json").json
+    assert (again["cached"], again["path"]) == (True, str(store.path))
+    assert saecli.list_home(home) == sae("list", "--json").json
+    found = saecli.list_home(home, check=True)
+    assert (found["stores"][0]["name"], found["problems"]) == ("more", [])
+
+
+@pytest.mark.parametrize(("function", "arguments", "sentence"), [
+    ("evaluate", {"tokens": 5}, "tokens does nothing without model; leave it out"),
+    ("evaluate", {"split": "other"}, "split must be one of train, test, all"),
+    ("geometry", {"data": some_rows(50)}, "data must be a store or rows of one here, got rows in memory"),
+    ("geometry", {"slice_": "pca"}, "slice does nothing without plot"),
+    ("geometry", {"radius": 0.0}, "radius must be a number above 0, got 0"),
+    ("geometry", {"lambda_": "much"}, "lambda must be auto or a number that is at least 0, got 'much'"),
+    ("geometry", {"plot": "picture.txt"}, "cannot draw picture.txt"),
+    ("sparsity", {"data": some_rows(50, 9)}, "expected rows of 8 dimensions, got 9"),
+    ("sparsity", {"device": "tpu"}, "device must be cpu, cuda, cuda:N or auto, got 'tpu'"),
+    ("push", {"repo": "one"}, "cannot push to 'one': expected USER/REPO"),
+], ids=lambda part: part if isinstance(part, str) else "")
+def test_what_cannot_work_is_refused_in_pythons_names(home: Path, function: str, arguments: dict,
+                                                      sentence: str) -> None:
+    with pytest.raises(saecli.SaeError) as refused:
+        getattr(saecli, function)("first", home=home, **arguments)
+    assert sentence in str(refused.value)

@@ -1,0 +1,338 @@
+"""`sae probe`: probes against scikit-learn's own search, activations against plain forward passes, planted labels."""
+
+import csv
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from environments import python_with
+from homes import CommandLine, make_run, random_sae
+from scipy.sparse import csr_matrix
+from scipy.stats import bootstrap
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_validate
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from test_steering import steerable
+from tiny_models import CONFIGS, WIDTH, loaded, save_model
+
+import saecli
+from saecli.extract.places import TINY_GEMMA2, Place
+from saecli.measure.probe_sets import Sets
+from saecli.measure.probed_rows import LastTokens, codes_of
+from saecli.measure.probes import CS, dense_score, mean_and_interval, most_different, sparse_scores
+from saecli.sae.activations import AbsTopK, Relu
+from saecli.sae.dictionary import SAE
+from saecli.sae.formats import SavedSAE, save_native
+from saecli.show.probe_plots import ProbedRun, probes
+
+ROOT = Path(__file__).parents[2]
+
+
+def labelled(rows: int = 120, width: int = 12) -> tuple[np.ndarray, np.ndarray]:
+    """Rows whose third feature tells the class, and the fifth a little less, each feature on a scale of its own."""
+    draw = np.random.default_rng(0)
+    y = np.arange(rows) % 2 == 0
+    x = draw.normal(size=(rows, width))
+    x[:, 2] += 2 * y
+    x[:, 4] += 1.5 * y
+    return x * draw.uniform(0.1, 10, width), y
+
+
+def searched(x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
+    """The scores in five folds of a probe whose C scikit-learn searches itself."""
+    search = GridSearchCV(make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)),
+                          {"logisticregression__C": CS}, scoring="roc_auc",
+                          cv=StratifiedKFold(3, shuffle=True, random_state=0))
+    return cross_validate(search, x, y, cv=StratifiedKFold(5, shuffle=True, random_state=0),
+                          scoring=("accuracy", "roc_auc"))
+
+
+def test_dense_probe_is_the_one_that_scikit_learn_searches():
+    x, y = labelled()
+    found, expected = dense_score(x, y), searched(x, y)
+    np.testing.assert_allclose(found.auc, expected["test_roc_auc"], atol=1e-12)
+    np.testing.assert_allclose(found.accuracy, expected["test_accuracy"], atol=1e-12)
+
+
+@pytest.mark.slow
+def test_sparse_probes_choose_latents_on_the_training_part_alone():
+    x, y = labelled()
+    codes = np.where(np.abs(x) > 0.3, x, 0)
+    found = sparse_scores(csr_matrix(codes), y, (1, 3, 12))
+    for count, score in found.items():
+        aucs = []
+        for train, test in StratifiedKFold(5, shuffle=True, random_state=0).split(x, y):
+            own, size = codes[train], np.abs(codes[train])
+            units = size.sum(0) / (size > 0).sum(0)
+            order = np.argsort(-np.abs(own[y[train]].mean(0) - own[~y[train]].mean(0)) / units)[:count]
+            search = GridSearchCV(make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)),
+                                  {"logisticregression__C": CS}, scoring="roc_auc",
+                                  cv=StratifiedKFold(3, shuffle=True, random_state=0))
+            aucs.append(search.fit(own[:, order], y[train]).score(codes[test][:, order], y[test]))
+        np.testing.assert_allclose(score.auc, aucs, atol=1e-12)
+    assert found[12].auc.mean() > 0.8
+
+
+def test_no_latent_is_chosen_for_the_scale_of_its_codes_or_if_it_never_fires():
+    x, y = labelled()
+    codes = np.maximum(x, 0)
+    codes[:, 7] = 0
+    first = most_different(csr_matrix(codes), y, 12)
+    assert most_different(csr_matrix(codes * np.logspace(-4, 4, 12)), y, 12) == first
+    assert set(first[:2]) == {2, 4}
+    assert first[-1] == 7
+
+
+def test_interval_of_a_mean_is_students_and_near_the_bootstraps():
+    values = np.random.default_rng(1).normal(size=113)
+    mean, low, high = mean_and_interval(values)
+    ends = bootstrap((values,), np.mean, random_state=np.random.default_rng(2)).confidence_interval
+    assert (mean, low, high) == pytest.approx((values.mean(), ends.low, ends.high), abs=0.02)
+    assert mean_and_interval(np.array([1.0, 2.0])) == pytest.approx((1.5, 1.5 - 12.706 / 2, 1.5 + 12.706 / 2), rel=1e-4)
+    assert mean_and_interval(np.array([0.7])) == (0.7, None, None)
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_activations_are_those_of_the_last_token_of_each_text_alone_and_long_texts_lose_their_beginning(
+        tmp_path: Path, architecture: str):
+    model = loaded(save_model(tmp_path / "model", architecture, bos=architecture != "gpt2"))
+    texts = ["abc", "f", "abcdefghijklmnop", "zz", "qrstuvwxyz"]
+    places = [Place(0, "resid_post"), Place(1, "mlp_in")]
+    found = LastTokens(model, places, 12)(texts)
+    bos = [] if architecture == "gpt2" else [1]
+    for row, text in enumerate(texts):
+        token_ids = [*bos, *(ord(letter) - 93 for letter in text[-(12 - len(bos)):])]
+        with torch.no_grad():
+            states = model.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+        torch.testing.assert_close(found[places[0]][row], states[1][0, -1], rtol=1e-4, atol=1e-4)
+    assert found[places[1]].shape == (5, WIDTH) and not torch.equal(*found.values())
+
+
+def test_codes_are_the_saes_own():
+    x, sae = torch.randn(50, WIDTH), random_sae(AbsTopK(k=3), WIDTH)
+    np.testing.assert_array_equal(codes_of(sae, x).toarray(), sae.encode(x).numpy())
+
+
+def write(path: Path, lines: list[dict[str, str]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zstandard.open(path, "wt", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The data of a package sae-probes with three sets, of which the first is told by the last word."""
+    data = tmp_path / "site" / "sae_probes" / "data"
+    names = ["cleaned_data/5_last_word.csv", "cleaned_data/12_no word.csv", "cleaned_data/87_long.csv"]
+    write(data / "probing_datasets_MASTER.csv.zst",
+          [{"Dataset save name": name, "Data type": "Binary Classification"} for name in names]
+          + [{"Dataset save name": "cleaned_data/9_other.csv", "Data type": "Multiclass"}])
+    (data.parent / "__init__.py").write_text("raise ImportError('its data need none of its code')\n")
+    draw = random.Random(0)
+    words = ["the", "file", "returns", "a", "string,", "and", "list", "of", '"names"', "if", "value", "is\nnone"]
+    for name, ends in zip(names, (("zip", "net"), ("end", "end"), ("zip", "net")), strict=True):
+        texts = [" ".join(draw.choices(words, k=draw.randrange(4, 20))) for _ in range(100)]
+        if "long" in name:
+            texts = ["word " * 50_000 if number < 2 else text for number, text in enumerate(texts)]
+        write(data / f"{name}.zst", [{"prompt": f"{text} {ends[number % 2]}", "target": ("yes", "no")[number % 2]}
+                                     for number, text in enumerate(texts)])
+    monkeypatch.syspath_prepend(data.parents[1])
+    return data
+
+
+@pytest.fixture
+def home(sae: CommandLine, package: Path) -> CommandLine:
+    """A home with two SAEs of the bundled model's width, a crosscoder, and one of another width."""
+    for name, one, layer, widths in (("first", steerable(d_in=128), 1, ()), ("second", steerable(Relu(), 128), 2, ()),
+                                     ("two", steerable(d_in=128), 1, (64, 64)), ("narrow", steerable(), 1, ())):
+        save_native(SavedSAE(SAE(**one.tensors(), activation=one.activation, widths=widths),
+                             {"model": TINY_GEMMA2, "layer": layer, "site": "resid_post"}),
+                    make_run(sae.home, name, one))
+    return sae
+
+
+WORDS = ("--rows", "60", "--k", "8", "--k", "2")
+
+
+@pytest.mark.slow
+def test_a_word_is_found_and_the_document_is_that_of_python(home: CommandLine, tmp_path: Path):
+    done = home("probe", "first", "second", *WORDS, "--sets", "5,no*", "--json", "--csv", tmp_path / "probes.csv",
+                "--plot", tmp_path / "probes.png")
+    assert done.status == 0, done.err
+    found = done.json
+    assert saecli.probe(["first", "second"], sets=["last_word", "12_no word"], rows=60, k=(2, 8),
+                        home=home.home) == found
+    assert (found["model"], found["context"], found["rows"], found["folds"]) == (TINY_GEMMA2, 128, 60, 5)
+    keys = ("run", "layer", "site", "k")
+    assert [tuple(line[key] for key in keys) for line in found["probes"]] == [
+        ("first", 1, "resid_post", 2), ("first", 1, "resid_post", 8), ("second", 2, "resid_post", 2),
+        ("second", 2, "resid_post", 8), (None, 1, "resid_post", None), (None, 2, "resid_post", None)]
+    assert [line["set"] for line in found["by_set"]] == ["5_last_word"] * 6 + ["12_no word"] * 6
+    word, noise = found["by_set"][:6], found["by_set"][6:]
+    for own, line in zip(word, found["probes"], strict=True):
+        other = next(one for one in noise if all(one[key] == line[key] for key in keys))
+        assert line["auc"] == pytest.approx((own["auc"] + other["auc"]) / 2)
+        dense, nothing = (next(one for one in lines if one["run"] is None and one["layer"] == line["layer"])
+                          for lines in (word, noise))
+        if line["run"] is not None:
+            assert line["auc_difference"] == pytest.approx(line["auc"] - (dense["auc"] + nothing["auc"]) / 2)
+        assert 0.2 < other["auc"] < 0.8 and line["auc_low"] < line["auc"] < line["auc_high"]
+    assert all(line["auc"] > 0.97 and line["accuracy"] > 0.9 for line in word if line["run"] is None or line["k"] == 8)
+    assert len(word[1]["latents"]) == 8 and word[1]["latents"][:2] == word[0]["latents"]
+    read = list(csv.DictReader((tmp_path / "probes.csv").read_text().splitlines()))
+    assert [line["set"] for line in read] == [line["set"] for line in found["by_set"]]
+    assert float(read[0]["auc"]) == word[0]["auc"] and read[1]["latents"].split() == list(map(str, word[1]["latents"]))
+    assert (tmp_path / "probes.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_tables_have_the_runs_side_by_side_and_one_set_has_no_interval_over_sets(home: CommandLine):
+    out = home("probe", "first", "second", "--rows", "20", "--k", "2", "--sets", "87").out
+    for words in ("AUC, mean over 1 set\n", "less that of the dense", "dense, layer 2", "87_long"):
+        assert words in out
+    over, by_set = out.split("AUC by set")
+    assert "±" not in over and "±" in by_set
+    one = home("probe", "first", "--rows", "20", "--k", "2", "--sets", "87", "--context", "5", "--json").json
+    assert one["context"] == 5 and one["probes"][0]["auc_low"] is None and one["by_set"][0]["rows"] == 20
+
+
+def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list, tmp_path: Path):
+    dense, sets = (0.9, 0.85, 0.95), [0.8, 1.0, 0.9]
+    runs = {"first": ProbedRun([1, 16], [(0.6, 0.5, 0.7), (0.8, 0.7, 0.9)], dense, sets, [0.7, 0.9, 0.8]),
+            "second": ProbedRun([1, 16], [(0.7, 0.7, 0.7), (0.7, 0.6, 0.8)], dense, sets, [0.3, 0.8, 1.0])}
+    probes(tmp_path / "probes.svg", runs)
+    left, right = drawn[0].axes
+    curves = [container.lines[0] for container in left.containers]
+    assert [list(line.get_ydata()) for line in curves] == [[0.6, 0.8], [0.7, 0.7]]
+    np.testing.assert_allclose([line.get_xdata() for line in curves], [[1, 16]] * 2, rtol=0.05)
+    ends = [container.lines[2][0].get_segments()[0][:, 1] for container in left.containers]
+    np.testing.assert_allclose(ends, [[0.5, 0.7], [0.7, 0.7]])
+    points = [(list(line.get_xdata()), list(line.get_ydata())) for line in right.lines[:2]]
+    assert points == [(sets, run.by_set) for run in runs.values()]
+    low, high = right.get_ylim()
+    assert low < 0.3 and high > 1
+    names = [text.get_text() for text in drawn[0].legends[0].texts]
+    assert names == ["first", "second", "dense probe on the activations"]
+    assert [list(line.get_ydata()) for line in left.lines if line.get_linestyle() == ":"] == [[0.9, 0.9]]
+    probes(tmp_path / "places.svg", runs | {"second": runs["second"]._replace(dense=(0.6, 0.6, 0.6))})
+    dense = [line for line in drawn[1].axes[0].lines if line.get_linestyle() == ":"]
+    assert [line.get_ydata()[0] for line in dense] == [0.9, 0.6]
+    assert [line.get_color() for line in dense] == [line.get_color() for line in curves]
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (("first", "--sets", "5_last_wrd"), "must name sets of sae-probes, got '5_last_wrd'; did you mean 5_last_word"),
+    (("first", "--sets", ""), "got ''; there are 5_last_word, 12_no word, 87_long and more"),
+    (("first", "--k", "21"), "--k must be at most the number of latents, 20 of first, got 21"),
+    (("first", "--k", "2", "--k", "2"), "--k must be different numbers of at least 1, got 2, 2"),
+    (("first", "--context", "129"), "tiny-gemma2 takes windows of at most 128 tokens, got --context 129"),
+    (("first", "--context", "1"), "--context must be above 1, the number of tokens that the model wants before"),
+    (("first", "two"), "probing with two is not defined: expected an SAE or a transcoder"),
+    (("first", "narrow"), "narrow does not fit tiny-gemma2"),
+    (("first", "--layer", "2"), "--layer must be that of first, 1, got 2"),
+    (("nowhere",), "there is no run and no folder named 'nowhere'"),
+    (("first", "--plot", "x.docx"), "cannot draw x.docx"),
+])
+def test_what_cannot_be_probed_is_told_in_a_sentence(home: CommandLine, words: tuple, sentence: str):
+    done = home("probe", *words)
+    assert (done.status, done.out) == (1 if "nowhere" in words else 2, "")
+    assert sentence in done.err
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    ({"rows": 10}, "rows must be at least 20, got 10"),
+    ({"k": ()}, "k must be different numbers of at least 1, got no"),
+    ({"k": (0, 2)}, "k must be different numbers of at least 1, got 0, 2"),
+    ({"context": 0}, "context must be at least 1, got 0"), ({"saes": ["first", "first"]}, "cannot probe first twice")])
+def test_arguments_of_python_are_checked_too(home: CommandLine, options: dict, sentence: str):
+    with pytest.raises(saecli.SaeError, match=sentence):
+        saecli.probe(**{"saes": "first", "home": home.home, **options})
+
+
+def test_sets_that_are_missing_or_damaged_are_told_in_a_sentence(home: CommandLine, package: Path, monkeypatch):
+    path = package / "cleaned_data" / "5_last_word.csv.zst"
+    whole = path.read_bytes()
+    for damage in (lambda: path.write_bytes(whole[:40]), lambda: path.write_bytes(b"text"), path.unlink,
+                   lambda: write(path, [{"prompt": "a", "label": "1"}])):
+        damage()
+        done = home("probe", "first", "--sets", "5")
+        assert (done.status, str(path) in done.err, "install sae-probes again" in done.err) == (1, True, True), done.err
+    write(path, [{"prompt": "a", "target": str(number % 3)} for number in range(30)])
+    assert "expected targets of two classes, got 3" in home("probe", "first", "--sets", "5").err
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one != str(package.parents[1])])
+    done = home("probe", "first")
+    assert done.status == 1 and "run `pip install 'saecli[probes]'`" in done.err
+
+
+def with_package(script: str) -> list[str]:
+    """The lines that a script prints in an environment with the package itself."""
+    done = subprocess.run([python_with("sae-probes"), "-c", script], capture_output=True, text=True, check=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_the_package_has_113_sets_of_two_classes_each_of_which_can_be_read():
+    assert with_package("from saecli.measure.probe_sets import Sets\n"
+                        "sets = Sets()\n"
+                        "for name in sets.names:\n"
+                        "    found = sets.read(name, 200)\n"
+                        "    print(len(found.texts), found.labels.sum(), all(map(str.strip, found.texts)))\n"
+                        ) == ["200 100 True"] * 113
+
+
+@pytest.mark.slow
+def test_latents_are_chosen_in_the_packages_own_order():
+    # To import its module would import TransformerLens and SAELens, so its functions are taken out of it.
+    script = """
+import ast, importlib.util, pathlib, typing, numpy, scipy.sparse, torch
+from saecli.measure.probes import most_different
+folder = importlib.util.find_spec("sae_probes").submodule_search_locations[0]
+tree = ast.parse((pathlib.Path(folder) / "run_sae_evals.py").read_text())
+wanted = "get_sorted_indices", "mean_act_normalization"
+tree.body = [node for node in tree.body if getattr(node, "name", "") in wanted]
+exec(compile(tree, "", "exec"), names := {"torch": torch, "Callable": typing.Callable})
+draw = numpy.random.default_rng(0)
+codes = draw.exponential(size=(200, 50)) * (draw.random((200, 50)) < 0.3) * draw.uniform(0.1, 9, 50)
+labels = draw.random(200) < 0.5
+order = names["get_sorted_indices"](torch.from_numpy(codes), labels, names["mean_act_normalization"])
+print(order.tolist() == most_different(scipy.sparse.csr_matrix(codes), labels, 50))
+"""
+    assert with_package(script) == ["True"]
+
+
+def interrupted(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_that_nothing_was_written(home: CommandLine, tmp_path: Path):
+    before = signal.signal(signal.SIGALRM, interrupted)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        done = home("probe", "first", "second", "--csv", tmp_path / "probes.csv")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert (done.status, done.out, done.err.splitlines()[-1]) == (130, "", "stopped; nothing was written")
+    assert not (tmp_path / "probes.csv").exists()
+
+
+def test_the_same_texts_are_read_each_time_as_many_of_each_class(package: Path):
+    sets = Sets()
+    assert sets.names == ["5_last_word", "12_no word", "87_long"] == sets.chosen(None)
+    one, again = sets.read("5_last_word", 60), sets.read("5_last_word", 60)
+    assert one.texts == again.texts and len(one.texts) == 60 and one.labels.sum() == 30
+    assert [text.split()[-1] == "zip" for text in one.texts] == one.labels.tolist()
+    assert len(sets.read("5_last_word", 1000).texts) == 100
+    assert len(sets.read("87_long", 100).texts[0]) > 200_000

@@ -1,0 +1,280 @@
+"""`sae refit`: the exact decoder for given rows, whatever holds the SAE; what it prints, saves and refuses."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from ridge_problems import stacked_least_squares, terms_of
+from test_commands_stopped import stopped
+from test_prefixes import PREFIXES, nested_sae
+from test_prefixes import some_rows as nested_rows
+
+import saecli
+from saecli.base.console import Silent
+from saecli.base.devices import free_memory
+from saecli.sae.activations import ACTIVATIONS, JumpRelu, ReluTopK, TopK
+from saecli.sae.dictionary import SAE
+from saecli.sae.formats import SavedSAE, save
+from saecli.store.split import is_test
+from saecli.train import refit_decoder as decoder
+from saecli.train.refit_decoder import refitted
+from saecli.train.rows import ArrayRows
+
+
+def fvu(sae: SAE, rows: np.ndarray) -> float:
+    x = torch.from_numpy(rows)
+    return ((sae(x) - x).square().sum() / (x - x.mean(0)).square().sum()).item()
+
+
+def solved(sae: SAE, rows: np.ndarray) -> decoder.Refitted:
+    return refitted(sae, ArrayRows(rows), Silent())
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("rows", [900, 15])
+def test_decoder_is_that_of_stacked_least_squares_at_its_alpha_and_c_is_the_best(act: str, rows: int):
+    kind = ACTIVATIONS[act]
+    sae = random_sae(kind(k=4) if "k" in kind.__dataclass_fields__ else kind()).copy_to(torch.float64)
+    x = some_rows(rows).astype(np.float64)
+    found = solved(sae, x)
+    z, T0 = sae.encode(torch.from_numpy(x)), sae.W_dec.detach()
+    terms = terms_of((found.decoder.alpha, 0, 0, 0), None, torch.zeros_like(T0), torch.zeros(8))
+    W, b = stacked_least_squares(z.numpy(), torch.from_numpy(x), terms, found.decoder.c * T0)
+    np.testing.assert_allclose(found.sae.W_dec, W, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found.sae.b_dec, b, rtol=1e-6, atol=1e-7)
+    pull = (T0 * (found.sae.W_dec - found.decoder.c * T0)).sum() / (T0.norm() * found.sae.W_dec.norm())
+    assert abs(pull) < 1e-6  # the objective's derivative in c
+    for name in ("W_enc", "b_enc", *sae.activation_parameters):
+        assert torch.equal(found.sae.tensors()[name], sae.tensors()[name])
+    assert found.sae.W_dec.dtype == torch.float64
+
+
+def test_nested_decoder_is_that_of_stacked_least_squares_over_all_prefixes():
+    sae, x = nested_sae("topk"), nested_rows(700).astype(np.float64)
+    found = solved(sae, x)
+    z, T0 = sae.encode(torch.from_numpy(x)).numpy(), sae.W_dec.detach()
+    masks = np.arange(z.shape[1]) < np.array(PREFIXES)[:, None]
+    L = len(PREFIXES)
+    every = np.concatenate([z * mask for mask in masks]) / math.sqrt(L)
+    design = np.hstack([every, np.full((len(every), 1), 1 / math.sqrt(L))])
+    ridge = math.sqrt(found.decoder.alpha) * np.eye(len(T0), len(T0) + 1)
+    targets = np.concatenate([np.tile(x, (L, 1)) / math.sqrt(L),
+                              math.sqrt(found.decoder.alpha) * found.decoder.c * T0.numpy()])
+    both, *_ = np.linalg.lstsq(np.vstack([design, ridge]), targets, rcond=None)
+    np.testing.assert_allclose(found.sae.W_dec, both[:-1], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found.sae.b_dec, both[-1], rtol=1e-6, atol=1e-7)
+    assert found.sae.prefixes == PREFIXES
+
+
+@pytest.mark.parametrize("sae", [random_sae(TopK(k=4)), random_sae(JumpRelu())], ids=repr)
+def test_decoder_solved_on_the_very_rows_stays_as_it_is(sae: SAE):
+    rows = some_rows(1500)
+    z = np.hstack([sae.encode(torch.from_numpy(rows)).double().numpy(), np.ones((1500, 1))])
+    both, *_ = np.linalg.lstsq(z, rows.astype(np.float64), rcond=None)
+    exact = sae.changed(W_dec=torch.from_numpy(both[:-1]).float(), b_dec=torch.from_numpy(both[-1]).float())
+    again = saecli.refit(exact, rows)
+    torch.testing.assert_close(again.W_dec, exact.W_dec, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(again.b_dec, exact.b_dec, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_moved_and_scaled_have_the_decoder_moved_and_scaled():
+    sae, rows = random_sae(TopK(k=4)).copy_to(torch.float64), some_rows(800).astype(np.float64)
+    other = sae.on_raw_rows(torch.full((8,), 5.0, dtype=torch.float64), torch.tensor([3.0], dtype=torch.float64))
+    one, two = solved(sae, rows), solved(other, 3 * rows + 5)
+    torch.testing.assert_close(two.sae.W_dec, 3 * one.sae.W_dec)
+    torch.testing.assert_close(two.sae.b_dec, 3 * one.sae.b_dec + 5)
+    assert two.decoder.alpha == pytest.approx(one.decoder.alpha)
+
+
+def test_latents_that_never_fire_keep_their_direction_and_are_counted():
+    sae = random_sae()
+    sae.b_enc[:7] = -1e3
+    found = solved(sae, some_rows(900))
+    assert found.dead_fraction == pytest.approx(7 / 20)
+    torch.testing.assert_close(found.sae.W_dec[:7], found.decoder.c * sae.W_dec[:7])
+
+
+@pytest.mark.slow
+def test_without_room_for_its_matrix_the_decoder_is_solved_by_iteration(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    W_enc = torch.randn(4, 400, generator=generator)
+    sae = SAE(W_enc, torch.zeros(400), W_enc.T / 10, torch.zeros(4), TopK(k=4))
+    rows, alpha = some_rows(3000, 4), []
+    direct = solved(sae, rows)
+    assert math.isnan(direct.decoder.residual)
+    beside = 16 * 3000 * 404 + 12 * 4096 * 400
+    for spare in (900_000, 1_250_000):  # codes read again in each iteration; kept
+        monkeypatch.setattr(decoder, "free_memory", lambda device, spare=spare: beside + spare)
+        found = solved(sae, rows)
+        assert 0 <= found.decoder.residual < 2e-4
+        alpha.append(found.decoder.alpha)
+        assert fvu(found.sae, rows) == pytest.approx(fvu(direct.sae, rows), rel=0.02)
+    assert alpha[0] == pytest.approx(alpha[1])
+    monkeypatch.setattr(decoder, "free_memory", lambda device: beside)
+    with pytest.raises(saecli.SaeError, match=r"refitting 400 latents needs 0.0 GiB of memory, .* are free"):
+        solved(sae, rows)
+    assert free_memory(torch.device("cpu"), 2) < free_memory(torch.device("cpu"))
+
+
+def test_command_saves_a_run_that_the_others_take_and_prints_what_eval_measures(sae: CommandLine, tmp_path: Path):
+    rows = make_store(sae.home, "rows", some_rows())
+    old = random_sae(TopK(k=4))
+    make_run(sae.home, "run", old)
+    done = sae("refit", "run", "--json")
+    assert done.status == 0
+    document = done.json
+    assert [document[name] for name in ("run", "source", "data", "act")] == ["refit-run", "run", "rows", "topk"]
+    assert Path(document["path"]).name == "refit-run"
+    assert {path.name for path in Path(document["path"]).iterdir()} == {"run.json", "sae.safetensors"}
+    measured = {run["run"]: run for run in sae("eval", "run", "refit-run", "--json").json["runs"]}
+    for name, which in (("run", "before"), ("refit-run", "after")):
+        assert document[which] == {key: value for key, value in measured[name].items() if key != "unbeaten"}
+    assert document["after"]["fvu"] < 0.1 * document["before"]["fvu"]
+    assert document["after"]["l0"] == document["before"]["l0"]
+    new = saecli.load_sae("refit-run", sae.home)
+    held_out = is_test(np.arange(len(rows)))
+    assert document["rows_train"] == (~held_out).sum()
+    torch.testing.assert_close(new.W_dec, solved(old, rows[~held_out]).sae.W_dec)
+    assert torch.equal(new.encode(torch.from_numpy(rows)), old.encode(torch.from_numpy(rows)))
+    (listed,) = [run for run in sae("list", "--json").json["runs"] if run["name"] == "refit-run"]
+    assert (listed["solver"], listed["act"], listed["d_sae"], listed["state"]) == ("refit", "topk", 20, "complete")
+    assert (listed["test_fvu"], listed["test_l0"]) == (document["after"]["fvu"], 4)
+    dead = 1 - (old.encode(torch.from_numpy(rows[~held_out])) != 0).any(0).double().mean()
+    assert sae("sparsity", "refit-run", "--json").json["runs"][0]["dead_fraction"] == pytest.approx(dead.item())
+    assert sae("geometry", "refit-run", "--rows", "50", "--fit-rows", "200").status == 0
+    assert sae("report", "refit-run", "--top", "2", "--out", tmp_path / "pages").status == 0
+    assert sae("export", "refit-run", "--to", "saelens", "--out", tmp_path / "out").status == 0
+    assert "refit-run is finished" in sae("train", "--resume", "--name", "refit-run").err
+    document = json.loads((sae.home / "runs" / "refit-run" / "run.json").read_text())
+    assert document["solver"] == {"name": "refit", "source": "run"}
+    assert (document["data"], document["data_hash"]) == ("rows", "rows")
+
+
+def test_table_shows_both_and_notes_say_how_far_it_went(sae: CommandLine):
+    make_store(sae.home, "rows", nested_rows(2000))
+    make_run(sae.home, "nested", nested_sae("topk"))
+    done = sae("refit", "--name", "mine")
+    assert done.status == 0
+    assert "using the newest run, nested" in done.err
+    assert "effective degrees of freedom" in done.out
+    for words in ("mine: the decoder for", "before", "after", "fvu", "cosine", "l0", "fvu of the first 3"):
+        assert words in done.out
+    assert saecli.load_sae("mine", sae.home).prefixes == PREFIXES
+
+
+def test_a_run_that_saw_some_rows_gets_a_decoder_from_all_training_rows_and_its_own_split(sae: CommandLine):
+    rows = make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "run", random_sae(), split_seed=3, fraction=0.2)
+    document = sae("refit", "run", "--json").json
+    held_out = is_test(np.arange(len(rows)), seed=3)
+    assert (document["rows_train"], document["rows_test"]) == ((~held_out).sum(), held_out.sum())
+    fvu = sae("eval", "refit-run", "--json").json["runs"][0]["fvu"]
+    assert fvu == pytest.approx(document["after"]["fvu"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("form", "activation"), [
+    ("saelens", ReluTopK(k=4)), ("sparsify", ReluTopK(k=4)), ("dictionary-learning", ReluTopK(k=4)),
+    ("gemma-scope", JumpRelu())], ids=lambda value: getattr(value, "name", value))
+def test_other_tools_folders_are_refitted_on_rows_they_have_not_seen(sae: CommandLine, tmp_path: Path, form: str,
+                                                                     activation):
+    make_store(sae.home, "rows", some_rows())
+    save(SavedSAE(random_sae(activation), {"model": "gpt2", "layer": 3}), form, tmp_path / "theirs")
+    done = sae("refit", tmp_path / "theirs", "--data", "rows", "--json")
+    assert done.json["run"] == "refit-theirs"
+    assert done.json["after"]["fvu"] < 0.5 * done.json["before"]["fvu"]
+    assert done.json["after"]["l0"] == done.json["before"]["l0"]
+    fvu = sae("eval", "refit-theirs", "--json").json["runs"][0]["fvu"]
+    assert fvu == pytest.approx(done.json["after"]["fvu"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_effect_on_the_model_is_told_before_and_after(sae: CommandLine):
+    assert sae("extract", "--model", "tiny-gemma2", "--rows", "3000", "--name", "notes").status == 0
+    assert sae("train", "--solver", "sgd", "--act", "topk", "--k", "8", "--d-sae", "64", "--steps", "20", "--name",
+               "run").status == 0
+    done = sae("refit", "run", "--model", "tiny-gemma2", "--tokens", "50", "--json")
+    assert done.status == 0, done.err
+    for which in ("before", "after"):
+        assert {"ce_recovered", "kl"} < done.json[which].keys()
+    assert done.json["after"]["ce_clean"] == done.json["before"]["ce_clean"]
+    again = sae("eval", "run", "refit-run", "--model", "tiny-gemma2", "--tokens", "50", "--json").json["runs"]
+    told = [done.json[which]["kl"] for which in ("before", "after")]
+    assert [run["kl"] for run in again] == pytest.approx(told, abs=1e-6)
+
+
+def test_from_python_it_is_the_same_sae_whatever_names_it_and_rows_in_memory_are_all_taken(sae: CommandLine, capsys):
+    rows = make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "run", random_sae())
+    assert sae("refit", "run").status == 0
+    saved, before = saecli.load_sae("refit-run", sae.home), set(sae.home.rglob("*"))
+    capsys.readouterr()
+    store = saecli.open_store("rows", sae.home)
+    for given, data in (("run", "rows"), ("run", None), (random_sae(), store), (random_sae(), store.split("train"))):
+        torch.testing.assert_close(saecli.refit(given, data, home=sae.home).W_dec, saved.W_dec)
+    torch.testing.assert_close(saecli.refit(random_sae(), rows).W_dec,
+                               saecli.refit("run", store.split("all"), home=sae.home).W_dec)
+    assert set(sae.home.rglob("*")) == before
+    assert tuple(capsys.readouterr()) == ("", "")
+
+
+def test_decoder_that_is_worse_on_rows_held_out_is_warned_of(sae: CommandLine):
+    rows = some_rows(1000)
+    held_out = is_test(np.arange(len(rows)))
+    make_run(sae.home, "run", saecli.refit(random_sae(), rows))
+    make_store(sae.home, "rows", np.where(held_out[:, None], rows, -rows))
+    done = sae("refit", "run")
+    assert done.status == 0
+    assert "warning: FVU on held-out rows rose from" in done.err
+    assert sae("refit", "run", "--name", "again", "--json").json["after"]["fvu"] > 1
+
+
+@pytest.mark.parametrize(("words", "sentence", "status"), [
+    (("run",), "there is a run named 'refit-run' already; give another --name", 1),
+    (("run", "--name", "run"), "there is a run named 'run' already", 1),
+    (("run", "--name", "a/b"), "--name must be a plain folder name", 2),
+    (("run", "--tokens", "5"), "--tokens does nothing without --model", 2),
+    (("run", "--data", "narrow"), "expected rows of 8 dimensions, got 5; name another store with --data", 2),
+    (("run", "--data", "nowhere"), "there is no activation store named 'nowhere'", 1),
+    (("nowhere",), "there is no run and no folder named 'nowhere'", 1),
+    (("run", "--device", "abacus"), "--device must be cpu, cuda, cuda:N or auto, got 'abacus'", 2),
+    (("run", "--model", "tiny-gemma2", "--name", "new"), "expected a store that `sae extract` made", 1),
+])
+def test_what_cannot_be_refitted_is_told_in_a_sentence(sae: CommandLine, words: tuple, sentence: str, status: int):
+    make_store(sae.home, "narrow", some_rows(50, 5))
+    make_store(sae.home, "rows", some_rows(200))
+    make_run(sae.home, "run", random_sae())
+    make_run(sae.home, "refit-run", random_sae())
+    before = {path: path.stat().st_mtime_ns for path in sae.home.rglob("*")}
+    done = sae("refit", *words)
+    assert (done.status, done.out) == (status, "")
+    assert sentence in done.err
+    assert {path: path.stat().st_mtime_ns for path in sae.home.rglob("*")} == before
+
+
+def test_rows_too_large_for_their_products_are_told():
+    with pytest.raises(saecli.SaeError, match="expected finite products of codes and rows"):
+        saecli.refit(random_sae(), some_rows(100) * np.float32(1e25))
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_no_folder(sae: CommandLine):
+    make_store(sae.home, "rows", np.tile(some_rows(50_000, 64), (8, 1)))
+    generator = torch.Generator().manual_seed(0)
+    W_enc = torch.randn(64, 2048, generator=generator)
+    make_run(sae.home, "run", SAE(W_enc, torch.zeros(2048), W_enc.T, torch.zeros(64), TopK(k=16)))
+    begun = []
+
+    def running(process: int) -> bool:
+        begun.append(Path(f"/proc/{process}/statm").read_text().split()[1])
+        return int(begun[-1]) * 4096 > 400 << 20  # torch is loaded, and rows are read
+
+    said = stopped(sae.home, ["refit", "run"], running)
+    assert said.splitlines()[-1] in ("stopped; nothing was written", "stopped before it began; nothing was changed")
+    assert {path.name for path in (sae.home / "runs").iterdir()} == {"run"}
+    assert subprocess.run([sys.executable, "-m", "saecli", "--home", sae.home, "list"], check=False).returncode == 0

@@ -1,0 +1,219 @@
+"""Splicing an SAE into a language model, against plain torch on a small real model."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, make_run
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from saecli.extract.fill import COLUMNS, Target, fill
+from saecli.extract.forward import Forward
+from saecli.extract.language_model import LanguageModel
+from saecli.extract.model_source import find_model
+from saecli.extract.places import Place
+from saecli.extract.steady import Document
+from saecli.extract.token_windows import Windows
+from saecli.extract.window_blocks import Cursor, in_blocks
+from saecli.measure.splice import stored_windows
+from saecli.sae.activations import Relu, TopK
+from saecli.sae.dictionary import SAE
+from saecli.store.reader import ActivationStore
+from saecli.store.schema import StoreMeta
+from saecli.store.split import is_test
+from saecli.store.writer import StoreWriter
+
+D, WORDS, CONTEXT, LAYER = 16, 40, 12, 1
+BOS = 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two blocks with random weights, large enough to make it certain of things."""
+    folder = tmp_path_factory.mktemp("model")
+    words = {"<pad>": 0, "<bos>": BOS, "<unk>": 2} | {f"w{i}": i + 3 for i in range(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>",
+                            unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(words), hidden_size=D, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        initializer_range=0.5, max_position_embeddings=64, bos_token_id=BOS, eos_token_id=None,
+        pad_token_id=0)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LanguageModel:
+    return LanguageModel(find_model(str(folder)), torch.device("cpu"), head=True)
+
+
+def documents(number: int = 60) -> list[Document]:
+    generator = np.random.default_rng(0)
+    return [Document(i, " ".join(f"w{w}" for w in generator.integers(0, WORDS, generator.integers(1, 40))), None)
+            for i in range(number)]
+
+
+def extracted(home: Path, model: LanguageModel, positions: str = "all", limit: int | None = None,
+              text: list[Document] | None = None) -> Path:
+    """A store as `sae extract` makes it."""
+    path = home / "activations" / "store"
+    source = {"model": str(Path(model.source.location).resolve()), "layer": LAYER, "site": "resid_post",
+              "context": CONTEXT, "positions": positions}
+    meta = StoreMeta(source=source, request_hash="x", dtype="float32", d_in=D, shard_rows=500, chunk_rows=64,
+                     columns=COLUMNS)
+    windows = Windows(model.tokenizer, CONTEXT, positions)
+    place = Place(LAYER, "resid_post")
+    with StoreWriter.open(path, meta, limit=limit) as writer:
+        fill([Target(place, writer)], in_blocks(lambda _: text or documents(), windows, limit or 10**9, Cursor()),
+             Forward(model, "float32", 8 * CONTEXT, print), limit or 10**9, lambda tokens, rows: None)
+        writer.finish()
+    return path
+
+
+def random_sae(seed: int = 0) -> SAE:
+    generator = torch.Generator().manual_seed(seed)
+    W_enc = torch.randn(D, 30, generator=generator) / 4
+    return SAE(W_enc, torch.randn(30, generator=generator), W_enc.T.clone(), torch.zeros(D), Relu())
+
+
+def identity_sae() -> SAE:
+    return SAE(torch.eye(D), torch.zeros(D), torch.eye(D), torch.zeros(D), TopK(k=D))
+
+
+def oracle(folder: Path, windows: Iterator[list[int]], sae: SAE) -> dict[str, float]:
+    """One window at a time in float64, the site replaced by a hook written out here."""
+    llama, sae = LlamaForCausalLM.from_pretrained(folder).double(), sae.copy_to(torch.float64)
+    return oracle_of(llama, llama.model.layers[LAYER], windows,
+                     lambda x: torch.cat([x[:, :1], sae(x[0, 1:])[None]], dim=1))
+
+
+def oracle_of(llama: LlamaForCausalLM, module: torch.nn.Module, windows: Iterator[list[int]],
+              spliced: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """The effects of replacing a module's output."""
+    def run(ids: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
+        handle = module.register_forward_hook(
+            lambda module, args, output: replace(output if isinstance(output, Tensor) else output[0]))
+        logits = llama(input_ids=ids).logits[0]
+        handle.remove()
+        return logits.log_softmax(-1)
+
+    losses, divergences = {"ce_clean": [], "ce_spliced": [], "ce_zero": []}, []
+    with torch.no_grad():
+        for window in windows:
+            ids = torch.tensor([window])
+            found = {"ce_clean": run(ids, lambda x: x), "ce_spliced": run(ids, spliced),
+                     "ce_zero": run(ids, torch.zeros_like)}
+            for name, log_probabilities in found.items():
+                losses[name].append(functional.nll_loss(log_probabilities[1:-1], ids[0, 2:], reduction="none"))
+            clean = found["ce_clean"]
+            divergences.append((clean.exp() * (clean - found["ce_spliced"])).sum(-1)[1:])
+    result = {name: float(torch.cat(values).mean()) for name, values in losses.items()}
+    recovered = (result["ce_zero"] - result["ce_spliced"]) / (result["ce_zero"] - result["ce_clean"])
+    tokens = torch.cat(divergences)
+    return result | {"ce_recovered": recovered, "kl": float(tokens.mean()), "tokens": len(tokens)}
+
+
+def test_effects_on_held_out_documents_match_plain_torch(
+        sae: CommandLine, folder: Path, model: LanguageModel) -> None:
+    extracted(sae.home, model)
+    make_run(sae.home, "random", random_sae(), data="store", split_seed=5)
+    make_run(sae.home, "other", random_sae(1), data="store", split_seed=5)
+    done = sae("eval", "random", "other", "--model", folder, "--tokens", "1000000", "--json")
+    assert done.status == 0, done.err
+    held_out = [document for document in documents() if is_test(np.array([document.number]), seed=5)[0]]
+    assert len(held_out) > 2
+    windows = [window.token_ids.tolist() for window in Windows(model.tokenizer, CONTEXT).cut(held_out)]
+    for found, seed in zip(done.json["runs"], (0, 1), strict=True):
+        expected = oracle(folder, iter(windows), random_sae(seed))
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+        assert abs(1 - found["ce_recovered"]) > 0.01
+    assert ("special tokens (BOS) keep their own activations beside the SAE's, are zero in ce_zero, and are left "
+            "out of the means") in done.err
+
+
+def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path, model: LanguageModel) -> None:
+    extracted(sae.home, model)
+    make_run(sae.home, "exact", identity_sae(), data="store")
+    (found,) = sae("eval", "--model", folder, "--json").json["runs"]
+    assert found["ce_spliced"] == pytest.approx(found["ce_clean"], rel=1e-6)
+    assert found["ce_recovered"] == pytest.approx(1, abs=1e-5)
+    assert found["kl"] == pytest.approx(0, abs=1e-6)
+    assert list(found)[-7:] == ["ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens", "unbeaten"]
+
+
+def test_a_people_table_has_the_effect(sae: CommandLine, folder: Path, model: LanguageModel) -> None:
+    extracted(sae.home, model)
+    make_run(sae.home, "exact", identity_sae(), data="store")
+    out = sae("eval", "--model", folder, "--tokens", "20").out
+    assert "ce recovered" in out and "with the SAE's reconstructions" in out
+
+
+@pytest.mark.parametrize("limit", [None, 300])
+def test_windows_put_together_from_the_store_are_those_that_were_extracted(
+        tmp_path: Path, model: LanguageModel, limit: int | None) -> None:
+    rows = ActivationStore.open(extracted(tmp_path, model, limit=limit)).split("all")
+    cutter = Windows(model.tokenizer, CONTEXT)
+    found = list(stored_windows(rows, cutter.prefix, 10**9))
+    cut = [window.token_ids.tolist() for window in cutter.cut(documents())]
+    whole = cut if limit is None else cut[:len(found) - 1]
+    assert found[:len(whole)] == whole
+    assert sum(len(token_ids) - 1 for token_ids in found) == rows.rows
+
+
+def test_windows_are_whole_and_no_more_than_asked_for(tmp_path: Path, model: LanguageModel) -> None:
+    rows = ActivationStore.open(extracted(tmp_path, model)).split("all")
+    windows = list(stored_windows(rows, [BOS], 50))
+    counts = [len(window) - 1 for window in windows]
+    assert sum(counts) >= 50 > sum(counts[:-1])
+
+
+def test_a_store_of_last_positions_is_refused(sae: CommandLine, folder: Path, model: LanguageModel) -> None:
+    extracted(sae.home, model, positions="last")
+    make_run(sae.home, "exact", identity_sae(), data="store")
+    done = sae("eval", "--model", folder)
+    assert done.status == 1
+    assert "extract a store with --positions all" in done.err
+
+
+def test_rows_that_came_from_no_model_are_refused(sae: CommandLine, folder: Path) -> None:
+    meta = StoreMeta(source={"kind": "array"}, request_hash="x", dtype="float32", d_in=D, shard_rows=500)
+    with StoreWriter.open(sae.home / "activations" / "store", meta) as writer:
+        writer.append(np.ones((500, D), np.float32), {}, {"row": 0})
+        writer.finish()
+    make_run(sae.home, "exact", identity_sae(), data="store")
+    done = sae("eval", "--model", folder)
+    assert (done.status, "got one that names no layer; leave --model out" in done.err) == (1, True)
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"num_hidden_layers": 1}, "expected a layer 1, got layers 0 to 0; name the model that the rows came from"),
+    ({"vocab_size": 20}, "got token ids below 20; name the model that the rows came from"),
+    ({"hidden_size": 32}, "expected activations of 16 dimensions, got 32"),
+    ({"max_position_embeddings": 8}, "expected windows of 12 tokens, got at most 8"),
+])
+def test_a_model_that_the_rows_cannot_come_from_is_refused_before_they_are_measured(
+        sae: CommandLine, tmp_path: Path, folder: Path, model: LanguageModel, changes: dict, sentence: str,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    extracted(sae.home, model)
+    make_run(sae.home, "random", random_sae(), data="store")
+    other = tmp_path / "other"
+    config = LlamaConfig(**{**model.source.config.to_dict(), "head_dim": None, **changes})
+    LlamaForCausalLM(config).save_pretrained(other)
+    model.tokenizer.save_pretrained(other)
+    monkeypatch.setattr("saecli.measure.evaluate.reconstruction", lambda *_: pytest.fail("measured first"))
+    done = sae("eval", "--model", other)
+    assert done.status == 2
+    assert sentence in done.err
+
+
+def test_tokens_without_a_model_do_nothing_and_are_refused(sae: CommandLine) -> None:
+    done = sae("eval", "random", "--tokens", "5")
+    assert (done.status, "--tokens does nothing without --model" in done.err) == (2, True)

@@ -1,0 +1,231 @@
+"""Stability across seeds: matchings against brute force over permutations, copies whose matching is known, and
+`sae eval --stability`."""
+
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
+
+import saecli
+from saecli.base import memory
+from saecli.base.errors import ConfigError, MachineError
+from saecli.measure.matching import matching
+from saecli.sae.activations import Relu
+from saecli.sae.dictionary import SAE
+
+
+def sae_of(W_dec: torch.Tensor, W_enc: torch.Tensor | None = None, b_enc: torch.Tensor | None = None) -> SAE:
+    """An SAE of these decoder vectors (F, D), tied unless told otherwise."""
+    return SAE(W_dec.T if W_enc is None else W_enc, torch.zeros(len(W_dec)) if b_enc is None else b_enc, W_dec,
+               torch.zeros(W_dec.shape[1]), Relu())
+
+
+def vectors(latents: int, seed: int, d_in: int = 6) -> torch.Tensor:
+    return torch.randn(latents, d_in, generator=torch.Generator().manual_seed(seed))
+
+
+def cosines(one: torch.Tensor, other: torch.Tensor) -> np.ndarray:
+    units = [w.double().numpy() / np.linalg.norm(w.double().numpy(), axis=1, keepdims=True) for w in (one, other)]
+    return units[0] @ units[1].T
+
+
+@pytest.mark.parametrize(("latents", "others"), [(1, 1), (1, 4), (6, 6), (4, 7), (7, 4)])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_matching_is_the_best_of_all_permutations(latents: int, others: int, seed: int) -> None:
+    one, other = sae_of(vectors(latents, seed)), sae_of(vectors(others, seed + 100))
+    table = np.abs(cosines(one.W_dec, other.W_dec))
+    small = table if latents <= others else table.T
+    best = max(sum(small[range(len(small)), chosen]) for chosen in permutations(range(small.shape[1]), len(small)))
+    found = matching(one, other)
+    assert found.decoder.sum() == pytest.approx(best, abs=1e-6)
+    np.testing.assert_allclose(found.decoder, table[found.first, found.second], atol=1e-12)
+    assert len(set(found.first)) == len(set(found.second)) == len(small)
+    assert list(found.first) == sorted(found.first)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 1024])
+def test_permuted_flipped_and_rescaled_copies_match_to_the_permutation(blocks: int, monkeypatch) -> None:
+    monkeypatch.setattr("saecli.measure.matching.BLOCK_ROWS", blocks)
+    one = sae_of(vectors(10, 0))
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
+    sign = torch.tensor([1.0, -1.0] * 5).unsqueeze(1)
+    W = one.W_dec[order] * sign
+    for scale in (1e-25, 3.0, 1e25):
+        (pair,) = saecli.stability([one, sae_of(W * scale, W.T / scale)])["pairs"]
+        assert pair["counterparts"] == torch.argsort(order).tolist()
+        assert [pair[name] for name in ("latents", "pw_mcc", "matched_fraction", "shared_fraction")] == pytest.approx(
+            [10, 1, 1, 1])
+    (pair,) = saecli.stability([one, sae_of(W, one.W_enc[:, order])])["pairs"]
+    assert (pair["pw_mcc"], pair["matched_fraction"], pair["shared_fraction"]) == pytest.approx((1, 1, 0.5))
+
+
+def test_measures_do_not_change_when_all_saes_are_rotated_together() -> None:
+    saes = [sae_of(vectors(12, seed)) for seed in range(3)]
+    Q, _ = torch.linalg.qr(vectors(6, 9))
+    before, after = (saecli.stability(some, match_threshold=0.6)
+                     for some in (saes, [sae_of(one.W_dec @ Q) for one in saes]))
+    assert 0 < before["matched_fraction"] < 1
+    assert [pair.pop("counterparts") for pair in after["pairs"]] == [
+        pair.pop("counterparts") for pair in before["pairs"]]
+    for name in ("pw_mcc", "matched_fraction", "shared_fraction", "matched_in_all", "shared_in_all"):
+        assert after[name] == pytest.approx(before[name], abs=1e-6)
+
+
+def kept(latents: int, fresh: int, encoder_kept: int | None = None) -> SAE:
+    """Eight orthonormal latents, the first of them those of all such SAEs, the others axes from `fresh` on."""
+    axes = [*range(latents), *range(fresh, fresh + 8 - latents)]
+    encoder = axes if encoder_kept is None else [*axes[:encoder_kept], *range(40, 40 + 8 - encoder_kept)]
+    return sae_of(torch.eye(48)[axes], torch.eye(48)[encoder].T)
+
+
+def test_fractions_of_latents_matched_are_those_that_the_runs_were_made_with() -> None:
+    found = saecli.stability([kept(8, 0), kept(4, 8), kept(2, 16, encoder_kept=1)])
+    assert [pair["matched_fraction"] for pair in found["pairs"]] == [0.5, 0.25, 0.25]
+    assert [pair["shared_fraction"] for pair in found["pairs"]] == [0.5, 0.125, 0.125]
+    assert [pair["pw_mcc"] for pair in found["pairs"]] == [0.5, 0.25, 0.25]
+    assert found["pw_mcc"] == found["matched_fraction"] == pytest.approx(1 / 3)
+    assert (found["matched_in_all"], found["shared_in_all"], found["firing"]) == (0.25, 0.125, None)
+    first, _, third = found["runs"]
+    assert first["match_fraction"] == [1, 1, 0.5, 0.5, 0, 0, 0, 0]
+    assert first["cosine"] == [1, 1, 0.5, 0.5, 0, 0, 0, 0]
+    assert (third["run"], third["silent"], third["frequency"]) == ("sae 3", None, None)
+
+
+def test_a_latent_is_matched_above_the_threshold_and_not_at_it() -> None:
+    saes = [sae_of(torch.tensor([[1.0, 0.0]])), sae_of(torch.tensor([[3.0, 4.0]]))]
+    cosine = saecli.stability(saes)["pw_mcc"]
+    assert cosine == pytest.approx(0.6)
+    found = [saecli.stability(saes, match_threshold=one) for one in (cosine, 0.59, 0.61)]
+    assert [one["matched_fraction"] for one in found] == [0, 1, 0]
+
+
+def test_saes_of_different_width_are_matched_over_the_narrower_in_either_order() -> None:
+    wide = sae_of(vectors(9, 0))
+    narrow = sae_of(wide.W_dec[[7, 2, 5]])
+    for saes in ([wide, narrow], [narrow, wide]):
+        found = saecli.stability(saes)
+        (pair,) = found["pairs"]
+        assert (pair["latents"], pair["pw_mcc"]) == (3, pytest.approx(1))
+        assert pair["counterparts"] == ([None, None, 1, None, None, 2, None, 0, None] if saes[0] is wide else [7, 2, 5])
+        of_wide = found["runs"][saes.index(wide)]
+        assert of_wide["matched_in_all"] == pytest.approx(1 / 3)
+        assert [latent for latent, cosine in enumerate(of_wide["cosine"]) if cosine is not None] == [2, 5, 7]
+        assert found["matched_in_all"] == pytest.approx(6 / 12)
+
+
+def test_a_decoder_vector_of_length_zero_has_cosine_zero() -> None:
+    W = vectors(4, 0)
+    W[1] = 0
+    assert saecli.stability([sae_of(W), sae_of(W.clone())])["pw_mcc"] == pytest.approx(0.75)
+
+
+def test_silent_latents_are_matched_and_left_out_of_what_is_said_of_those_that_fire() -> None:
+    W, dead = vectors(6, 0, d_in=D), torch.tensor([100.0] * 4 + [-1e9] * 2)
+    other = W.clone()
+    other[3:] = vectors(3, 1, d_in=D)
+    bare = saecli.stability([sae_of(W), sae_of(other)])
+    found = saecli.stability([sae_of(W, b_enc=dead), sae_of(other, b_enc=dead)], some_rows(200))
+    assert found["pw_mcc"] == bare["pw_mcc"]
+    (pair,) = found["pairs"]
+    fires = [latent for latent in range(4) if pair["counterparts"][latent] < 4]
+    table = np.abs(cosines(W, other))
+    assert pair["firing"]["latents"] == len(fires)
+    assert pair["firing"]["pw_mcc"] == pytest.approx(np.mean([table[i, pair["counterparts"][i]] for i in fires]))
+    assert [run["silent"] for run in found["runs"]] == [2, 2]
+    first = found["runs"][0]
+    assert first["firing"]["matched_in_all"] == np.mean([one == 1 for one in first["match_fraction"][:4]])
+    all_silent = saecli.stability([sae_of(W, b_enc=torch.full((6,), -1e9)), sae_of(other, b_enc=dead)], some_rows(200))
+    assert all_silent["firing"]["pw_mcc"] is None
+    assert all_silent["runs"][0]["firing"]["matched_in_all"] is None
+
+
+def test_frequencies_are_those_of_sparsity() -> None:
+    saes = [random_sae(seed=seed) for seed in range(2)]
+    for one, run in zip(saes, saecli.stability(saes, some_rows(500))["runs"], strict=True):
+        assert run["frequency"] == saecli.sparsity(one, some_rows(500))["frequency"]
+
+
+@pytest.mark.parametrize(("saes", "options", "told"), [
+    ([], {}, "stability compares runs that differ in seed: expected two or more, got none; name them"),
+    ([sae_of(vectors(3, 0))], {}, "expected two or more, got 1"),
+    ([sae_of(vectors(3, 0)), sae_of(vectors(3, 0, d_in=5))], {}, "expected sae 2 to have 6 as sae 1, got 5"),
+    ([sae_of(vectors(3, 0)), sae_of(vectors(3, 0) / 0)], {}, "latents of sae 2: expected finite weights"),
+    ([sae_of(vectors(3, 0))] * 2, {"match_threshold": 1}, "match_threshold must be in [0, 1), got 1"),
+    ([sae_of(vectors(3, 0))] * 2, {"match_threshold": float("nan")}, "must be in [0, 1), got nan"),
+])
+def test_what_cannot_be_compared_is_one_sentence(saes: list[SAE], options: dict[str, float], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        saecli.stability(saes, **options)
+    assert told in str(error.value) and "--s" not in str(error.value).replace("`sae train --seed 1`", "")
+
+
+def test_a_matrix_that_does_not_fit_is_refused_before_it_is_made(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "memory.max").write_text("1500")
+    (tmp_path / "memory.current").write_text("1000")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)  # a container with 500 bytes left
+    with pytest.raises(MachineError, match="8 latents with 8: expected 512 B or more free, got 500 B"):
+        saecli.stability([sae_of(vectors(8, 0)), sae_of(vectors(8, 1))])
+
+
+@pytest.fixture
+def runs(sae: CommandLine) -> CommandLine:
+    make_store(sae.home, "rows", some_rows())
+    for seed in range(3):
+        make_run(sae.home, f"seed-{seed}", random_sae(seed=seed).changed(b_enc=torch.ones(F)))  # all of them fire
+    return sae
+
+
+NAMES = ("seed-0", "seed-1", "seed-2")
+
+
+def test_the_command_prints_what_the_function_returns_beside_the_runs(runs: CommandLine, tmp_path: Path) -> None:
+    bare = runs("eval", *NAMES, "--json").json
+    done = runs("eval", *NAMES, "--stability", "--match-threshold", "0.6", "--plot", tmp_path / "x.png", "--json")
+    assert list(done.json) == ["runs", "unbeaten_means", "stability"]
+    assert done.json["runs"] == bare["runs"]
+    expected = saecli.stability(NAMES, "rows", match_threshold=0.6, home=runs.home)
+    assert done.json["stability"] == expected
+    assert [pair["runs"] for pair in expected["pairs"]] == [[NAMES[0], NAMES[1]], [NAMES[0], NAMES[2]],
+                                                            [NAMES[1], NAMES[2]]]
+    assert [run["d_sae"] for run in expected["runs"]] == [F] * 3
+    assert {path.name for path in tmp_path.glob("*.png")} == {"x.png", "x-stability.png"}
+    without_rows = saecli.stability(NAMES, match_threshold=0.6, home=runs.home)
+    assert without_rows["pw_mcc"] == expected["pw_mcc"] and without_rows["firing"] is None
+
+
+def test_tables_show_the_mean_over_pairs_and_those_that_fire_where_some_are_silent(runs: CommandLine) -> None:
+    shown = runs("eval", *NAMES, "--stability").out
+    mean = saecli.stability(NAMES, home=runs.home)["pw_mcc"]
+    (line,) = (line for line in shown.splitlines() if "all pairs" in line)
+    assert f"{mean:.4g}" in line and "firing" not in shown
+    silent = random_sae(seed=3)
+    make_run(runs.home, "silent", silent.changed(b_enc=torch.full((F,), -1e9)))
+    assert "firing" in runs("eval", "seed-0", "silent", "--stability").out
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["seed-0", "--stability"], "--stability compares runs that differ in seed: expected two or more, got 1; name"),
+    (["seed-0", "seed-0", "--stability"], "got 1"),
+    (["--stability"], "got none"),
+    (["seed-0", "seed-1", "--match-threshold", "0.7"], "--match-threshold does nothing without --stability"),
+    (["seed-0", "seed-1", "--stability", "--match-threshold", "7"], "--match-threshold must be in [0, 1), got 7"),
+    (["seed-0", "other", "--stability"], "expected other to be trained on rows as seed-0, got others; name runs"),
+    (["seed-0", "thin", "--stability"], "compares runs of one d_in: expected thin to have 8 as seed-0, got 5"),
+])
+def test_wrong_input_is_one_sentence_and_status_2(runs: CommandLine, words: list[str], told: str) -> None:
+    make_store(runs.home, "others", some_rows(seed=1))
+    make_store(runs.home, "thin", some_rows(d_in=5))
+    make_run(runs.home, "other", random_sae(seed=4), data="others")
+    make_run(runs.home, "thin", random_sae(d_in=5), data="thin")
+    done = runs("eval", *words)
+    assert (done.status, done.out) == (2, "")
+    assert told in done.err.splitlines()[-1]
+
+
+def test_runs_with_the_same_decoder_are_pointed_out(runs: CommandLine) -> None:
+    make_run(runs.home, "copy", random_sae(seed=0), split_seed=1)
+    assert "warning: seed-0 and copy have the same decoder" in runs("eval", "seed-0", "copy", "--stability").err
+    assert "same decoder" not in runs("eval", *NAMES, "--stability").err

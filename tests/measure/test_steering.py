@@ -1,0 +1,234 @@
+"""Steering: `saecli.steering` against hooks written by hand, and `sae steer` against `model.generate`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from homes import CommandLine, make_run, random_sae
+from tiny_models import CONFIGS, WIDTH, save_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import saecli
+from saecli.extract.places import BUNDLED, TINY_GEMMA2
+from saecli.sae.activations import Activation, JumpRelu, Relu, TopK
+from saecli.sae.dictionary import SAE
+from saecli.sae.formats import SavedSAE, save_native
+
+LATENTS, SCALES = [3, 11], [2.5, -4.0]
+BOS, EOS, PAD = 1, 2, 0
+
+
+def steerable(activation: Activation | None = None, d_in: int = WIDTH) -> SAE:
+    """An SAE whose decoder is no transpose of its encoder, of which about half of the latents fire."""
+    sae = random_sae(activation, d_in)
+    return sae.changed(W_dec=torch.randn(20, d_in, generator=torch.Generator().manual_seed(5)))
+
+
+def by_hand(sae: SAE, method: str, x: Tensor, scales: list[float] = SCALES) -> Tensor:
+    """The reconstruction from changed codes, and the error of the one from the codes as they are, (B, T, D)."""
+    z = sae.encode(x)
+    new = z.clone()
+    for latent, scale in zip(LATENTS, scales, strict=True):
+        new[..., latent] = {"add": z[..., latent] + scale, "clamp": scale, "ablate": 0.0}[method]
+    return new @ sae.W_dec + sae.b_dec + (x - (z @ sae.W_dec + sae.b_dec))
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(save_model(tmp_path / request.param, request.param)).eval()
+
+
+def blocks(model: nn.Module) -> nn.ModuleList:
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+def prompt() -> Tensor:
+    token_ids = torch.randint(4, 60, (2, 7), generator=torch.Generator().manual_seed(2))
+    token_ids[:, 0] = BOS
+    return token_ids
+
+
+@torch.no_grad()
+def hooked(model: nn.Module, block: nn.Module, change: Any, token_ids: Tensor) -> Tensor:
+    """The logits with a plain hook on a block, which leaves BOS, EOS and padding as they are."""
+    plain = (token_ids > EOS)[..., None]
+
+    def replace(module: nn.Module, args: tuple, output: Any) -> Any:
+        x = output[0] if isinstance(output, tuple) else output
+        new = torch.where(plain, change(x), x)
+        return (new, *output[1:]) if isinstance(output, tuple) else new
+
+    handle = block.register_forward_hook(replace)
+    logits = model(token_ids, use_cache=False).logits
+    handle.remove()
+    return logits
+
+
+@pytest.mark.parametrize("method", ["add", "clamp", "ablate"])
+@pytest.mark.parametrize("activation", [Relu(), TopK(k=3), JumpRelu()], ids=lambda one: one.name)
+def test_logits_are_those_of_a_hook_written_by_hand(model: nn.Module, method: str, activation: Activation):
+    sae, token_ids = steerable(activation), prompt()
+    scale = None if method == "ablate" else SCALES
+    expected = hooked(model, blocks(model)[1], lambda x: by_hand(sae, method, x), token_ids)
+    with torch.no_grad():
+        before = model(token_ids).logits
+        with saecli.steering(model, sae, torch.tensor(LATENTS), method=method, scale=scale, layer=1,
+                             site="resid_post"):
+            found = model(token_ids).logits
+        after = model(input_ids=token_ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(before, after) and (before - found).abs().max() > 0.1
+
+
+def test_generation_with_a_cache_writes_what_generation_without_one_does(model: nn.Module):
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones(1, 7)}
+    with saecli.steering(model, steerable(), LATENTS, scale=[90, 70], layer=1, site="resid_post"):
+        cached, whole = (model.generate(prompt()[:1], use_cache=cache, **settings) for cache in (True, False))
+    assert torch.equal(cached, whole)
+    assert not torch.equal(cached, model.generate(prompt()[:1], **settings))
+
+
+def test_one_scale_is_of_all_latents_and_the_choice_of_special_tokens_is_the_users(model: nn.Module):
+    sae, token_ids = steerable(), prompt()
+    hook = hooked(model, blocks(model)[0], lambda x: by_hand(sae, "clamp", x, [3.0, 3.0]), token_ids + 3)
+    with torch.no_grad(), saecli.steering(model, sae, LATENTS, method="clamp", scale=3, layer=0, site="resid_post",
+                                          special=[]):
+        found = model(token_ids + 3).logits
+        embedded = model(inputs_embeds=model.get_input_embeddings()(token_ids + 3)).logits
+    torch.testing.assert_close(found, hook, rtol=1e-4, atol=1e-4)
+    if model.config.model_type != "gemma2":  # which scales embeddings made of ids
+        torch.testing.assert_close(found, embedded, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["add", "clamp", "ablate"])
+def test_a_transcoder_changes_what_it_predicts_by_codes_of_what_it_reads(tmp_path: Path, method: str):
+    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "llama", "llama")).eval()
+    sae, seen, token_ids = steerable(), [], prompt()
+    save_native(SavedSAE(sae, {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}),
+                made(tmp_path / "transcoder"))
+    mlp = blocks(model)[1].mlp
+    handle = mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    expected = hooked(model, mlp, lambda y: y + by_hand(sae, method, seen[-1]) - seen[-1], token_ids)
+    handle.remove()
+    with torch.no_grad(), saecli.steering(model, tmp_path / "transcoder", LATENTS, method=method,
+                                          scale=None if method == "ablate" else SCALES):
+        found = model(token_ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_is_itself_again_after_an_error(tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "gpt2", "gpt2")).eval()
+    before = model(prompt()).logits
+    with pytest.raises(KeyError), saecli.steering(model, steerable(), 3, scale=9, layer=1, site="resid_post"):
+        raise KeyError
+    assert torch.equal(model(prompt()).logits, before)
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def home(sae: CommandLine) -> CommandLine:
+    """A home with SAEs of the bundled model's width, what cannot steer it, and an SAE of unknown places."""
+    origin = {"model": TINY_GEMMA2, "layer": 1, "site": "resid_post"}
+    for name, one, more in (
+            ("first", steerable(d_in=128), {}), ("narrow", steerable(), {}),
+            ("deep", steerable(d_in=128), {"layer": 9}), ("two", steerable(d_in=128), {"widths": (64, 64)}),
+            ("backwards", steerable(d_in=128), {"target_layer": 0, "target_site": "resid_post"})):
+        folder = make_run(sae.home, name, one)
+        widths = more.pop("widths", ())
+        save_native(SavedSAE(SAE(**one.tensors(), activation=one.activation, widths=widths), origin | more), folder)
+    saecli.save_sae(steerable(d_in=128), sae.home / "nowhere")
+    saecli.save_sae(random_sae(d_in=128).changed(W_dec=torch.zeros(20, 64), b_dec=torch.zeros(64)), sae.home / "across")
+    return sae
+
+
+WORDS = ("--latent", "3", "--latent", "11", "--prompt", "Return the number of", "--max-new-tokens", "12", "--json")
+
+
+@torch.no_grad()
+def test_texts_are_those_of_generate_and_the_document_is_that_of_python(home: CommandLine):
+    done = home("steer", "first", *WORDS, "--scale", "20", "--scale", "-9")
+    assert done.status == 0, done.err
+    (found,) = done.json["continuations"]
+    tokenizer, model = (kind.from_pretrained(BUNDLED[TINY_GEMMA2]) for kind in (AutoTokenizer, AutoModelForCausalLM))
+    model = model.float()
+    given = tokenizer("Return the number of", return_tensors="pt")
+    texts = []
+    for steered in (False, True):
+        change = lambda x: by_hand(steerable(d_in=128), "add", x, [20.0, -9.0])  # noqa: E731
+        token_ids = given["input_ids"]
+        for _ in range(12):
+            logits = hooked(model, blocks(model)[1], change if steered else lambda x: x, token_ids)
+            token_ids = torch.cat([token_ids, logits[:, -1:].argmax(-1)], 1)
+        texts.append(tokenizer.decode(token_ids[0], skip_special_tokens=True))
+    assert [found["prompt"] + found[name] for name in ("plain", "steered")] == texts and texts[0] != texts[1]
+    assert saecli.steer("first", LATENTS, "Return the number of", scale=[20, -9], max_new_tokens=12,
+                        home=home.home) == done.json
+    assert [(one["latent"], one["scale"]) for one in done.json["latents"]] == [(3, 20.0), (11, -9.0)]
+    x = model(**given, output_hidden_states=True).hidden_states[2][0, 1:]
+    assert done.json["activation_norm"] == pytest.approx(x.norm(dim=1).mean().item(), rel=1e-4)
+    codes = steerable(d_in=128).encode(x)[:, LATENTS]
+    assert [one["prompt_max"] for one in done.json["latents"]] == pytest.approx(codes.amax(0).tolist(), rel=1e-3)
+
+
+def test_sampling_is_repeated_by_its_seed_and_the_table_has_both_texts(home: CommandLine):
+    words = ("steer", "first", "--prompt", "The\nquick [b]", *WORDS, "--method", "ablate", "--temperature", "1.5")
+    first, again, other = (home(*words, *seed).json["continuations"] for seed in ((), ("--seed", "0"), ("--seed", "1")))
+    assert first == again != other and len(first) == 2
+    done = home(*(word for word in words if word != "--json"))
+    assert done.status == 0
+    assert r"prompt: The\nquick [b]" in done.out and "steered: " in done.out and "scale" not in done.out
+
+
+ADD = ("--latent", "1", "--scale", "1")
+
+
+@pytest.mark.parametrize(("run", "words", "sentence"), [
+    ("first", ("--latent", "20", "--scale", "1"), "--latent must be from 0 to 19, the last of first, got 20"),
+    ("first", ("--latent", "-1", "--scale", "1"), "--latent must be from 0 to 19, the last of first, got -1"),
+    ("first", ("--latent", "1", "--latent", "1", "--scale", "1"), "--latent names 1 twice"),
+    ("first", ("--latent", "1"), "--scale is needed with --method add: expected a number"),
+    ("first", (*ADD, "--scale", "2"), "--scale must be given once, or once for each of 1"),
+    ("first", ("--latent", "1", "--scale", "nan"), "--scale must be finite, got nan"),
+    ("first", (*ADD, "--method", "ablate"), "--scale does nothing with --method ablate"),
+    ("first", (*ADD, "--seed", "1"), "--seed does nothing without --temperature"),
+    ("first", (*ADD, "--layer", "2"), "--layer must be that of first, 1, got 2"),
+    ("first", (*ADD, "--max-new-tokens", "126"), "expected at most 125, the 128 positions of"),
+    ("first", (*ADD, "--prompt", ""), "--prompt must be a text to continue, got an empty"),
+    ("first", (*ADD, "--prompt", "\udcff"), "--prompt must be text in UTF-8, got '\\udcff'"),
+    ("first", (*ADD, "--temperature", "inf"), "--temperature must be at least 0, and finite"),
+    ("narrow", ADD, "expected an SAE of the model's width, 128, got 16"),
+    ("deep", ADD, "tiny-gemma2 has layers 0 to 3, got"),
+    ("two", ADD, "steering with two is not defined: expected an SAE or a transcoder, which"),
+    ("backwards", ADD, "got layer 1, resid_post after layer 0, resid_post"),
+    ("{home}/nowhere", ADD, "expected a block and a site, got neither; give --layer and"),
+    ("{home}/nowhere", (*ADD, "--layer", "1", "--site", "mlp_in"), "--model is needed: "),
+    ("{home}/across", (*ADD, "--layer", "1", "--site", "mlp_in"), "does not say what it pred"),
+    ("lost", ADD, "there is no run and no folder named 'lost'"),
+])
+def test_what_cannot_be_steered_is_told_in_a_sentence(home: CommandLine, run: str, words: tuple, sentence: str):
+    done = home("steer", run.format(home=home.home), "--prompt", "Return the", *words)
+    assert (done.status, done.out) == (1 if run == "lost" else 2, "")
+    assert sentence in done.err
+
+
+def test_places_that_a_file_does_not_say_are_given(home: CommandLine):
+    words = ("--latent", "3", "--scale", "20", "--prompt", "Return", "--json")
+    places = ("--layer", "1", "--site", "resid_post", "--model", TINY_GEMMA2)
+    found = home("steer", home.home / "nowhere", *words, *places).json
+    known = home("steer", "first", *words).json
+    assert found["continuations"] == known["continuations"] and (found["layer"], found["site"]) == (1, "resid_post")
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2])
+    for wrong, sentence in (({"layer": 7, "site": "resid_post"}, "layer must be from 0 to 3"),
+                            ({"layer": 1, "site": "resid"}, "site must be one of"),
+                            ({"layer": 1, "site": "mlp_in", "latents": []}, r"latent must be the number .* got \[\]"),
+                            ({"layer": 1, "site": "mlp_in", "latents": 1.5}, "latent must be the number .* got 1.5"),
+                            ({"layer": 1, "site": "mlp_in", "method": "set"}, "method must be one of")):
+        with pytest.raises(saecli.SaeError, match=sentence), \
+                saecli.steering(model, steerable(d_in=128), **{"latents": 3, "scale": 1, **wrong}):
+            pass

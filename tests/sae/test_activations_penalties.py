@@ -1,0 +1,102 @@
+"""Penalties against their definitions, finite differences and autograd."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from saecli.sae.activations import ACTIVATIONS, Activation, JumpRelu, Relu, Swish
+from saecli.sae.codes import DenseCodes
+
+B, F, D = 30, 7, 16
+RHO = 0.2
+OFFERS = [(kind(target_rate=RHO) if sparsity == "kl" else kind(), sparsity) for kind in ACTIVATIONS.values()
+          for sparsity in kind.sparsities if sparsity in ("l1", "kl")]
+NORMS = torch.linspace(0.5, 3, F, dtype=torch.float64)
+
+
+def codes_and_decoder(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Codes, some negative and none near zero, and decoder weights with the norms `NORMS`."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(B, F, generator=generator, dtype=torch.float64) * torch.linspace(0.02, 2, F)
+    W_dec = torch.randn(F, D, generator=generator, dtype=torch.float64)
+    return z, W_dec / W_dec.norm(dim=1, keepdim=True) * NORMS[:, None]
+
+
+def rates(z: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    u = np.abs(z) * norms
+    return (u / (u + 0.03 * np.sqrt(D))).mean(0)
+
+
+def test_l1_is_the_sum_of_sizes_in_the_reconstruction() -> None:
+    z, W_dec = codes_and_decoder()
+    expected = np.mean([sum(abs(z[row, i]) * np.linalg.norm(W_dec[i]) for i in range(F)) for row in range(B)])
+    assert Relu().penalty("l1", z, DenseCodes(z), W_dec, {}).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [Relu, JumpRelu, Swish])
+def test_kl_is_the_divergence_of_firing_rates_from_the_target(kind: type[Activation]) -> None:
+    z, W_dec = codes_and_decoder()
+    found = rates(z.numpy(), NORMS.numpy())
+    assert found.min() < RHO < found.max()
+    expected = (RHO * np.log(RHO / found) + (1 - RHO) * np.log((1 - RHO) / (1 - found))).sum()
+    assert kind(target_rate=RHO).penalty("kl", z, DenseCodes(z), W_dec, {}).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_kl_is_zero_where_every_rate_is_the_target() -> None:
+    _, W_dec = codes_and_decoder()
+    u = 0.03 * D**0.5 * RHO / (1 - RHO)
+    z = (u / NORMS).expand(B, F)
+    assert Relu(target_rate=RHO).penalty("kl", z, DenseCodes(z), W_dec, {}).item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("activation", "sparsity"), OFFERS, ids=lambda value: getattr(value, "name", value))
+def test_gradient_of_a_penalty_equals_finite_differences(activation: Activation, sparsity: str) -> None:
+    z, W_dec = (tensor.requires_grad_() for tensor in codes_and_decoder())
+    assert torch.autograd.gradcheck(lambda z, W: activation.penalty(sparsity, z, DenseCodes(z), W, {}), (z, W_dec))
+
+
+@pytest.mark.parametrize(("activation", "sparsity"), OFFERS, ids=lambda value: getattr(value, "name", value))
+def test_shrinking_codes_against_a_growing_decoder_changes_no_penalty(activation: Activation, sparsity: str) -> None:
+    z, W_dec = codes_and_decoder()
+    scale = torch.linspace(0.1, 9, F, dtype=torch.float64)
+    before = activation.penalty(sparsity, z, DenseCodes(z), W_dec, {})
+    after = activation.penalty(sparsity, z, DenseCodes(z * scale), W_dec / scale[:, None], {})
+    torch.testing.assert_close(after, before, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("activation", "sparsity"), OFFERS, ids=lambda value: getattr(value, "name", value))
+def test_norm_weights_are_the_derivative_in_the_decoder_norms_where_it_is_positive(
+        activation: Activation, sparsity: str) -> None:
+    z, W_dec = codes_and_decoder()
+    norms = NORMS.clone().requires_grad_()
+    scaled = W_dec / NORMS[:, None] * norms[:, None]
+    (derivative,) = torch.autograd.grad(B * activation.penalty(sparsity, z, DenseCodes(z), scaled, {}), norms)
+    torch.testing.assert_close(activation.norm_weights(sparsity, DenseCodes(z), W_dec), derivative.clamp(min=0))
+    assert (derivative > 0).any()
+    assert bool((derivative < 0).any()) == (sparsity == "kl")
+    assert not activation.norm_weights("none", DenseCodes(z), W_dec).any()
+
+
+def test_latents_that_never_fire_leave_kl_and_its_gradient_finite() -> None:
+    z, W_dec = codes_and_decoder()
+    z[:, 2], W_dec[4] = 0, 0
+    z.requires_grad_()
+    W_dec.requires_grad_()
+    penalty = Relu().penalty("kl", z, DenseCodes(z), W_dec, {})
+    penalty.backward()
+    assert penalty.isfinite()
+    assert z.grad.isfinite().all()
+    assert W_dec.grad.isfinite().all()
+    assert Relu().norm_weights("kl", DenseCodes(z.detach()), W_dec.detach())[[2, 4]].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1 - 1e-16])
+def test_kl_and_its_gradient_are_finite_at_the_ends_of_the_target_rate(rate: float) -> None:
+    z, W_dec = (tensor.float().requires_grad_() for tensor in codes_and_decoder())
+    penalty = Relu(target_rate=rate).penalty("kl", z, DenseCodes(z), W_dec, {})
+    penalty.backward()
+    assert penalty.isfinite()
+    assert z.grad.isfinite().all()
+    assert W_dec.grad.isfinite().all()
+    assert Relu(target_rate=rate).norm_weights("kl", DenseCodes(z.detach()), W_dec.detach()).isfinite().all()

@@ -1,0 +1,195 @@
+"""jumprelu with a target for L0: its gradients against plain autograd and by hand, its controller, its file."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from saecli.sae.activations import JumpRelu, activation_from_json
+from saecli.sae.batch import Batch
+from saecli.sae.codes import Codes, DenseCodes, SparseCodes
+from saecli.sae.dictionary import SAE
+from saecli.sae.formats import load
+from saecli.train.config import Plan, TrainingConfig
+from saecli.train.pam_sgd import PamSgd
+from saecli.train.rows import ArrayRows, initial_sae
+from saecli.train.sgd import Sgd
+from saecli.train.solver import Solver, SolverConfig
+from saecli.train.task import Task
+
+B, F, D, L = 40, 60, 12, 5.0
+AIM, MULTIPLIER = 7.0, 0.4
+SOLVERS = [Sgd(), PamSgd(release=0.3)]
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def parameters() -> dict[str, Tensor]:
+    return {"threshold": torch.linspace(0.4, 1.2, F, dtype=torch.float64),
+            "aim": torch.tensor(AIM, dtype=torch.float64),
+            "multiplier": torch.tensor(MULTIPLIER, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("bandwidth", [None, 0.5])
+@pytest.mark.parametrize(("shift", "kind"), [(-1.5, SparseCodes), (0.0, DenseCodes)])
+def test_gradients_of_the_loss_equal_autograds_of_the_loss_written_out(
+        shift: float, kind: type[Codes], bandwidth: float | None) -> None:
+    activation = JumpRelu(target_l0=L, bandwidth=bandwidth)
+    sae = SAE(normal(D, F, seed=1) / 4, torch.full((F,), shift).double(), normal(F, D, seed=2), normal(D, seed=3),
+              activation, parameters())
+    leaves = [tensor.requires_grad_() for name, tensor in sae.named_parameters() if name not in activation.estimates]
+    x, threshold = normal(B, D, seed=4), sae.threshold
+    found = sae.loss(Batch.of(x), "target-l0", 0.7)
+
+    pre, width = x @ sae.W_enc + sae.b_enc, bandwidth or 0.5 * threshold.detach()
+    active = (pre > threshold).double()
+    near = ((pre - threshold).abs() < width / 2).double()
+    straight_through = near * (pre - threshold) / width
+    step = active + straight_through - straight_through.detach()
+    z = pre * active + threshold.detach() * (step - active)
+    e = (step.sum(1).mean() - AIM) / L
+    expected = (z @ sae.W_dec + sae.b_dec - x).square().sum(1).mean() + 0.7 * (e**2 + 2 * MULTIPLIER * e)
+
+    assert isinstance(found.codes, kind)
+    assert (near.bool() & (active == 0)).any()
+    torch.testing.assert_close(found.value, expected)
+    assert len(leaves) == 5
+    for ours, theirs in zip(torch.autograd.grad(found.value, leaves), torch.autograd.grad(expected, leaves),
+                            strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_quadratic_penaltys_gradients_are_those_found_by_hand() -> None:
+    activation, given = JumpRelu(target_l0=L), parameters()
+    pre = normal(B, F, seed=5).requires_grad_()
+    given["threshold"].requires_grad_()
+    activation.penalty("target-l0", pre, DenseCodes(pre), torch.eye(F), given).backward()
+    v, theta = pre.detach().numpy(), given["threshold"].detach().numpy()
+    near = np.abs(v - theta) < theta / 4
+    slope = 2 * (((v > theta).sum(1).mean() - AIM) / L + MULTIPLIER) / L * near / (theta / 2) / B
+    np.testing.assert_allclose(pre.grad.to_dense().numpy(), slope, rtol=1e-12)
+    np.testing.assert_allclose(given["threshold"].grad.numpy(), -slope.sum(0), rtol=1e-12)
+
+
+def test_without_a_target_no_gradient_goes_through_the_step_to_pre_activations() -> None:
+    pre, given = normal(B, F, seed=5).requires_grad_(), {"threshold": parameters()["threshold"].requires_grad_()}
+    activation = JumpRelu()
+    activation(pre, given).dense().sum().backward()
+    assert torch.equal(pre.grad, (pre > given["threshold"]).double())
+    penalty = activation.penalty("l0", pre, DenseCodes(pre), torch.eye(F), given)
+    assert torch.autograd.grad(penalty, [pre, given["threshold"]], allow_unused=True)[0] is None
+
+
+@pytest.mark.parametrize(("active", "side"), [(4 * F // 10, 1), (1, -1)])
+def test_too_many_active_latents_raise_thresholds_and_multiplier_and_too_few_lower_them(active: int, side: int) -> None:
+    given = parameters()
+    codes = DenseCodes((torch.arange(F) < active).double().expand(B, F))
+    found = JumpRelu(target_l0=L).estimated(codes, given, 0.3)
+    excess = min(active / AIM - 1, 1.0)
+    torch.testing.assert_close(found["threshold"], given["threshold"] * np.exp(0.05 * excess))
+    torch.testing.assert_close(found["multiplier"], given["multiplier"] + 0.05 * excess)
+    assert side * (found["threshold"] - given["threshold"]).min() > 0
+    assert found["aim"].item() == AIM  # as long as it is below the schedule's
+    higher = JumpRelu(target_l0=L).estimated(codes, given | {"aim": torch.tensor(15.0)}, 0.3)
+    assert higher["aim"].item() == pytest.approx(L + 0.4 * (15 - L))  # 15: a quarter of the latents
+    assert JumpRelu(target_l0=L).estimated(codes, given, 0.9)["aim"] == L
+    nothing = JumpRelu(target_l0=L).estimated(DenseCodes(torch.zeros(0, F, dtype=torch.float64)), given, 0.3)
+    assert nothing.keys() == found.keys()  # processes all-reduce the same tensors
+    assert nothing["multiplier"] == MULTIPLIER
+    assert torch.equal(nothing["threshold"], given["threshold"])
+
+
+def test_calibrated_on_rows_smoothed_less_as_many_latents_stay_active() -> None:
+    pre, given = normal(B, F, seed=5), parameters()
+    smoothed = {np.inf: 1.5 * pre, 0.2: pre}
+    found = JumpRelu(target_l0=L).calibrated(pre, given, smoothed.__getitem__)["threshold"]
+    assert (pre > found).sum() == (1.5 * pre > given["threshold"]).sum() > (pre > given["threshold"]).sum()
+    torch.testing.assert_close(found, given["threshold"] / 1.5, rtol=0.01, atol=0)
+
+
+def test_training_starts_with_the_first_aim_as_its_l0() -> None:
+    x = normal(2000, D, seed=6)
+    start = initial_sae(JumpRelu(target_l0=3.0), F, Batch.of(x), seed=0)
+    assert start.codes(x).count().item() / len(x) == pytest.approx(12, abs=0.01)
+    assert start.aim == 12
+
+
+def sparse_rows(rows: int) -> Tensor:
+    z = normal(rows, 16, seed=7).abs() * (torch.rand(rows, 16, generator=torch.Generator().manual_seed(8)) < 0.2)
+    x = (z @ normal(16, 8, seed=9)).float()
+    return (x - x.mean(0)) / x.std()
+
+
+def started(config: SolverConfig, x: Tensor, target: float, epochs: int) -> Solver:
+    activation = JumpRelu(target_l0=target)
+    batches = len(x) // 50
+    task = Task(len(x), epochs * batches, 1e-2, "target-l0", activation.default_weight("target-l0", 8), x, 0.1,
+                batches=batches)
+    return config.resolved(None).build(initial_sae(activation, 32, Batch.of(x), seed=1), task)
+
+
+def trained(solver: Solver, x: Tensor, epochs: range) -> SAE:
+    for epoch in epochs:
+        solver.begin_epoch()
+        for rows in x[torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))].split(50):
+            solver.step(Batch.of(rows))
+        solver.end_epoch()
+        while solver.due is not None:
+            solver.begin_pass(lambda: [Batch.of(x)])
+            solver.observe(Batch.of(x))
+            solver.end_pass()
+    return solver.sae()
+
+
+@pytest.mark.parametrize("config", SOLVERS, ids=lambda one: one.name)
+@pytest.mark.parametrize("target", [1.5, 6.0])
+def test_rows_held_out_have_the_target_as_their_l0(config: SolverConfig, target: float) -> None:
+    x = sparse_rows(4000)
+    sae = trained(started(config, x[:2000], target, 5), x[:2000], range(5))
+    assert sae.codes(x[2000:]).count().item() / 2000 == pytest.approx(target, rel=0.05)
+    assert sae.tensors().keys() == {"W_enc", "b_enc", "W_dec", "b_dec", "threshold"}
+
+
+@pytest.mark.parametrize("config", SOLVERS, ids=lambda one: one.name)
+def test_a_restored_solver_goes_on_bit_for_bit(config: SolverConfig) -> None:
+    x = sparse_rows(400)
+    whole, first, second = (started(config, x, 3.0, 4) for _ in range(3))
+    trained(whole, x, range(4))
+    trained(first, x, range(2))
+    held = {name: tensor.clone() for name, tensor in first.state().items()}
+    assert held["dictionary.multiplier"] != 0
+    second.restore(held)
+    trained(second, x, range(2, 4))
+    for name, tensor in whole.state().items():
+        torch.testing.assert_close(tensor, second.state()[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_the_target_is_32_or_an_eighth_of_the_latents_by_default_and_sets_the_learning_rates_l0() -> None:
+    rows = ArrayRows(sparse_rows(100).numpy())
+
+    def planned(activation: JumpRelu, d_sae: int = 512, **options: str) -> JumpRelu:
+        return Plan.resolved(rows, None, TrainingConfig(d_sae=d_sae, **options), Sgd(), activation).activation
+
+    assert planned(JumpRelu()).expected_l0(8) == planned(JumpRelu()).target_l0 == 32
+    assert planned(JumpRelu(), d_sae=24).target_l0 == 3
+    assert planned(JumpRelu(target_l0=5)).expected_l0(8) == 5
+    assert planned(JumpRelu(), sparsity="l0") == JumpRelu()
+
+
+def test_an_sae_saved_before_there_were_targets_is_read(tmp_path: Path) -> None:
+    old = {"name": "jumprelu", "target_rate": None, "threshold": 0.1, "bandwidth": 0.3, "fixed_threshold": False}
+    activation = activation_from_json(old)
+    assert activation == JumpRelu(threshold=0.1, bandwidth=0.3)
+    sae = SAE(normal(D, F, seed=1), normal(F, seed=2), normal(F, D, seed=3), normal(D, seed=4), activation,
+              {"threshold": parameters()["threshold"]})
+    header = {"format_version": 1, "origin": {}, "activation": old}
+    save_file(sae.tensors(), tmp_path / "sae.safetensors", {"saecli": json.dumps(header)})
+    x = normal(B, D, seed=5)
+    pre = x @ sae.W_enc + sae.b_enc
+    torch.testing.assert_close(load(tmp_path).sae.encode(x), pre * (pre > sae.threshold), rtol=1e-6, atol=1e-6)

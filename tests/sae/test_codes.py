@@ -1,0 +1,240 @@
+"""Codes and their products against dense matrices in float64, and the gradients of encoding against plain autograd."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from saecli.sae.activations import ACTIVATIONS, Activation, JumpRelu
+from saecli.sae.batch import Batch
+from saecli.sae.codes import DENSITY, Codes, DenseCodes, SparseCodes, few_entries, joined
+from saecli.sae.dictionary import SAE
+from saecli.sae.encoding import at, at_entries, pre_activations, where
+
+B, D, F = 30, 7, 50
+BANDWIDTH = 0.5
+KEPT = {"few": 2, "many": 20}  # latents that each row keeps
+DENSITIES = [0.0, 0.02, 0.08, 0.5, 1.0]
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def matrix(density: float) -> Tensor:
+    kept = torch.rand(B, F, generator=torch.Generator().manual_seed(1)) < density
+    return normal(B, F, seed=2) * kept
+
+
+def entries_of(dense: Tensor, zeros: float = 0.1) -> SparseCodes:
+    """All non-zero entries of a matrix and some of its zeros, each row's in random order."""
+    generator = torch.Generator().manual_seed(3)
+    held = (dense != 0) | (torch.rand(dense.shape, generator=generator) < zeros)
+    indices = [row.nonzero()[:, 0] for row in held]
+    indices = [own[torch.randperm(len(own), generator=generator)] for own in indices]
+    sizes = torch.tensor([len(own) for own in indices])
+    values = torch.cat([row[own] for row, own in zip(dense, indices, strict=True)])
+    return SparseCodes(sizes.cumsum(0) - sizes, torch.cat(indices), values, dense.shape[1])
+
+
+FORMS: dict[str, Callable[[Tensor], Codes]] = {"dense": DenseCodes, "sparse": entries_of}
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Callable[[Tensor], Codes]:
+    return FORMS[request.param]
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+def test_products_equal_those_with_the_matrix(density: float, form: Callable[[Tensor], Codes]) -> None:
+    dense, right, below = matrix(density), normal(F, D, seed=3), normal(B, D, seed=4)
+    codes = form(dense)
+    assert codes.shape == (B, F)
+    assert torch.equal(codes.dense(), dense)
+    some = torch.tensor([4, 1, 29, 7])
+    assert torch.equal(codes.dense_rows(some), dense[some])
+    torch.testing.assert_close(codes.times(right), dense @ right)
+    torch.testing.assert_close(codes.transposed_times(below), dense.T @ below)
+    torch.testing.assert_close(codes.sums(), dense.sum(0))
+    torch.testing.assert_close(codes.squares(), dense.square().sum(0))
+    torch.testing.assert_close(codes.map(torch.relu).dense(), dense.relu())
+    torch.testing.assert_close(codes.l1(), dense.abs().sum())
+    by_latent = codes.with_values(codes.values * codes.by_latent(torch.arange(F).double()))
+    torch.testing.assert_close(by_latent.dense(), dense * torch.arange(F))
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize("cached", [1, 130, 1 << 18])
+def test_counts_equal_those_of_the_matrix(density: float, cached: int, form: Callable, monkeypatch) -> None:
+    monkeypatch.setattr("saecli.sae.codes.CACHED_CODES", cached)
+    dense = matrix(density)
+    codes = form(dense)
+    assert codes.count() == (dense != 0).sum()
+    assert torch.equal(codes.latent_counts(), (dense != 0).sum(0))
+    assert torch.equal(codes.row_counts(), (dense != 0).sum(1))
+    assert torch.equal(codes.fired(), (dense != 0).any(0))
+    torch.testing.assert_close(codes.l1(), dense.abs().sum())
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+@pytest.mark.parametrize("pairs", [1, 40, 1 << 19])
+@pytest.mark.parametrize("fraction", [0.0, 1e9], ids=["by panels", "by pairs"])
+@pytest.mark.parametrize("more", [0, 1], ids=["alone", "in a wider array"])
+def test_gram_matrices_are_added_to_the_lower_triangle(density: float, pairs: int, fraction: float, more: int,
+                                                       form: Callable, monkeypatch) -> None:
+    monkeypatch.setattr("saecli.sae.pairs.PAIRS", pairs)
+    for name, value in {"PAIRS_FRACTION": fraction, "PANEL": 16, "SPARSE_PANEL": 12}.items():
+        monkeypatch.setattr(f"saecli.sae.codes.{name}", value)
+    dense, before = matrix(density), normal(F, F + more, seed=5)
+    array = before.clone()
+    form(dense).add_gram(array[:, :F])
+    torch.testing.assert_close(array[:, :F].tril(), before[:, :F].tril() + (dense.T @ dense).tril())
+    assert torch.equal(array[:, F:], before[:, F:])
+
+
+def test_products_are_added_in_the_precision_of_what_they_are_added_to(form: Callable) -> None:
+    dense = matrix(0.05).float()
+    codes, gram = form(dense), torch.full((F, F), 1e9, dtype=torch.float64)
+    codes.add_gram(gram)
+    torch.testing.assert_close((gram - 1e9).tril(), (dense.T @ dense).double().tril(), rtol=1e-5, atol=1e-5)
+
+
+def test_joined_codes_are_those_of_all_rows() -> None:
+    dense = matrix(0.05)
+    parts = [entries_of(part) for part in dense.split([1, 12, 17])]
+    assert torch.equal(joined(parts).dense(), dense)
+    nothing = entries_of(torch.zeros(4, F).double(), zeros=0)
+    assert torch.equal(joined([nothing, *parts]).dense(), torch.cat([torch.zeros(4, F).double(), dense]))
+
+
+@pytest.mark.parametrize("density", [0.0, 0.05, 0.5])
+def test_products_are_differentiable_in_both_factors_at_the_entries_that_are_held(density: float, form: Callable):
+    codes, right, weights = form(matrix(density)), normal(F, D, seed=3), normal(B, D, seed=5)
+    values, factor = codes.values.clone().requires_grad_(), right.clone().requires_grad_()
+    found = codes.with_values(values)
+    assert found.requires_grad and not found.detach().requires_grad
+    by_times = torch.autograd.grad((found.times(factor) * weights).sum(), [values, factor])
+    by_matrix = torch.autograd.grad((found.dense() @ factor * weights).sum(), [values, factor])
+    for one, other in zip(by_times, by_matrix, strict=True):
+        torch.testing.assert_close(one, other)
+    by_sums = torch.autograd.grad(found.sums() @ weights.sum(1).new_ones(F), values)[0]
+    torch.testing.assert_close(by_sums, torch.ones_like(values))
+
+
+def test_non_zeros_are_searched_for_where_they_are_few() -> None:
+    assert few_entries(matrix(1.5 * DENSITY) != 0) is None
+    few = matrix(0.5 * DENSITY)
+    assert torch.equal(few_entries(few != 0), few.flatten().nonzero()[:, 0])
+
+
+@pytest.mark.parametrize("density", [0.0, 0.05, 1.0])
+def test_selected_pre_activations_and_their_gradients_equal_autograds(density: float) -> None:
+    leaves = [normal(B, D, seed=3), normal(D, F, seed=4), normal(F, seed=5)]
+    mask, upstream = matrix(density) != 0, normal(B, F, seed=6)
+    order = torch.randperm(int(mask.sum()), generator=torch.Generator().manual_seed(0))
+    latents = torch.stack([torch.randperm(F, generator=torch.Generator().manual_seed(row))[:4] for row in range(B)])
+    ways = {"where": (mask, lambda pre: where(pre, mask)),
+            "at_entries": (mask, lambda pre: at_entries(pre, mask.flatten().nonzero()[:, 0][order])),
+            "at": (torch.zeros(B, F).scatter(1, latents, 1.0) > 0, lambda pre: at(pre, latents))}
+    for kept, way in ways.values():
+        found, expected = ([leaf.clone().requires_grad_() for leaf in leaves] for _ in range(2))
+        ours = way(pre_activations(*found)).dense()
+        theirs = (expected[0] @ expected[1] + expected[2]) * kept
+        torch.testing.assert_close(ours, theirs)
+        for one, other in zip(torch.autograd.grad((ours * upstream).sum(), found),
+                              torch.autograd.grad((theirs * upstream).sum(), expected), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.05, 1.0])
+def test_gradients_of_pre_activations_equal_autograds(density: float) -> None:
+    leaves, gradient = [normal(B, D, seed=3), normal(D, F, seed=4), normal(F, seed=5)], matrix(density)
+    found, expected = ([leaf.clone().requires_grad_() for leaf in leaves] for _ in range(2))
+    ours, dense = pre_activations(*found), torch.addmm(expected[2], expected[0], expected[1])
+    assert torch.equal(ours, dense)
+    ours.backward(gradient)
+    dense.backward(gradient)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def activations(k: int) -> list[Activation]:
+    return [kind(k=k) if hasattr(kind, "k") else kind(bandwidth=BANDWIDTH) if kind is JumpRelu else kind()
+            for kind in ACTIVATIONS.values()]
+
+
+def written_out(activation: Activation, pre: Tensor, sae: SAE) -> Tensor:
+    """The codes of a training batch by dense tensors and plain autograd alone."""
+    if activation.name == "jumprelu":
+        threshold, value = sae.threshold, sae.threshold.detach()
+        near = ((pre - threshold).abs() < BANDWIDTH / 2).double()
+        # Zero, with the straight-through gradient of the threshold.
+        straight_through = -value / BANDWIDTH * near.detach() * (threshold - value)
+        return pre * (pre > threshold) + straight_through
+    if activation.name == "swish":
+        return pre * pre.sigmoid()
+    if activation.name == "soft-topk":
+        return activation(pre, {}).dense()  # against its definition in test_activations_soft_topk.py
+    if activation.name == "relu":
+        return pre.relu()
+    kept = torch.zeros_like(pre)
+    if activation.name == "batchtopk":
+        kept.view(-1)[pre.detach().flatten().topk(activation.k * len(pre)).indices] = 1
+        return (pre * kept).relu()
+    ranked = pre.detach().abs() if activation.name == "abs-topk" else pre.detach()
+    kept.scatter_(1, ranked.topk(activation.k, dim=1).indices, 1.0)
+    return (pre * kept).relu() if activation.name == "relu-topk" else pre * kept
+
+
+def sae_of(activation: Activation, many: bool) -> SAE:
+    parameters = {name: tensor.double() for name, tensor in activation.parameters(F).items()}
+    if activation.name == "jumprelu":
+        parameters = {"threshold": torch.linspace(0.05, 1, F, dtype=torch.float64)}
+    b_enc = normal(F, seed=6) / 2 - (0.0 if many or activation.name not in ("relu", "jumprelu") else 1.5)
+    sae = SAE(normal(D, F, seed=4) / 4, b_enc, normal(F, D, seed=5), normal(D, seed=7), activation, parameters)
+    for name, parameter in sae.named_parameters():
+        parameter.requires_grad_(name not in activation.estimates)
+    return sae
+
+
+@pytest.mark.parametrize("number", range(len(ACTIVATIONS)), ids=list(ACTIVATIONS))
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("sparsity", ["none", "l1", "l1-codes"])
+def test_gradients_of_the_loss_equal_autograds_of_the_loss_written_out(number: int, kept: str, sparsity: str) -> None:
+    activation = activations(KEPT[kept])[number]
+    sae, y = sae_of(activation, kept == "many"), normal(B, D, seed=8)
+    x = normal(B, D, seed=3).requires_grad_()
+    found = sae.loss(Batch(x, y, B), sparsity, 0.3)
+    z = written_out(activation, x @ sae.W_enc + sae.b_enc, sae)
+    torch.testing.assert_close(found.codes.dense(), z)
+    expected = (z @ sae.W_dec + sae.b_dec - y).square().sum(1).mean()
+    torch.testing.assert_close(found.squared_error, expected)
+    if sparsity == "l1":
+        expected = expected + 0.3 * (z.abs() * sae.W_dec.norm(dim=1)).sum(1).mean()
+    if sparsity == "l1-codes":
+        expected = expected + 0.3 * z.abs().sum(1).mean()
+    torch.testing.assert_close(found.value, expected)
+    leaves = [x, *(parameter for parameter in sae.parameters() if parameter.requires_grad)]
+    assert len(leaves) == 5 + (activation.name == "jumprelu")
+    ours, theirs = torch.autograd.grad(found.value, leaves), torch.autograd.grad(expected, leaves)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+    sparse = activation.name not in ("swish", "soft-topk") and kept == "few"
+    assert isinstance(found.codes, SparseCodes) == sparse
+
+
+@pytest.mark.parametrize("name", ["topk", "relu-topk", "abs-topk", "batchtopk"])
+def test_codes_that_are_known_are_not_searched_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(mask: Tensor) -> None:
+        pytest.fail("searched")
+
+    monkeypatch.setattr("saecli.sae.codes.few_entries", search)
+    monkeypatch.setattr("saecli.sae.encoding.few_entries", search)
+    sae = sae_of(ACTIVATIONS[name](k=2), many=False)
+    loss = sae.loss(Batch.of(normal(B, D, seed=3)), "l1", 0.3)
+    loss.value.backward()
+    codes = loss.codes.detach()
+    codes.transposed_times(normal(B, D, seed=4))
+    codes.add_gram(torch.zeros(F, F, dtype=torch.float64))
+    assert codes.count() <= 2 * B

@@ -1,0 +1,133 @@
+"""SAE formats against the real libraries, each in an environment of its own; `environments` says which.
+
+    python -m venv /tmp/saelens && /tmp/saelens/bin/pip install sae-lens==6.54.12
+    SAECLI_TEST_SAELENS=/tmp/saelens/bin/python pytest -m slow tests/sae/test_formats_libraries.py
+"""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from environments import python_with
+from homes import CommandLine, make_store
+
+from saecli.sae.activations import Activation
+from saecli.sae.dictionary import SAE
+from saecli.sae.formats import FORMATS, Format, SavedSAE, load, save
+
+pytestmark = pytest.mark.slow
+LIBRARIES = {"saelens": "saelens", "sparsify": "sparsify", "dictionary-learning": "dictionary-learning",
+             "gemma-scope": "saelens", "circuit-tracer": "circuit-tracer"}  # which library reads a format
+D, E, F, K = 24, 17, 60, 6
+ORIGIN = {"model": "gpt2", "layer": 8, "site": "resid_post", "context": 128, "prepend_bos": True}
+MLP = {"model": "gpt2", "layer": 0, "site": "mlp_in", "target_layer": 0, "target_site": "mlp_out"}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A folder in which a library has read what this tool wrote, and written SAEs of its own."""
+
+    library: str
+    folder: Path
+    rows: torch.Tensor
+    ours: dict[str, SAE]
+
+
+def sae_with(kind: type[Activation], width: int = D) -> SAE:
+    generator = torch.Generator().manual_seed(1)
+    activation = kind(k=K) if "k" in kind.__dataclass_fields__ else kind()
+    shapes = ((D, F), (F,), (F, width), (width,))
+    parameters = {name: torch.rand(start.shape, generator=generator) * 4
+                  for name, start in activation.parameters(F).items()}
+    return SAE(*(torch.randn(shape, generator=generator) for shape in shapes), activation, parameters)
+
+
+def nested(sae: SAE) -> SAE:
+    """The same with prefixes, for which dictionary_learning has a class of its own."""
+    return SAE(sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, sae.activation, sae.activation_parameters, (7, 20, F))
+
+
+def transcoders(form: Format) -> dict[str, SAE]:
+    """One for each activation that the format can express, with a skip and without."""
+    found = {}
+    for kind in form.transcoders:
+        plain = sae_with(kind, D if form.one_width else E)
+        skip = torch.randn(D, plain.d_out, generator=torch.Generator().manual_seed(3))
+        found |= {f"transcoder-{kind.name}": plain, f"transcoder-{kind.name}-skip": plain.changed(W_skip=skip)}
+    return found
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
+def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exchange:
+    python = python_with(LIBRARIES[request.param])
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "theirs").mkdir()
+    rows = torch.randn(500, D, generator=torch.Generator().manual_seed(2)) + torch.linspace(-3, 3, D)
+    np.save(folder / "rows.npy", rows.numpy())
+    ours = {kind.name: sae_with(kind) for kind in FORMATS[request.param].activations}
+    if request.param == "dictionary-learning":
+        ours["nested"] = nested(ours["batchtopk"])
+    ours |= transcoders(FORMATS[request.param])
+    for name, sae in ours.items():
+        origin = MLP if name.startswith("transcoder") else ORIGIN
+        save(SavedSAE(sae, origin), request.param, folder / "ours" / name)
+    script = Path(__file__).parents[1] / "libraries" / f"{request.param.replace('-', '_')}.py"
+    done = subprocess.run([python, script, folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return Exchange(request.param, folder, rows, ours)
+
+
+def assert_agree(x_hat: torch.Tensor, theirs: np.ndarray) -> None:
+    assert np.abs(x_hat.numpy() - theirs).max() <= 1e-5 * np.abs(theirs).max()
+
+
+def test_the_library_reconstructs_alike_from_what_is_written_here(exchange: Exchange) -> None:
+    assert exchange.ours
+    for name, sae in exchange.ours.items():
+        with np.load(exchange.folder / "ours" / f"{name}.npz") as theirs:
+            assert_agree(sae(exchange.rows), theirs["x_hat"])
+
+
+def test_what_the_library_wrote_reconstructs_alike_here(exchange: Exchange) -> None:
+    folders = [path for path in (exchange.folder / "theirs").iterdir() if path.is_dir()]
+    assert folders
+    for path in folders:
+        sae = load(path).sae
+        with np.load(path.with_suffix(".npz")) as theirs:
+            assert_agree(sae(exchange.rows), theirs["x_hat"])
+            assert np.abs(sae.encode(exchange.rows).numpy() - theirs["codes"]).max() < 1e-4
+            assert 0 < (theirs["codes"] != 0).mean() < 1
+
+
+def test_eval_sparsity_and_geometry_take_what_the_library_wrote(exchange: Exchange, sae: CommandLine) -> None:
+    make_store(sae.home, "rows", exchange.rows.numpy())
+    for path in (exchange.folder / "theirs").iterdir():
+        if not path.is_dir():
+            continue
+        with np.load(path.with_suffix(".npz")) as arrays:
+            theirs = dict(arrays)
+        x = exchange.rows.numpy().astype(np.float64)
+        if load(path).is_transcoder:
+            y = x[:, ::-1][:, :theirs["x_hat"].shape[1]]
+            make_store(sae.home, path.name, y.astype(np.float32))
+            stores = ("--data", "rows", "--target", path.name)
+            (found,) = sae("eval", path, *stores, "--split", "all", "--json").json["runs"]
+            expected = ((theirs["x_hat"] - y) ** 2).sum(1).mean() / y.var(0).sum()
+            assert found["fvu"] == pytest.approx(expected, rel=1e-5)
+            assert found["fvu"] == pytest.approx(float(theirs.get("fvu", expected)), rel=1e-5)
+            continue
+        codes, error, spread = theirs["codes"], theirs["x_hat"] - x, x.var(0).sum()
+        (found,) = sae("eval", path, "--data", "rows", "--split", "all", "--json").json["runs"]
+        assert found["fvu"] == pytest.approx((error ** 2).sum(1).mean() / spread, rel=1e-5)
+        if "fvu" in theirs:  # sparsify's own
+            assert found["fvu"] == pytest.approx(float(theirs["fvu"]), rel=1e-5)
+        if "frac_variance_explained" in theirs:  # dictionary_learning's own, which leaves out the mean error
+            left_out = (error.mean(0) ** 2).sum() / spread
+            assert found["fvu"] - left_out == pytest.approx(1 - float(theirs["frac_variance_explained"]), rel=1e-4)
+        assert found["l0"] == pytest.approx((codes != 0).sum(1).mean(), rel=1e-4)
+        (found,) = sae("sparsity", path, "--data", "rows", "--split", "all", "--json").json["runs"]
+        assert found["silent"] == (codes == 0).all(0).sum()
+        assert sae("geometry", path, "--data", "rows", "--split", "all", "--json").json["rows"] == len(x)

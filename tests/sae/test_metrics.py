@@ -1,0 +1,176 @@
+"""Accumulators against numpy in float64 over all rows at once."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from saecli.base.errors import ConfigError
+from saecli.sae.activations import Relu
+from saecli.sae.codes import DenseCodes, SparseCodes
+from saecli.sae.dictionary import SAE
+from saecli.sae.encoding import where
+from saecli.sae.metrics import DENSE_FREQUENCY, Firing, Reconstruction, doubts, firing, reconstruction
+
+
+def rows_and_codes(seed: int, rows: int, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 6, generator=generator) + offset
+    x_hat = x + 0.3 * torch.randn(rows, 6, generator=generator)
+    z = (torch.randn(rows, 11, generator=generator) - 0.8).relu()
+    z[:, 4] = 0  # silent
+    z[:, 7] = -1.5  # dense, and negative
+    return x, x_hat, z
+
+
+def reconstruction_oracle(x: Tensor, x_hat: Tensor, z: Tensor) -> dict[str, float]:
+    x, x_hat, z = (t.numpy().astype(np.float64) for t in (x, x_hat, z))
+    residual = ((x_hat - x) ** 2).sum(1)
+    variance = x.var(0).sum()
+    cosine = (x * x_hat).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(x_hat, axis=1)
+    return {"rows": len(x), "mse": residual.mean() / x.shape[1], "fvu": residual.mean() / variance,
+            "explained_variance": 1 - residual.mean() / variance, "cosine": cosine.mean(),
+            "l0": (z != 0).sum(1).mean(), "l1": np.abs(z).sum(1).mean(),
+            "silent_fraction": (~(z != 0).any(0)).mean()}
+
+
+def in_batches(accumulator: Reconstruction | Firing, cuts: list[int], *tensors: Tensor) -> dict:
+    edges = [0, *sorted(cuts), len(tensors[0])]
+    for start, stop in itertools.pairwise(edges):
+        *rows, z = (t[start:stop] for t in tensors)
+        accumulator.update(*rows, DenseCodes(z))
+    return accumulator.result()
+
+
+@given(seed=st.integers(0, 1000), rows=st.integers(2, 60), cuts=st.lists(st.integers(0, 60), max_size=6))
+def test_reconstruction_in_any_batches_matches_numpy_over_all_rows(seed: int, rows: int, cuts: list[int]) -> None:
+    tensors = rows_and_codes(seed, rows)
+    got = in_batches(Reconstruction(6, 11), [min(c, rows) for c in cuts], *tensors)
+    oracle = reconstruction_oracle(*tensors)
+    assert got.pop("l1") == pytest.approx(oracle.pop("l1"), rel=1e-6)
+    assert got == pytest.approx(oracle, rel=1e-10)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 30, 1 << 18])
+def test_codes_counted_in_any_pieces_or_from_their_non_zeros_match_numpy(at_a_time, monkeypatch) -> None:
+    monkeypatch.setattr("saecli.sae.codes.CACHED_CODES", at_a_time)
+    x, x_hat, z = rows_and_codes(5, 40)
+    z[:, 7] = 0
+    z *= torch.rand(z.shape, generator=torch.Generator().manual_seed(6)) < 0.2
+    oracle = reconstruction_oracle(x, x_hat, z)
+    assert isinstance(where(z, z != 0), SparseCodes)
+    for codes in (DenseCodes(z), where(z, z != 0)):
+        measures = Reconstruction(6, 11)
+        measures.update(x, x_hat, codes)
+        assert measures.result() == pytest.approx(oracle, rel=1e-6)
+    counts = in_batches(Firing(11), [3], z)
+    assert counts["frequency"] == pytest.approx((z != 0).double().mean(0).tolist())
+    assert counts["l0"] == pytest.approx(oracle["l0"])
+
+
+@pytest.mark.parametrize("bias", [0.0, -2.5])
+def test_an_saes_measures_match_numpy_with_dense_and_with_few_codes(bias: float) -> None:
+    generator = torch.Generator().manual_seed(7)
+    W_enc = torch.randn(6, 50, generator=generator) / 6**0.5
+    sae = SAE(W_enc, torch.full((50,), bias), W_enc.T.contiguous() / 5, torch.ones(6), Relu())
+    x = torch.randn(300, 6, generator=generator)
+    z = (x.double() @ W_enc.double() + bias).relu()
+    assert isinstance(sae.codes(x), DenseCodes) == (bias == 0)
+    oracle = reconstruction_oracle(x, z @ sae.W_dec.double() + 1, z)
+    assert reconstruction(sae, x.split(70)) == pytest.approx(oracle, rel=1e-5)
+    found = firing(sae, x.split(70), keep=80)
+    assert found.frequency.tolist() == pytest.approx((z > 0).double().mean(0).tolist())
+    torch.testing.assert_close(found.patterns.double(), z[:80], rtol=1e-4, atol=1e-5)
+
+
+def test_fvu_keeps_its_digits_where_the_mean_is_a_million_deviations() -> None:
+    x, x_hat, z = (t.double() for t in rows_and_codes(0, 5000))
+    x, x_hat = x + 1e6, x_hat + 1e6
+    got = in_batches(Reconstruction(6, 11), list(range(100, 5000, 100)), x, x_hat, z)
+    assert got["fvu"] == pytest.approx(reconstruction_oracle(x, x_hat, z)["fvu"], rel=1e-9)
+
+
+def test_half_precision_rows_are_summed_in_float64() -> None:
+    x, x_hat, z = (t.bfloat16() for t in rows_and_codes(1, 3000, offset=2.0))
+    got = in_batches(Reconstruction(6, 11), list(range(0, 3000, 7)), x, x_hat, z)
+    oracle = reconstruction_oracle(x.float(), x_hat.float(), z.float())
+    assert got.pop("l1") == pytest.approx(oracle.pop("l1"), rel=1e-6)
+    assert got == pytest.approx(oracle, rel=1e-10)
+
+
+def test_reconstructing_the_mean_leaves_all_variance_unexplained() -> None:
+    x, _, z = rows_and_codes(2, 400)
+    got = in_batches(Reconstruction(6, 11), [100, 101], x.double(), x.double().mean(0).expand_as(x), z)
+    assert got["fvu"] == pytest.approx(1, rel=1e-12)
+
+
+def test_a_zero_row_counts_as_cosine_zero() -> None:
+    x = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
+    got = in_batches(Reconstruction(2, 1), [], x, torch.tensor([[1.0, 0.0], [3.0, 4.0]]), torch.ones(2, 1))
+    assert got["cosine"] == pytest.approx(0.5)
+
+
+def test_constant_rows_have_no_finite_fvu() -> None:
+    x = torch.ones(5, 2)
+    assert not np.isfinite(in_batches(Reconstruction(2, 1), [], x, x + 1, torch.ones(5, 1))["fvu"])
+
+
+@given(seed=st.integers(0, 1000), rows=st.integers(1, 60), cuts=st.lists(st.integers(0, 60), max_size=6))
+def test_firing_in_any_batches_matches_numpy_over_all_rows(seed: int, rows: int, cuts: list[int]) -> None:
+    _, _, codes = rows_and_codes(seed, rows)
+    got = in_batches(Firing(11), [min(c, rows) for c in cuts], codes)
+    fires = codes.numpy() != 0
+    l0, frequency = fires.sum(1), fires.mean(0)
+    assert got.pop("frequency") == pytest.approx(frequency.tolist())
+    assert got == pytest.approx({
+        "rows": rows, "l0": l0.mean(), "l0_std": l0.std(), "density": l0.mean() / 11,
+        "silent": (frequency == 0).sum(), "dense": (frequency > DENSE_FREQUENCY).sum()}, abs=1e-12)
+
+
+def test_l0_histogram_counts_rows_by_latents_that_fire() -> None:
+    counts = Firing(3)
+    counts.update(DenseCodes(torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, -2.0], [0.0, 3.0, 1.0], [1.0, 1.0, 1.0]])))
+    assert counts.l0_histogram.tolist() == [1, 0, 2, 1]
+
+
+def test_patterns_are_the_first_rows_whatever_the_batches() -> None:
+    _, _, codes = rows_and_codes(3, 50)
+    counts = Firing(11, keep=20)
+    in_batches(counts, [7, 9, 30], codes)
+    assert torch.equal(counts.patterns, codes[:20])
+    assert Firing(11).patterns.shape == (0, 11)
+
+
+@pytest.mark.parametrize("accumulator", [Reconstruction(2, 3), Firing(3)])
+def test_measuring_no_rows_is_refused(accumulator: Reconstruction | Firing) -> None:
+    with pytest.raises(ConfigError, match="at least one row"):
+        accumulator.result()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_as_on_the_cpu_without_waiting_for_the_device() -> None:
+    x, x_hat, z = rows_and_codes(4, 500)
+    on_cuda, counts = Reconstruction(6, 11), Firing(11)
+    batches = [(*(t[i:i + 50].cuda() for t in (x, x_hat)), DenseCodes(z[i:i + 50].cuda())) for i in range(0, 500, 50)]
+    on_cuda.update(*batches[0])
+    counts.update(batches[0][2])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[1:]:
+            on_cuda.update(*batch)
+            counts.update(batch[2])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert on_cuda.result() == pytest.approx(in_batches(Reconstruction(6, 11), [], x, x_hat, z), rel=1e-10)
+    assert counts.result() == in_batches(Firing(11), [], z)
+
+
+@pytest.mark.parametrize(("fvu", "l0", "d_in", "d_sae", "doubtful"), [
+    (1.0, 8.0, 8, 16, []), (1.01, 8.0, 8, 16, ["fvu"]), (0.5, 8.01, 8, 16, ["l0"]), (0.5, 5.01, 8, 10, ["l0"]),
+    (float("inf"), 0.0, 8, 16, []), (float("nan"), 0.0, 8, 16, []), (9.0, 9.0, 8, 16, ["fvu", "l0"])])
+def test_a_measure_is_doubtful_above_its_bound_alone(fvu: float, l0: float, d_in: int, d_sae: int, doubtful: list):
+    assert list(doubts({"fvu": fvu, "l0": l0}, d_in, d_sae)) == doubtful

@@ -1,0 +1,189 @@
+"""Nested (Matryoshka) dictionaries: their loss, from training to files and measures, with both solvers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, make_store
+from safetensors.torch import load_file
+
+import saecli
+from saecli.base.errors import ConfigError, FormatError
+from saecli.measure.comparing import read_measures
+from saecli.sae.activations import ACTIVATIONS
+from saecli.sae.batch import Batch
+from saecli.sae.codes import DenseCodes
+from saecli.sae.dictionary import SAE
+from saecli.sae.encoding import where
+from saecli.sae.formats import SavedSAE, load, save
+
+D, F, PREFIXES = 8, 20, (3, 8, 20)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def some_rows(rows: int, seed: int = 0) -> np.ndarray:
+    """Rows of a few directions at a time, far from zero, the first directions the largest."""
+    rng = np.random.default_rng(seed)
+    directions = np.random.default_rng(9).normal(size=(20, D)) * np.linspace(2, 0.5, 20)[:, None]
+    codes = rng.exponential(size=(rows, 20)) * (rng.random((rows, 20)) < 0.15)
+    return (codes @ directions + 3).astype(np.float32)
+
+
+def nested_sae(act: str) -> SAE:
+    kind = ACTIVATIONS[act]
+    activation = kind(k=4) if "k" in kind.__dataclass_fields__ else kind()
+    parameters = {name: torch.full_like(start.double(), 0.3) for name, start in activation.parameters(F).items()}
+    shapes = ((D, F), (F,), (F, D), (D,))
+    return SAE(*(normal(*shape, seed=seed) for seed, shape in enumerate(shapes)), activation, parameters, PREFIXES)
+
+
+@pytest.mark.parametrize("density", [0.05, 1.0])
+def test_products_of_prefixes_and_their_gradients_are_those_of_masked_codes(density: float):
+    z = normal(30, 50) * (torch.rand(30, 50, generator=torch.Generator().manual_seed(1)) < density)
+    ends, below = (2, 17, 18, 50), normal(30, 4, 5, seed=4)
+    masks = (torch.arange(50) < torch.tensor(ends)[:, None]).double()
+    for codes in (DenseCodes(z), where(z, z != 0), DenseCodes(z.clone().requires_grad_())):
+        right = normal(50, 5, seed=3).requires_grad_()
+        found, expected = codes.prefix_times(right, ends), (z[:, None] * masks) @ right
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad((found * below).sum(), right, retain_graph=True),
+                                   torch.autograd.grad((expected * below).sum(), right))
+        if codes.requires_grad:
+            (gradient,) = torch.autograd.grad((found * below).sum(), codes.values)
+            torch.testing.assert_close(gradient, torch.einsum("blc,fc,lf->bf", below, right.detach(), masks))
+        torch.testing.assert_close(codes.prefix_transposed_times(below, ends),
+                                   torch.einsum("bf,lf,blc->fc", z, masks, below))
+    torch.testing.assert_close(DenseCodes(z).prefix_times(right, ()), (z @ right)[:, None])
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_the_loss_is_the_mean_over_prefixes_and_the_error_that_of_all_latents(act: str):
+    sae, x = nested_sae(act).requires_grad_(True), normal(25, D, seed=7)
+    found = sae.loss(Batch.of(x))
+    z = sae.activation.training_codes(sae.pre_activations(x), sae.activation_parameters).dense()
+    errors = [(z[:, :m] @ sae.W_dec[:m] + sae.b_dec - x).square().sum(1).mean() for m in PREFIXES]
+    torch.testing.assert_close(found.value, sum(errors) / 3)
+    torch.testing.assert_close(found.squared_error, errors[-1])
+    for name in ("W_enc", "W_dec", "b_enc", "b_dec"):
+        own, expected = (torch.autograd.grad(value, getattr(sae, name), retain_graph=True)[0]
+                         for value in (found.value, sum(errors) / 3))
+        torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("act", ["topk", *(pytest.param(act, marks=pytest.mark.slow) for act in
+                                           ("relu", "batchtopk", "jumprelu", "soft-topk"))])
+@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+def test_the_first_latents_alone_reconstruct_better_than_those_of_a_plain_sae(solver: str, act: str):
+    rows = torch.from_numpy(some_rows(2000))
+    options = {"solver": solver, "act": act, "d_sae": F, "epochs": 5, "device": "cpu"}
+    options |= {"k": 3} if "k" in ACTIVATIONS[act].__dataclass_fields__ else {}
+    nested, plain = saecli.fit(rows, prefixes="3,8", **options), saecli.fit(rows, **options)
+    assert nested.prefixes == PREFIXES and plain.prefixes == ()
+    x = torch.from_numpy(some_rows(500, seed=1))
+    total = (x - x.mean(0)).square().sum()
+    first, others = (sae.squared_errors(Batch.of(x), sae.codes(x), sae.W_dec)[0] / total if sae.prefixes else
+                     (sae.decode(sae.encode(x) * (torch.arange(F) < 3)) - x).square().sum() / total
+                     for sae in (nested, plain))
+    assert first < 0.9 and first < 0.8 * others
+
+
+def test_the_last_decoder_step_is_the_optimum_for_all_prefixes():
+    rows = torch.from_numpy(some_rows(3000)).double()
+    sae = saecli.fit(rows, act="topk", k=3, d_sae=F, prefixes="3,8", epochs=2, alpha=1e-6, decoder="free",
+                     dtype="float64", device="cpu")
+    z = sae.codes(rows)
+    best = sae.squared_errors(Batch.of(rows), z, sae.W_dec).mean()
+    for size in (1e-4, 1e-2):
+        moved = sae.W_dec + size * normal(F, D, seed=1)
+        assert sae.squared_errors(Batch.of(rows), z, moved).mean() > best
+    masks = (torch.arange(F) < torch.tensor(PREFIXES)[:, None]).double()
+    copies = (z.dense()[:, None] * masks).reshape(-1, F)
+    left = torch.cat([copies, torch.ones(len(copies), 1).double()], 1).numpy()
+    both = np.linalg.lstsq(left, rows.repeat_interleave(3, 0).numpy(), rcond=None)[0]
+    np.testing.assert_allclose(sae.W_dec.numpy(), both[:-1], rtol=1e-4, atol=1e-4)
+
+
+QUICK = ("--d-sae", "20", "--act", "topk", "--k", "3", "--epochs", "3", "--json")
+
+
+@pytest.mark.slow
+def test_auto_is_a_sixteenth_a_quarter_half_and_all_and_repeats_from_its_configuration(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(2000))
+    done = sae("train", *QUICK, "--prefixes", "auto", "--name", "first")
+    assert done.status == 0
+    folder = Path(done.json["path"])
+    assert load(folder).sae.prefixes == (2, 5, 10, 20)
+    assert sae("train", "--config", folder / "config.toml", "--name", "again").status == 0
+    again = load_file(sae.home / "runs" / "again" / "sae.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in load_file(folder / "sae.safetensors").items())
+
+
+@pytest.mark.slow
+def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path: Path):
+    rows = some_rows(2000)
+    make_store(sae.home, "rows", rows)
+    assert sae("train", *QUICK, "--prefixes", "3,8", "--name", "nested").status == 0
+    assert sae("train", *QUICK, "--name", "plain").status == 0
+    done = sae("eval", "nested", "plain", "--split", "all", "--json", "--csv", tmp_path / "measures.csv")
+    found = {run["run"]: run for run in done.json["runs"]}
+    assert "prefixes" not in found["plain"]
+    trained = load(sae.home / "runs" / "nested").sae
+    x = torch.from_numpy(rows)
+    z, total = trained.encode(x).double(), (x.double() - x.double().mean(0)).square().sum()
+    for prefix, latents in zip(found["nested"]["prefixes"], PREFIXES, strict=True):
+        kept = z[:, :latents]
+        x_hat = kept @ trained.W_dec[:latents].double() + trained.b_dec
+        assert prefix == pytest.approx({"latents": latents, "l0": (kept != 0).sum(1).double().mean().item(),
+                                        "fvu": ((x_hat - x).square().sum() / total).item()}, rel=1e-4)
+    assert found["nested"]["prefixes"][-1]["fvu"] == pytest.approx(found["nested"]["fvu"], rel=1e-5)
+    assert "fvu_first_8" in (tmp_path / "measures.csv").read_text().splitlines()[0]
+    lines = {line["run"]: line for line in read_measures(tmp_path / "measures.csv")}
+    assert lines["nested"]["fvu_first_8"] == found["nested"]["prefixes"][1]["fvu"]
+    assert np.isnan(lines["plain"]["fvu_first_8"])
+    said = sae("eval", "nested").out
+    assert "by the first latents alone" in said
+    assert "by the first latents alone" not in sae("eval", "plain").out
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("--prefixes", "8,3"), "--prefixes must be auto, or numbers of latents with commas between, each larger than"),
+    (("--prefixes", "0,3"), "each larger than the one before"),
+    (("--prefixes", "3,x"), "--prefixes must be auto, or numbers"),
+    (("--prefixes", "3,64"), "--prefixes must be at most --d-sae, 20, got 64"),
+])
+def test_prefixes_that_cannot_be_are_refused(sae: CommandLine, words: tuple, said: str):
+    make_store(sae.home, "rows", some_rows(300))
+    done = sae("train", *QUICK, *words)
+    assert done.status in (1, 2) and said in done.err
+
+
+def test_files_keep_the_prefixes_that_they_can_express(tmp_path: Path):
+    sae = nested_sae("batchtopk").copy_to(torch.float32)
+    for name, expected in (("native", PREFIXES), ("dictionary-learning", PREFIXES), ("saelens", ())):
+        save(SavedSAE(sae), name, tmp_path / name)
+        again = load(tmp_path / name).sae
+        assert again.prefixes == expected
+        x = normal(40, D, seed=5).float()
+        torch.testing.assert_close(again(x), sae(x), rtol=1e-4, atol=1e-4)
+    written = json.loads((tmp_path / "dictionary-learning" / "config.json").read_text())["trainer"]
+    assert written["dict_class"] == "MatryoshkaBatchTopKSAE"
+
+
+@pytest.mark.parametrize("prefixes", [(3, 8), (8, 3, 20), (0, 20), (3, 30)])
+def test_a_file_whose_prefixes_do_not_fit_is_refused(tmp_path: Path, prefixes: tuple):
+    sae = nested_sae("topk")
+    sae.prefixes = prefixes
+    save(SavedSAE(sae), "native", tmp_path / "sae")
+    with pytest.raises(FormatError, match="expected prefixes that rise to d_sae, 20"):
+        load(tmp_path / "sae")
+
+
+def test_python_refuses_what_the_command_refuses():
+    with pytest.raises(ConfigError, match="prefixes must be auto, or numbers"):
+        saecli.fit(torch.from_numpy(some_rows(300)), prefixes="all", d_sae=F)

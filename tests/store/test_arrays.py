@@ -1,0 +1,320 @@
+"""Every format gives the rows that its own library wrote; what is no array of rows is refused by a sentence."""
+
+import gzip
+import json
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from sklearn.datasets import load_digits, load_sample_images
+from storing import collect, make_store
+
+from saecli.base.errors import FormatError
+from saecli.store import arrays as array
+from saecli.store import hdf5
+from saecli.store.array_opening import open_array
+
+ROWS = np.random.default_rng(0).standard_normal((50, 3, 4)).astype(np.float32)
+FLAT = ROWS.reshape(50, 12)
+LABELS = np.arange(50) % 7
+IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
+
+
+def write_npy(path, values):
+    np.save(path, values)
+
+
+def write_npz(path, values):
+    np.savez_compressed(path, values)
+
+
+def write_safetensors(path, values):
+    safetensors.numpy.save_file({"x": np.ascontiguousarray(values)}, path)
+
+
+def write_torch(path, values):
+    torch.save(torch.from_numpy(np.ascontiguousarray(values)), path)
+
+
+def write_old_torch(path, values):
+    torch.save({"x": torch.from_numpy(values.copy())}, path, _use_new_zipfile_serialization=False)
+
+
+def write_hdf5(path, values):
+    with h5py.File(path, "w") as file:
+        file.create_group("group")["x"] = values
+
+
+def write_idx(path, values):
+    head = struct.pack(f">BBBB{values.ndim}I", 0, 0, IDX_CODES[values.dtype.str[1:]], values.ndim, *values.shape)
+    content = head + values.astype(values.dtype.newbyteorder(">")).tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+WRITERS = {"a.npy": write_npy, "a.npz": write_npz, "a.safetensors": write_safetensors, "a.pt": write_torch,
+           "old.pth": write_old_torch, "a.h5": write_hdf5, "a.hdf5": write_hdf5, "a-idx3-float": write_idx,
+           "a.idx": write_idx, "a-idx3-ubyte.gz": write_idx}
+
+
+def rows_of(source, start=0):
+    return np.concatenate([block for _, block in source.blocks(start)])
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("dtype", ["<f4", "<f8", "<i4", "|u1"])
+def test_each_format_gives_the_rows_that_its_library_wrote(tmp_path, monkeypatch, name, dtype):
+    monkeypatch.setattr(array, "BLOCK_BYTES", 7 * 12 * 4)
+    values = (ROWS * 40 + 100).astype(dtype)
+    with_file(tmp_path / name, values)
+    source = open_array(str(tmp_path / name), flatten="features")
+    assert (source.rows, source.features, source.dtype, source.labels) == (50, 12, "float32", None)
+    expected = values.astype(np.float32).reshape(50, 12)
+    np.testing.assert_array_equal(rows_of(source), expected)
+    np.testing.assert_array_equal(rows_of(source, 13), expected[13:])
+    assert [begin for begin, _ in source.blocks()] == list(range(0, 50, 7))
+
+
+def with_file(path, values):
+    WRITERS[path.name](path, values)
+
+
+def test_half_precision_is_kept(tmp_path):
+    tensor = torch.from_numpy(ROWS[:, 0]).bfloat16()
+    safetensors.torch.save_file({"x": tensor}, tmp_path / "a.safetensors")
+    torch.save(tensor, tmp_path / "a.pt")
+    stored = make_store(tmp_path / "s", ROWS[:, 0], "bfloat16")
+    shard = next((tmp_path / "s" / "shards").iterdir())
+    for path, key in ((tmp_path / "a.safetensors", None), (tmp_path / "a.pt", None), (shard, "activations")):
+        source = open_array(str(path), key)
+        assert source.dtype == "bfloat16"
+        np.testing.assert_array_equal(rows_of(source), tensor.float().numpy())
+    np.testing.assert_array_equal(collect(stored.split("all").sequential(50)), tensor.float().numpy())
+    np.save(tmp_path / "a.npy", ROWS[:, 0].astype(np.float16))
+    assert open_array(str(tmp_path / "a.npy")).dtype == "float16"
+
+
+def test_fortran_order_and_truth_values(tmp_path):
+    np.save(tmp_path / "a.npy", np.asfortranarray(ROWS[:, 0]))
+    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.npy"))), ROWS[:, 0])
+    np.save(tmp_path / "b.npy", ROWS[:, 0] > 0)
+    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "b.npy"))), ROWS[:, 0] > 0)
+
+
+def test_a_misspelt_key_is_answered_with_the_nearest(tmp_path):
+    np.savez(tmp_path / "a.npz", activations=ROWS, other=ROWS)
+    with pytest.raises(FormatError, match=r"its keys \(activations, other\); did you mean activations\?$"):
+        open_array(str(tmp_path / "a.npz"), "activation")
+
+
+def test_digits_come_with_scikit_learn():
+    source, images, labels = open_array("digits"), *load_digits(return_X_y=True)
+    np.testing.assert_array_equal(rows_of(source), images)
+    np.testing.assert_array_equal(source.labels, labels)
+
+
+def test_patches_are_centred_and_of_separate_squares():
+    source = open_array("patches")
+    rows = rows_of(source)
+    assert (rows.shape, source.labels) == ((4160, 256), None)
+    np.testing.assert_array_equal(source.documents, np.repeat(np.arange(520), 8))
+    np.testing.assert_allclose(rows.mean(1), 0, atol=1e-4)
+    norms = np.linalg.norm(rows, axis=1)
+    assert 0 < 100 * norms.min() < norms.max()
+    np.testing.assert_array_equal(rows_of(open_array("patches")), rows)
+    photographs = [photograph.mean(-1) for photograph in load_sample_images().images]
+    squares = [grey[top : top + 32, left : left + 32] for grey in photographs
+               for top in range(0, 396, 32) for left in range(0, 609, 32)]
+    for row in (0, 2079, 2080, 4159):
+        windows = sliding_window_view(squares[row // 8], (16, 16)).reshape(-1, 256)
+        centred = windows - windows.mean(1, keepdims=True)
+        assert np.abs(centred - rows[row]).max(1).min() < 1e-3
+
+
+def test_patches_without_pillow_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(FormatError, match=r"needs Pillow, which is not .*; install it with `pip install pillow`"):
+        open_array("patches")
+
+
+def test_key_chooses_among_several_arrays(tmp_path):
+    np.savez(tmp_path / "a.npz", x=FLAT, y=-FLAT)
+    torch.save({"x": torch.ones(2), "deep": {"y": torch.from_numpy(FLAT)}, "n": 3}, tmp_path / "a.pt")
+    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.npz"), "y")), -FLAT)
+    np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.pt"), "deep.y")), FLAT)
+    with pytest.raises(FormatError, match=r"expected one array in .*a\.npz, got 2 \(x, y\); choose one with --key"):
+        open_array(str(tmp_path / "a.npz"))
+    with pytest.raises(FormatError, match=r"no array for --key z; expected one of its keys \(x, deep\.y\)"):
+        open_array(str(tmp_path / "a.pt"), "z")
+
+
+def test_labels_by_key_or_from_another_file(tmp_path):
+    np.savez(tmp_path / "a.npz", x=FLAT, y=LABELS)
+    np.save(tmp_path / "labels.npy", LABELS.astype(np.float64))
+    write_idx(tmp_path / "train-labels-idx1-ubyte.gz", LABELS.astype("u1"))
+    for labels in ("y", tmp_path / "labels.npy", tmp_path / "train-labels-idx1-ubyte.gz"):
+        source = open_array(str(tmp_path / "a.npz"), "x", str(labels))
+        assert source.labels.dtype == np.int64
+        np.testing.assert_array_equal(source.labels, LABELS)
+    assert open_array(str(tmp_path / "a.npz"), labels="y").rows == 50  # what remains needs no --key
+
+
+@pytest.mark.parametrize(("labels", "said"), [
+    (LABELS[:49], r"expected 50, one for each row, got shape \(49,\)"),
+    (np.stack([LABELS, LABELS], 1), r"expected 50, one for each row, got shape \(50, 2\)"),
+    (LABELS + 0.5, "expected whole numbers, got float64"),
+    (np.array(list("abcde") * 10), "expected whole numbers, got str32"),
+])
+def test_labels_that_do_not_fit_are_refused(tmp_path, labels, said):
+    np.save(tmp_path / "a.npy", FLAT)
+    np.save(tmp_path / "y.npy", labels)
+    with pytest.raises(FormatError, match=rf"y\.npy do not fit: {said}"):
+        open_array(str(tmp_path / "a.npy"), labels=str(tmp_path / "y.npy"))
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    (ROWS[:, 0, 0], r"expected an array of shape \(rows, features\) or with more dimensions, got shape \(50,\)"),
+    (np.float32(3), r"got shape \(\)"),
+    (ROWS[:0], r"expected a row or more, got an empty array of shape \(0, 3, 4\)"),
+    (ROWS[:, :, :0], "expected a row or more, got an empty array"),
+    (ROWS.astype(complex), "expected an array of real numbers, got one of complex128"),
+    (np.array([["a"]]), "expected an array of real numbers, got one of str32"),
+])
+def test_what_is_no_array_of_rows_is_refused(tmp_path, values, said):
+    np.save(tmp_path / "a.npy", values)
+    with pytest.raises(FormatError, match=rf"a\.npy: .*{said}"):
+        open_array(str(tmp_path / "a.npy"))
+
+
+def test_pickled_objects_are_refused_and_never_run(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (tmp_path.joinpath("ran").touch, ())
+
+    np.save(tmp_path / "a.npy", np.array([[Bomb()]], dtype=object), allow_pickle=True)
+    np.savez(tmp_path / "a.npz", x=np.array([[Bomb()]], dtype=object), allow_pickle=True)
+    (tmp_path / "a.pt").write_bytes(pickle.dumps(Bomb()))
+    for name, key in (("a.npy", None), ("a.npz", "x"), ("a.pt", None)):
+        with pytest.raises(FormatError, match=f"cannot (read|import) .*{name}"):
+            open_array(str(tmp_path / name), key)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("keep", [0, 3, 0.5, 0.98])
+def test_truncated_files_are_refused_by_name(tmp_path, name, keep):
+    path = tmp_path / name
+    with_file(path, (ROWS * 40 + 100).astype("u1" if "ubyte" in name else "<f4"))
+    content = path.read_bytes()
+    path.write_bytes(content[: keep if isinstance(keep, int) else int(len(content) * keep)])
+    with pytest.raises(FormatError, match=f"{name}") as caught:
+        rows_of(open_array(str(path), flatten="features"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*WRITERS, "labels-idx1-ubyte"])
+def test_files_of_another_format_are_refused_by_name(tmp_path, name):
+    (tmp_path / name).write_bytes(b"<html>404, not found</html>" * 20)
+    with pytest.raises(FormatError, match=f"cannot read .*{name}: expected .*check that the file is"):
+        open_array(str(tmp_path / name))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / name).mkdir()
+    with pytest.raises(FormatError, match=f"cannot read .*{name}: expected a file, got a folder"):
+        open_array(str(tmp_path / "folder" / name))
+
+
+class Opened:
+    def __reduce__(self):
+        return (print, ("run",))
+
+
+@pytest.mark.parametrize("write", [
+    lambda path: torch.save({"x": torch.ones(3, 2), "y": Opened()}, path),
+    lambda path: torch.save({"x": torch.ones(3, 2), "y": Opened()}, path, _use_new_zipfile_serialization=False),
+    lambda path: path.write_bytes(pickle.dumps(Opened())),
+])
+def test_other_objects_in_torch_files_are_refused_without_advice_to_run_them(tmp_path, capsys, write):
+    write(tmp_path / "a.pt")
+    with pytest.raises(FormatError, match="expected tensors alone, got other Python objects") as caught:
+        open_array(str(tmp_path / "a.pt"))
+    assert "weights_only" not in str(caught.value)
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.npz"])
+@pytest.mark.parametrize("content", [b"junk", pickle.dumps([1])])
+def test_damaged_numpy_files_are_refused_without_advice_to_unpickle_them(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(FormatError, match=f"cannot read .*{name}") as caught:
+        open_array(str(tmp_path / name))
+    assert "allow_pickle" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_tensors_are_refused_as_rows_and_as_labels(tmp_path, sparse):
+    rows = torch.ones(3, 1)
+    torch.save({"x": rows, "y": sparse(rows)}, tmp_path / "a.pt")
+    with pytest.raises(FormatError, match="expected an array of real numbers, got one of sparse float32"):
+        open_array(str(tmp_path / "a.pt"), "y")
+    with pytest.raises(FormatError, match="labels y do not fit: expected whole numbers, got sparse float32"):
+        open_array(str(tmp_path / "a.pt"), "x", "y")
+
+
+def test_labels_that_are_no_file_and_no_key_are_refused(tmp_path):
+    np.save(tmp_path / "a.npy", FLAT)
+    np.savez(tmp_path / "a.npz", x=FLAT, y=LABELS)
+    with pytest.raises(FormatError, match=r"there is no file no\.npy to take the labels from; check the path$"):
+        open_array(str(tmp_path / "a.npy"), labels="no.npy")
+    with pytest.raises(FormatError, match=r"no file no\.npy .*, or give a key of .*a\.npz \(x, y\)"):
+        open_array(str(tmp_path / "a.npz"), "x", "no.npy")
+    with pytest.raises(FormatError, match=r"holds one array, without a key; leave out --key"):
+        open_array(str(tmp_path / "a.npy"), "x")
+
+
+def test_names_that_say_no_format_and_missing_files_are_refused(tmp_path):
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(FormatError, match=r"expected a name that ends in \.npy, .*idx3-ubyte.*got a\.csv"):
+        open_array(str(tmp_path / "a.csv"))
+    with pytest.raises(FormatError, match=r"there is no file .*b\.npy"):
+        open_array(str(tmp_path / "b.npy"))
+    with pytest.raises(FormatError, match="leave out --key"):
+        open_array("digits", key="x")
+    with pytest.raises(FormatError, match="leave out --key"):
+        open_array("patches", labels="x")
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's count of what a process has read")
+def test_chunks_wider_than_a_block_are_read_once(tmp_path: Path):
+    values = np.random.default_rng(0).standard_normal((10_000, 500)).astype(np.float32)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=values, chunks=(10_000, 20), fletcher32=True)
+    size = (tmp_path / "a.h5").stat().st_size
+    with subprocess.Popen([sys.executable, hdf5.PROGRAM, tmp_path / "a.h5"], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as process:
+
+        def ask(request: dict) -> dict:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        def read() -> int:
+            return int(Path(f"/proc/{process.pid}/io").read_text().split()[1])
+
+        assert ask({"key": "x"})["held"] > values.nbytes
+        before = read()
+        for begin in range(0, 10_000, 1000):
+            ask({"key": "x", "outer": [], "begin": begin, "end": begin + 1000})
+            found = np.frombuffer(process.stdout.read(values[:1000].nbytes), np.float32).reshape(1000, 500)
+            np.testing.assert_array_equal(found, values[begin : begin + 1000])
+        assert read() - before < 1.1 * size
+        process.stdin.close()

@@ -1,0 +1,279 @@
+"""Files made to do harm, or damaged: each is refused by one sentence, before it crashes, hangs or fills anything.
+
+No oracle but the sentence: what these files made of the process before is in their names.
+"""
+
+import gzip
+import io
+import os
+import random
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from damage import damaged
+from homes import CommandLine
+from safetensors.numpy import save
+
+from saecli.base.errors import FormatError
+from saecli.store.array_opening import open_array
+
+ROWS = np.random.default_rng(0).standard_normal((20, 6)).astype(np.float32)
+LABELS = np.arange(20)
+HUGE = 10**13
+
+
+def read(path: Path, *words: str | None) -> None:
+    for _ in open_array(str(path), *words).blocks():
+        pass
+
+
+def hdf5(fill: Callable[[h5py.File], object]) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        with h5py.File(path, "w") as file:
+            fill(file)
+    return make
+
+
+def virtual(source: str, length: int | None) -> Callable[[Path], None]:
+    def fill(file: h5py.File) -> None:
+        layout = h5py.VirtualLayout((20, 6), "f4", maxshape=(length, 6))
+        other = h5py.VirtualSource(source, "x", (20, 6), maxshape=(length, 6))
+        part = slice(0, length or h5py.h5s.UNLIMITED)
+        layout[part] = other[part]
+        file.create_virtual_dataset("x", layout)
+    return hdf5(fill)
+
+
+def chunked(shape: tuple[int, int], chunk: tuple[int, int], contents: bytes) -> Callable[[Path], None]:
+    """All chunks of the same gzipped contents."""
+    def fill(file: h5py.File) -> None:
+        dataset = file.create_dataset("x", shape, "f4", chunks=chunk, compression="gzip")
+        for row in range(0, shape[0], chunk[0]):
+            for column in range(0, shape[1], chunk[1]):
+                dataset.id.write_direct_chunk((row, column), contents)
+    return hdf5(fill)
+
+
+def lying_chunk(path: Path) -> None:
+    hdf5(lambda file: file.create_dataset("x", data=ROWS, chunks=(20, 6), compression="gzip"))(path)
+    with h5py.File(path) as file:
+        size = file["x"].id.get_storage_size()
+    path.write_bytes(path.read_bytes().replace(struct.pack("<II", size, 0), struct.pack("<II", 2**31, 0)))
+
+
+HDF5 = {
+    "itself": (virtual("a.h5", 20), "got x, which is virtual"),
+    "itself again": (virtual(".", 20), "got x, which is virtual"),
+    "a pipe": (virtual("pipe", 20), "got x, which is virtual"),
+    "a pipe for its shape": (virtual("pipe", None), "got x, which is virtual"),
+    "external": (hdf5(lambda file: file.create_dataset("x", (20, 6), "f4", external=[("pipe", 0, 480)])),
+                 "got x, which is external, with its numbers in the file pipe"),
+    "never written": (hdf5(lambda file: file.create_dataset("x", (10**9, 10**3), "f4")),
+                      r"not written in full \(0 of 4,000,000,000,000 bytes"),
+    "partly written": (hdf5(lambda file: file.create_dataset("x", (20, 6), "f4", chunks=(5, 6)).__setitem__(3, 1)),
+                       r"not written in full \(1 of 4 chunks"),
+    "lying chunk": (lying_chunk, "claims 2,147,483,648 bytes of a file of"),
+    "unknown filter": (hdf5(lambda file: file.create_dataset("x", (20, 6), "f4", chunks=(5, 6), compression=32001,
+                                                             allow_unknown_filter=True)),
+                       "compressed by filter 32001; write it with gzip"),
+    "wide chunks": (chunked((10**9, 10**3), (10**9, 1), b"x"), r"expected 4.02 TB of free memory, .* got "),
+    "too short a chunk": (chunked((10**5, 100), (10**5, 100), zlib.compress(b"x" * 400)), "cannot read"),
+    "too long a chunk": (chunked((20, 6), (20, 6), zlib.compress(bytes(5 * 10**8), 1)), "cannot read"),
+    "no number": (hdf5(lambda file: h5py.h5d.create(file.id, b"x", h5py.h5t.UNIX_D32LE, h5py.h5s.create_simple((2,)))),
+                  "has a type that NumPy lacks"),
+    "link to a file": (hdf5(lambda file: file.__setitem__("x", h5py.ExternalLink("pipe", "/y"))),
+                       "got x, which is a link to /y of the file pipe"),
+    "link to itself": (hdf5(lambda file: file.__setitem__("x", h5py.SoftLink("/x"))), "got x, which is a link to /x;"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HDF5)
+def test_hdf5_that_leads_elsewhere_or_was_not_written_is_refused(tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    write, said = HDF5[case]
+    write(Path("a.h5"))
+    with pytest.raises(FormatError, match=rf"a\.h5: .*{said}|{said} a\.h5"):
+        read(Path("a.h5"))
+
+
+def test_links_of_hdf5_are_no_arrays_to_choose_from(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["deep/x"] = ROWS
+        file["deep/other"], file["again"] = h5py.ExternalLink("pipe", "/y"), h5py.SoftLink("/deep/x")
+    read(tmp_path / "a.h5")
+    with pytest.raises(FormatError, match=r"expected one of its keys \(deep/x\)"):
+        read(tmp_path / "a.h5", "y")
+    with pytest.raises(FormatError, match="got again, which is a link to /deep/x; give where it leads to as --key"):
+        read(tmp_path / "a.h5", "again")
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.safetensors", "a.pt", "a.h5", "a.idx", "a.idx.gz"])
+def test_pipes_and_devices_are_refused_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    np.save(tmp_path / "rows.npy", ROWS)
+    with pytest.raises(FormatError, match=rf"cannot read .*{name}: expected a file, got a pipe; give a file"):
+        read(tmp_path / name)
+    with pytest.raises(FormatError, match=rf"cannot read .*{name}: expected a file, got a pipe; give a file"):
+        read(tmp_path / "rows.npy", None, str(tmp_path / name))
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(FormatError, match="expected a file, got a device"):
+        read(tmp_path / name)
+
+
+def npy(values: np.ndarray = ROWS, **claimed: object) -> bytes:
+    """A file of NumPy's, with something else claimed in its header."""
+    content = io.BytesIO()
+    header = {**np.lib.format.header_data_from_array_1_0(values), **claimed}
+    np.lib.format.write_array_header_1_0(content, header)
+    return content.getvalue() + values.tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def archive(*members: tuple[str, bytes], method: int = zipfile.ZIP_STORED, size: int = 0, flags: int = 0) -> bytes:
+    """A zip archive; with another size and other flags claimed of its first member."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", method) as file:
+        for name, member in members:
+            file.writestr(name, member)
+        file.filelist[0].file_size = size or file.filelist[0].file_size
+        file.filelist[0].flag_bits |= flags
+    return content.getvalue()
+
+
+def torch_file(values: object, method: int | None = None, **options: bool) -> bytes:
+    content = io.BytesIO()
+    torch.save(values, content, **options)
+    if method is None:
+        return content.getvalue()
+    with zipfile.ZipFile(content) as file:
+        return archive(*((name, file.read(name)) for name in file.namelist()), method=method)
+
+
+def nested(depth: int) -> dict:
+    """Mappings of which each holds the next twice."""
+    value: dict = {"x": torch.from_numpy(ROWS)}
+    for _ in range(depth):
+        value = {"a": value, "b": value}
+    return value
+
+
+NOT_THIS = "check that the file is whole and of this format"
+FILES = {
+    "negative shape.npy": (lambda: npy(shape=(-20, 6)), NOT_THIS),
+    "shape of no number.npy": (lambda: npy(shape=(20, True)), NOT_THIS),
+    "huge shape.npy": (lambda: npy(shape=(2**70, 6)), "it is truncated"),
+    "no header.npy": (lambda: b"\x93NUMPY\x01\x00\x04\x00'''\n", NOT_THIS),
+    "no array.npz": (lambda: archive(("x.npy", b"text")), NOT_THIS),
+    "without a name.npz": (lambda: archive(("x.npy", npy())).replace(b"x.npy", b"\0.npy"), None),
+    "lzma.npz": (lambda: archive(("x.npy", npy()), method=zipfile.ZIP_LZMA), "stored or deflated, got another comp"),
+    "encrypted.npz": (lambda: archive(("x.npy", npy()), flags=1), "got an encrypted one in 'x'; save it again"),
+    "twice.npz": (lambda: archive(("x.npy", npy()), ("x", npy())), "different names, got several of one"),
+    "flipped.npz": (lambda: archive(("x.npy", npy())).replace(ROWS[9].tobytes(), ROWS[8].tobytes()), NOT_THIS),
+    "claimed shape.npz": (lambda: archive(("x.npy", npy(shape=(HUGE, 6)))), "it is truncated"),
+    "claimed size.npz": (lambda: archive(("x.npy", npy(shape=(HUGE, 1))), size=2 * HUGE * 4), "40 TB of free memory"),
+    "claimed-idx3-ubyte.gz": (lambda: gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 2**32 - 1, 2**20, 1)),
+                              "expected 4.5e.03 TB of free memory"),
+    "sizes.idx": (lambda: struct.pack(">4BI", 0, 0, 8, 200, 7), "expected 804 bytes of the sizes, got 8; it is trunc"),
+    "compressed.pt": (lambda: torch_file({"x": torch.from_numpy(ROWS)}, zipfile.ZIP_DEFLATED),
+                      "expected parts that are stored, got another compression"),
+    "nested.pt": (lambda: torch_file(nested(60)), None),
+    "of no device.pt": (lambda: torch_file(torch.ones(3, 4, device="meta")), NOT_THIS),
+    "one wide row.pt": (lambda: torch_file(torch.ones(1, 1).expand(2, HUGE)), "TB of free memory"),
+    "claimed.safetensors": (lambda: save({"x": ROWS}).replace(b"[20,6]", b"[99,6]"), NOT_THIS),
+    "none.safetensors": (lambda: struct.pack("<Q", 2**63) + b"{}", NOT_THIS),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_claim_or_hide_what_they_are_not_are_refused(tmp_path, name):
+    write, said = FILES[name]
+    (tmp_path / name).write_bytes(write())
+    if said is None:
+        read(tmp_path / name)
+    else:
+        with pytest.raises(FormatError, match=rf"cannot read .*{name}: .*{said}"):
+            read(tmp_path / name)
+
+
+def test_old_torch_files_larger_than_memory_are_refused_before_they_are_read(tmp_path):
+    with (tmp_path / "a.pth").open("wb") as file:
+        file.truncate(HUGE)
+    with pytest.raises(FormatError, match=r"a\.pth: expected 10 TB of free memory"):
+        read(tmp_path / "a.pth")
+
+
+def test_rows_that_no_disk_holds_are_refused_and_leave_nothing(sae: CommandLine, tmp_path: Path):
+    one = torch.ones(1, 1)
+    torch.save({"x": one.expand(HUGE, 100), "y": one[0].expand(HUGE)}, tmp_path / "a.pt")
+    refused = sae("import", tmp_path / "a.pt", "--key", "x")
+    assert refused.status == 1
+    assert "cannot store a: expected 4e+03 TB of free disk for 10,000,000,000,000 rows of 100 dim" in refused.err
+    assert not (sae.home / "activations" / "a").exists()
+    refused = sae("import", tmp_path / "a.pt", "--key", "x", "--labels", "y")
+    assert "cannot read y: expected 240 TB of free memory" in refused.err
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", object, "V4", "f4,i4"])
+def test_what_holds_no_real_numbers_is_refused(tmp_path, dtype):
+    np.save(tmp_path / "a.npy", np.zeros((3, 2), dtype))
+    with pytest.raises(FormatError, match="expected an array of real numbers"):
+        read(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize("labels", [np.full(20, np.inf), np.full(20, 1e300), np.full(20, 2**64 - 1, np.uint64)])
+def test_labels_that_no_whole_number_of_the_store_holds_are_refused(tmp_path, labels):
+    np.savez(tmp_path / "a.npz", x=ROWS, y=labels)
+    with pytest.raises(FormatError, match="labels y do not fit: expected whole numbers"):
+        read(tmp_path / "a.npz", "x", "y")
+
+
+def idx(values: np.ndarray) -> bytes:
+    return struct.pack(">4B2I", 0, 0, 0x0D, 2, *values.shape) + values.astype(">f4").tobytes()
+
+
+def both() -> dict[str, torch.Tensor]:
+    return {"x": torch.from_numpy(ROWS), "y": torch.from_numpy(LABELS)}
+
+
+WHOLE = {  # a file, and how many times it is damaged
+    "a.npy": (npy(), 300),
+    "a.npz": (archive(("x.npy", npy()), ("y.npy", npy(LABELS)), method=zipfile.ZIP_DEFLATED), 150),
+    "a.pt": (torch_file(both()), 100),
+    "old.pt": (torch_file(both(), _use_new_zipfile_serialization=False), 150),
+    "a.safetensors": (save({"x": ROWS, "y": LABELS}), 300),
+    "a.idx": (idx(ROWS), 300),
+    "a.idx.gz": (gzip.compress(idx(ROWS)), 300),
+    "a.h5": (None, 3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_damage_is_told_in_one_sentence_or_does_not_matter(tmp_path, name):
+    content, times = WHOLE[name]
+    if content is None:
+        with h5py.File(tmp_path / name, "w") as file:
+            file.create_dataset("x", data=ROWS, compression="gzip")
+            file["y"] = LABELS
+        content = (tmp_path / name).read_bytes()
+    chance, refused = random.Random(0), 0
+    for _ in range(times):
+        (tmp_path / name).write_bytes(damaged(content, chance))
+        keys = ("x", "y") if "idx" not in name and "npy" not in name else ()
+        try:
+            read(tmp_path / name, *keys)
+        except FormatError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > times / 10

@@ -1,0 +1,218 @@
+"""Streams of rows: a shuffled epoch is a permutation, decided by seed and epoch alone, in bounded memory."""
+
+import gc
+import os
+import threading
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from storing import collect, make_store, memory_folder
+
+from saecli.base.errors import ConfigError, StoreError
+from saecli.store.dtypes import DTYPES
+from saecli.store.reader import ActivationStore
+from saecli.store.shuffle import Permutation
+
+
+def numbered(count: int, d_in: int = 3) -> np.ndarray:
+    """Rows whose first entry is their number, exact in every stored type up to 256."""
+    rows = np.zeros((count, d_in), np.float32)
+    rows[:, 0] = np.arange(count)
+    return rows
+
+
+def reading_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("sae-read")]
+
+
+@given(st.data())
+def test_epoch_is_a_permutation_of_the_split_whatever_the_sizes(data):
+    dtype, count = data.draw(st.sampled_from(list(DTYPES))), data.draw(st.integers(1, 256))
+    with memory_folder() as folder:
+        store = make_store(folder / "s", numbered(count), dtype, shard_rows=data.draw(st.integers(1, 150)),
+                           chunk_rows=data.draw(st.integers(1, 40)))
+        try:
+            rows = store.split(data.draw(st.sampled_from(["all", "train", "test"])), seed=data.draw(st.integers(0, 9)))
+        except StoreError:
+            return  # an empty split, which has its own test
+        size, window = data.draw(st.integers(1, 100)), data.draw(st.integers(1, 4000))
+        batches = [b[:, 0].astype(int) for b in rows.batches(size, seed=1, epoch=0, window_bytes=window)]
+        assert [len(b) for b in batches[:-1]] == [size] * (len(batches) - 1)
+        expected = collect(rows.sequential(size))[:, 0].astype(int)
+        assert len(expected) == rows.rows
+        np.testing.assert_array_equal(np.sort(np.concatenate(batches)), expected)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return make_store(tmp_path_factory.mktemp("s") / "s", numbered(5000), shard_rows=700, chunk_rows=20).split("all")
+
+
+def order(rows, **arguments) -> np.ndarray:
+    arguments = {"seed": 0, "epoch": 0, "window_bytes": 12 * 1000, **arguments}
+    return collect(rows.batches(64, **arguments))[:, 0].astype(int)
+
+
+def test_order_is_a_function_of_seed_and_epoch(rows):
+    first = order(rows)
+    for _ in range(3):
+        np.testing.assert_array_equal(order(rows), first)
+    assert (order(rows, epoch=1) != first).mean() > 0.9
+    assert (order(rows, seed=1) != first).mean() > 0.9
+
+
+def pairs_of_one_document(documents: np.ndarray, batch_size: int) -> float:
+    """Pairs of rows of one document that share a batch, over what a uniform shuffle is expected to have."""
+
+    def pairs(values: np.ndarray) -> int:
+        counts = np.unique(values, return_counts=True)[1]
+        return int((counts * (counts - 1) // 2).sum())
+
+    rows = len(documents)
+    batches = np.split(documents, range(batch_size, rows, batch_size))
+    within = sum(len(batch) * (len(batch) - 1) // 2 for batch in batches)
+    return sum(map(pairs, batches)) / (pairs(documents) * within / (rows * (rows - 1) // 2))
+
+
+@pytest.fixture(scope="module", params=[96, 700])
+def documents(tmp_path_factory, request):
+    """A store in document order, whose rows hold the number of their document; and that store's documents."""
+    of_rows = np.arange(80_000) // request.param
+    rows = np.zeros((len(of_rows), 128), np.float32)  # of 512 bytes, so that a unit has up to 128 of them
+    rows[:, 0] = of_rows
+    folder = tmp_path_factory.mktemp("documents") / "s"
+    return make_store(folder, rows, block=8000, documents=of_rows, shard_rows=25_000, chunk_rows=256), of_rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 4, 30, 200])
+def test_a_batch_holds_few_pairs_of_one_document_however_many_windows_there_are(documents, parts):
+    store, of_rows = documents
+    window = store.rows // parts * 512
+    came = collect(store.split("all").batches(64, seed=0, epoch=0, window_bytes=window))[:, 0].astype(int)
+    assert pairs_of_one_document(of_rows, 64) > 100  # as stored
+    assert pairs_of_one_document(came, 64) < 1.2
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system does not tell what is in its page cache")
+def test_rows_from_memory_and_from_disk_come_in_the_same_order(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((4000, 64)).astype(np.float32)
+    path = tmp_path / "s"
+    store = make_store(path, rows, "bfloat16", block=500, documents=np.arange(4000) // 50, shard_rows=700,
+                       chunk_rows=64)
+
+    def epoch(store: ActivationStore) -> np.ndarray:
+        return collect(store.split("train").batches(48, seed=3, epoch=1, window_bytes=128 * 900))
+
+    if not store.in_memory():
+        pytest.skip("this file system does not tell what is in the page cache")
+    from_memory = epoch(store)
+    del store
+    until = time.monotonic() + 20
+    while (store := ActivationStore.open(path)).in_memory():
+        if time.monotonic() > until:
+            pytest.skip("this file system does not let go of its page cache")
+        del store
+        gc.collect()  # pages that are mapped stay, as by a thread that has read ahead and is about to end
+        for shard in (path / "shards").iterdir():
+            with shard.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    np.testing.assert_array_equal(epoch(store), from_memory)
+
+
+def test_batches_larger_than_a_block_hold_every_row_once(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((7000, 512)).astype(np.float16).astype(np.float32)
+    rows[:, 0], rows[:, 1] = np.divmod(np.arange(7000), 100)
+    split = make_store(tmp_path / "s", rows, "float16", block=1000, shard_rows=2500, chunk_rows=100).split("all")
+    np.testing.assert_array_equal(collect(split.sequential(3000)), rows)
+    shuffled = collect(split.batches(3000, seed=0, epoch=0, window_bytes=1024 * 4000))
+    np.testing.assert_array_equal(shuffled[np.lexsort((shuffled[:, 1], shuffled[:, 0]))], rows)
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**32))
+def test_permutation_beyond_a_table_is_one(count, seed):
+    permutation = Permutation(count, np.random.default_rng(seed), largest_table=0)
+    np.testing.assert_array_equal(np.sort(permutation(np.arange(count))), np.arange(count))
+
+
+def test_permutation_beyond_a_table_scatters_neighbours():
+    count = 40_000
+    images = Permutation(count, np.random.default_rng(0), largest_table=0)(np.arange(count))
+    for part in np.split(images, 8):  # each eighth is spread evenly over the whole: chi-squared, 49 degrees of freedom
+        found = np.bincount(part * 50 // count, minlength=50)
+        assert ((found - 100) ** 2 / 100).sum() < 95
+    assert (np.abs(np.diff(images)) <= 10).mean() == pytest.approx(20 / count, abs=5e-4)
+
+
+def test_window_as_large_as_the_store_gives_a_uniform_shuffle(rows):
+    shuffled = order(rows, window_bytes=1 << 20)
+    displacement = np.abs(np.argsort(shuffled) - np.arange(5000)).mean()
+    assert displacement == pytest.approx(5000 / 3, rel=0.05)  # the mean of |U - V| for independent uniforms
+
+
+def test_batches_stay_valid_while_held_and_may_be_written_to(rows):
+    seen = []
+    for batch in rows.batches(64, seed=0, epoch=0, window_bytes=12 * 1000):
+        before = batch.copy()
+        time.sleep(0.001)  # the threads read on meanwhile
+        np.testing.assert_array_equal(batch, before)
+        seen.append(before)
+        batch[:] = -1
+    np.testing.assert_array_equal(np.sort(np.concatenate(seen)[:, 0]), np.arange(5000))
+
+
+@pytest.mark.parametrize("stream", [lambda rows: rows.sequential(64),
+                                    lambda rows: rows.batches(64, seed=0, epoch=0, window_bytes=12 * 1000)])
+def test_threads_end_when_the_consumer_stops_early(rows, stream):
+    batches = stream(rows)
+    next(batches)
+    assert reading_threads()
+    batches.close()
+    assert not reading_threads()
+
+
+@pytest.mark.parametrize("stream", [lambda rows: rows.sequential(64),
+                                    lambda rows: rows.batches(64, seed=0, epoch=0, window_bytes=12 * 1000)])
+def test_an_error_while_reading_ahead_reaches_the_consumer_and_ends_the_threads(tmp_path, stream):
+    store = make_store(tmp_path / "s", numbered(2000), shard_rows=700, chunk_rows=20)
+    (tmp_path / "s" / "shards" / "00001.h5").write_bytes(b"not HDF5")
+    with pytest.raises(StoreError, match=r"00001\.h5"):
+        collect(stream(store.split("all")))
+    assert not reading_threads()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_does_not_grow_with_the_store(dtype):
+    window, peaks = 256 << 10, []
+    for count in (70_000, 280_000):
+        rows = np.ones((count, 16), np.float32)
+        with memory_folder() as folder:  # which does not tell what is in the page cache, so that windows are filled
+            store = make_store(folder / "s", rows, dtype, block=1 << 16, shard_rows=1 << 16, chunk_rows=512)
+            split = store.split("train")
+            tracemalloc.start()
+            for _ in split.batches(32, seed=0, epoch=0, window_bytes=window):
+                pass
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0]
+
+
+def test_threads_of_the_consumer_are_as_many_as_before(rows):
+    threads = torch.get_num_threads()
+    batches = rows.sequential(64)
+    next(batches)
+    assert torch.get_num_threads() == threads
+    batches.close()
+    assert torch.get_num_threads() == threads
+
+
+def test_a_batch_size_below_one_is_refused_at_once(rows):
+    for stream in (lambda: rows.sequential(0), lambda: rows.batches(0, seed=0, epoch=0)):
+        with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
+            stream()

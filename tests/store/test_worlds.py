@@ -1,0 +1,223 @@
+"""Worlds of known features: what they are made of, and how an SAE is scored against them."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saecli.base.errors import ConfigError
+from saecli.measure.worlds import Alignment, FeatureScores
+from saecli.sae.codes import DenseCodes, SparseCodes, located
+from saecli.store.sparse_rows import SparseRows, offsets_of, stacked
+from saecli.store.synthetic import SyntheticConfig, forest, tight_frame, zipfian
+from saecli.store.worlds import World
+
+G, D = 96, 16
+
+
+def sampled(world: World, blocks: int, seed: int = 0) -> np.ndarray:
+    """The true codes of some blocks as a matrix, float64."""
+    parts = [world.codes(seed, block) for block in range(blocks)]
+    return np.concatenate([dense(part, world.features) for part in parts])
+
+
+def dense(codes: SparseRows, features: int) -> np.ndarray:
+    matrix = np.zeros((len(codes), features))
+    matrix[codes.rows, codes.indices] = codes.values
+    return matrix
+
+
+def sparse(matrix: np.ndarray) -> SparseRows:
+    rows, features = matrix.nonzero()
+    return SparseRows(offsets_of(np.bincount(rows, minlength=len(matrix))), features.astype(np.int32),
+                      matrix[rows, features].astype(np.float32))
+
+
+def few(features: int = G, **changes: np.ndarray) -> World:
+    """A world of independent features that fire on half of the rows, with magnitude 1, but for the changes."""
+    half = np.full(features, 0.5)
+    fields = {"directions": np.eye(features), "bias": np.zeros(features), "firing_probabilities": half,
+              "own_probabilities": half, "mean": np.ones(features), "std": np.zeros(features),
+              "factor": np.empty((features, 0))}
+    kinds = {"parents": np.full(features, -1, np.int32), "groups": np.full(features, -1, np.int32),
+             "scaled": np.zeros(features, bool)}
+    fields |= {name: value for name, value in changes.items() if name in fields}
+    kinds |= {name: np.asarray(value, kinds[name].dtype) for name, value in changes.items() if name in kinds}
+    return World(**{name: value.astype(np.float32) for name, value in fields.items()}, **kinds)
+
+
+@pytest.mark.parametrize(("features", "exponent", "l0"), [(1024, 0.5, 10), (1536, 0.5, 23), (20, 3, 4), (5, 1, 1.5)])
+def test_zipfian_probabilities_have_the_sum_asked_for_and_fall_by_the_power_below_the_cap(features, exponent, l0):
+    firing = zipfian(features, exponent, l0)
+    assert firing.sum() == pytest.approx(l0)
+    assert firing.max() <= 0.4 + 1e-12
+    below = np.flatnonzero(firing < 0.4 - 1e-9)
+    ranks = below + 1.0
+    np.testing.assert_allclose(firing[below] * ranks**exponent, firing[below[-1]] * ranks[-1] ** exponent)
+
+
+@pytest.mark.parametrize(("features", "d_in"), [(100, 16), (16, 16), (9, 16)])
+def test_directions_reach_the_least_sum_of_squared_products_that_there_is(features, d_in):
+    found = tight_frame(np.random.default_rng(0).standard_normal((features, d_in)))
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1)
+    least = max(features**2 / d_in, features) - features  # Benedetto and Fickus 2003
+    assert np.square(found @ found.T).sum() - features == pytest.approx(least, abs=1e-4)
+
+
+def test_two_thirds_of_the_features_have_four_children_each_on_two_levels():
+    parents = forest(1024)
+    assert [(parents == -1).sum(), (parents >= 0).sum()] == [32 + 352, 640]
+    children = np.bincount(parents[parents >= 0])
+    assert (children == 4).all() and len(children) == 32 + 128
+    assert (parents[parents >= 0] < np.flatnonzero(parents >= 0)).all()
+
+
+@pytest.mark.parametrize("hierarchy", [True, False])
+@pytest.mark.parametrize("correlation", [0, 0.5])
+def test_features_fire_as_often_as_they_say(hierarchy, correlation):
+    world = SyntheticConfig(features=G, d_in=D, l0=5, correlation=correlation, hierarchy=hierarchy).world()
+    fires = sampled(world, 8) > 0
+    p = world.firing_probabilities
+    # A magnitude of mean 1 and of a standard deviation that is rarely above 0.4 is rarely cut at 0.
+    assert (np.abs(fires.mean(0) - p) < 0.01 * p + 5 * np.sqrt(p * (1 - p) / len(fires))).all()
+    assert fires.sum(1).mean() == pytest.approx(5, rel=0.03)
+
+
+def test_a_child_fires_only_with_its_parent():
+    world = SyntheticConfig(features=G, d_in=D, l0=5).world()
+    fires = sampled(world, 1) > 0
+    children = np.flatnonzero(world.parents >= 0)
+    assert fires[:, children].any(0).sum() > len(children) / 2
+    assert not (fires[:, children] & ~fires[:, world.parents[children]]).any()
+
+
+def test_correlations_of_firing_are_those_of_a_gaussian_copula():
+    factor = np.zeros((3, 2))
+    factor[:2, 0] = np.sqrt(0.8)
+    fires = sampled(few(3, factor=factor), 8) > 0
+    both = (fires[:, 0] & fires[:, 1]).mean()
+    assert both == pytest.approx(0.25 + np.arcsin(0.8) / (2 * np.pi), abs=0.01)  # Sheppard 1899
+    assert (fires[:, 0] & fires[:, 2]).mean() == pytest.approx(0.25, abs=0.01)
+
+
+def test_of_siblings_that_exclude_each_other_at_most_one_fires_and_each_as_often():
+    world = few(5, parents=[-1, 0, 0, 0, 0], groups=[-1, 7, 7, 7, -1], std=np.full(5, 0.1))
+    fires = sampled(world, 4) > 0
+    assert fires[:, 1:4].sum(1).max() == 1
+    # One of three that fire on half of the rows each fires on 1 - 1/8 of those of the parent.
+    np.testing.assert_allclose(fires.mean(0), [0.5, *[0.5 * 7 / 8 / 3] * 3, 0.25], atol=0.015)
+
+
+def test_siblings_without_a_parent_exclude_each_other_too_and_their_children_fall_with_them():
+    world = few(4, parents=[-1, -1, 0, 1], groups=[0, 0, -1, -1])
+    fires = sampled(world, 1) > 0
+    assert not (fires[:, 0] & fires[:, 1]).any()
+    assert not (fires[:, 2:] & ~fires[:, :2]).any()
+    assert fires.any(0).all()
+
+
+def test_a_scaled_child_has_its_magnitude_times_its_parents_over_the_parents_mean():
+    world = few(2, parents=[-1, 0], scaled=[False, True], mean=np.array([2.0, 3.0]), std=np.array([0.5, 0.0]))
+    codes = sampled(world, 1)
+    both = codes[:, 1] > 0
+    assert both.any()
+    np.testing.assert_allclose(codes[both, 1], 3 * codes[both, 0] / 2, rtol=1e-6)
+
+
+def test_rows_are_the_bias_and_the_sum_of_magnitudes_times_directions():
+    world = SyntheticConfig(features=G, d_in=D, l0=5, seed=3).world()
+    codes = world.codes(3, 2)
+    expected = dense(codes, G) @ world.directions.astype(np.float64) + world.bias
+    np.testing.assert_allclose(world.rows(codes), expected, atol=1e-6)
+    assert np.linalg.norm(world.bias) == pytest.approx(1)
+
+
+def test_a_block_depends_on_options_seed_and_its_number_alone():
+    config = SyntheticConfig(features=G, d_in=D, l0=5, seed=1)
+    first, again = config.world(), config.world()
+    again.codes(1, 0)
+    for block in (5, 6):
+        ours, theirs = first.codes(1, block), again.codes(1, block)
+        np.testing.assert_array_equal(ours.indices, theirs.indices)
+        np.testing.assert_array_equal(ours.values, theirs.values)
+    assert first.to_bytes() == again.to_bytes()
+    assert len(first.codes(2, 5).values) != len(first.codes(1, 5).values)
+
+
+def test_more_active_features_than_can_be_are_refused_by_the_option():
+    with pytest.raises(ConfigError, match=r"l0 must be at most 0\.4 times features, 4, got 5"):
+        SyntheticConfig(features=10, l0=5).world()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 9), st.integers(1, 6))
+def test_sparse_rows_are_sliced_chosen_and_stacked_as_a_matrix_is(seed, rows, features):
+    random = np.random.default_rng(seed)
+    matrix = random.random((rows, features)) * (random.random((rows, features)) < 0.4)
+    codes = sparse(matrix.astype(np.float32))
+    begin, end = sorted(random.integers(0, rows + 1, 2).tolist())
+    mask = random.random(rows) < 0.5
+    for which in (slice(begin, end), slice(begin, None), mask, np.flatnonzero(mask)):
+        np.testing.assert_array_equal(dense(codes[which], features), dense(codes, features)[which])
+    np.testing.assert_array_equal(dense(stacked([codes[:begin], codes[begin:]]), features), dense(codes, features))
+    np.testing.assert_array_equal(codes.active(features), matrix > 0)
+
+
+@pytest.mark.parametrize(("latents", "features"), [(4, 6), (6, 4), (5, 5)])
+def test_mcc_is_the_best_mean_cosine_of_all_one_to_one_matchings(latents, features):
+    random = np.random.default_rng(latents)
+    W_dec, directions = random.standard_normal((latents, 3)), random.standard_normal((features, 3))
+    cosines = np.abs(W_dec @ directions.T / np.outer(np.linalg.norm(W_dec, axis=1), np.linalg.norm(directions, axis=1)))
+    wide = cosines if latents <= features else cosines.T
+    best = max(wide[np.arange(len(wide)), chosen].mean()
+               for chosen in map(list, permutations(range(wide.shape[1]), len(wide))))
+    found = Alignment.of(torch.from_numpy(W_dec), torch.from_numpy(directions))
+    assert found.mcc() == pytest.approx(best, abs=1e-6)
+    assert found.uniqueness() == len(set(cosines.argmax(1).tolist())) / latents
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_scores_over_batches_equal_those_of_each_latent_counted_row_by_row(kind):
+    random = np.random.default_rng(0)
+    W_dec, directions = random.standard_normal((7, 4)), random.standard_normal((5, 4))
+    W_dec[6] = 0
+    z = random.standard_normal((50, 7)) * (random.random((50, 7)) < 0.3)
+    z[:, 5] = 0
+    truth = random.random((50, 5)) * (random.random((50, 5)) < 0.4)
+    alignment = Alignment.of(torch.from_numpy(W_dec), torch.from_numpy(directions))
+    scores = FeatureScores(alignment)
+    for rows in (slice(0, 20), slice(20, 50)):
+        scores.update(as_codes(torch.from_numpy(z[rows]), kind), sparse(truth[rows]))
+    nearest = np.abs(W_dec @ (directions / np.linalg.norm(directions, axis=1, keepdims=True)).T).argmax(1)
+    of_latents = []
+    for latent, feature in enumerate(nearest):
+        fires, there = z[:, latent] != 0, truth[:, feature] > 0
+        precision = (fires & there).sum() / fires.sum() if fires.any() else 0
+        recall = (fires & there).sum() / there.sum()
+        total = precision + recall
+        of_latents.append((2 * precision * recall / total if total else 0, precision, recall))
+    found = scores.result()
+    assert [found[name] for name in ("f1", "precision", "recall")] == pytest.approx(np.mean(of_latents, axis=0))
+    assert found["true_l0"] == pytest.approx((truth > 0).sum(1).mean())
+
+
+def as_codes(z: torch.Tensor, kind: str) -> DenseCodes | SparseCodes:
+    if kind == "dense":
+        return DenseCodes(z)
+    flat = torch.from_numpy(np.flatnonzero(z.numpy().flatten()))
+    offsets, _, indices = located(flat, tuple(z.shape))
+    return SparseCodes(offsets, indices, z.flatten()[flat], z.shape[1])
+
+
+def test_an_sae_whose_decoder_is_the_truth_in_another_order_and_sign_scores_one():
+    world = SyntheticConfig(features=G, d_in=D, l0=5).world()
+    order = np.random.default_rng(0).permutation(G)
+    alignment = Alignment.of(-3 * torch.from_numpy(world.directions[order]), torch.from_numpy(world.directions))
+    truth = world.codes(0, 0)
+    scores = FeatureScores(alignment)
+    scores.update(DenseCodes(torch.from_numpy(dense(truth, G)[:, order])), truth)
+    np.testing.assert_array_equal(alignment.nearest.numpy(), order)
+    assert {name: value for name, value in scores.result().items() if name != "true_l0"} == pytest.approx(
+        dict.fromkeys(("mcc", "f1", "precision", "recall", "uniqueness"), 1.0))

@@ -1,0 +1,240 @@
+"""Crosscoders: an SAE over several places side by side."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, make_store
+from reports import pages_of
+from ridge_problems import problem, solved, sums_of, terms_of
+
+import saecli
+from saecli.measure.places import PlaceSums
+from saecli.sae.activations import Relu, TopK
+from saecli.sae.batch import Batch
+from saecli.sae.dictionary import SAE
+from saecli.store.joined import Joined
+from saecli.store.statistics import Spread
+from saecli.train.maintenance import penalty_decay
+from saecli.train.ridge import Place, by_place, choose_alpha
+
+SHARED, OWN, D = 16, 8, 24
+COMMON = ("--d-sae", "40", "--batch-size", "128", "--json", "--epochs")
+SHORT, QUICK = (*COMMON, "2"), (*COMMON, "10")
+
+
+def two_models(rows: int = 4000) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of two places that share some features, in directions of their own, and have some alone; the second on
+    another scale."""
+    generator = np.random.default_rng(0)
+    count = SHARED + 2 * OWN
+    codes = (generator.random((rows, count)) < 0.1) * (1 + generator.random((rows, count)))
+    directions = generator.normal(size=(2, count, D)) / np.sqrt(D)
+    directions[0, SHARED + OWN:] = directions[1, SHARED:SHARED + OWN] = 0
+    noise = 0.01 * generator.normal(size=(2, rows, D))
+    first, second = (codes @ directions[place] + noise[place] for place in range(2))
+    return first.astype(np.float32), (50 * second + 3).astype(np.float32)
+
+
+@pytest.fixture
+def home(sae: CommandLine) -> Path:
+    for name, rows in zip(("a", "b"), two_models(), strict=True):
+        make_store(sae.home, name, rows)
+    return sae.home
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["pam-sgd", pytest.param("sgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [("--act", "batchtopk", "--k", "4"),
+                                     pytest.param(("--act", "relu"), marks=pytest.mark.slow)],
+                         ids=["batchtopk", "relu with l1"])
+def test_features_of_one_place_and_of_both_are_told_apart(sae, home, solver, options):
+    done = sae("train", "--data", "a", "--data", "b", "--solver", solver, *options, *QUICK, "--name", "run")
+    assert done.status == 0, done.err
+    assert (done.json["data"], done.json["d_in"]) == ("a + b", 2 * D)
+    (found,) = sae("sparsity", "run", "--json").json["runs"]
+    assert [place["name"] for place in found["places"]] == ["a", "b"]
+    for place in found["places"]:
+        assert place["width"] == D and place["fvu"] < 0.3 and 5 <= place["exclusive"] <= 14
+    assert 10 <= found["shared"] <= 26
+    share, scaling = np.array(found["share"]), np.array(found["scaling"], float)
+    alone = (share.max(1) > 0.9) & np.isfinite(scaling).all(1)
+    elsewhere = scaling[alone, 1 - share[alone].argmax(1)]
+    assert np.median(np.abs(elsewhere)) < 0.1
+    own = scaling[alone, share[alone].argmax(1)]
+    assert np.median(own) == pytest.approx(1, abs=0.15)  # l1 shrinks codes
+    out = sae("sparsity", "run").out
+    assert "exclusive to one" in " ".join(out.split()) and "scaling elsewhere" in out
+    (measured,) = sae("eval", "run", "--json").json["runs"]
+    assert measured["fvu"] == pytest.approx(done.json["final"]["test_fvu"], rel=1e-4)
+    assert saecli.load_sae("run", home).widths == (D, D)
+
+
+@pytest.mark.slow
+def test_a_report_has_each_latents_places(sae, home, tmp_path):
+    sae("train", "--data", "a", "--data", "b", "--act", "topk", "--k", "4", *SHORT, "--name", "run")
+    assert sae("report", "run", "--out", str(tmp_path / "pages")).status == 0
+    (found,) = sae("sparsity", "run", "--split", "all", "--json").json["runs"]
+    pages = {page["latent"]: page for page in pages_of(tmp_path / "pages").values()}
+    assert len(pages) == 40
+    for latent, page in pages.items():
+        assert [place[0] for place in page["places"]] == ["a", "b"]
+        assert [place[1] for place in page["places"]] == pytest.approx(found["share"][latent])
+        assert page["places"][0][2] == (None if found["scaling"][latent][0] is None else
+                                        pytest.approx(found["scaling"][latent][0]))
+
+
+@pytest.mark.slow
+def test_one_place_is_the_sae_to_the_bit(sae, home):
+    store = saecli.open_store("a", home)
+    options = {"act": "topk", "k": 4, "d_sae": 40, "epochs": 2, "batch_size": 64}
+    one, other = saecli.fit(store, **options), saecli.fit(Joined((store,)), **options)
+    assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
+
+
+@pytest.mark.slow
+def test_a_place_on_another_scale_is_learned_as_well(sae, home):
+    document = sae("train", "--data", "a", "--data", "b", "--act", "topk", "--k", "4", *QUICK, "--name", "run").json
+    (found,) = sae("sparsity", "run", "--json").json["runs"]
+    first, second = (place["fvu"] for place in found["places"])
+    assert 1 / 3 < first / second < 3
+    assert document["final"]["test_fvu"] == pytest.approx(second, rel=0.05)  # nearly all of the variance is its
+
+
+def crosscoder(widths: tuple[int, ...] = (5, 3)) -> SAE:
+    generator = torch.Generator().manual_seed(0)
+    d, F = sum(widths), 12
+    W_enc, W_dec = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((d, F), (F, d)))
+    return SAE(W_enc, torch.zeros(F).double(), W_dec, torch.zeros(d).double(), Relu(), widths=widths)
+
+
+def test_l1_weighs_the_sum_of_a_latents_norms_over_places():
+    sae, x = crosscoder(), torch.randn(30, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    z = sae.encode(x)
+    norms = sae.W_dec[:, :5].norm(dim=1) + sae.W_dec[:, 5:].norm(dim=1)
+    expected = (sae(x) - x).square().sum(1).mean() + 0.3 * (z * norms).sum(1).mean()
+    torch.testing.assert_close(sae.loss(Batch.of(x), "l1", 0.3).value, expected)
+    plain = replace_widths(sae)
+    assert plain.loss(Batch.of(x), "l1", 0.3).value < expected
+
+
+def replace_widths(sae: SAE) -> SAE:
+    return SAE(**sae.tensors(), activation=sae.activation)
+
+
+def test_the_decoder_step_majorises_l1_at_each_place_and_is_each_places_own_ridge_regression():
+    z, y, direction, W_t, b_t = problem(60, 12, 8)
+    places, weights = [slice(0, 5), slice(5, 8)], torch.linspace(0, 2, 12).double()
+    decay = penalty_decay(W_t, weights, 1.0, places)
+    for place, own in zip(places, decay, strict=True):
+        torch.testing.assert_close(own, weights / (2 * W_t[:, place].norm(dim=1)))
+    terms = replace(terms_of((0.7, 2.0, 0.3, 5.0), None, W_t, b_t), decay=decay[0],
+                    places=[Place(*one) for one in zip(places, decay, strict=True)])
+    state = solved(sums_of(z, y, 7), terms)
+    for place, own in zip(places, decay, strict=True):
+        alone = replace(terms_of((0.7, 2.0, 0.3, 5.0), None, W_t[:, place], b_t[place]), decay=own)
+        expected = solved(sums_of(z, y[:, place].contiguous(), 7), alone)
+        torch.testing.assert_close(state.W[:, place], expected.W)
+        torch.testing.assert_close(state.b[place], expected.b)
+    directed = solved(sums_of(z, y, 7), replace(terms, direction=direction))
+    for c in (0.9, 1.1):  # c is the best of all places together
+        assert cost(z, y, terms, direction, directed.W, directed.b, directed.c, decay, places) <= min(
+            cost(z, y, terms, direction, *of_multiple(z, y, terms, direction, c * directed.c, decay, places), decay,
+                 places), cost(z, y, terms, direction, *of_multiple(z, y, terms, direction, 0.0, decay, places), decay,
+                               places)) + 1e-8
+
+
+def test_each_place_has_the_alpha_that_is_best_for_it_alone_whatever_the_scale_of_others():
+    z, y, direction, W_t, b_t = problem(60, 12, 8)
+    y, direction = y.clone(), direction.clone()
+    y[:, 5:] = 1e4 * torch.randn(60, 3, generator=torch.Generator().manual_seed(3)).double()  # nothing to predict
+    direction[:, 5:] *= 1e4
+    decay, columns = torch.zeros(12).double(), [slice(0, 5), slice(5, 8)]
+    terms = replace(terms_of((0.0, 0, 0, 0), direction, W_t, b_t), places=[Place(one, decay) for one in columns])
+    together = choose_alpha(sums_of(z, y, 7), terms, z, y, None).alpha
+    found = by_place(sums_of(z, y, 7), terms, z, y, together)
+    alone = [choose_alpha(sums_of(z, y[:, one].contiguous(), 7),
+                          replace(terms_of((0.0, 0, 0, 0), direction[:, one], W_t[:, one], b_t[one]), decay=decay),
+                          z, y[:, one], None).alpha for one in columns]
+    assert alone[1] > 30 * alone[0] and together > 10 * alone[0]
+    for place, alpha in zip(found.places, alone, strict=True):
+        assert place.ratio * together == pytest.approx(alpha, rel=0.3)  # each search ends near its minimum
+    state = solved(sums_of(z, y, 7), replace(found, alpha=together))
+    best = cost_of_places(z, y, found, together, state.W, state.b, state.c)
+    for factor in (0.9, 1.1):
+        W = state.W + (factor - 1) * state.c * direction
+        assert best < cost_of_places(z, y, found, together, W, state.b, factor * state.c)
+    assert best < cost_of_places(z, y, found, together, state.W, state.b, 1.01 * state.c)
+
+
+def cost_of_places(z, y, terms, alpha, W, b, c) -> float:
+    """The objective with each place's own alpha."""
+    off = (W - c * terms.direction).square().sum(0)
+    ridge = sum(place.ratio * alpha * off[place.columns].sum().item() for place in terms.places)
+    return (z @ W + b - y).square().sum().item() + ridge
+
+
+def of_multiple(z, y, terms, direction, c, decay, places):
+    """The best W and b for a given multiple c of the direction, place by place, by least squares."""
+    Ws, bs = [], []
+    for place, own in zip(places, decay, strict=True):
+        eye, F = torch.eye(12).double(), 12
+        corner = torch.zeros(1, F + 1).double()
+        corner[0, F] = 1
+        wide = torch.cat([eye, eye.new_zeros(F, 1)], 1)
+        left = torch.cat([torch.cat([z, z.new_ones(len(z), 1)], 1), terms.alpha**0.5 * wide, terms.mu**0.5 * wide,
+                          own.sqrt()[:, None] * wide, terms.beta**0.5 * corner, terms.nu**0.5 * corner])
+        right = torch.cat([y[:, place], terms.alpha**0.5 * c * direction[:, place], terms.mu**0.5 * terms.W_t[:, place],
+                           0 * direction[:, place], 0 * terms.b_t[None, place], terms.nu**0.5 * terms.b_t[None, place]])
+        both = torch.linalg.lstsq(left, right).solution
+        Ws.append(both[:F])
+        bs.append(both[F])
+    return torch.cat(Ws, 1), torch.cat(bs), c
+
+
+def cost(z, y, terms, direction, W, b, c, decay, places) -> float:
+    parts = [(z @ W + b - y, 1), (W - c * direction, terms.alpha), (b, terms.beta), (W - terms.W_t, terms.mu),
+             (b - terms.b_t, terms.nu),
+             *((own.sqrt()[:, None] * W[:, place], 1) for place, own in zip(places, decay, strict=True))]
+    return sum(weight * part.square().sum().item() for part, weight in parts)
+
+
+def test_latent_scaling_is_the_least_squares_multiple_at_each_place():
+    sae = crosscoder((4, 4))
+    x = torch.randn(200, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2 + 1
+    sums = PlaceSums(sae)
+    for batch in x.split(37):
+        sums.update(batch)
+    fvu, share, beta = sums.result(Spread.of(x.numpy().copy()))
+    z, error, spread = sae.encode(x), x - sae(x), [x[:, p].var(0, correction=0).mean().sqrt() for p in sae.places]
+    for place, scale in zip(range(2), spread, strict=True):
+        at = sae.places[place]
+        variance = (x[:, at] - x[:, at].mean(0)).square().sum()
+        assert fvu[place].item() == pytest.approx((error[:, at].square().sum() / variance).item())
+        for latent in range(12):
+            sizes = [sae.W_dec[latent, p].norm() / s for p, s in zip(sae.places, spread, strict=True)]
+            assert share[latent, place].item() == pytest.approx((sizes[place] / sum(sizes)).item())
+            best = int(torch.stack(sizes).argmax())
+            part = z[:, latent, None] * sae.W_dec[latent, sae.places[best]] / spread[best]
+            aim = (error[:, at] + z[:, latent, None] * sae.W_dec[latent, at]) / scale
+            expected = torch.linalg.lstsq(part.reshape(-1, 1), aim.reshape(-1, 1)).solution.item()
+            assert beta[latent, place].item() == pytest.approx(expected)
+
+
+def test_what_cannot_work_is_refused_in_a_sentence(sae, home):
+    done = sae("train", "--data", "a", "--data", "b", "--act", "relu", "--sparsity", "kl", *SHORT)
+    assert done.status == 2 and "kl is defined for one place" in done.err
+    sae("train", "--data", "a", "--data", "b", "--act", "topk", "--k", "4", *SHORT, "--name", "run")
+    done = sae("geometry", "run")
+    assert done.status == 2 and "the geometry of run is not defined" in done.err
+    done = sae("eval", "run", "--data", "a")
+    assert done.status == 2 and "expected rows of 48 dimensions, got 24" in done.err
+
+
+def test_a_copy_keeps_the_places():
+    sae = crosscoder()
+    for copy in (sae.sae(), sae.changed(activation=TopK(k=3)), sae.without_training_parameters(), sae.copy_to("cpu")):
+        assert copy.widths == (5, 3)
+    assert "widths=(5, 3)" in repr(sae)

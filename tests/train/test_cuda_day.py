@@ -1,0 +1,55 @@
+"""`tests/cuda/run.sh` on a CPU: every part works, and one that fails or hangs is told and spares the others."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = [ROOT, ROOT / "tests", ROOT / "tests" / "benchmarks", ROOT / "tests" / "cuda"]
+LONG = {"correctness", "processes", "quality", "extraction", "rows"}
+sys.path.append(str(FOLDERS[-1]))
+day = importlib.import_module("day")
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, FOLDERS)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name
+                                  for name in day.PARTS])
+def test_a_part_finds_figures(part: str, tmp_path: Path):
+    found = day.in_process(part, day.Day("cpu", tmp_path), day.PARTS[part][1])
+    assert "FAILED" not in found and len(found) > 1
+    assert "OTHER BITS" not in found.values()
+    assert found["seconds"] > 0
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_or_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert "Error: " in day.run_part("machine", None)["FAILED"]
+    assert day.in_process("machine", day.Day("cpu", tmp_path), 0.2)["FAILED"] == "took longer than 0 s"
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert "ModuleNotFoundError" in day.in_process("steps", day.Day("cpu", tmp_path), 60)["FAILED"]
+
+
+def test_the_table_has_a_line_for_each_figure():
+    lines = day.table({"one": {"a|b": 1234.5, "share": 0.12345, "word": "x\ny"}}).splitlines()
+    assert lines[2:] == ["| one | a|b | 1,234 |", "| one | share | 0.123 |", "| one | word | x y |"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_script_runs_all_parts(tmp_path: Path):
+    done = subprocess.run([ROOT / "tests" / "cuda" / "run.sh", tmp_path / "out", "--device", "cpu"], check=False,
+                          capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable})
+    found = json.loads((tmp_path / "out" / "cuda.json").read_text(encoding="utf-8"))
+    assert done.returncode == 0, done.stderr
+    assert [*found] == [*day.PARTS]
+    assert (tmp_path / "out" / "cuda.md").read_text(encoding="utf-8").count("\n| ") > 60

@@ -1,0 +1,78 @@
+"""Rows on their way to a device: as stored, and kept there, against those that a CPU reads."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from storing import collect, make_store
+
+from saecli.base.devices import carried
+from saecli.store.dtypes import DTYPES
+from saecli.store.joined import JoinedRows
+from saecli.store.rows import Rows
+from saecli.train.held import HeldRows, held_bytes
+
+random = np.random.default_rng(0)
+N, D = 700, 12
+VALUES = (random.standard_normal((N, 5)) @ random.standard_normal((5, D)) + 1).astype(np.float32)
+DOCUMENTS = np.repeat(np.arange(N // 10), 10)
+CPU = torch.device("cpu")
+
+
+def rows_of(folder: Path, dtype: str, **options) -> Rows:
+    return make_store(folder, VALUES, dtype, documents=DOCUMENTS).split("train", **options)
+
+
+@pytest.fixture(params=list(DTYPES))
+def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Rows:
+    return rows_of(tmp_path / "store", request.param, fraction=0.6)
+
+
+def joined(tmp_path: Path) -> JoinedRows:
+    stores = [make_store(tmp_path / name, values, "bfloat16", documents=DOCUMENTS)
+              for name, values in (("in", VALUES), ("out", VALUES[:, ::2] ** 2))]
+    return JoinedRows((stores[0].split("train"),), stores[1].split("train"))
+
+
+def all_ways(rows: Rows | JoinedRows) -> tuple[np.ndarray, np.ndarray]:
+    """Shuffled and in stored order, decoded."""
+    return collect(rows.batches(64, seed=1, epoch=2)), collect(rows.sequential(64))
+
+
+def test_rows_as_stored_have_the_bits_on_disk_in_the_same_order(rows: Rows):
+    stored, decode = rows.as_stored(), DTYPES[rows.store.dtype]
+    for got, expected in zip(all_ways(stored), all_ways(rows), strict=True):
+        out = np.empty(got.shape, np.float32)
+        decode.decode_rows(got, out)
+        assert got.dtype == decode.storage
+        assert np.array_equal(out, expected)
+
+
+def test_rows_carried_are_the_numbers_that_are_stored(rows: Rows):
+    batches = [batch.float().clone() for batch in carried(rows.as_stored().batches(64, seed=1, epoch=2), CPU)]
+    assert np.array_equal(torch.cat(batches).numpy(), all_ways(rows)[0])
+
+
+@pytest.mark.parametrize("window", [1 << 28, 4096], ids=["one window", "several"])
+def test_kept_rows_come_in_the_order_of_the_store(rows: Rows, window: int, monkeypatch: pytest.MonkeyPatch):
+    defaults = rows.batches.__func__.__kwdefaults__
+    monkeypatch.setattr("saecli.store.rows.WINDOW_BYTES", window)
+    monkeypatch.setitem(defaults, "window_bytes", window)
+    held = HeldRows(rows, CPU)
+    for got, expected in zip(all_held(held), all_ways(rows), strict=True):
+        assert np.array_equal(got, expected)
+    assert (held.rows, held.d_in, held.d_target) == (rows.rows, D, 0)
+
+
+def test_kept_targets_lie_beside_their_rows(tmp_path: Path):
+    rows = joined(tmp_path)
+    held = HeldRows(rows, CPU)
+    for got, expected in zip(all_held(held), all_ways(rows), strict=True):
+        assert np.array_equal(got, expected)
+    assert (held.d_in, held.d_target, held_bytes(rows)) == (D, D // 2, N * 2 * (D + D // 2))
+
+
+def all_held(held: HeldRows) -> tuple[np.ndarray, np.ndarray]:
+    return tuple(torch.cat([batch.float() for batch in batches]).numpy()
+                 for batches in (held.batches(64, seed=1, epoch=2), held.sequential(64)))

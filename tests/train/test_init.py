@@ -1,0 +1,274 @@
+"""`sae train --init`: training starts from an SAE, is repeated and resumed, and refuses what does not fit it."""
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from launching import signalled, together
+from safetensors.torch import load_file
+from test_prefixes import PREFIXES, nested_sae
+
+import saecli
+from saecli.sae.activations import ACTIVATIONS, AbsTopK, Activation, BatchTopK, JumpRelu, Relu, SoftTopK, Swish, TopK
+from saecli.sae.dictionary import SAE
+from saecli.sae.formats import SavedSAE, save
+from saecli.store.statistics import Spread
+from saecli.train.logs import read_metrics
+from saecli.train.normalisation import NORMALISATIONS, fit_normalisation
+from saecli.train.starting import Start, fingerprint
+
+STILL = ("--solver", "sgd", "--steps", "1", "--lr", "1e-12", "--smoothing", "0", "--json")
+
+
+def published(activation: Activation | None = None) -> SAE:
+    """An SAE for rows far from 0 and of size 30, whose decoder is a little off the exact one."""
+    sae = random_sae(activation)
+    rows = torch.from_numpy(30 * some_rows(2000))
+    sae = sae.changed(b_enc=30 * sae.b_enc, **{name: torch.linspace(0, 20, 20) for name in sae.activation_parameters
+                                               if name == "threshold" and sae.threshold.ndim})
+    sae = saecli.refit(sae, rows)
+    return sae.changed(W_dec=0.9 * sae.W_dec, b_dec=sae.b_dec + 1)
+
+
+def same_weights(home: Path, one: str, other: str) -> bool:
+    first, second = (load_file(home / "runs" / name / "sae.safetensors") for name in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("normalize", NORMALISATIONS)
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_on_normalised_rows_the_start_has_the_codes_it_has_on_raw_ones_up_to_one_factor(act: str, normalize: str):
+    kind = ACTIVATIONS[act]
+    sae = published(kind(k=4) if "k" in kind.__dataclass_fields__ else kind()).copy_to(torch.float64)
+    rows = torch.from_numpy(30 * some_rows(500)).double() * torch.linspace(0.5, 2, 8)
+    normalisation = fit_normalisation(normalize, Spread.measured([rows.numpy()], 8), torch.float64)
+    sample = normalisation(rows)
+    begun = Start.of("sae", sae).initial(sae.activation, sample, normalisation, ())
+    z, codes = sae.encode(rows), begun.encode(sample)
+    factor = (codes.norm() / z.norm()).item()
+    torch.testing.assert_close(codes, factor * z)
+    torch.testing.assert_close(begun(sample) * normalisation.scale + normalisation.mean, sae(rows))
+    if act in ("swish", "soft-topk"):  # have a scale of their own
+        assert factor == pytest.approx(1)
+    else:
+        assert begun.W_enc.norm().item() == pytest.approx(begun.W_dec.norm().item())
+
+
+@pytest.mark.parametrize("activation", [TopK(k=4), AbsTopK(k=4), Relu(), JumpRelu(), Swish(),
+                                        SoftTopK(k=4, temperature=0.3)], ids=lambda value: value.name)
+def test_without_learning_its_error_is_that_of_the_sae_whose_act_and_k_are_the_defaults(sae: CommandLine,
+                                                                                       activation: Activation):
+    make_store(sae.home, "rows", 30 * some_rows())
+    make_run(sae.home, "old", published(activation))
+    more = ("--sparsity", "l1") if activation.name == "jumprelu" else ()  # with target-l0, thresholds follow the target
+    done = sae("train", "--init", "old", *STILL, *more)
+    assert done.status == 0, done.err
+    (old,) = sae("eval", "old", "--json").json["runs"]
+    assert (done.json["act"], done.json["d_sae"]) == (activation.name, 20)
+    assert done.json["final"]["test_fvu"] == pytest.approx(old["fvu"], rel=1e-4)
+    assert done.json["final"]["test_l0"] == pytest.approx(old["l0"], rel=1e-3)
+    assert ", from old" in done.err
+    trained = saecli.load_sae(done.json["run"], sae.home)
+    assert [getattr(trained.activation, name) for name in activation.of_codes] == [
+        getattr(activation, name) for name in activation.of_codes]
+
+
+def test_decoder_step_at_the_start_only_lowers_the_error(sae: CommandLine):
+    make_store(sae.home, "rows", 30 * some_rows())
+    make_run(sae.home, "old", published(TopK(k=4)))
+    words = ("--steps", "1", "--lr", "1e-12", "--smoothing", "0", "--json")
+    (old,) = sae("eval", "old", "--json").json["runs"]
+    for more in ((), ("--decoder", "free")):
+        assert sae("train", "--init", "old", *words, *more).json["final"]["test_fvu"] < 0.99 * old["fvu"]
+
+
+def test_training_goes_on_from_where_an_sae_is(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows())
+    words = ("train", "--solver", "sgd", "--act", "topk", "--k", "3", "--d-sae", "20", "--json")
+    first = sae(*words, "--steps", "300", "--name", "first").json["final"]["test_fvu"]
+    briefly = ("--steps", "30", "--lr", "1e-3")
+    anew = sae(*words, *briefly).json["final"]["test_fvu"]
+    for solver in ("sgd", "pam-sgd"):
+        on = sae("train", "--init", "first", "--solver", solver, *briefly, "--json").json["final"]["test_fvu"]
+        assert on < 1.01 * first < 0.8 * anew
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "words", "parameters"), [
+    (Relu(), ("--act", "topk", "--k", "3"), {}),
+    (TopK(k=3), ("--act", "jumprelu", "--target-l0", "4"), {"threshold"}),
+    (JumpRelu(), ("--act", "batchtopk", "--k", "3"), {"threshold"}),
+    (BatchTopK(k=3), ("--act", "relu"), {}),
+], ids=str)
+def test_another_activation_begins_with_parameters_fitted_to_the_rows(sae: CommandLine, old: Activation, words: tuple,
+                                                                      parameters: set):
+    make_store(sae.home, "rows", 30 * some_rows())
+    make_run(sae.home, "old", published(old))
+    still = sae("train", "--init", "old", *words, *STILL)
+    done = sae("train", "--init", "old", *words, "--solver", "sgd", "--steps", "200", "--lr", "1e-3", "--json")
+    assert done.status == 0, done.err
+    trained = saecli.load_sae(done.json["run"], sae.home)
+    assert (trained.activation.name, set(trained.activation_parameters)) == (words[1], set(parameters))
+    assert done.json["final"]["test_fvu"] < still.json["final"]["test_fvu"]
+    if "--k" in words or "--target-l0" in words:
+        assert done.json["final"]["test_l0"] == pytest.approx(float(words[3]), rel=0.5)
+
+
+@pytest.mark.slow
+def test_a_target_for_l0_is_held_from_the_first_step_on_and_refused_where_no_thresholds_have_it(sae: CommandLine):
+    make_store(sae.home, "rows", 30 * some_rows())
+    make_run(sae.home, "old", published(TopK(k=3)))
+    words = ("train", "--init", "old", "--solver", "sgd", "--act", "jumprelu", "--steps", "300", "--lr", "3e-3")
+    for run, target in (("jumping", "3"), ("again", "2")):
+        done = sae(*words, "--target-l0", target, "--name", run, "--json")
+        assert done.status == 0, done.err
+        lines = read_metrics(sae.home / "runs" / run)
+        # From random directions L0 would begin at 4 times the target.
+        assert max(line["batch_l0"] for line in lines if "batch_l0" in line) < 4.5
+        assert done.json["final"]["test_l0"] == pytest.approx(float(target), rel=0.2)
+        words = (*words[:2], run, *words[3:])
+    done = sae("train", "--init", "old", "--act", "jumprelu", "--target-l0", "19", "--name", "no")
+    assert (done.status, (sae.home / "runs" / "no").exists()) == (2, False)
+    assert "--target-l0 cannot be reached from --init old, " in done.err and "or use another --act" in done.err
+
+
+def test_k_of_its_own_yields_to_one_that_is_given_and_prefixes_are_kept(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "old", nested_sae("topk"))
+    for words, k, prefixes in (((), 4, PREFIXES), (("--k", "6"), 6, PREFIXES), (("--act", "topk"), 4, PREFIXES),
+                               (("--act", "batchtopk", "--k", "2"), 2, PREFIXES),
+                               (("--prefixes", "10"), 4, (10, 20)), (("--prefixes", "20"), 4, (20,))):
+        run = sae("train", "--init", "old", *words, *STILL).json["run"]
+        trained = saecli.load_sae(run, sae.home)
+        assert (trained.activation.k, trained.prefixes) == (k, prefixes)
+
+
+@pytest.mark.parametrize("form", ["saelens", "gemma-scope"])
+def test_another_tools_folder_is_recorded_by_its_path_wherever_it_was_named_from(sae: CommandLine, tmp_path: Path,
+                                                                                 monkeypatch, form: str):
+    make_store(sae.home, "rows", 30 * some_rows())
+    save(SavedSAE(published(JumpRelu())), form, tmp_path / "theirs")
+    monkeypatch.chdir(tmp_path)
+    first = sae("train", "--data", "rows", "--init", "theirs", *STILL, "--sparsity", "l1").json["run"]
+    config = sae.home / "runs" / first / "config.toml"
+    assert tomllib.loads(config.read_text())["init"] == str((tmp_path / "theirs").resolve())
+    monkeypatch.chdir("/")
+    again = sae("train", "--config", config, "--json").json["run"]
+    assert same_weights(sae.home, first, again)
+    assert (sae.home / "runs" / again / "config.toml").read_text() == config.read_text()
+
+
+def test_a_runs_config_repeats_it_and_says_if_the_sae_has_changed(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(600))
+    make_run(sae.home, "old", random_sae(TopK(k=3)))
+    words = ("--data", "rows", "--init", "old", "--epochs", "2", "--batch-size", "64", "--inner-steps", "2")
+    assert sae("train", *words, "--name", "first").status == 0
+    config = sae.home / "runs" / "first" / "config.toml"
+    assert json.loads((sae.home / "runs" / "first" / "run.json").read_text())["init"]["name"] == "old"
+    done = sae("train", "--config", config, "--name", "second")
+    assert done.status == 0 and "is not the SAE" not in done.err
+    assert same_weights(sae.home, "first", "second")
+    make_run(sae.home, "other", random_sae(TopK(k=3), seed=1))
+    assert "is not the SAE" not in sae("train", "--config", config, "--init", "other", "--name", "third").err
+    shutil.copy(sae.home / "runs" / "other" / "sae.safetensors", sae.home / "runs" / "old")
+    assert "old is not the SAE that --init-hash" in sae("train", "--config", config, "--name", "fourth").err
+    assert same_weights(sae.home, "third", "fourth") and not same_weights(sae.home, "first", "fourth")
+
+
+def killed(sae: CommandLine, words: list, checkpoint: int) -> Path:
+    """The folder of a training killed before it has its nth checkpoint."""
+    signalled(sae.home, [*words, "--name", "killed"], "checkpoint.safetensors", checkpoint)
+    folder = sae.home / "runs" / "killed"
+    assert not json.loads((folder / "run.json").read_text())["complete"]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+def test_a_killed_run_is_resumed_bit_for_bit_without_the_sae_that_it_began_from(sae: CommandLine, solver: str):
+    make_store(sae.home, "rows", some_rows(4000))
+    make_run(sae.home, "old", published(Relu()))
+    words = ["train", "--init", "old", "--solver", solver, "--epochs", "6", "--batch-size", "32", "--inner-steps", "2",
+             "--sparsity-weight", "1"]
+    assert sae(*words, "--name", "whole").status == 0
+    killed(sae, words, 2)
+    shutil.rmtree(sae.home / "runs" / "old")
+    done = sae("train", "--resume", "--json")
+    assert done.status == 0, done.err
+    assert same_weights(sae.home, "whole", "killed")
+    first, second = (json.loads((sae.home / "runs" / name / "run.json").read_text()) for name in ("whole", "killed"))
+    assert first["init"] == second["init"] and second["complete"]
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_its_first_checkpoint_begins_anew_from_the_same_sae_alone(sae: CommandLine, tmp_path: Path):
+    make_store(sae.home, "rows", some_rows(60_000))
+    make_run(sae.home, "old", random_sae(TopK(k=3)))
+    words = ["train", "--init", "old", "--solver", "sgd", "--epochs", "1", "--batch-size", "64", "--inner-steps", "1"]
+    assert sae(*words, "--name", "whole").status == 0
+    folder = killed(sae, words, 1)
+    assert not (folder / "checkpoint.safetensors").exists()
+    shutil.copytree(folder, tmp_path / "kept")
+    assert sae("train", "--resume").status == 0
+    assert same_weights(sae.home, "whole", "killed")
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "kept", folder)
+    saecli.save_sae(random_sae(seed=1), tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "sae.safetensors", sae.home / "runs" / "old")
+    assert "old is not the SAE that this run was begun from, though it has its name" in sae("train", "--resume").err
+
+
+@pytest.mark.slow
+def test_two_processes_start_from_the_same_sae(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(2000))
+    make_run(sae.home, "old", random_sae(TopK(k=3)))
+    words = ("train", "--init", "old", "--dtype", "float64", "--epochs", "2", "--batch-size", "100", "--json")
+    one = sae(*words, "--name", "one").json
+    done = together(2, "--home", sae.home, *words, "--name", "two")
+    assert done.status == 0, done.err
+    assert done.json["final"] == pytest.approx(one["final"], rel=1e-6)
+    refused = together(2, "--home", sae.home, "train", "--init", "nowhere")
+    assert refused.status != 0 and "there is no run and no folder named 'nowhere'" in refused.err
+
+
+def test_from_python_an_sae_or_its_name_will_do_and_several_seeds_share_it(sae: CommandLine, monkeypatch, capsys):
+    make_store(sae.home, "rows", some_rows(600))
+    mine = random_sae(TopK(k=3))
+    make_run(sae.home, "old", mine)
+    assert sae("train", "--init", "old", "--epochs", "1", "--seed", "0", "--seed", "1", "--name", "run").status == 0
+    monkeypatch.setenv("SAE_HOME", str(sae.home))
+    capsys.readouterr()
+    for init in (mine, "old", sae.home / "runs" / "old"):
+        fitted = saecli.fit(saecli.open_store("rows"), init=init, epochs=1)
+        assert fingerprint(fitted) == fingerprint(saecli.load_sae("run-seed0"))
+    assert tuple(capsys.readouterr()) == ("", "")
+    assert saecli.fit(some_rows(100), init=mine, act="relu", epochs=1).activation == Relu()
+    assert saecli.fit(some_rows(100), init=mine, k=5, epochs=1).activation == TopK(k=5)
+    assert saecli.fit(some_rows(100), d_sae=9, epochs=1).activation == Relu()
+    with pytest.raises(saecli.SaeError, match="d_sae must be that of init sae, 20, got 9; leave it out"):
+        saecli.fit(some_rows(100), init=mine, d_sae=9)
+
+
+@pytest.mark.parametrize(("words", "sentence", "status"), [
+    (("--init", "old", "--d-sae", "24"), "--d-sae must be that of --init old, 20, got 24; leave it out", 2),
+    (("--init", "old", "--data", "narrow"), "--init old cannot be trained on these rows: expected rows of 8", 2),
+    (("--init", "nowhere"), "there is no run and no folder named 'nowhere'", 1),
+    (("--init", "old", "--k", "30"), "--k must be at most --d-sae, 20, got 30", 2),
+    (("--init", "old", "--act", "relu", "--k", "3"), "--k does nothing with --act relu", 2),
+    (("--init", "jumping", "--sparsity", "l1", "--threshold", "1"), "--threshold does nothing with --init jumping", 2),
+    (("--init-hash", "abc"), "--init-hash does nothing without --init; leave it out", 2),
+    (("--resume", "--init", "old"), "--init does nothing with --resume", 2),
+])
+def test_what_does_not_fit_the_sae_is_told_in_a_sentence(sae: CommandLine, words: tuple, sentence: str, status: int):
+    make_store(sae.home, "narrow", some_rows(50, 5))
+    make_store(sae.home, "rows", some_rows(200))
+    make_run(sae.home, "old", random_sae(TopK(k=3)))
+    make_run(sae.home, "jumping", random_sae(JumpRelu()))
+    done = sae("train", *words, *(() if "--data" in words or "--resume" in words else ("--data", "rows")))
+    assert (done.status, done.out) == (status, "")
+    assert sentence in done.err
+    assert {path.name for path in (sae.home / "runs").iterdir()} == {"old", "jumping"}

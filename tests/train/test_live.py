@@ -1,0 +1,282 @@
+"""`sae train --model`: rows that go from a model through memory to the trainer."""
+
+import os
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine
+from test_commands_stopped import grown, stopped
+from test_train import assert_same_weights
+
+from saecli.base.console import Silent
+from saecli.base.errors import ConfigError, ModelError
+from saecli.base.home import Home
+from saecli.extract.config import ExtractConfig, StoreRequest
+from saecli.extract.places import Place
+from saecli.extract.streaming import Streamed, open_stream
+from saecli.sae.activations import ACTIVATIONS
+from saecli.store.reader import ActivationStore
+from saecli.store.schema import StoreMeta
+from saecli.store.split import is_test
+from saecli.train.array_rows import ArrayRows
+from saecli.train.config import Plan, TrainingConfig
+from saecli.train.live import LiveRows
+from saecli.train.loop import Loop
+from saecli.train.solvers import SOLVERS
+from saecli.train.trainer import Record, Trainer
+
+D = 6
+TRAIN = ("train", "--model", "tiny-gemma2", "--layer", "2")
+
+
+def source(rows: np.ndarray, documents: np.ndarray, cuts: list[int], block_rows: int = 64,
+           error: Exception | None = None) -> Streamed:
+    """A model that gives these rows in blocks, and then fails with an error if there is one."""
+    request = StoreRequest(Place(0, "resid_post"), Path("some-model-l0"), {"rows": len(rows)})
+    meta = StoreMeta(source={}, request_hash=request.hash, dtype="float32", d_in=rows.shape[1], shard_rows=1000)
+
+    def blocks(show) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for part in np.split(np.arange(len(rows)), cuts):
+            show(len(part), len(part))
+            yield rows[part], documents[part]
+        if error is not None:
+            raise error
+
+    return Streamed(request, meta, {}, blocks, block_rows)
+
+
+def of_documents(rows: int = 3000, length: int = 4, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(seed).normal(size=(rows, D)).astype(np.float32), np.arange(rows) // length
+
+
+def windows_of(rows: int) -> int:
+    """The bytes of a window of so many rows."""
+    return rows * D * 4
+
+
+def planned(train, test, solver: str, act: str, **options) -> Plan:
+    activation = ACTIVATIONS[act](k=2) if "k" in ACTIVATIONS[act].__dataclass_fields__ else ACTIVATIONS[act]()
+    return Plan.resolved(train, test, TrainingConfig(d_sae=16, **options), SOLVERS[solver](), activation)
+
+
+def weights(plan: Plan) -> dict[str, torch.Tensor]:
+    (sae,) = Loop([Trainer(plan, Record())]).train()
+    return sae.tensors()
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("window", [260, 700, 5000])
+def test_every_training_row_comes_once_in_an_order_that_blocks_do_not_change(window: int):
+    rows, documents = of_documents()
+    expected = rows[~is_test(documents)][:2000]
+    orders = []
+    for cuts in ([], [1, 400, 401, 2990], list(range(7, 3000, 7))):
+        with LiveRows(source(rows, documents, cuts), 2000, 0, 100, Silent(), windows_of(window)) as live:
+            orders.append(np.concatenate(list(live.batches(50, seed=3, epoch=0))))
+            assert live.rows == 2000 and not live.ended_early and live.ready <= 2 * max(window, 200)
+    for order in orders:
+        assert np.array_equal(order, orders[0])
+    assert not np.array_equal(orders[0], expected)
+    assert np.array_equal(orders[0][np.lexsort(orders[0].T)], expected[np.lexsort(expected.T)])
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("act", ["relu", "topk", "batchtopk"])
+def test_one_window_trains_bit_for_bit_as_its_rows_in_an_array(solver: str, act: str):
+    rows, documents = of_documents()
+    with LiveRows(source(rows, documents, [900]), 2000, 0, 300, Silent()) as live:
+        live_weights = weights(planned(live, live.test_rows, solver, act))
+    stored = ArrayRows(rows[~is_test(documents)][:2000])
+    assert_equal(live_weights, weights(planned(stored, None, solver, act, epochs=1)))
+
+
+class InOrder(ArrayRows):
+    """Rows that are trained on in the order in which they lie."""
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+        return self.sequential(batch_size)
+
+
+def test_several_windows_train_bit_for_bit_as_their_rows_stored_in_the_order_in_which_they_come():
+    rows, documents = of_documents(9000)
+
+    def opened() -> LiveRows:
+        return LiveRows(source(rows, documents, [900, 5000]), 7500, 0, 1200, Silent(), windows_of(2500))
+
+    with opened() as live:
+        assert live.ready == 2500
+        in_order = np.concatenate(list(live.batches(256, seed=0, epoch=0)))
+    with opened() as live:
+        found = weights(planned(live, live.test_rows, "sgd", "topk", normalize="none"))
+    assert_equal(found, weights(planned(InOrder(in_order), None, "sgd", "topk", normalize="none", epochs=1)))
+
+
+def test_decoder_steps_take_rows_of_the_last_two_windows():
+    rows, documents = of_documents(9000)
+    with LiveRows(source(rows, documents, []), 7500, 0, 1200, Silent(), windows_of(2500)) as live:
+        for _ in live.batches(250, seed=0, epoch=0):
+            at_hand = np.concatenate(list(live.batches(300, seed=0, epoch=7)))
+            assert len(at_hand) == live.ready <= 5000
+        trained = rows[~is_test(documents)][:7500]
+        assert {row.tobytes() for row in at_hand} == {row.tobytes() for row in trained[2500:]}
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_text_that_ends_in_a_later_window_is_trained_on_to_its_end_and_told(solver: str):
+    rows, documents = of_documents(9000)
+    there = int((~is_test(documents)).sum())
+    with LiveRows(source(rows, documents, [900, 5000]), 20_000, 0, 1200, Silent(), windows_of(2500)) as live:
+        loop = Loop([Trainer(planned(live, live.test_rows, solver, "topk"), Record())])
+        (result,) = loop.results(loop.train())
+    assert result["rows_train"] == there > result["rows_counted"] and result["steps"] < loop.trainers[0].steps
+    assert result["warnings"][0] == (
+        f"the text ended after {there:,} of 20,000 training rows, before the learning rate had fallen; use --rows "
+        f"{there}, or a longer text")
+
+
+def test_test_rows_are_the_first_windows_held_out_rows_or_the_next_ones_and_there_must_be_some():
+    rows, documents = of_documents()
+    with LiveRows(source(rows, documents, [1500]), 1000, 0, 100, Silent()) as live:
+        (found,) = live.test_rows.sequential(10_000)
+    assert np.array_equal(found, rows[:1500][is_test(documents[:1500])])
+    late = np.where(np.arange(3000) < 2000, np.flatnonzero(~is_test(np.arange(9)))[0], np.arange(3000))
+    with LiveRows(source(rows, late, [500, 2100, 2500]), 300, 0, 100, Silent()) as live:
+        (found,) = live.test_rows.sequential(10_000)
+        (trained,) = live.sequential(10_000)
+    assert np.array_equal(found, rows[500:2100][is_test(late[500:2100])]) and np.array_equal(trained, rows[:300])
+    few = np.arange(40) // 20
+    assert not is_test(few).any()
+    with pytest.raises(ConfigError, match="expected training rows and held-out ones, got 40 and 0"), \
+            LiveRows(source(rows[:40], few, []), 1000, 0, 100, Silent()):
+        pass
+
+
+def test_an_error_of_the_model_is_raised_in_training_and_leaving_ends_the_thread():
+    rows, documents = of_documents(9000)
+    broken = source(rows, documents, list(range(500, 9000, 500)), error=ModelError("the network failed"))
+    with LiveRows(broken, 20_000, 0, 1200, Silent(), windows_of(2500)) as live, \
+            pytest.raises(ModelError, match="the network failed"):
+        weights(planned(live, live.test_rows, "sgd", "relu"))
+    endless = source(np.tile(rows, (50, 1)), np.tile(documents, 50), list(range(64, 450_000, 64)))
+    with LiveRows(endless, 400_000, 0, 1200, Silent(), windows_of(2500)):
+        assert any(thread.name == "sae-ahead" for thread in threading.enumerate())
+    assert not any(thread.name == "sae-ahead" for thread in threading.enumerate())
+
+
+@pytest.mark.slow
+def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
+    text = "".join(f"A text number {number}, about {number * number}.\n\n" * 3 for number in range(60))
+    Path(sae.home).mkdir(exist_ok=True)
+    (sae.home / "notes.txt").write_text(text)
+    options = {"model": "tiny-gemma2", "dataset": str(sae.home / "notes.txt"), "rows": 1500}
+    stream = open_stream(ExtractConfig(**options), given=options.keys(), layer=1, site="mlp_out", device="cpu",
+                         home=Home(sae.home), listener=Silent())
+    with LiveRows(stream, 1000, 0, 100, Silent()) as live:
+        (found,), tested = live.sequential(10_000), live.test_rows
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    document = sae("extract", *words, "--layer", "1", "--site", "mlp_out", "--json").json
+    store = ActivationStore.open(Path(document["path"]))
+    assert store.name == stream.name and store.meta.source == stream.origin
+    (train,), (test,) = (store.split(which).sequential(10_000) for which in ("train", "test"))
+    np.testing.assert_allclose(found, train[:1000], rtol=0.02, atol=0.05)  # batches of other shapes
+    (held_out,) = tested.sequential(10_000)
+    np.testing.assert_allclose(held_out, test[: len(held_out)], rtol=0.02, atol=0.05)
+    assert len(held_out) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_run_without_a_store_repeats_by_its_config_and_is_evaluated_on_a_store_of_its_text(sae: CommandLine,
+                                                                                             solver: str):
+    quick = ("--rows", "1500", "--site", "mlp_out", "--act", "topk", "--k", "4", "--d-sae", "48")
+    first = sae(*TRAIN, *quick, "--solver", solver, "--name", "first", "--json").json
+    assert (first["rows_train"], first["epochs"]) == (1500, 1) and first["rows_test"] > 50
+    assert not (sae.home / "activations").exists()
+    sae("train", "--config", sae.home / "runs" / "first" / "config.toml", "--name", "again")
+    assert_same_weights(sae.home, "first", "again")
+    refused = sae("eval", "first").err
+    assert "--data is needed: first was trained on rows that were not stored" in refused
+    command = refused.split("`")[1]
+    sae(*shlex.split(command)[1:])
+    (measured,) = sae("eval", "first", "--json").json["runs"]
+    assert measured["fvu"] == pytest.approx(first["final"]["test_fvu"], rel=0.2)
+    assert "cannot go on with first: its rows came from a model" in _unfinished(sae, "first").err
+
+
+def _unfinished(sae: CommandLine, name: str):
+    path = sae.home / "runs" / name / "run.json"
+    path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
+    return sae("train", "--resume", "--name", name)
+
+
+@pytest.mark.slow
+def test_several_runs_of_one_reading_are_each_as_alone(sae: CommandLine):
+    quick = (*TRAIN, "--rows", "1500", "--act", "topk", "--d-sae", "48", "--name")
+    sae(*quick, "x", "--k", "4", "--k", "8", "--seed", "0", "--seed", "1")
+    sae(*quick, "alone", "--k", "8", "--seed", "1")
+    assert_same_weights(sae.home, "x-seed1-k8", "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "status", "said"), [
+    (("--model", "tiny-gemma2", "--epochs", "2"), 2, "--epochs must be 1 with --model, whose rows come once, got 2"),
+    (("--model", "tiny-gemma2", "--rows", "600", "--steps", "9"), 2, "--steps must be at most 3 with --model"),
+    (("--model", "tiny-gemma2", "--data", "x"), 2, "--data does nothing with --model tiny-gemma2"),
+    (("--model", "tiny-gemma2", "--target", "x"), 2, "--target does nothing with --model tiny-gemma2"),
+    (("--model", "tiny-gemma2", "--fraction", "0.5"), 2, "--fraction does nothing with --model tiny-gemma2"),
+    (("--data", "a", "--rows", "500"), 2, "--rows does nothing without --model"),
+    (("--data", "a", "--layer", "2"), 2, "--layer does nothing without --model"),
+    (("--model", "tiny-gemma2", "--layer", "9"), 2, "tiny-gemma2 has layers 0 to 3, got --layer 9"),
+    (("--model", "tiny-gemma2", "--dataset", "none.txt"), 1, "the text file none.txt does not exist"),
+])
+def test_what_does_not_go_without_a_store_is_refused_in_a_sentence(sae: CommandLine, words: tuple, status: int,
+                                                                   said: str):
+    done = sae("train", *words)
+    assert done.status == status and said in done.err and not (sae.home / "runs").exists()
+
+
+def test_the_papers_decoder_steps_over_all_rows_need_rows_that_stay_in_memory():
+    rows, documents = of_documents(9000)
+    with LiveRows(source(rows, documents, [900]), 7500, 0, 1200, Silent(), windows_of(2500)) as live:
+        for option in ({"decoder": "free"}, {"decoder_first": True}):
+            solver = SOLVERS["pam-sgd"](**option)
+            with pytest.raises(ConfigError, match="takes decoder steps over all rows: expected at most 2,500"):
+                Plan.resolved(live, live.test_rows, TrainingConfig(), solver, ACTIVATIONS["relu"]())
+
+
+def has_opened(path: Path) -> Callable[[int], bool]:
+    """Whether a process has a file open."""
+    def reached(process: int) -> bool:
+        found = []
+        for one in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                found.append(os.readlink(one))
+        return str(path.resolve()) in found
+
+    return reached
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not tell what a process has opened")
+def test_a_training_without_a_store_that_is_stopped_says_what_is_kept_and_does_not_wait_for_the_model(
+        sae: CommandLine, tmp_path: Path):
+    text = tmp_path / "long.txt"
+    text.write_text("".join(f"Some text, number {number}, of a few words more.\n\n" for number in range(300_000)))
+    words = [*TRAIN, "--dataset", text, "--rows", 1_000_000, "--name", "x"]
+    began = time.monotonic()
+    assert stopped(sae.home, words, has_opened(text)) == "stopped before training began; nothing was changed\n"
+    assert time.monotonic() - began < 60 and not (sae.home / "runs").exists()  # of minutes for all rows
+    words = [*TRAIN, "--dataset", text, "--rows", 5000, "--d-sae", 2048, "--name", "x"]
+    said = stopped(sae.home, words, grown(sae.home / "runs" / "x" / "metrics.jsonl", 1))
+    assert said.endswith("stopped before the end of the first epoch; nothing was saved of x\n")
+    assert "there is no unfinished run" in sae("train", "--resume").err

@@ -1,0 +1,168 @@
+"""Products of descent steps in bfloat16: that they are, that nothing else is, and which precision `auto` finds."""
+
+import json
+import tomllib
+
+import pytest
+import torch
+from homes import CommandLine, make_store, some_rows
+from safetensors.torch import load_file
+from torch import Tensor
+
+import saecli
+from saecli.base.precision import multiplies_bf16, products_in
+from saecli.sae.activations import Activation, Relu, TopK
+from saecli.sae.batch import Batch
+from saecli.train import config
+from saecli.train.config import TrainingConfig
+from saecli.train.pam_sgd import PamSgd
+from saecli.train.rows import initial_sae
+from saecli.train.run import RunRecord
+from saecli.train.sgd import Sgd
+from saecli.train.solver import Solver, SolverConfig
+from saecli.train.task import Task
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")  # whose products are cast, wherever the matrices are
+needs_bf16 = pytest.mark.skipif(not multiplies_bf16(CPU), reason="this processor has no bfloat16 products")
+BY_DEVICE = [pytest.param(CPU, marks=needs_bf16), GPU]
+SMALL = {"d_sae": 24, "steps": 30, "batch_size": 64}
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+def solver_in(name: str, config: SolverConfig, activation: Activation, sparsity: str = "none") -> Solver:
+    x = torch.randn(256, 48, generator=torch.Generator().manual_seed(0))
+    task = Task(256, 100, 1e-2, sparsity, 0.1, precision=name)
+    return config.resolved(None).build(initial_sae(activation, 96, Batch.of(x), seed=0), task)
+
+
+@pytest.mark.parametrize("device", BY_DEVICE, ids=str)
+def test_products_and_their_gradients_are_rounded_and_stay_float32(device: torch.device):
+    def products() -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        a, b, c = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((64, 80), (80, 96), (96,)))
+        found = [a @ b, torch.addmm(c, a, b)]
+        return [*found, *torch.autograd.grad([one.square().sum() for one in found], [a, b])]
+
+    exact = products()
+    with products_in("bf16"):
+        rounded = products()
+    for one, other in zip(rounded, exact, strict=True):
+        assert one.dtype == torch.float32
+        assert 3e-4 < error(one, other) < 1e-2
+    assert all(map(torch.equal, products(), exact))
+
+
+@needs_bf16
+def test_an_error_within_leaves_the_process_as_it_was():
+    with pytest.raises(ZeroDivisionError), products_in("bf16"):
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == "highest"
+    factor = torch.full((64, 64), 1 + 2.0**-12)
+    assert not (factor @ factor == 64).any()
+
+
+@needs_bf16
+@pytest.mark.parametrize("config", [Sgd(), PamSgd(), PamSgd(decoder="free")], ids=str)
+@pytest.mark.parametrize(("activation", "sparsity"), [(Relu(), "l1"), (TopK(k=4), "none")], ids=str)
+def test_gradients_are_those_of_float32_but_for_rounding_and_weights_are_float32(config, activation, sparsity):
+    x = torch.randn(256, 48, generator=torch.Generator().manual_seed(1))
+    exact, rounded = (solver_in(name, config, activation, sparsity) for name in ("float32", "bf16"))
+    for solver in (exact, rounded):
+        solver.descend(Batch.of(x))
+    for name, tensor in rounded.optimizer.tensors.items():
+        assert tensor.dtype == tensor.grad.dtype == torch.float32
+        if tensor.dim() == 2:
+            most = 0.1 if sparsity == "l1" else 0.3  # rounding takes another of two latents that are nearly the k-th
+            assert 1e-4 < error(tensor.grad, exact.optimizer.tensors[name].grad) < most, name
+
+
+@needs_bf16
+def test_decoder_steps_are_bit_for_bit_those_of_float32():
+    x = torch.randn(256, 48, generator=torch.Generator().manual_seed(1))
+    exact, rounded = (solver_in(name, PamSgd(), Relu(), "l1") for name in ("float32", "bf16"))
+    rounded.descend(Batch.of(x))  # after which nothing of it is left
+    for solver in (exact, rounded):
+        solver.dictionary.load_state_dict(solver_in("float32", PamSgd(), Relu(), "l1").dictionary.state_dict())
+        solver.steps = 1
+        solver.begin_epoch()
+        solver.end_epoch()
+        solver.begin_pass(lambda: [Batch.of(x)])
+        solver.observe(Batch.of(x))
+        solver.end_pass()
+    for name, tensor in exact.dictionary.state_dict().items():
+        assert torch.equal(tensor, rounded.dictionary.state_dict()[name]), name
+    assert exact.decoder.alpha == rounded.decoder.alpha
+
+
+@needs_bf16
+@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+def test_bf16_trains_to_other_bits_and_the_same_error_and_leaves_float32_alone(solver: str):
+    rows = some_rows(2000)
+    found = {name: saecli.fit(rows, solver=solver, precision=name, **SMALL) for name in ("float32", "bf16")}
+    errors = {name: error(sae(torch.from_numpy(rows)).detach(), torch.from_numpy(rows)) for name, sae in found.items()}
+    assert not torch.equal(found["bf16"].W_enc, found["float32"].W_enc)
+    assert errors["bf16"] == pytest.approx(errors["float32"], rel=0.1)
+    assert torch.equal(saecli.fit(rows, solver=solver, precision="float32", **SMALL).W_enc, found["float32"].W_enc)
+
+
+@needs_bf16
+def test_a_run_keeps_the_precision_that_auto_found_and_goes_on_in_it(sae: CommandLine, monkeypatch):
+    make_store(sae.home, "rows", some_rows(1000))
+    words = ("train", "--d-sae", "24", "--epochs", "4", "--json")
+    monkeypatch.setattr(config, "SMALLEST", 0)
+    assert sae(*words, "--precision", "bf16", "--name", "whole").status == 0
+    keep = RunRecord.epoch
+
+    def keep_two(record, kept, state, progress, test):
+        keep(record, kept, state, progress, test)
+        if progress.epoch == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunRecord, "epoch", keep_two)
+        assert sae(*words, "--precision", "auto", "--name", "cut").status == 130
+    folder = sae.home / "runs" / "cut"
+    assert json.loads((folder / "run.json").read_text())["training"]["precision"] == "bf16"
+    assert tomllib.loads((folder / "config.toml").read_text())["precision"] == "bf16"
+    monkeypatch.setattr(config, "multiplies_bf16", lambda _: False)  # another would not be chosen
+    assert sae("train", "--resume", "--json").status == 0
+    one, other = (load_file(folder.with_name(name) / "sae.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_auto_is_bf16_where_the_device_has_it_and_nothing_more_is_asked_for(monkeypatch, supported: bool):
+    monkeypatch.setattr(config, "multiplies_bf16", lambda _: supported)
+    small = TrainingConfig(d_sae=8, batch_size=1000).resolved(Relu(), Sgd(), 1000, 8)
+    assert small.precision == "float32"
+    monkeypatch.setattr(config, "SMALLEST", 64)
+    for options, solver in (({}, Sgd()), ({"dtype": "float64"}, Sgd()), ({}, Sgd(optimizer="lbfgs"))):
+        settled = TrainingConfig(d_sae=8, batch_size=1000, **options).resolved(Relu(), solver, 1000, 8)
+        assert settled.precision == ("bf16" if supported and not options and solver.optimizer == "adam" else "float32")
+
+
+def test_bf16_is_refused_where_a_processor_has_no_such_products(sae: CommandLine, monkeypatch):
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    make_store(sae.home, "rows", some_rows(1500))
+    done = sae("train", "--device", "cpu", "--precision", "bf16")
+    assert done.status == 2 and "slower than float32 here: --device cpu has no bfloat16 products" in done.err
+    assert json.loads(sae("train", "--device", "cpu", "--epochs", "1", "--json").out)["run"]
+    documents = [json.loads(path.read_text()) for path in (sae.home / "runs").glob("*/run.json")]
+    assert [document["training"]["precision"] for document in documents] == ["float32"]
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (("--precision", "tf32"), "--precision tf32 does nothing here: --device cpu multiplies float32 matrices"),
+    (("--precision", "bf16", "--dtype", "float64"), "--precision bf16 cannot be used with --dtype float64"),
+    (("--precision", "bf16", "--optimizer", "lbfgs", "--batch-size", "5000"), "--precision bf16 cannot be used with"),
+])
+def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine, words: tuple, sentence: str):
+    make_store(sae.home, "rows", some_rows(1500))
+    done = sae("train", "--device", "cpu", *words)
+    assert done.status == 2
+    assert sentence in done.err
+    assert not list((sae.home / "runs").glob("*"))

@@ -1,0 +1,196 @@
+"""The choice of alpha against the full path of PRESS, and against what a decoder is for: the error on fresh rows."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from ridge_problems import press, problem, solved, sums_of, systems_of, terms_of
+from sklearn.datasets import load_digits
+
+from saecli.train.ridge import HeldRows, System, Terms, choose_alpha, solve
+from saecli.train.ridge.choice import LEAST, MIXED, MOST, Press, sample_rows
+from saecli.train.ridge.cholesky import Cholesky
+from saecli.train.ridge.solve import slack_of
+
+NOTHING = (0.0, 0.0, 0.0, 0.0)
+PATH = np.linspace(LEAST, MOST, 101)
+
+
+def encoded(x: torch.Tensor, d_sae: int, kept: int, seed: int) -> tuple:
+    """Codes of a random topk encoder of unit columns, the inputs, and the encoder's transpose."""
+    generator = torch.Generator().manual_seed(seed)
+    W_enc = torch.randn(x.shape[1], d_sae, generator=generator)
+    W_enc /= W_enc.norm(dim=0)
+    before = x @ W_enc
+    least = before.topk(kept, 1).values[:, -1:]
+    return torch.where(before >= least, before, 0.0).relu(), x, W_enc.T.contiguous()
+
+
+def inputs(rows: int, d_in: int, seed: int, spread: float = 0.0) -> torch.Tensor:
+    """Rows near a subspace; `spread` makes their norms differ, in powers of ten."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, d_in // 2, generator=generator) @ torch.randn(d_in // 2, d_in, generator=generator) / 3
+    x += 0.5 * torch.randn(rows, d_in, generator=generator)
+    return x * 10 ** (spread * torch.randn(rows, 1, generator=generator))
+
+
+def digits(rows: int) -> torch.Tensor:
+    x = torch.tensor(load_digits().data[:rows], dtype=torch.float32)
+    return (x - x.mean(0)) / x.std()
+
+
+DATA = {
+    "alike": lambda: encoded(inputs(600, 16, 0), 64, 16, 1),
+    "norms a hundredfold": lambda: encoded(inputs(600, 16, 0, 0.6), 64, 16, 1),
+    "many rows, norms a hundredfold": lambda: encoded(inputs(4000, 16, 3, 0.6), 64, 16, 1),
+    "N < F": lambda: encoded(inputs(60, 16, 0), 160, 16, 1),
+    "N < F, norms a hundredfold": lambda: encoded(inputs(60, 16, 0, 0.6), 160, 16, 1),
+    "N near F from below": lambda: encoded(inputs(150, 16, 0), 160, 16, 1),
+    "N = F": lambda: encoded(inputs(160, 16, 0), 160, 16, 1),
+    "N >> F": lambda: encoded(inputs(8000, 16, 0), 48, 12, 1),
+    "sparse": lambda: encoded(inputs(2000, 16, 0), 160, 3, 1),
+    "digits": lambda: encoded(digits(1500), 128, 12, 1),
+    "few digits": lambda: encoded(digits(100), 160, 12, 1),
+}
+
+
+def system_and_terms(z: torch.Tensor, x: torch.Tensor, direction: torch.Tensor | None) -> tuple:
+    system = HeldRows(z, x) if len(z) < z.shape[1] else sums_of(z, x, 1000)
+    shape = z.shape[1], x.shape[1]
+    return system, terms_of(NOTHING, direction, torch.zeros(shape), torch.zeros(shape[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("directed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("data", [
+    pytest.param(data, id=name, marks=pytest.mark.slow if name in ("sparse", "N >> F", "digits") else ())
+    for name, data in DATA.items()])
+def test_chosen_alpha_is_within_a_hundredth_of_the_best_of_the_full_path(data, directed):
+    z, x, direction = data()
+    system, terms = system_and_terms(z, x, direction if directed else None)
+    scale = system.scale(1.0)
+
+    def score(alpha: float) -> float:
+        return press(system, terms, z, x, alpha)
+
+    path = [score(scale * 10**decades) for decades in PATH]
+    first = choose_alpha(system, terms, z, x, None).alpha
+    starts = (first / 1.5, first, 1.5 * first)
+    for chosen in (first, *(choose_alpha(system, terms, z, x, start).alpha for start in starts)):
+        assert score(chosen) <= 1.01 * min(path)
+        assert 1e-7 * scale < chosen < 1e3 * scale or np.argmin(path) in (0, len(path) - 1)
+
+
+@pytest.mark.parametrize("last", [None, 1e-3, 1e-9, 1e9])
+def test_a_search_finds_its_way_to_the_ends_of_the_range(last):
+    z, _, _, W_t, b_t = problem(400, 10, 3)
+    noise = torch.randn(400, 3, generator=torch.Generator().manual_seed(0)).double()
+    for x, least, most in ((z @ W_t[:, :3], 0.0, 2e-7), (noise, 30.0, 1e3)):  # noise leaves PRESS flat above 30
+        system, terms = sums_of(z, x, 400), terms_of(NOTHING, None, W_t[:, :3], b_t)
+        chosen = choose_alpha(system, terms, z, x, last).alpha
+        assert least <= chosen / system.scale(1.0) <= most * 1.01
+        if least:
+            assert press(system, terms, z, x, chosen) <= 1.001 * press(system, terms, z, x, most * system.scale(1.0))
+
+
+def test_all_terms_take_part_in_the_choice():
+    z, x, direction, W_t, b_t = problem(100, 60, 4, spread=0.5)
+    terms = terms_of((0.0, 3.0, 5.0, 2.0), direction, W_t, b_t, decayed=True)
+    for system in systems_of(z, x).values():
+        scores = [press(system, terms, z, x, system.scale(1.0) * 10**decades) for decades in PATH]
+        chosen = choose_alpha(system, terms, z, x, None).alpha
+        assert press(system, terms, z, x, chosen) <= 1.01 * min(scores)
+
+
+@pytest.mark.parametrize("rows", [20, 45, 300])
+@pytest.mark.parametrize("weights", [NOTHING, (0.0, 3.0, 5.0, 2.0)])
+@pytest.mark.parametrize("directed", [False, True])
+def test_the_model_has_the_value_and_the_slope_of_press(rows, weights, directed):
+    z, x, direction, W_t, b_t = problem(rows, 60, 4, spread=0.3)
+    system = HeldRows(z, x) if rows < 60 else sums_of(z, x, 100)
+    terms = replace(terms_of(weights, direction if directed else None, W_t, b_t, decayed=True), alpha=20.0)
+    sampled = replace(Press.of(system, terms, z, x), z=z, y=x, index=torch.arange(rows),
+                      weight=torch.ones(rows).double())
+    found = sampled.model(system.factorise(terms), 0.0)
+    near = torch.tensor([20.0, 19.998, 20.002]).double()
+    value, below, above = found.press(near) / rows
+    assert value.item() == pytest.approx(press(system, terms, z, x), rel=1e-6)
+    slope = press(system, terms, z, x, 20.002) - press(system, terms, z, x, 19.998)
+    assert (above - below).item() == pytest.approx(slope, rel=1e-3)
+
+
+def test_a_good_start_takes_one_factorisation_which_gives_the_decoder_too(monkeypatch):
+    z, x, direction = DATA["norms a hundredfold"]()
+    system, terms = system_and_terms(z, x, direction)
+    chosen = choose_alpha(system, terms, z, x, None).alpha
+    taken, original = [], Cholesky.factorise
+    monkeypatch.setattr(Cholesky, "factorise", lambda *args: taken.append(1) or original(*args))
+    factorisation = choose_alpha(system, terms, z, x, 1.1 * chosen)
+    state = solve(system, terms, factorisation, z)
+    assert len(taken) == 1 and state.alpha == factorisation.alpha == pytest.approx(1.1 * chosen)
+    again = solve(system, replace(terms, alpha=factorisation.alpha), z=z)
+    torch.testing.assert_close(state.W(direction), again.W(direction))
+    assert state.dof == pytest.approx(again.dof) and state.c == pytest.approx(again.c)
+    assert press(system, terms, z, x, 1.1 * chosen) <= 1.01 * press(system, terms, z, x, chosen)
+
+
+@pytest.mark.parametrize("data", ["norms a hundredfold", "N < F"])
+@pytest.mark.parametrize("start", [None, 0.01, 1.1, 30.0])
+@pytest.mark.parametrize("mu", [0.0, 1e3])
+def test_the_factorisation_returned_is_current_and_at_its_own_alpha(data, start, mu):
+    z, x, direction = DATA[data]()
+    system, terms = system_and_terms(z, x, direction)
+    terms = replace(terms, mu=mu)
+    last = start and start * choose_alpha(system, terms, z, x, None).alpha
+    factorisation = choose_alpha(system, terms, z, x, last)
+    state = solve(system, terms, factorisation)
+    assert state.alpha == factorisation.alpha and state.ridge == pytest.approx(state.alpha + mu)
+    again = solve(system, replace(terms, alpha=state.alpha))
+    torch.testing.assert_close(state.W(direction), again.W(direction), rtol=1e-7, atol=1e-7)
+
+
+def cross_validated(system: System, terms: Terms, z: torch.Tensor, x: torch.Tensor) -> float:
+    """The alpha of least generalised cross-validation: every leverage taken as their mean."""
+    def score(alpha: float) -> float:
+        weighted = replace(terms, alpha=alpha)
+        decoder = solved(system, weighted)
+        misfit = (x - z @ decoder.W - decoder.b).square().sum()
+        return (misfit / slack_of(system.factorise(weighted), weighted, z).mean().square()).item()
+    return min((system.scale(1.0) * 10**decades for decades in PATH), key=score)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_alpha_is_as_good_where_the_multiple_of_the_direction_is_taken_from_mixed_columns(seed):
+    z, x, direction = encoded(inputs(500, 3 * MIXED, seed, 0.3), 250, 10, seed)
+    system, terms = system_and_terms(z, x, direction)
+    scores = [press(system, terms, z, x, system.scale(1.0) * 10**decades) for decades in PATH[::2]]
+    chosen = choose_alpha(system, terms, z, x, None).alpha
+    assert press(system, terms, z, x, chosen) <= 1.01 * min(scores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_fresh_rows_are_reconstructed_better_than_with_generalised_cross_validation(seed):
+    z, x, direction = (part.double() for part in encoded(inputs(5000, 16, seed, 0.6), 128, 16, seed))
+    z, x, fresh_z, fresh_x = z[:400], x[:400], z[400:], x[400:]
+    system, terms = system_and_terms(z, x, direction)
+
+    def error(alpha: float) -> float:
+        decoder = solved(system, replace(terms, alpha=alpha))
+        return (fresh_z @ decoder.W + decoder.b - fresh_x).square().sum(1).mean().item()
+
+    assert error(choose_alpha(system, terms, z, x, None).alpha) < 0.9 * error(cross_validated(system, terms, z, x))
+
+
+def test_sampled_rows_stand_for_all_and_hold_the_largest():
+    x = inputs(3000, 16, 0, 0.7).double()
+    index, weight = sample_rows(x, x.mean(0), 300)
+    norms = (x - x.mean(0)).square().sum(1)
+    assert 150 < len(index) <= 301 and len(index.unique()) == len(index)
+    assert (weight >= 1).all() and set(norms.topk(20).indices.tolist()) <= set(index.tolist())
+    for share in (norms.sqrt(), norms, norms * x[:, 0].sigmoid()):
+        assert (weight * share[index]).sum().item() == pytest.approx(share.sum().item(), rel=0.1)
+    few, even = sample_rows(x[:50], x.mean(0), 300)
+    assert few.tolist() == list(range(50)) and (even == 1).all()

@@ -1,0 +1,206 @@
+"""All that a command does with an SAE on a simulated device, against the same on the CPU, and what waits per batch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+simulated = pytest.importorskip("test_simulated_gpu")
+import simulated_gpu  # noqa: E402
+from device_cases import trained  # noqa: E402
+from test_held import rows_of  # noqa: E402
+
+import saecli  # noqa: E402
+from saecli.base import precision  # noqa: E402
+from saecli.measure.api import _planned  # noqa: E402
+from saecli.sae.codes import DenseCodes, SparseCodes  # noqa: E402
+from saecli.store.dtypes import DTYPES  # noqa: E402
+from saecli.store.joined import Joined  # noqa: E402
+from saecli.train.held import HeldRows  # noqa: E402
+from saecli.train.loop import Loop  # noqa: E402
+from saecli.train.trainer import Record, Trainer  # noqa: E402
+
+dense = simulated.dense  # products as a device takes them
+GPU = simulated_gpu.NAME
+LAYERS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def stores(home: Path) -> list[saecli.ActivationStore]:
+    return [saecli.extract("tiny-gemma2", layer=layer, rows=1200, home=home, name=f"layer-{layer}", device="cpu")
+            for layer in LAYERS]
+
+
+@pytest.fixture(scope="module")
+def run(home: Path, stores: list[saecli.ActivationStore]) -> Path:
+    sae = saecli.fit(stores[0], act="topk", k=8, d_sae=64, epochs=1, device="cpu")
+    saecli.save_sae(sae, home / "runs" / "one")
+    return home / "runs" / "one"
+
+
+def on_both(action: Callable[[str], Any]) -> tuple[Any, Any]:
+    return action("cpu"), action(GPU)
+
+
+def numbers(found: Any) -> list[float]:
+    """All numbers of a document, in order."""
+    if isinstance(found, dict):
+        found = list(found.values())
+    if isinstance(found, list | tuple):
+        return [number for one in found for number in numbers(one)]
+    return [] if isinstance(found, str | bool | Path) or found is None else [float(found)]
+
+
+def assert_alike(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
+    ours, theirs = numbers(ours), numbers(theirs)
+    assert len(ours) == len(theirs) > 3
+    np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=1e-7)
+
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "prefixes, sgd": {"solver": "sgd", "act": "topk", "k": 3, "prefixes": "8,16"},
+    "prefixes, pam-sgd": {"act": "relu", "prefixes": "auto"},
+    "target": {"act": "topk", "k": 3, "of": "target"},
+    "target with a skip": {"act": "batchtopk", "k": 3, "of": "target", "skip": True},
+    "target with a skip, iterative": {"act": "topk", "k": 3, "of": "target", "skip": True, "solve": "iterative"},
+    "crosscoder, sgd": {"solver": "sgd", "act": "relu", "of": "places"},
+    "crosscoder, pam-sgd": {"act": "batchtopk", "k": 3, "of": "places"},
+    "bf16": {"act": "relu", "precision": "bf16"},
+    "target L0": {"act": "jumprelu", "target_l0": 4},
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case == "target with a skip" else pytest.mark.slow)
+                                  for case in TRAININGS])
+def test_a_device_trains_as_the_cpu(case: str, stores: list[saecli.ActivationStore], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(precision, "multiplies_bf16", lambda device: True)  # casts do their work without, only slower
+    options = dict(TRAININGS[case])
+    of = {"target": Joined((stores[0],), stores[1]), "places": Joined(tuple(stores))}.get(options.pop("of", None))
+    data = (of or stores[0]).split("train", fraction=0.5)
+    solver, act = options.pop("solver", "pam-sgd"), options.pop("act")
+    options = {"precision": "float32"} | options | {"batch_size": 256}
+    ours, theirs = on_both(lambda device: trained(device, solver, act, options, rows=data)[0])
+    close = {"rtol": 0.03, "atol": 0.03} if case == "bf16" else {"rtol": 1e-5, "atol": 1e-6}  # rounds what CPUs don't
+    for name, tensor in ours.tensors().items():
+        there = theirs.tensors()[name]
+        assert there.device.type == GPU
+        torch.testing.assert_close(there.cpu(), tensor, **close)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [None, "tiny-gemma2"])
+def test_an_sae_is_evaluated_as_on_the_cpu(model: str | None, run: Path, stores: list[saecli.ActivationStore]):
+    options = {} if model is None else {"model": model, "tokens": 1500}
+    # A CPU's model computes in float32, a device's in the checkpoint's bfloat16.
+    assert_alike(*on_both(lambda device: saecli.evaluate(run, stores[0], device=device, **options)),
+                 1e-5 if model is None else 0.02)
+
+
+@pytest.mark.slow
+def test_sparsity_is_measured_as_on_the_cpu(run: Path, stores: list[saecli.ActivationStore]):
+    assert_alike(*on_both(lambda device: saecli.sparsity(run, stores[0], device=device)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["evaluate", "sparsity", "geometry"])
+def test_an_sae_that_lies_on_a_device_is_measured(command: str, run: Path, stores: list[saecli.ActivationStore]):
+    sae = saecli.load_sae(run)
+    assert_alike(*on_both(lambda device: getattr(saecli, command)(sae.copy_to(device), stores[0])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [False, True])
+def test_a_decoder_is_solved_for_as_on_the_cpu(target: bool, run: Path, stores: list[saecli.ActivationStore]):
+    data = stores[0] if not target else saecli.join(stores[0], target=stores[1])
+    sae = run if not target else saecli.fit(data, act="topk", k=8, d_sae=64, epochs=1, device="cpu")
+    ours, theirs = on_both(lambda device: saecli.refit(sae, data, device=device))
+    assert theirs.W_dec.device.type == GPU
+    torch.testing.assert_close(theirs.W_dec.cpu(), ours.W_dec, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [None, "tiny-gemma2"])
+def test_pages_are_those_of_the_cpu(model: str | None, run: Path, stores: list[saecli.ActivationStore], tmp_path: Path):
+    on_both(lambda device: saecli.report(run, tmp_path / device, stores[0], model=model, device=device))
+    ours, theirs = (sorted((tmp_path / device).rglob("*.*")) for device in ("cpu", GPU))
+    assert [path.name for path in ours] == [path.name for path in theirs]
+    assert len(ours) >= 5
+    texts = [path.read_text(encoding="utf-8") for path in theirs]
+    assert model or all(text == path.read_text(encoding="utf-8") for text, path in zip(texts, ours, strict=True))
+
+
+@pytest.mark.slow
+def test_a_model_is_read_as_on_the_cpu_and_no_batch_waits(home: Path, stores: list[saecli.ActivationStore]):
+    waits = []
+    for rows in (600, 1200):
+        with simulated_gpu.waits_within() as found:
+            store = saecli.extract("tiny-gemma2", layer=LAYERS[0], rows=rows, home=home, name=f"gpu-{rows}", device=GPU,
+                                   batch_size=2, model_dtype="float32")
+        waits.append({place: count for place, count in found.items() if not place.startswith("extract/")})
+    assert waits[0] == waits[1]
+    ours, theirs = (next(one.split("all").sequential(1200)) for one in (store, stores[0]))
+    np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.02)  # stored as bfloat16, in other batches
+
+
+@pytest.mark.slow
+def test_measuring_a_store_does_not_wait_per_batch(run: Path, stores: list[saecli.ActivationStore],
+                                                   monkeypatch: pytest.MonkeyPatch):
+    waits = []
+    for rows in (64, 16):
+        monkeypatch.setattr("saecli.measure.sae_and_rows.BATCH_ROWS", rows)
+        with simulated_gpu.waits_within() as found:
+            saecli.evaluate(run, stores[0], split="train", device=GPU)
+        waits.append(found)
+    assert waits[0] == waits[1]
+
+
+@pytest.mark.parametrize("act", ["topk", "relu"])
+@pytest.mark.parametrize("solve", ["direct", pytest.param("iterative", marks=pytest.mark.slow)])
+def test_a_decoder_step_waits_a_few_times_whatever_its_rows(solve: str, act: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("saecli.train.rows.SUMMED_ROWS", 100)
+    random, waits = np.random.default_rng(0), []
+    for rows in (600, 2400):
+        x = random.standard_normal((rows, 12)).astype(np.float32)
+        with simulated_gpu.waits_within() as found:
+            trained(GPU, "pam-sgd", act, {"d_sae": 24, "epochs": 1, "batch_size": rows, "inner_steps": 1, "alpha": 1.0,
+                                          "smoothing": 0, "solve": solve} | ({"k": 2} if act == "topk" else {}), rows=x)
+        waits.append({place: count for place, count in found.items() if not place.startswith("train/ridge/")})
+        of_ridge = sum(count for place, count in found.items() if place.startswith("train/ridge/"))
+    assert waits[0] == waits[1]
+    assert solve == "iterative" or of_ridge < 100  # as many as iterations, otherwise
+
+
+@pytest.mark.parametrize("density", [0.05, 0.5])
+def test_few_codes_of_a_device_are_kept_as_entries(density: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()  # what keeps them dense
+    dense = torch.rand(20, 30, generator=torch.Generator().manual_seed(0))
+    dense *= dense < density
+    found = DenseCodes(dense.to(GPU)).compact()
+    assert isinstance(found, SparseCodes) == (density < 0.1)
+    assert torch.equal(found.dense().cpu(), dense)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "carried"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in DTYPES
+                                                 if name != "bfloat16")])
+def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str, kept: bool,
+                                               monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("saecli.train.trainer.MOST_TAKEN", 0.8 if kept else 0.0)
+    rows, saes = rows_of(tmp_path / "store", dtype), []
+    for where in ("cpu", GPU):
+        plan = _planned(rows, None, "pam-sgd", "relu", {"d_sae": 16, "epochs": 2, "batch_size": 100, "device": where})
+        trainer = Trainer(plan, Record())
+        (sae,) = Loop([trainer]).train()
+        saes.append(sae)
+    assert isinstance(trainer.rows.stored, HeldRows) == kept
+    for name, tensor in saes[0].tensors().items():
+        assert torch.equal(saes[1].tensors()[name].cpu(), tensor), name

@@ -1,0 +1,247 @@
+"""Smoothing, the learning rate fitted to rows, inner steps, and the revival of dead latents."""
+
+import math
+
+import pytest
+import torch
+from test_solvers import F, RowsInMemory, one_epoch, solve_decoder, sparse_mixture, started, trained
+from torch import Tensor
+
+from saecli.sae.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
+from saecli.sae.batch import Batch
+from saecli.train.maintenance import directions_of_worst, least_useful
+from saecli.train.pam_sgd import PamSgd
+from saecli.train.rows import HIGHEST_RATE, fitted_learning_rate
+from saecli.train.sgd import Sgd
+from saecli.train.smoothing import WIDEST, Smoothing, default_width
+from saecli.train.solver import MOST_INNER_STEPS, Solver, SolverConfig
+
+DEAD = [2, 5]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def smoothed(x: Tensor, width: float, draws: torch.Generator) -> Tensor:
+    return Smoothing(width, x)(Batch.of(x), draws).x
+
+
+@pytest.mark.parametrize("width", [0.05, 0.5])
+def test_rows_large_and_small_move_by_about_the_width_times_their_distance_from_the_mean(width):
+    size = torch.logspace(-2, 2, 2000, dtype=torch.float64)[torch.randperm(2000, generator=generator())]
+    x = normal(2000, 12) * size[:, None]
+    relative = (smoothed(x, width, generator(1)) - x).norm(dim=1) / (x - x.mean(0)).norm(dim=1)
+    for part in (size < 0.1, (size > 0.1) & (size < 10), size > 10):
+        assert relative[part].square().mean().sqrt().item() == pytest.approx(width, rel=0.15)
+
+
+def test_moves_scale_with_the_rows_and_leave_their_mean_nearly_where_it_was():
+    x = normal(3000, 5) + 2.0
+    moved = smoothed(x, 0.5, generator(1)) - x
+    torch.testing.assert_close(smoothed(9 * x, 0.5, generator(1)) - 9 * x, 9 * moved)
+    torch.testing.assert_close(smoothed(x + 3.0, 0.5, generator(1)) - x - 3.0, moved)
+    assert moved.mean(0).norm() < 0.05 * moved.norm(dim=1).mean()
+
+
+def test_a_row_moves_by_the_width_whatever_else_is_in_its_block():
+    sample = normal(500, 12)
+    smoothing, row, draws = Smoothing(0.4, sample), normal(1, 12, seed=2), generator(1)
+    moves = torch.cat([smoothing(Batch.of(row), draws).x - row for _ in range(800)])
+    of_its_norm = moves.norm(dim=1) / (row - sample.mean(0)).norm()
+    assert of_its_norm.min() > 0
+    assert of_its_norm.square().mean().sqrt().item() == pytest.approx(0.4, rel=0.1)
+    together = smoothing(Batch.of(row.expand(800, 12)), generator(3)).x - row
+    torch.testing.assert_close(together.T.cov(), moves.T.cov(), atol=0.15 * moves.T.cov().diagonal().mean(), rtol=0)
+
+
+def test_of_two_rows_each_is_the_others_partner():
+    x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    moved = torch.cat([Smoothing(0.5, x)(Batch.of(x), generator(seed)).x for seed in range(20)]).abs()
+    along = 1.0 + 0.5 * math.sqrt(2) * torch.tensor([1.0, -1.0])
+    assert torch.isclose(moved[:, :1], along.abs()).any(1).all()
+    assert len(moved[:, 0].round(decimals=4).unique()) == 2
+
+
+def test_smoothed_rows_vary_as_much_more_as_foretold():
+    x = normal(4000, 12) * torch.linspace(0.2, 2, 12) + 5.0
+    smoothing = Smoothing(0.55, x)
+    inflation = (smoothing(Batch.of(x), generator()).x - x.mean(0)).square().sum() / (x - x.mean(0)).square().sum()
+    assert inflation.item() == pytest.approx(smoothing.inflation, rel=0.02)
+    assert Smoothing(0.0, x).inflation == Smoothing(0.5, x[:1]).inflation == 1
+
+
+def test_draws_come_from_the_generator_alone():
+    x = normal(50, 4)
+    assert torch.equal(smoothed(x, 0.3, generator(1)), smoothed(x, 0.3, generator(1)))
+    assert not torch.equal(smoothed(x, 0.3, generator(1)), smoothed(x, 0.3, generator(2)))
+
+
+@pytest.mark.parametrize("x", [normal(50, 4), normal(1, 4), torch.zeros(6, 4), torch.ones(6, 4)],
+                         ids=["width 0", "one row", "zeros", "alike"])
+def test_where_there_is_nothing_to_move_along_rows_stay(x):
+    assert torch.equal(smoothed(x, 0.0 if len(x) == 50 else 0.5, generator()), x)
+
+
+def test_the_default_width_is_widest_up_to_as_many_rows_as_latents_and_falls_from_there():
+    assert [default_width(rows, 8, 100) for rows in (1, 100)] == [WIDEST, WIDEST]
+    assert default_width(400, 8, 100) == default_width(400, 25, 10) == pytest.approx(WIDEST / 2)
+    for solver in (Sgd, PamSgd):
+        assert solver().default_smoothing(400, 8, 100) == default_width(400, 8, 100)
+        assert solver(optimizer="lbfgs").default_smoothing(400, 8, 100) == 0
+
+
+def test_the_fitted_learning_rate_is_that_of_its_formula():
+    x = normal(400, 100) * torch.linspace(0.1, 3, 100) ** 12
+    x *= math.sqrt(100 / x.square().sum(1).mean())
+    square = x.square().sum(1)
+    largest = torch.linalg.eigvalsh(x.T @ (square[:, None] * x) / square.sum())[-1].item()
+    expected = 0.105 / (100 * largest) ** (1 / 3)
+    assert expected < HIGHEST_RATE * math.sqrt(128 / 100)
+    assert fitted_learning_rate(x, 9) == pytest.approx(expected, rel=0.02)
+    assert fitted_learning_rate(x, 1) == pytest.approx(expected / 4, rel=0.02)
+
+
+def test_the_fitted_learning_rate_knows_neither_scale_nor_directions_and_falls_where_norms_differ():
+    x = normal(400, 100) * torch.linspace(0.1, 3, 100) ** 12
+    rotation, _ = torch.linalg.qr(normal(100, 100, seed=1))
+    rate = fitted_learning_rate(x, 8)
+    assert rate < HIGHEST_RATE * math.sqrt(128 / 100)
+    assert fitted_learning_rate(1e3 * x, 8) == pytest.approx(rate)
+    assert fitted_learning_rate(x @ rotation, 8) == pytest.approx(rate, rel=1e-3)
+    tailed = x * normal(400, 1, seed=2).abs() ** 3
+    assert fitted_learning_rate(tailed, 8) < 0.7 * rate
+
+
+def test_the_fitted_learning_rate_of_rows_that_are_zero_is_the_highest_for_their_width():
+    assert fitted_learning_rate(torch.zeros(5, 128), 8) == HIGHEST_RATE
+    assert fitted_learning_rate(torch.zeros(5, 512), 8) == HIGHEST_RATE / 2
+    assert 0 < fitted_learning_rate(torch.cat([torch.zeros(5, 128), torch.ones(1, 128)]), 8) <= HIGHEST_RATE
+
+
+@pytest.mark.parametrize(("batches", "inner"), [(None, 1), (10, MOST_INNER_STEPS), (800, 5), (4000, 1), (90_000, 1)])
+@pytest.mark.parametrize("solver", [Sgd, PamSgd])
+def test_inner_steps_make_up_for_few_batches(solver, batches, inner):
+    assert solver().resolved(batches).inner_steps == inner
+    assert solver(inner_steps=7).resolved(batches).inner_steps == 7
+    assert solver(optimizer="lbfgs").resolved(batches).inner_steps == 1
+
+
+def smoothing_solver(data: RowsInMemory, activation: Activation, seed: int = 0, kind: type[SolverConfig] = PamSgd,
+                     **options: object) -> Solver:
+    return started(kind(**options), data, activation, epochs=6, smoothing=0.3, seed=seed)
+
+
+def kill(solver: Solver) -> None:
+    with torch.no_grad():
+        solver.dictionary.W_enc[:, DEAD] = 0
+        solver.dictionary.b_enc[DEAD] = -100
+
+
+def firing(solver: Solver, data: RowsInMemory) -> Tensor:
+    return (solver.sae().encode(data.x) != 0).any(0)[DEAD]
+
+
+@pytest.mark.parametrize("activation", [Relu(), TopK(k=3), JumpRelu(), BatchTopK(k=3)], ids=lambda one: one.name)
+@pytest.mark.parametrize(("kind", "options"), [
+    (PamSgd, {}), (PamSgd, {"decoder": "free"}), (PamSgd, {"release": 0.0}), (Sgd, {}), (Sgd, {"tied": True})],
+    ids=["residual", "free", "released", "untied", "tied"])
+def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, kind, options):
+    data = sparse_mixture()
+    solver = smoothing_solver(data, activation, kind=kind, **options)
+    kill(solver)
+    one_epoch(solver, data)
+    assert firing(solver, data).all()
+    assert solver.revived == len(DEAD)
+    sae = trained(solver, data, 6)
+    assert all(tensor.isfinite().all() for tensor in sae.tensors().values())
+    assert firing(solver, data).all()
+
+
+@pytest.mark.parametrize("kind", [PamSgd, Sgd])
+@pytest.mark.parametrize(("rows", "options", "steps"), [(300, {"revive": False}, 0.0), (31, {}, 0.0), (300, {}, 0.9)],
+                         ids=["--no-revive", "fewer than two rows per latent", "the last tenth of steps"])
+def test_where_latents_are_not_revived(kind, rows, options, steps):
+    data = sparse_mixture(rows)
+    solver = smoothing_solver(data, Relu(), kind=kind, **options)
+    kill(solver)
+    solver.steps = math.ceil(steps * solver.task.steps)
+    one_epoch(solver, data)
+    assert not firing(solver, data).any()
+    assert solver.revived == 0
+
+
+def test_revival_leaves_latents_that_fire_as_they_are():
+    data = sparse_mixture()
+    solver, without = (smoothing_solver(data, Relu(), alpha=0.5, revive=revive) for revive in (True, False))
+    for one in (solver, without):
+        kill(one)
+        one.descend(Batch.of(data.x))
+        solve_decoder(one, data, last=False)
+    alive = [latent for latent in range(F) if latent not in DEAD]
+    assert solver.revived == len(DEAD)
+    for name, value in solver.sae().tensors().items():
+        other = without.sae().tensors()[name]
+        axis = 0 if name in ("W_dec", "b_enc") else 1
+        assert torch.equal(value, other) if name == "b_dec" else torch.equal(
+            value.index_select(axis, torch.tensor(alive)), other.index_select(axis, torch.tensor(alive))), name
+
+
+def test_directions_of_revival_are_of_rows_with_an_error():
+    residuals = torch.zeros(20, 4)
+    residuals[7], residuals[11] = torch.tensor([3.0, 0, 0, 0]), torch.tensor([0, 0, -2.0, 0])
+    found = directions_of_worst(residuals, 2, generator())
+    assert sorted(map(tuple, found.tolist())) == [(0, 0, -1, 0), (1, 0, 0, 0)]
+    assert directions_of_worst(residuals, 5, generator()).norm(dim=1).tolist() == [1] * 5
+    assert not directions_of_worst(torch.zeros(20, 4), 3, generator()).any()
+
+
+def test_smoothed_training_resumes_bit_for_bit_and_another_seed_draws_otherwise():
+    data = sparse_mixture()
+    whole, first, second, other = (smoothing_solver(data, Relu(), seed) for seed in (0, 0, 0, 1))
+    kill(whole)
+    kill(first)
+    expected = trained(whole, data, 6).tensors()
+    trained(first, data, 2)
+    second.restore({name: tensor.clone() for name, tensor in first.state().items()})
+    for epoch in range(2, 6):
+        one_epoch(second, data, epoch)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in second.sae().tensors().items())
+    kill(other)
+    assert not torch.equal(trained(other, data, 6).W_enc, expected["W_enc"])
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e25])
+def test_directions_of_the_worst_rows_are_unit_whatever_their_size(size):
+    residuals = normal(20, 4).float() * size
+    found = directions_of_worst(residuals, 30, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(30))
+
+
+def test_the_least_useful_latents_are_few_fire_and_have_far_less_effect_than_the_median():
+    effect = torch.ones(200)
+    effect[:6] = torch.tensor([0.29, 0.31, 0.0, 0.1, 0.05, 0.2])
+    fired = torch.ones(200, dtype=torch.bool)
+    fired[2] = False  # dead already
+    assert least_useful(effect, fired).nonzero()[:, 0].tolist() == [0, 3, 4, 5]
+    effect[10:20] = 0.01
+    assert least_useful(effect, fired).sum() == 4  # 2% of 200
+    assert not least_useful(torch.full((200,), torch.nan), fired).any()
+    assert not least_useful(effect, torch.zeros(200, dtype=torch.bool)).any()
+
+
+def test_a_latent_that_doubles_another_is_re_aimed_after_the_decoder_step(monkeypatch):
+    monkeypatch.setattr("saecli.train.maintenance.MOST_REAIMED", 1.5 / F)
+    rows = sparse_mixture()
+    solver = started(PamSgd(alpha=0.01), rows, Relu())
+    with torch.no_grad():
+        solver.dictionary.W_enc[:, 1] = solver.dictionary.W_enc[:, 0]
+    before = solver.dictionary.W_enc.detach().clone()
+    solve_decoder(solver, rows, last=False)
+    cosines = torch.cosine_similarity(before, solver.dictionary.W_enc.detach(), dim=0)
+    assert solver.revived == 1
+    assert cosines.argmin().item() in (0, 1)

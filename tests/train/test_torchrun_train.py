@@ -1,0 +1,164 @@
+"""`sae train` in several processes: real ones, started by torchrun, talking by gloo. In float64 every figure of a run
+is that of one process to rounding, whatever takes part in it."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from homes import CommandLine, make_store
+from launching import launched, own_words, together, torchrun
+from safetensors.numpy import load_file
+
+from saecli.train.checkpoints import CHECKPOINT
+
+COMMON = ("--dtype", "float64", "--d-sae", "32", "--data", "rows", "--json")
+VARIANTS = {
+    "sgd": ("--solver", "sgd", "--batch-size", "250"),
+    "l1": ("--act", "relu", "--sparsity-weight", "3", "--inner-steps", "2", "--batch-size", "500"),
+    "dead-latents": ("--act", "topk", "--k", "1", "--lr", "0.1", "--inner-steps", "1", "--batch-size",
+                     "1000", "--epochs", "3"),
+    "jumprelu-clipped": ("--act", "jumprelu", "--sparsity", "l0", "--clip-norm", "0.5", "--optimizer", "sgd",
+                         "--lr", "0.01"),
+    "within-epochs": ("--act", "topk", "--k", "3", "--decoder-every", "7", "--inner-steps", "1", "--epochs", "1"),
+    "nested": ("--act", "topk", "--k", "3", "--prefixes", "4,16", "--inner-steps", "1"),
+    "one-block": ("--fraction", "0.1", "--act", "swish", "--inner-steps", "2"),  # of sums: one process has none
+    "iterative": ("--solve", "iterative", "--act", "topk", "--k", "3", "--inner-steps", "2"),
+    "few-rows": ("--fraction", "0.003", "--act", "abs-topk", "--k", "4", "--batch-size", "10", "--epochs", "5"),
+    "paper": ("--decoder", "free", "--alpha", "0.1", "--act", "swish", "--mu-enc", "2:0.1", "--nu-dec", "1",
+              "--decoder-first", "--smoothing", "0"),
+    "lbfgs": ("--act", "swish", "--optimizer", "lbfgs", "--batch-size", "20000", "--epochs", "2"),
+}
+
+
+def some_rows() -> np.ndarray:
+    """Rows of a few directions at a time, far from zero: more than a block of sums for each of two processes."""
+    rng = np.random.default_rng(0)
+    directions = rng.normal(size=(20, 8))
+    codes = rng.exponential(size=(9500, 20)) * (rng.random((9500, 20)) < 0.15)
+    return (codes @ directions + 0.1 * rng.normal(size=(9500, 8)) + 3).astype(np.float32)
+
+
+def lines(home: Path, run: str) -> list[dict]:
+    return [json.loads(line) for line in (home / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(home: Path, run: str, expected: str, rel: float = 1e-7) -> None:
+    found, wanted = lines(home, run), lines(home, expected)
+    assert [line["step"] for line in found] == [line["step"] for line in wanted]
+    for line, other in zip(found, wanted, strict=True):
+        assert line == pytest.approx(other, rel=rel, abs=1e-9)
+    weights, others = (load_file(home / "runs" / name / "sae.safetensors") for name in (run, expected))
+    for name in others:
+        np.testing.assert_allclose(weights[name], others[name], rtol=1e-5, atol=1e-6)
+
+
+def assert_same_result(found: dict, wanted: dict, rel: float = 1e-7) -> None:
+    for name in ("rows_train", "rows_test", "epochs", "steps"):
+        assert found[name] == wanted[name]
+    assert found["final"] == pytest.approx(wanted["final"], rel=rel)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows())
+    words = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "2", "--batch-size", "255", "--inner-steps",
+             "2")
+    one = sae(*words, "--name", "one").json
+    done = together(2, "--home", sae.home, *words, "--name", "two")
+    assert done.status == 0, done.err
+    assert_same_result(done.json, one)
+    assert_same_run(sae.home, "two", "one")
+    assert [line.partition(":")[0] for line in own_words(done.err)] == ["two"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [
+    pytest.param(name, marks=() if name == "jumprelu-clipped" else pytest.mark.long)
+    for name in VARIANTS])
+def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant: str):
+    make_store(sae.home, "rows", some_rows())
+    words = ("train", *COMMON, "--epochs", "2", *VARIANTS[variant])
+    one = sae(*words, "--name", "one")
+    assert one.status == 0, one.err
+    processes = 3 if variant == "few-rows" else 2
+    done = together(processes, "--home", sae.home, *words, "--name", "several")
+    assert done.status == 0, done.err
+    rel = 1e-5 if variant == "lbfgs" else 1e-7  # it goes to where the matrix is all but singular
+    assert_same_result(done.json, one.json, rel)
+    assert_same_run(sae.home, "several", "one", rel)
+
+
+def assert_two_come_as_near(sae: CommandLine, *words: str) -> None:
+    """Train `one` in one process and `two` in two, which has an L0 of 3, and an error near the first's."""
+    words = ("train", *COMMON, *words)
+    one = sae(*words, "--name", "one").json
+    done = together(2, "--home", sae.home, *words, "--name", "two")
+    assert done.status == 0, done.err
+    assert done.json["final"]["test_l0"] == pytest.approx(3, rel=0.05)
+    assert done.json["final"]["test_fvu"] == pytest.approx(one["final"]["test_fvu"], rel=0.1)
+
+
+@pytest.mark.long
+def test_batchtopk_keeps_k_latents_a_row_by_each_process_own_part_of_a_batch(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows())
+    assert_two_come_as_near(sae, "--epochs", "2", "--act", "batchtopk", "--k", "3")
+    assert all(line["batch_l0"] <= 3 + 1e-9 for line in lines(sae.home, "two") if "batch_l0" in line)
+
+
+@pytest.mark.long
+def test_jumprelu_reaches_its_target_by_each_process_own_part_of_a_batch(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows())
+    assert_two_come_as_near(sae, "--steps", "200", "--act", "jumprelu", "--target-l0", "3")
+
+
+@pytest.mark.long
+def test_a_killed_training_goes_on_at_another_number_of_processes(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows())
+    words = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "6", "--inner-steps", "4")
+    assert sae(*words, "--name", "whole").status == 0
+    folder = sae.home / "runs" / "killed"
+    with launched(torchrun(2), "--home", sae.home, *words, "--name", "killed") as started:
+        started.until((folder / CHECKPOINT).exists)
+        os.kill(started.ranks()[1], signal.SIGKILL)
+        killed = time.monotonic()
+        done = started.done()
+        assert time.monotonic() - killed < 60
+    assert own_words(done.err)[-1].startswith("sae: process 0 of 2: ")
+    assert not json.loads((folder / "run.json").read_text())["complete"]
+    resumed = together(3, "--home", sae.home, "train", "--resume", "--name", "killed", "--json")
+    assert resumed.status == 0, resumed.err
+    assert resumed.json["epochs"] == 6
+    assert_same_run(sae.home, "killed", "whole")
+
+
+@pytest.mark.slow
+def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows())
+    folder = sae.home / "runs" / "stopped"
+    with launched(torchrun(2), "--home", sae.home, "train", *COMMON, "--epochs", "300", "--name", "stopped") as started:
+        started.until((folder / CHECKPOINT).exists)
+        started.process.send_signal(signal.SIGINT)
+        done = started.done()
+    assert done.status != 0
+    assert own_words(done.err)[1:] == [
+        "stopped; `sae train --resume --name stopped` goes on after the last whole epoch"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("words", "sentence"), [
+    (("--sparsity", "kl", "--act", "relu"), "--sparsity kl takes each batch as a whole"),
+    (("--device", "cuda:1"), "--device cuda:1 gives one GPU to all 2 processes of this machine"),
+    (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
+    (("--solver", "sgd", "--optimizer", "sgd", "--lr", "1e5"), "the loss became"),
+    (("--seed", "0", "--seed", "1"), "options given several times train 2 SAEs in one process")])
+def test_what_fails_says_so_once_and_leaves_no_run(sae: CommandLine, words: tuple, sentence: str):
+    make_store(sae.home, "rows", some_rows())
+    done = together(2, "--home", sae.home, "train", *COMMON, *words)
+    assert done.status == 1
+    assert done.err.count("sae: process") == 1
+    assert sentence in done.err
+    assert list((sae.home / "runs").iterdir()) == []

@@ -1,0 +1,297 @@
+"""`sae train`: what it writes and prints, that it repeats and resumes bit for bit, and what bad input gets."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from grids import grid
+from homes import CommandLine, make_store, some_rows
+from launching import signalled
+from safetensors.torch import load_file
+
+from saecli.sae.activations import ACTIVATIONS
+from saecli.sae.formats import load_native
+from saecli.store.split import is_test
+from saecli.store.statistics import Spread
+from saecli.train import trainer
+from saecli.train.logs import read_metrics
+from saecli.train.normalisation import NORMALISATIONS, fit_normalisation
+
+KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_counted", "rows_test",
+        "epochs", "steps", "seconds", "rows_per_second", "warnings", "notes", "final"]
+QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
+
+
+def weights(home: Path, run: str) -> dict[str, torch.Tensor]:
+    return load_file(home / "runs" / run / "sae.safetensors")
+
+
+def assert_same_weights(home: Path, first: str, second: str) -> None:
+    one, other = weights(home, first), weights(home, second)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("solver", "act"), grid(
+    [("sgd",), ("sgd", "--tied"), ("pam-sgd", "--decoder", "free"), ("pam-sgd",)], list(ACTIVATIONS)), ids=str)
+def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(sae: CommandLine, solver: tuple, act: str):
+    make_store(sae.home, "rows", some_rows(1000))
+    k = ("--k", "4") if "k" in ACTIVATIONS[act].__dataclass_fields__ else ()
+    document = sae("train", "--solver", *solver, "--act", act, *k, *QUICK).json
+    assert list(document) == KEYS
+    assert {"train_fvu", "test_fvu", "test_mse", "test_l0", "dead_fraction"} <= document["final"].keys()
+    assert ("alpha" in document["final"]) == (solver[0] == "pam-sgd")
+    (measured,) = sae("eval", document["run"], "--json").json["runs"]
+    assert measured["fvu"] == pytest.approx(document["final"]["test_fvu"], rel=1e-4)
+    assert measured["rows"] == document["rows_test"]
+    folder = Path(document["path"])
+    assert {path.name for path in folder.iterdir()} == {"run.json", "config.toml", "metrics.jsonl", "loss.png",
+                                                        "checkpoint.safetensors", "sae.safetensors", ".lock"}
+    assert [line["epoch"] for line in read_metrics(folder) if "epoch" in line] == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "said"), [
+    (("--act", "topk", "--k", "24"), "--k 24 is all of d_sae, 24, so codes are not sparse; lower --k"),
+    (("--act", "batchtopk", "--k", "8"), "--k 8 is not below d_in, 8, so codes are not sparse; lower --k"),
+    (("--sparsity-weight", "0.01"), "held-out L0 .* is above d_in, 8, .*; raise --sparsity-weight"),
+    (("--sparsity", "none"), "held-out L0 .* is above d_in, 8, so codes are not sparse; use --sparsity l1"),
+    (("--act", "swish"), "held-out L0 24 is above d_in, .*hardly a code of --act swish is exactly zero"),
+    (("--solver", "sgd", "--act", "topk", "--k", "2", "--lr", "1", "--smoothing", "0", "--inner-steps", "1",
+      "--no-revive"),
+     "held-out FVU .* is above 1, so the mean of the rows would reconstruct them better; lower --lr"),
+])
+def test_what_hardly_comes_to_what_was_wanted_is_warned_of_once(sae: CommandLine, words: tuple, said: str):
+    make_store(sae.home, "rows", some_rows(1000))
+    done = sae("train", *words, *QUICK)
+    assert done.status == 0
+    (warning,) = done.json["warnings"]
+    assert re.match(said, warning)
+    assert done.err.count("warning: ") == 1 and f"warning: {warning}\n" in done.err
+    assert json.loads((Path(done.json["path"]) / "run.json").read_text())["result"]["warnings"] == [warning]
+
+
+def test_what_comes_to_what_was_wanted_is_not_warned_of(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    done = sae("train", "--act", "topk", "--k", "3", *QUICK)
+    assert done.json["warnings"] == [] and "warning" not in done.err
+    assert "warning" not in sae("eval").err
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
+        assert sae("train", "--name", name, "--seed", seed, *QUICK).status == 0
+    assert_same_weights(sae.home, "a", "b")
+    assert not torch.equal(weights(sae.home, "a")["W_enc"], weights(sae.home, "c")["W_enc"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+def test_a_killed_run_resumed_equals_one_never_stopped(sae: CommandLine, solver: str):
+    make_store(sae.home, "rows", some_rows(3_000))
+    settings = ("train", "--solver", solver, "--act", "jumprelu", "--d-sae", "64", "--epochs", "5",
+                "--batch-size", "64", "--inner-steps", "3")
+    assert sae(*settings, "--name", "whole").status == 0
+    signalled(sae.home, [*settings, "--name", "killed"], "checkpoint.safetensors", 2)
+    folder = sae.home / "runs" / "killed"
+    assert not json.loads((folder / "run.json").read_text())["complete"]
+    done = sae("train", "--resume", "--json")
+    assert done.json["run"] == "killed"
+    assert done.json["epochs"] == 5
+    assert_same_weights(sae.home, "whole", "killed")
+    steps = [line["step"] for line in read_metrics(folder)]
+    assert steps == sorted(steps)
+    assert steps == [line["step"] for line in read_metrics(sae.home / "runs" / "whole")]
+
+
+@pytest.mark.slow
+def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(20_000))
+    process = signalled(sae.home, ["train", "--d-sae", "64", "--epochs", "100", "--batch-size", "64", "--name",
+                                   "stopped"], "checkpoint.safetensors", 2, signal.SIGINT)
+    assert process.returncode == 130
+    assert "sae train --resume --name stopped" in process.said
+    assert "Traceback" not in process.said
+    assert sae("eval", "stopped", "--json").status == 0
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_last_checkpoint(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    assert sae("train", "--name", "run", *QUICK).status == 0
+    folder = sae.home / "runs" / "run"
+    marker = json.loads((folder / "run.json").read_text())
+    marker["complete"], marker["training"]["epochs"], marker["training"]["lr"] = False, 6, 1e30
+    (folder / "run.json").write_text(json.dumps(marker))
+    kept = {name: (folder / name).read_bytes() for name in ("sae.safetensors", "checkpoint.safetensors")}
+    done = sae("train", "--resume")
+    assert done.status == 1
+    assert "the loss became" in done.err
+    assert "at step 4" in done.err
+    assert "lower --lr" in done.err
+    assert all((folder / name).read_bytes() == content for name, content in kept.items())
+
+
+def test_a_run_that_fails_in_its_first_epoch_leaves_no_folder(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    done = sae("train", "--solver", "sgd", "--lr", "1e30", *QUICK)
+    assert done.status == 1
+    assert "the loss became" in done.err
+    assert not list((sae.home / "runs").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NORMALISATIONS)
+def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(sae: CommandLine, kind: str):
+    rows = some_rows(2000) * np.float32(37) + np.arange(8, dtype=np.float32)
+    make_store(sae.home, "rows", rows)
+    document = sae("train", "--normalize", kind, "--act", "topk", "--k", "6", *QUICK).json
+    saved = load_native(Path(document["path"])).sae
+    x = torch.from_numpy(rows)
+    unexplained = (saved(x) - x).square().sum() / (x - x.mean(0)).square().sum()
+    assert unexplained.item() == pytest.approx(document["final"]["train_fvu"], abs=0.02)
+    assert unexplained < 0.5
+    # Mean and scale are those of the training rows alone, though the store's statistics are of all rows.
+    train = ~is_test(np.arange(2000))
+    kept, x = load_file(Path(document["path"]) / "checkpoint.safetensors"), rows[train].astype(np.float64)
+    deviation = {"none": 1, "scale": np.sqrt(x.var(axis=0).mean()), "standardize": x.std(axis=0)}[kind]
+    np.testing.assert_allclose(kept["normalisation.mean"], x.mean(axis=0) * (kind != "none"), rtol=1e-6)
+    np.testing.assert_allclose(kept["normalisation.scale"], np.broadcast_to(deviation, 8), rtol=1e-6)
+
+
+def test_normalisations_match_numpy():
+    x = some_rows(500) * np.linspace(1, 9, 8, dtype=np.float32)
+    x[:, 3] = 5
+    known = Spread.of(x.astype(np.float64))
+    whole = torch.from_numpy(x).double()
+    scale = fit_normalisation("scale", known, torch.float64)
+    assert scale(whole).square().sum(1).mean().item() == pytest.approx(8)
+    np.testing.assert_allclose(scale(whole).mean(0), 0, atol=1e-9)
+    standard = fit_normalisation("standardize", known, torch.float64)
+    np.testing.assert_allclose(standard(whole).std(0, correction=0), np.arange(8) != 3, atol=1e-9)
+    for kind in NORMALISATIONS:
+        fitted = fit_normalisation(kind, known, torch.float64)
+        spread = (fitted(whole) - fitted(whole).mean(0)).square().sum(1).mean()
+        assert fitted.variance.item() == pytest.approx(spread.item())
+
+
+@pytest.mark.slow
+def test_smaller_fractions_train_on_fewer_rows_and_test_on_the_same(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(4000))
+    documents = [sae("train", "--fraction", share, *QUICK).json for share in ("0.25", "1.0")]
+    assert documents[0]["rows_train"] == pytest.approx(documents[1]["rows_train"] / 4, rel=0.1)
+    assert documents[0]["rows_test"] == documents[1]["rows_test"]
+
+
+@pytest.mark.slow
+def test_epochs_that_are_kept_measure_as_they_did_in_training(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows())
+    for name, words in (("one", ("--keep-every", "2")), ("plain", ())):
+        quick = (*QUICK[:2], *QUICK[4:], "--epochs", "5")
+        assert sae("train", "--data", "rows", "--name", name, *quick, *words).status == 0
+    assert_same_weights(sae.home, "one", "plain")
+    kept = sorted((sae.home / "runs" / "one" / "kept").iterdir())
+    assert [folder.name for folder in kept] == ["epoch-2", "epoch-4"]
+    lines = read_metrics(sae.home / "runs" / "one")
+    in_training = {line["epoch"]: line["test_fvu"] for line in lines if "epoch" in line}
+    measured = sae("eval", *map(str, kept), "--json")
+    assert not measured.err.count("not finished")
+    assert [run["run"] for run in measured.json["runs"]] == ["one/kept/epoch-2", "one/kept/epoch-4"]
+    assert [run["fvu"] for run in measured.json["runs"]] == pytest.approx([in_training[2], in_training[4]], rel=1e-5)
+    assert len(sae("geometry", *map(str, kept), "one", "--json").json["runs"]) == 3
+    assert [run["name"] for run in sae("list", "--json").json["runs"]] == ["plain", "one"]
+
+
+def test_steps_take_the_place_of_epochs(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    document = sae("train", "--steps", "37", "--batch-size", "64", "--d-sae", "24", "--json").json
+    assert (document["steps"], document["epochs"]) == (37, 3)
+
+
+@pytest.mark.parametrize(("words", "sentence", "status"), [
+    (("--tied",), "--tied does nothing with --solver pam-sgd", 2),
+    (("--act", "relu", "--k", "4"), "--k does nothing with --act relu", 2),
+    (("--solver", "sgd", "--alpha", "1"), "--alpha does nothing with --solver sgd", 2),
+    (("--act", "topk", "--k", "25", "--d-sae", "24"), "--k must be at most --d-sae, 24, got 25", 2),
+    (("--act", "topk", "--sparsity", "l0"), "--sparsity l0 cannot be used with --act topk", 2),
+    (("--act", "topk", "--sparsity-weight", "1"), "--sparsity-weight does nothing with --sparsity none", 2),
+    (("--epochs", "2", "--steps", "9"), "cannot use both --epochs and --steps", 2),
+    (("--lr", "0"), "--lr must be above 0, got 0", 2),
+    (("--fraction", "2"), "--fraction must be at most 1, got 2", 2),
+    (("--data", "nowhere"), "no activation store named 'nowhere'; there are: rows", 1),
+    (("--name", "../x"), "--name must be a plain folder name", 2),
+    (("--device", "cuda:77"), "--device cuda:77 cannot be used", 2),
+    (("--d-sae", "500000"), "GiB of memory", 2),
+    (("--resume", "--lr", "1"), "--lr does nothing with --resume", 2),
+    (("--resume",), "there is no unfinished run", 1),
+    (("--resume", "--name", "nowhere"), "no run named 'nowhere'", 1),
+])
+def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine, words: tuple, sentence: str,
+                                                               status: int):
+    make_store(sae.home, "rows", some_rows(600_000 if "500000" in words else 300))
+    done = sae("train", *words)
+    assert done.status == status
+    assert sentence in done.err
+    assert done.err.strip().splitlines()[-1].startswith("sae: ")
+    assert "Traceback" not in done.err
+    assert not (sae.home / "runs").exists() or not list((sae.home / "runs").iterdir())
+
+
+def test_rows_that_are_all_the_same_are_refused(sae: CommandLine):
+    make_store(sae.home, "rows", np.ones((300, 8), dtype=np.float32))
+    assert "there is nothing to learn: expected training rows that differ, got" in sae("train", *QUICK).err
+
+
+def test_a_name_that_is_taken_is_refused_and_a_default_name_counts_on(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(300))
+    assert [sae("train", *QUICK).json["run"] for _ in range(2)] == ["pam-sgd-relu-1", "pam-sgd-relu-2"]
+    assert "a run named 'pam-sgd-relu-1' already" in sae("train", "--name", "pam-sgd-relu-1", *QUICK).err
+    assert "is finished" in sae("train", "--resume", "--name", "pam-sgd-relu-1").err
+
+
+def test_what_is_on_by_default_can_be_turned_off(sae):
+    sae("import", "digits")
+    sae("train", "--data", "digits", "--d-sae", "16", "--steps", "3", "--no-revive", "--name", "off")
+    assert json.loads((sae.home / "runs" / "off" / "run.json").read_text())["solver"]["revive"] is False
+
+
+def test_a_batch_larger_than_the_rows_is_the_rows(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(300))
+    done = sae("train", "--d-sae", "24", "--epochs", "2", "--batch-size", "100000000", "--name", "run", "--json")
+    assert done.status == 0
+    settled = json.loads((sae.home / "runs" / "run" / "run.json").read_text())["training"]
+    assert 200 < settled["batch_size"] < 300
+
+
+def test_where_a_batch_is_what_needs_the_memory_it_is_named(sae: CommandLine, monkeypatch):
+    make_store(sae.home, "rows", some_rows(60_000))
+    said = []
+    for mebibytes in (1, *range(20, 400, 20)):
+        monkeypatch.setattr(trainer, "free_memory", lambda *_, of=mebibytes: of << 20)
+        said.append(sae("train", "--d-sae", "256", "--epochs", "1", "--batch-size", "60000", "--solver", "sgd").err)
+        if "--batch-size" in said[-1]:
+            break
+    assert "--batch-size" not in said[0] and "of memory" in said[0]
+    assert "GiB of memory, " in said[-1] and said[-1].endswith("are free; lower it\n")
+
+
+def test_a_weight_whose_gradient_has_no_square_in_float32_is_refused(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(300))
+    done = sae("train", "--act", "relu", "--sparsity-weight", "1e30")
+    assert done.status == 2 and "--sparsity-weight must be at most 1e+12" in done.err
+
+
+def test_a_store_is_read_while_this_process_holds_its_shards_open_under_hdf5s_own_lock(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(300))
+    (shard,) = (sae.home / "activations" / "rows" / "shards").glob("*.h5")
+    with h5py.File(shard, "r"):
+        assert sae("train", *QUICK).status == 0
+        assert sae("eval", "--json").status == 0

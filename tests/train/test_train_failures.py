@@ -1,0 +1,289 @@
+"""`sae train` where something goes wrong: nothing is lost, nothing half-made stays, one sentence says why."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, make_store, some_rows
+from launching import signalled
+from safetensors.torch import load_file
+from store_producer import Producer
+from storing import memory_folder
+
+from saecli.base.files import lock_folder
+from saecli.train.logs import read_metrics
+
+QUICK = ("--d-sae", "24", "--epochs", "2", "--batch-size", "64", "--json")
+
+
+def unfinished(sae: CommandLine, name: str = "run") -> Path:
+    """A run that was trained for two epochs, and made to look as if a third were to come."""
+    make_store(sae.home, "rows", some_rows(1000))
+    assert sae("train", "--name", name, *QUICK).status == 0
+    folder = sae.home / "runs" / name
+    change(folder, complete=False)
+    change_training(folder, epochs=3)
+    return folder
+
+
+def change(folder: Path, **fields: object) -> None:
+    marker = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**marker, **fields}))
+
+
+def change_training(folder: Path, **fields: object) -> None:
+    marker = json.loads((folder / "run.json").read_text())
+    change(folder, training={**marker["training"], **fields})
+
+
+def test_test_rows_that_do_not_vary_give_null_and_not_an_error(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(24))
+    document = sae("train", *QUICK).json
+    assert document["rows_test"] == 1
+    assert document["final"]["test_fvu"] is None
+    assert document["final"]["train_fvu"] > 0
+
+
+@pytest.mark.parametrize("lr", ["1e18", "1e25"])
+@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(sae: CommandLine, solver: str, lr: str):
+    make_store(sae.home, "rows", some_rows(1000))
+    done = sae("train", "--solver", solver, "--batch-size", "2000", "--lr", lr, "--epochs", "9", "--d-sae", "24")
+    assert done.status == 1
+    assert "lower --lr" in done.err
+    assert "unexpected" not in done.err
+    for saved in sae.home.glob("runs/*/sae.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(saved).values())
+
+
+@pytest.mark.parametrize("act", [("relu",), ("jumprelu",), ("topk", "--k", "4"), ("batchtopk", "--k", "4")],
+                         ids=" ".join)
+@pytest.mark.parametrize("solver", [("sgd", "--lr", "1e3"), ("pam-sgd", "--lr", "1e4", "--batch-size", "8")],
+                         ids=" ".join)
+def test_a_run_that_diverges_without_overflow_ends_with_1_and_leaves_no_folder(sae: CommandLine, solver: tuple,
+                                                                               act: tuple):
+    make_store(sae.home, "rows", some_rows(1000))
+    done = sae("train", "--d-sae", "24", "--epochs", "3", "--solver", *solver, "--act", *act)
+    assert done.status == 1
+    assert "training diverged: the train FVU is " in done.err
+    assert "; lower --lr, or look at the data; the run stops in epoch 1 of 3, and nothing of it is kept" in done.err
+    assert not list((sae.home / "runs").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [8, 900])  # is seen over some steps, or at the epoch's end alone
+def test_a_run_that_diverges_keeps_the_checkpoint_from_before_which_eval_takes_and_resume_goes_on_from(
+        sae: CommandLine, batch_size: int):
+    make_store(sae.home, "rows", some_rows(1000))
+    words = ("--solver", "sgd", "--epochs", "2", "--batch-size", batch_size, "--d-sae", "24", "--lr", "0.001")
+    before = sae("train", "--name", "run", *words, "--json").json
+    folder = sae.home / "runs" / "run"
+    change(folder, complete=False, result=None)
+    change_training(folder, epochs=6, lr=1e3)
+    kept = {name: (folder / name).read_bytes() for name in ("sae.safetensors", "checkpoint.safetensors")}
+    for _ in range(2):
+        done = sae("train", "--resume", "--name", "run")
+        assert done.status == 1
+        assert "training diverged: the train FVU is " in done.err
+        assert "the run stops in epoch 3 of 6; its checkpoint of epoch 2, step " in done.err
+        assert all((folder / name).read_bytes() == content for name, content in kept.items())
+    steps = [line["step"] for line in read_metrics(folder) if "loss" in line]
+    assert steps[-1] > before["steps"] and len(set(steps)) == len(steps)
+    measured = sae("eval", "run", "--json")
+    assert "run is not finished; this is its last checkpoint" in measured.err
+    assert measured.json["runs"][0]["fvu"] == pytest.approx(before["final"]["test_fvu"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_rows_far_from_0_that_are_not_centred_start_above_1_and_do_not_count_as_diverged(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000) + 100 * np.arange(8, dtype=np.float32))
+    done = sae("train", "--solver", "sgd", "--normalize", "none", "--lr", "0.01", "--batch-size", "8", *QUICK[:2],
+               "--epochs", "1")
+    assert done.status == 0, done.err
+    first = read_metrics(sae.home / "runs" / "sgd-relu-1")[0]
+    assert first["batch_fvu"] > 1e4
+
+
+@pytest.mark.parametrize("option", ["--lr", "--alpha", "--sparsity-weight", "--mu-dec", "--steps"])
+def test_numbers_without_bounds_are_refused(sae: CommandLine, option: str):
+    make_store(sae.home, "rows", some_rows(300))
+    done = sae("train", option, "9" * 30 if option == "--steps" else "inf")
+    assert done.status == 2
+    assert f"{option} must be a number of ordinary size" in done.err
+    assert not (sae.home / "runs").exists()
+
+
+def test_a_run_is_not_gone_on_with_on_other_rows(sae: CommandLine):
+    folder = unfinished(sae)
+    change(folder, data_hash="another")
+    done = sae("train", "--resume", "--name", "run")
+    assert done.status == 1
+    assert "not the store that it was begun on" in done.err
+    assert "not the store that run was trained on" in sae("eval", "run").err
+    assert (folder / "checkpoint.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fields", "sentence"), [
+    ({"format_version": 9}, "expected format version 1 or older, got 9; upgrade saecli"),
+    ({"solver": {"name": "foo"}}, "not what this version of `sae train` writes"),
+    ({"activation": {"name": "foo"}}, "act must be one of relu, jumprelu"),
+    ({"training": {"split_seed": 0, "fraction": 1.0}}, "TrainingConfig does not match"),
+])
+def test_a_run_of_another_version_is_refused_and_left_alone(sae: CommandLine, fields: dict, sentence: str):
+    folder = unfinished(sae)
+    change(folder, **fields)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = sae("train", "--resume", "--name", "run")
+    assert done.status == 1
+    assert sentence in done.err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.slow
+def test_a_run_begun_before_some_options_existed_goes_on_with_their_defaults(sae: CommandLine):
+    folder = unfinished(sae)
+    marker = json.loads((folder / "run.json").read_text())
+    del marker["training"]["dtype"], marker["training"]["shuffle_seed"]
+    del marker["solver"]["decoder_every"], marker["activation"]["target_rate"]
+    (folder / "run.json").write_text(json.dumps(marker))
+    assert sae("train", "--resume", "--name", "run").status == 0
+    training = json.loads((folder / "run.json").read_text())["training"]
+    assert (training["dtype"], training["shuffle_seed"]) == ("float32", 0)
+
+
+@pytest.mark.slow
+def test_a_damaged_line_of_metrics_is_named(sae: CommandLine):
+    folder = unfinished(sae)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    assert "cannot read line 2" in sae("train", "--resume", "--name", "run").err
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n{"st')
+    assert [line["step"] for line in read_metrics(folder)] == [1, 3]
+    assert sae("train", "--resume", "--name", "run").status == 0
+
+
+def test_a_run_that_is_being_trained_is_not_trained_twice(sae: CommandLine):
+    folder = unfinished(sae)
+    lock = lock_folder(folder)
+    done = sae("train", "--resume", "--name", "run")
+    os.close(lock)
+    assert done.status == 1
+    assert "another process is training run" in done.err
+    assert sae("train", "--resume", "--name", "run").status == 0
+
+
+@pytest.mark.slow
+def test_a_file_that_may_grow_no_further_costs_at_most_the_current_epoch(sae: CommandLine):
+    """A limit on file sizes stands for a full disk: the second epoch's checkpoint does not fit."""
+    make_store(sae.home, "rows", some_rows(1000))
+    words = [sys.executable, "-m", "saecli", "--home", str(sae.home), "train", "--name", "full", *QUICK[:-1]]
+    script = f"ulimit -f 4; exec {' '.join(words)}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "nothing half-written" in done.stderr
+    assert "unexpected" not in done.stderr
+    assert not list((sae.home / "runs").iterdir())
+
+
+@pytest.mark.slow
+def test_an_early_interrupt_ends_with_130_and_no_traceback(sae: CommandLine):
+    make_store(sae.home, "rows", np.tile(some_rows(1000), (20, 1)))
+    process = signalled(sae.home, ["train", "--epochs", "500"], "run.json", 1, signal.SIGINT)
+    assert process.returncode == 130
+    assert "Traceback" not in process.said
+    assert "stopped" in process.said
+
+
+def test_a_run_cut_short_before_its_last_file_is_completed_by_resume(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    whole = sae("train", "--name", "run", *QUICK).json
+    folder = sae.home / "runs" / "run"
+    (folder / "loss.png").unlink()
+    change(folder, complete=False, result=None)
+    again = sae("train", "--resume", "--name", "run", "--json").json
+    assert again["final"] == whole["final"]
+    assert (folder / "loss.png").exists()
+    assert json.loads((folder / "run.json").read_text())["complete"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalize", ["scale", "standardize"])
+def test_rows_all_but_zero_get_a_sentence_that_says_so_and_nearly_so_small_ones_train(sae: CommandLine, normalize: str):
+    rows = some_rows(1000) - np.float32(1.5)
+    for name, factor in (("subnormal", 1e-40), ("small", 1e-34), ("plain", 1)):
+        make_store(sae.home, name, (rows * np.float64(factor)).astype(np.float32))
+    words = ["train", *QUICK, "--normalize", normalize, "--data"]
+    refused = sae(*words, "subnormal")
+    assert refused.status == 2
+    assert ("the training rows are all but the same: expected a spread of 1e-35 or more, which weights in float32 can "
+            "make up for, got 1e-40; multiply them") in refused.err
+    small, plain = (sae(*words, name, "--json").json["final"]["test_fvu"] for name in ("small", "plain"))
+    assert small == pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_dimension_all_but_zero_is_only_centred(sae: CommandLine):
+    rows = some_rows(1000) - np.float32(1.5)
+    rows[:, :3] *= np.float32(1e-40)
+    make_store(sae.home, "rows", rows)
+    make_store(sae.home, "without", np.where(np.arange(rows.shape[1]) < 3, np.float32(0), rows))
+    found, expected = (sae("train", *QUICK, "--normalize", "standardize", "--data", name, "--json").json["final"]
+                       for name in ("rows", "without"))
+    assert found["test_fvu"] == pytest.approx(expected["test_fvu"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.long), 23])
+def test_a_run_killed_at_any_moment_begins_again_under_its_name_or_is_resumed(produce: Producer, step: int):
+    """Killed before every opening, renaming, removing and flushing of a file: the same command begins a run that has no
+    checkpoint anew, and `--resume` goes on with one that is known; both end as one that was never killed."""
+    words = ["train", "--data", "rows", "--d-sae", "12", "--epochs", "2", "--batch-size", "64", "--name"]
+    imports = ["saecli.show.run_plots", "matplotlib.backends.backend_agg"]
+    with memory_folder() as home:
+        make_store(home, "rows", some_rows(300))
+        runs = home / "runs"
+
+        def train(*words: str, **order: int) -> tuple[int, str]:
+            return produce(home / "activations" / "rows", words=words, imports=imports, **order)
+
+        assert train(*words, "whole") == (0, "")
+        whole, kills, ways = load_file(runs / "whole" / "sae.safetensors"), 0, set()
+        names = {path.name for path in (runs / "whole").glob("[!.]*")}
+        for kill_at in range(1, 1000, step):
+            folder = runs / f"run{kill_at}"
+            status, _ = train(*words, folder.name, kill_at=kill_at)
+            if not status:
+                break
+            kills += 1
+            known = (folder / "run.json").exists()
+            begun_anew = not (folder / "checkpoint.safetensors").exists() and (kills % 2 or not known)
+            ways.add((known, bool(begun_anew)))
+            complete = known and json.loads((folder / "run.json").read_text())["complete"]
+            again = [*words, folder.name] if begun_anew else ["train", "--resume", "--name", folder.name]
+            assert complete or train(*again) == (0, ""), (kill_at, again)
+            assert json.loads((folder / "run.json").read_text())["complete"]
+            found = load_file(folder / "sae.safetensors")
+            assert all(torch.equal(found[name], whole[name]) for name in whole)
+            assert {path.name for path in folder.glob("[!.]*")} == names
+        assert kills > 3 and ways >= {(False, True), (True, False)}
+
+
+@pytest.mark.slow
+def test_a_finished_run_without_its_checkpoint_is_not_taken_for_one_that_was_killed(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(300))
+    assert sae("train", "--name", "run", *QUICK).status == 0
+    (sae.home / "runs" / "run" / "checkpoint.safetensors").unlink()
+    before = {path.name: path.read_bytes() for path in (sae.home / "runs" / "run").iterdir()}
+    done = sae("train", "--name", "run", *QUICK)
+    assert done.status == 1 and "there is a run named 'run' already" in done.err
+    (sae.home / "runs" / "thesis").mkdir()
+    (sae.home / "runs" / "thesis" / "thesis.tex").write_text("x")
+    assert "there is a run named 'thesis' already" in sae("train", "--name", "thesis", *QUICK).err
+    assert {path.name: path.read_bytes() for path in (sae.home / "runs" / "run").iterdir()} == before
+    assert [path.name for path in (sae.home / "runs" / "thesis").iterdir()] == ["thesis.tex"]

@@ -1,0 +1,210 @@
+"""The loop over trainers: one reading of the rows for all, and failures and interrupts among several."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from homes import make_store, some_rows
+
+import saecli
+from saecli.base.errors import ConfigError, TrainingError
+from saecli.measure.api import _planned
+from saecli.store.rows import Rows
+from saecli.train.loop import Loop
+from saecli.train.rows import ArrayRows
+from saecli.train.trainer import Record, Trainer
+
+QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
+KINDS = [("pam-sgd", "topk", {"k": 3}), ("sgd", "jumprelu", {}), ("pam-sgd", "batchtopk", {"k": 2, "inner_steps": 2}),
+         ("pam-sgd", "relu", {"decoder_every": 4, "inner_steps": 1})]
+
+
+class Lines(Record):
+    """Keeps lines of measures, and whether training has come to an end."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.epochs = self.ended = 0
+
+    def line(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+
+    def epoch(self, *words: Any) -> None:
+        self.epochs += 1
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class Failing(Lines):
+    """Raises, or is interrupted, as its first epoch is kept."""
+
+    def __init__(self, failure: Exception | None) -> None:
+        super().__init__()
+        self.failure = failure
+
+    def epoch(self, *words: Any) -> None:
+        super().epoch(*words)
+        if self.failure is None:
+            raise KeyboardInterrupt
+        raise self.failure
+
+
+def trainer(rows: Any, solver: str = "sgd", act: str = "topk", record: Record | None = None,
+            **options: Any) -> Trainer:
+    given = QUICK | ({"k": 3} if act == "topk" else {}) | options
+    return Trainer(_planned(rows, None, solver, act, given), record or Lines())
+
+
+def same(one: saecli.SAE, other: saecli.SAE) -> bool:
+    first, second = one.tensors(), other.tensors()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """How often each batch of rows in memory was read, by the way of reading it, epoch and number."""
+    read = Counter()
+
+    def counting(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def counted(self, *words, **named):
+            for number, batch in enumerate(original(self, *words, **named)):
+                read[name, named.get("epoch"), number] += 1
+                yield batch
+
+        monkeypatch.setattr(kind, name, counted)
+
+    for kind in (ArrayRows, Rows):
+        counting(kind, "batches")
+        counting(kind, "sequential")
+    return read
+
+
+@pytest.mark.slow
+def test_each_of_several_is_to_the_bit_what_it_is_alone():
+    rows = some_rows(700)
+    alone = [Loop([trainer(rows, solver, act, **options)]) for solver, act, options in KINDS]
+    expected = [loop.train()[0] for loop in alone]
+    together = Loop([trainer(rows, solver, act, **options) for solver, act, options in KINDS])
+    for one, other in zip(together.train(), expected, strict=True):
+        assert same(one, other)
+    for one, other in zip(together.trainers, alone, strict=True):
+        known = [[{name: value for name, value in line.items() if name != "seconds"} for line in found.record.lines]
+                 for found in (one, other.trainers[0])]
+        assert known[0] == known[1]
+    assert together.errors == {}
+
+
+def test_several_read_the_rows_as_often_as_one(batches: Counter):
+    rows = some_rows(700)
+    made = [trainer(rows, "pam-sgd", seed=seed) for seed in range(3)]
+    batches.clear()
+    Loop(made[:1]).train()
+    one = {key: count for key, count in batches.items() if key[2]}  # the first batches are each one's sample too
+    batches.clear()
+    Loop([trainer(rows, "pam-sgd", seed=seed) for seed in range(3)]).train()
+    assert {key: count for key, count in batches.items() if key[2] and key[1] != 0} == \
+        {key: count for key, count in one.items() if key[1] != 0}
+    assert batches["batches", 1, 0] == 1
+
+
+@pytest.mark.slow
+def test_one_that_wants_passes_of_its_own_shares_the_others(batches: Counter):
+    rows = some_rows(900)
+    often = {"decoder_every": 3, "inner_steps": 1, "d_sae": 200}  # too few rows for running sums: it passes over all
+    plain, alone = Loop([trainer(rows, "pam-sgd", d_sae=200)]), Loop([trainer(rows, "pam-sgd", **often)])
+    expected = plain.train() + alone.train()
+    read = []
+    for given in ({"d_sae": 200}, often):
+        batches.clear()
+        Loop([trainer(rows, "pam-sgd", **given)]).train()
+        read.append(batches["sequential", None, 0])
+    batches.clear()
+    found = Loop([trainer(rows, "pam-sgd", **options) for options in ({"d_sae": 200}, often)]).train()
+    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+    assert batches["sequential", None, 0] == read[1] + 1  # rows in memory are looked through as each is planned
+    assert read[1] - read[0] == 2 * 4  # within an epoch of 15 batches; both make the pass at its end
+
+
+def test_of_different_lengths_each_comes_to_its_own_end():
+    rows = some_rows(500)
+    plans = [{"epochs": 1}, {"epochs": 3}, {"epochs": None, "steps": 5}]
+    expected = [Loop([trainer(rows, **plan)]).train()[0] for plan in plans]
+    found = Loop([trainer(rows, **plan) for plan in plans])
+    assert all(same(one, other) for one, other in zip(found.train(), expected, strict=True))
+    assert [one.record.epochs for one in found.trainers] == [1, 3, 1]
+
+
+@pytest.mark.parametrize("failing", [{"lr": 1e30}, {"record": Failing(OSError("full"))}], ids=["diverges", "full"])
+def test_a_failure_leaves_the_others_to_go_on(failing: dict):
+    rows = some_rows(500)
+    (expected,) = Loop([trainer(rows)]).train()
+    loop = Loop([trainer(rows), trainer(rows, **failing), trainer(rows)])
+    found = loop.train()
+    assert len(found) == 2 and all(same(one, expected) for one in found)
+    assert list(loop.errors) == [loop.trainers[1]]
+    assert isinstance(loop.errors[loop.trainers[1]], TrainingError if "lr" in failing else OSError)
+    assert [one.record.ended for one in loop.trainers] == [1, 1, 1]
+
+
+def test_the_only_one_raises_what_ends_it():
+    alone = trainer(some_rows(500), lr=1e30)
+    with pytest.raises(TrainingError, match="the loss became"):
+        Loop([alone]).train()
+    assert alone.record.ended == 1
+
+
+def test_all_that_fail_leave_no_sae():
+    loop = Loop([trainer(some_rows(500), lr=1e30), trainer(some_rows(500), lr=1e29)])
+    assert loop.train() == [] and len(loop.errors) == 2
+
+
+def test_rows_that_cannot_be_read_end_all(monkeypatch: pytest.MonkeyPatch):
+    original, reads = ArrayRows.batches, []
+
+    def damaged(self, *words, **named):
+        for number, batch in enumerate(original(self, *words, **named)):
+            if len(reads) > 2 and number == 3:
+                raise OSError("damaged")
+            yield batch
+        reads.append(named)
+
+    loop = Loop([trainer(some_rows(500), epochs=9), trainer(some_rows(500), epochs=9)])
+    monkeypatch.setattr(ArrayRows, "batches", damaged)
+    with pytest.raises(OSError, match="damaged"):
+        loop.train()
+    assert [one.record.ended for one in loop.trainers] == [1, 1]
+
+
+def test_an_interrupt_reaches_all():
+    loop = Loop([trainer(some_rows(500), epochs=9, record=Failing(None)), trainer(some_rows(500), epochs=9)])
+    with pytest.raises(KeyboardInterrupt):
+        loop.train()
+    assert loop.errors == {}
+    assert [one.record.ended for one in loop.trainers] == [1, 1]
+    assert max(one.progress.epoch for one in loop.trainers) == 1
+
+
+def test_results_are_measured_on_all_rows_for_those_that_came_through(tmp_path):
+    make_store(tmp_path, "rows", some_rows(500))
+    store = saecli.open_store("rows", tmp_path)
+    loop = Loop([trainer(store), trainer(store, lr=1e30), trainer(store, seed=2)])
+    for one in loop.trainers:
+        one.test_rows = store.split("test")
+    saes = loop.train()
+    results = loop.results(saes)
+    assert len(results) == 2
+    x = torch.from_numpy(np.concatenate([batch.copy() for batch in store.split("test").sequential(64)]))
+    for sae, result in zip(saes, results, strict=True):
+        fvu = (sae(x) - x).square().sum() / (x - x.mean(0)).square().sum()
+        assert result["final"]["test_fvu"] == pytest.approx(fvu.item(), rel=1e-4)
+        assert result["rows_test"] == len(x)
+
+
+def test_trainers_that_have_no_memory_are_refused():
+    with pytest.raises(ConfigError, match="GiB of memory"):
+        trainer(some_rows(700), "pam-sgd", d_sae=10**7)

@@ -1,0 +1,235 @@
+"""Transcoders: SAEs whose targets are another store's rows, or another array's, with a skip or without."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, make_store, some_rows
+from safetensors.torch import load_file
+from test_splice import CONTEXT, LAYER, documents, folder, oracle_of  # noqa: F401 - a fixture
+from transformers import LlamaForCausalLM
+
+import saecli
+from saecli.base.errors import ConfigError
+from saecli.sae.activations import ACTIVATIONS, Relu
+from saecli.sae.batch import Batch
+from saecli.sae.dictionary import SAE
+from saecli.train.maintenance import revive
+from saecli.train.rows import regressed
+from saecli.train.run import RunRecord
+from saecli.train.smoothing import Smoothing
+
+QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
+TOPK = ("--act", "topk", "--k", "4")
+
+
+def linear_map(width: int) -> np.ndarray:
+    return np.random.default_rng(5).normal(size=(8, width)).astype(np.float32)
+
+
+def targets_of(x: np.ndarray, width: int = 5) -> np.ndarray:
+    """A function of the rows with a bend, on another scale, with noise."""
+    y = np.abs(x @ linear_map(width)) + 0.1 * np.random.default_rng(6).normal(size=(len(x), width))
+    return (30 * y + 7).astype(np.float32)
+
+
+@pytest.fixture
+def home(sae: CommandLine) -> Path:
+    """A home with rows, targets of another width, and the rows once more."""
+    x = make_store(sae.home, "x", some_rows(1500))
+    make_store(sae.home, "y", targets_of(x))
+    make_store(sae.home, "again", x)
+    return sae.home
+
+
+def weights(home: Path, run: str) -> dict[str, torch.Tensor]:
+    return load_file(home / "runs" / run / "sae.safetensors")
+
+
+@pytest.mark.parametrize("solver", [
+    ("sgd",), ("pam-sgd", "--skip"), *(pytest.param(one, marks=pytest.mark.slow) for one in [
+        ("sgd", "--skip"), ("sgd", "--tied"), ("pam-sgd",), ("pam-sgd", "--decoder", "free", "--skip"),
+        ("pam-sgd", "--solve", "iterative", "--skip"), ("pam-sgd", "--prefixes", "6,12", "--skip"),
+        ("pam-sgd", "--bias", "after", "--alpha", "1", "--skip"), ("pam-sgd", "--release", "0", "--skip"),
+        ("pam-sgd", "--fraction", "0.01", "--skip")])], ids=str)
+@pytest.mark.parametrize("act", ["topk", *(pytest.param(one, marks=pytest.mark.slow) for one in ACTIVATIONS
+                                           if one != "topk")])
+def test_every_solver_and_activation_leaves_a_transcoder_that_eval_agrees_with(sae, home, solver, act):
+    k = ("--k", "4") if "k" in ACTIVATIONS[act].__dataclass_fields__ else ()
+    done = sae("train", "--data", "x", "--target", "y", "--solver", *solver, "--act", act, *k, *QUICK)
+    assert done.status == 0, done.err
+    document = done.json
+    assert document["data"] == "x -> y"
+    (measured,) = sae("eval", document["run"], "--json").json["runs"]
+    assert measured["fvu"] == pytest.approx(document["final"]["test_fvu"], rel=1e-4) and measured["fvu"] < 0.9
+    found = saecli.load_sae(document["run"], home)
+    assert (found.d_in, found.d_out, found.W_skip is not None) == (8, 5, "--skip" in solver)
+    x, y = (torch.from_numpy(np.concatenate([batch.copy() for batch in saecli.open_store(name, home).split("test")
+                                             .sequential(100)])) for name in ("x", "y"))
+    fvu = (found(x) - y).square().sum() / (y - y.mean(0)).square().sum()
+    assert measured["fvu"] == pytest.approx(fvu.item(), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["pam-sgd", pytest.param("sgd", marks=pytest.mark.slow)])
+def test_from_rows_to_themselves_it_is_the_sae(sae, home, solver):
+    release = ("--release", "0.5") if solver == "pam-sgd" else ()  # which by default is another for transcoders
+    options = ("--solver", solver, *release, *TOPK, *QUICK, "--name")
+    plain = sae("train", "--data", "x", *options, "plain").json["final"]
+    twice = sae("train", "--data", "x", "--target", "again", *options, "twice").json["final"]
+    assert twice["test_fvu"] == pytest.approx(plain["test_fvu"], rel=2e-3)
+    one, other = weights(home, "plain"), weights(home, "twice")
+    for name in one:
+        assert (one[name] - other[name]).norm() <= 2e-2 * one[name].norm(), name
+
+
+@pytest.mark.slow
+def test_a_skip_takes_all_that_is_linear(sae, home):
+    x = some_rows(1500)
+    make_store(home, "linear", x @ linear_map(3) + 2)
+    with_skip = sae("train", "--data", "x", "--target", "linear", "--skip", *TOPK, *QUICK).json["final"]
+    without = sae("train", "--data", "x", "--target", "linear", *TOPK, *QUICK).json["final"]
+    assert with_skip["test_fvu"] < 1e-6 < 1e-3 < without["test_fvu"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stores", [
+    ("--data", "x", "--target", "y", "--skip"), pytest.param(("--data", "x", "--data", "y"), marks=pytest.mark.slow),
+], ids=["transcoder", "crosscoder"])
+def test_a_killed_run_goes_on_bit_for_bit_and_its_config_repeats_it(sae, home, monkeypatch, stores):
+    options = (*stores, *TOPK, *QUICK)
+    sae("train", *options, "--name", "whole")
+    keep = RunRecord.epoch
+
+    def killed(self, trained, state, progress, test):
+        keep(self, trained, state, progress, test)
+        if progress.epoch == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunRecord, "epoch", killed)
+        assert sae("train", *options, "--name", "killed").status == 130
+    assert sae("train", "--resume", "--name", "killed").status == 0
+    config = home / "runs" / "whole" / "config.toml"
+    assert sae("train", "--config", str(config), "--name", "repeated").status == 0
+    for name in ("killed", "repeated"):
+        assert all(torch.equal(tensor, weights(home, name)[key]) for key, tensor in weights(home, "whole").items())
+    document = json.loads((home / "runs" / "repeated" / "run.json").read_text())
+    assert (document.get("target"), document.get("beside")) == (("y", None) if "--skip" in stores else (None, ["y"]))
+
+
+@pytest.mark.parametrize(("command", "sentence"), [
+    (("train", "--skip"), "--skip does nothing without --target"),
+    (("train", "--data", "x", "--target", "short"), "x and short are not row for row the same tokens: expected the "
+                                                    "same rows, got 1500 and 1000"),
+    (("train", "--data", "x", "--data", "x"), "--data names x twice"),
+    (("eval", "run", "--data", "x"), "run is a transcoder: expected the store of what it predicts, got x alone"),
+    (("eval", "run", "--target", "y"), "--target does nothing without the name of a store as --data"),
+    (("eval", "run", "--data", "x", "--target", "again"), "expected targets of 5 dimensions, got 8"),
+    (("eval", "run", "--data", "y", "--target", "y"), "expected rows of 8 dimensions, got 5"),
+    (("geometry", "run"), "the geometry of run is not defined"),
+])
+def test_what_cannot_work_is_refused_in_a_sentence(sae, home, command, sentence):
+    make_store(home, "short", some_rows(1000))
+    if command[0] != "train":
+        sae("train", "--data", "x", "--target", "y", *TOPK, *QUICK, "--name", "run")
+    done = sae(*command)
+    assert done.status == 2 and sentence in done.err, done.err
+
+
+@pytest.mark.slow
+def test_sparsity_report_and_list_take_a_transcoder(sae, home, tmp_path):
+    sae("train", "--data", "x", "--target", "y", "--skip", *TOPK, *QUICK, "--name", "run")
+    assert sae("sparsity", "run", "--json").json["runs"][0]["l0"] == pytest.approx(4, abs=0.1)
+    assert sae("report", "run", "--out", str(tmp_path / "pages")).status == 0
+    assert sae("list").status == 0 and "run" in sae("list").out
+
+
+def test_arrays_in_memory_are_fitted_and_measured_with_their_targets_beside_them():
+    x = some_rows(1200)
+    y = targets_of(x)
+    found = saecli.fit(x, target=y, act="topk", k=4, d_sae=24, epochs=2, batch_size=64)
+    fvu = saecli.evaluate(found, x, target=y)["fvu"]
+    y_hat = found(torch.from_numpy(x)).numpy()
+    assert fvu == pytest.approx(np.square(y_hat - y).sum() / np.square(y - y.mean(0)).sum(), rel=1e-4)
+    with pytest.raises(ConfigError, match="target must have as many rows as there are, 1200, got 1000"):
+        saecli.fit(x, target=y[:1000], act="topk", k=4)
+
+
+@pytest.mark.slow
+def test_stores_joined_in_python_train_what_the_command_trains(sae, home):
+    sae("train", "--data", "x", "--target", "y", *TOPK, *QUICK, "--name", "run")
+    joined = saecli.join(saecli.open_store("x", home), target=saecli.open_store("y", home))
+    found = saecli.fit(joined, act="topk", k=4, d_sae=24, epochs=3, batch_size=64)
+    assert all(torch.equal(tensor, found.tensors()[name]) for name, tensor in weights(home, "run").items())
+    assert saecli.evaluate(found, joined)["fvu"] == pytest.approx(
+        saecli.evaluate("run", home=home)["fvu"], rel=1e-6)
+
+
+def test_smoothing_moves_targets_along_with_their_rows():
+    x = torch.from_numpy(some_rows(300))
+    M = torch.from_numpy(linear_map(5))
+    smoothed = Smoothing(0.5, x, x @ M)(Batch(x, x @ M, len(x)), torch.Generator().manual_seed(0))
+    assert (smoothed.x - x).norm() > 0.1 * x.norm()
+    torch.testing.assert_close(smoothed.y, smoothed.x @ M, rtol=1e-4, atol=1e-4)
+
+
+def test_a_revived_latent_fires_where_the_regression_grows_along_its_decoder():
+    B = torch.from_numpy(linear_map(5))
+    sae = SAE(torch.ones(8, 4), torch.ones(4), torch.ones(4, 5), torch.zeros(5), Relu()).requires_grad_(True)
+    directions = torch.nn.functional.normalize(torch.randn(1, 5, generator=torch.Generator().manual_seed(1)), dim=1)
+    revive(sae, torch.tensor([False, True, False, False]), directions, B)
+    aimed, expected = sae.W_enc[:, 1].detach(), B @ directions[0]
+    torch.testing.assert_close(aimed / aimed.norm(), expected / expected.norm())
+    assert aimed.norm().item() == pytest.approx(8**0.5, rel=1e-6)
+    torch.testing.assert_close(sae.W_dec[1].detach(), directions[0] * 5**0.5)
+
+
+def test_the_regression_is_exact_where_targets_are_linear_and_damped_where_rows_are_few():
+    x = torch.randn(400, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x *= 10.0 ** torch.arange(-3, 3)
+    noise = torch.randn(400, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def found(rows: int, y: torch.Tensor) -> torch.Tensor:
+        some, targets = x[:rows], y[:rows]
+        return regressed(rows, some.T @ some, some.T @ targets, targets.square().sum())
+
+    for y in (x, x @ torch.ones(6, 2).double()):
+        assert (x @ found(400, y) - y).norm() < 1e-6 * y.norm()
+    x /= 10.0 ** torch.arange(-3, 3)
+    interpolating = torch.linalg.lstsq(x[:6], noise[:6]).solution
+    assert (x @ found(6, noise)).norm() < 0.5 * (x @ interpolating).norm()
+
+
+@pytest.mark.slow
+def test_the_effect_of_a_transcoder_is_that_of_a_hook_on_the_mlp(sae, folder):  # noqa: F811
+    sae.home.mkdir()
+    text = sae.home / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"text": document.text}) for document in documents()))
+    done = sae("extract", "--model", folder, "--dataset", text, "--layer", str(LAYER), "--site", "resid_pre", "--site",
+               "mlp_out", "--context", str(CONTEXT), "--dtype", "float32", "--name", "t")
+    assert done.status == 0, done.err
+    names = [f"t-l{LAYER}-{site}" for site in ("resid_pre", "mlp_out")]
+    assert sae("train", "--data", names[0], "--target", names[1], "--skip", *TOPK, *QUICK, "--name", "run").status == 0
+    (found,) = sae("eval", "run", "--model", folder, "--split", "all", "--tokens", "100000", "--json").json["runs"]
+    from saecli.extract.language_model import LanguageModel
+    from saecli.extract.model_source import find_model
+    from saecli.extract.token_windows import Windows
+
+    model = LanguageModel(find_model(str(folder)), torch.device("cpu"))
+    windows = [window.token_ids.tolist() for window in Windows(model.tokenizer, CONTEXT).cut(documents())]
+    transcoder = saecli.load_sae("run", sae.home).copy_to(torch.float64)
+    llama = LlamaForCausalLM.from_pretrained(folder).double()
+    seen = []
+    llama.model.layers[LAYER].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True)
+
+    def spliced(y: torch.Tensor) -> torch.Tensor:
+        x = seen[-1]
+        return torch.cat([y[:, :1], transcoder(x[0, 1:])[None]], dim=1)
+
+    expected = oracle_of(llama, llama.model.layers[LAYER].mlp, iter(windows), spliced)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert abs(1 - found["ce_recovered"]) > 0.001
