@@ -18,18 +18,17 @@ def device_named(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda:") and world() > 1 and local_world() > 1:
-        raise ConfigError("device", "{given} gives one GPU to all {processes} processes of this machine: expected one "
-                                    "each", "use {device} cuda, which does, or cpu", given=name,
-                          processes=local_world())
+        raise ConfigError(f"--device {name} gives one GPU to all {local_world()} processes of this machine: expected "
+                          "one each; use --device cuda, which does, or cpu", option="device")
     try:
         device = torch.device(name)
     except RuntimeError:  # its message lists every kind of device that torch has had
-        raise ConfigError("device", "must be cpu, cuda, cuda:N or auto, got {given}", given=repr(name)) from None
+        raise ConfigError(f"--device must be cpu, cuda, cuda:N or auto, got {name!r}", option="device") from None
     try:
         torch.zeros(1, dtype=torch.float64, device=device).item()  # sums are float64, which not every device has
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ConfigError("device", "{given} cannot be used here: {reason}", "use cpu, cuda or auto", given=name,
-                          reason=one_line(error)) from error
+        raise ConfigError(f"--device {name} cannot be used here: {one_line(error)}; use cpu, cuda or auto",
+                          option="device") from error
     return device
 
 

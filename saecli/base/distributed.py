@@ -139,9 +139,9 @@ def join() -> None:
     signal.signal(signal.SIGTERM, _terminated)
     if torch.cuda.is_available():
         if local_world() > torch.cuda.device_count():
-            raise ConfigError(None, "there are {processes} processes on a machine of {gpus} GPUs: expected one GPU for "
-                              "each", "lower --nproc-per-node of torchrun, or hide the GPUs by CUDA_VISIBLE_DEVICES= "
-                              "to compute on the CPU", processes=local_world(), gpus=torch.cuda.device_count())
+            raise ConfigError(f"there are {local_world()} processes on a machine of {torch.cuda.device_count()} "
+                              "GPUs: expected one GPU for each; lower --nproc-per-node of torchrun, or hide the GPUs "
+                              "by CUDA_VISIBLE_DEVICES= to compute on the CPU")
         torch.cuda.set_device(local_rank())
     with _peers():
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))

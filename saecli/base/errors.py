@@ -3,7 +3,6 @@
     SaeError
     |-- ConfigError   (ValueError)   an option or argument that cannot work
     |-- StoreError    (OSError)      an activation store or one of its shards
-    |   `-- StoreOptionError          the same, where another value of an option would help
     |-- FormatError   (ValueError)   a file in a format that cannot be read or written
     |-- RunError      (ValueError)   a training run that is missing, foreign or unfinished
     |-- ModelError    (OSError)      a language model or text that cannot be loaded
@@ -16,78 +15,51 @@ Each message is one sentence: what failed; expected X, got Y; what to do.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from difflib import get_close_matches
-from string import Formatter
 from typing import Self
 
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\b")
 LONGEST_WORD = 1000  # characters of a sentence's longest word; paths are shorter
 
 
 class SaeError(Exception):
-    """Base of every error that the command line reports as one sentence and exit status 1, a `ConfigError` 2."""
+    """Base of every error that the command line reports as one sentence and exit status 1, a `ConfigError` 2.
 
-    def sentence(self, spell: Callable[[str], str]) -> str:
-        """The message, an option's name, where the error names options apart, written as `spell` gives it."""
-        return str(self)
+        ConfigError(f"--k must be at most --d-sae, {most}, got {k}; lower --k or raise --d-sae", option="k")
 
-    def within(self, before: str = "", after: str = "") -> Self:
-        """The same error, with words of the caller's before its sentence, after it, or both."""
-        return type(self)(f"{before}: " * bool(before) + str(self) + f"; {after}" * bool(after))
+    Args:
+        sentence: the message. Options are written as on the command line, `--d-sae`; `str` of the error, which Python
+            shows, writes them as its arguments, `d_sae`.
+        option: the name, in Python's spelling, of the option that the error is about.
+    """
 
-
-class _OptionsError(SaeError):
-    """An error whose sentence names options, each caller in its own spelling: see `ConfigError`, the first of them."""
-
-    def __init__(self, option: str | None, problem: str, remedy: str = "", **values: object) -> None:
-        self.option, self.problem, self.remedy, self.values = option, problem, remedy, values
-        super().__init__(option, problem, remedy)
+    def __init__(self, sentence: str, option: str | None = None) -> None:
+        super().__init__(sentence)
+        self.sentence, self.option = sentence, option
 
     @property
     def options(self) -> list[str]:
-        """The options that it names, the one that it is about first."""
-        named = [name for _, name, _, _ in Formatter().parse(f"{self.problem}{self.remedy}") if name]
+        """The options that the sentence names, the one that it is about first."""
         own = [] if self.option is None else [self.option]
-        return [name for name in dict.fromkeys(own + named) if name not in self.values]
-
-    def sentence(self, spell: Callable[[str], str]) -> str:
-        """The whole message, an option's name written as `spell` gives it."""
-        names = {name: spell(name) for name in self.options} | self.values
-        text = self.problem if self.option is None else f"{spell(self.option)} {self.problem}"
-        return (f"{text}; {self.remedy}" if self.remedy else text).format_map(names)
+        return list(dict.fromkeys([*own, *(_as_argument(flag) for flag in FLAG.findall(self.sentence))]))
 
     def within(self, before: str = "", after: str = "") -> Self:
-        own = "" if self.option is None else f"{{{self.option}}} "
-        name = f"words{len(self.values)}"  # an error can be passed on more than once
-        given = {f"{name}_before": before, f"{name}_after": after}
-        problem = (f"{{{name}_before}}: " if before else "") + own + self.problem
-        remedy = "; ".join([self.remedy] * bool(self.remedy) + [f"{{{name}_after}}"] * bool(after))
-        return type(self)(None, problem, remedy, **self.values, **given)
+        """The same error, with words of the caller's before its sentence, after it, or both."""
+        return type(self)(f"{before}: " * bool(before) + self.sentence + f"; {after}" * bool(after), self.option)
 
     def __str__(self) -> str:
-        return self.sentence(str)
+        parts = self.sentence.split("`")  # commands stand in backticks, and stay as they are
+        return "`".join(part if index % 2 else FLAG.sub(lambda flag: _as_argument(flag[0]), part)
+                        for index, part in enumerate(parts))
 
 
-class ConfigError(_OptionsError, ValueError):
-    """An option or argument that cannot work.
-
-        ConfigError("k", "must be at most {d_sae}, {most}, got {got}", "lower {k} or raise {d_sae}", most=64, got=65)
-
-    Args:
-        option: the name, in Python's spelling, of the option that it is about; None for none in particular.
-        problem: what is wrong with it. A name in braces stands for a value, else for an option, which the command line
-            spells `--d-sae` and Python `d_sae`.
-        remedy: what to do about it, spelled alike.
-        **values: what the names in braces that are no options stand for.
-    """
+class ConfigError(SaeError, ValueError):
+    """An option or argument that cannot work."""
 
 
 class StoreError(SaeError, OSError):
     """An activation store or one of its shards that is missing, damaged or of another version."""
-
-
-class StoreOptionError(_OptionsError, StoreError):
-    """A StoreError that advises another value of an option; its arguments are those of `ConfigError`."""
 
 
 class FormatError(SaeError, ValueError):
@@ -106,8 +78,8 @@ class HubError(SaeError, OSError):
     """A repository of SAEs on the Hugging Face hub that cannot be read or written."""
 
 
-class TrainingError(_OptionsError, RuntimeError):
-    """A training run that cannot go on; its arguments are those of `ConfigError`."""
+class TrainingError(SaeError, RuntimeError):
+    """A training run that cannot go on."""
 
 
 class MachineError(SaeError, RuntimeError):
@@ -116,6 +88,15 @@ class MachineError(SaeError, RuntimeError):
 
 class PeerError(SaeError, RuntimeError):
     """Another process of the same command that has ended, or that ends this one."""
+
+
+def flag_of(name: str) -> str:
+    """The command-line spelling of an option: `d_sae` is `--d-sae`."""
+    return "--" + name.replace("_", "-")
+
+
+def _as_argument(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def one_line(error: BaseException) -> str:
@@ -156,5 +137,6 @@ def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
 def unknown_choice(option: str, word: str, choices: Iterable[str]) -> ConfigError:
     """The error on a word that is none of the choices of what it was given for, such as act."""
     choices = list(choices)
-    return ConfigError(option, "must be one of {choices}, got {word}", did_you_mean(word, choices),
-                       choices=", ".join(choices), word=repr(word))
+    question = did_you_mean(word, choices)
+    return ConfigError(f"{flag_of(option)} must be one of {', '.join(choices)}, got {word!r}"
+                       + f"; {question}" * bool(question), option=option)

@@ -95,12 +95,12 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def checked_name(name: str, what: str = "{name}") -> str:
+def checked_name(name: str, what: str = "--name") -> str:
     """Check the name of a run or a store, which becomes a folder's.
 
     Args:
         name: the name.
-        what: its description in messages; a name in braces is an option's, see `ConfigError`.
+        what: its description in messages.
 
     Raises:
         ConfigError: not every file system allows it as a folder's name, or it cannot be printed.
@@ -110,8 +110,8 @@ def checked_name(name: str, what: str = "{name}") -> str:
             and len(name.encode()) <= NAME_BYTES:
         return name
     shown = f"{name!r:.60}{'...' * (len(name) > 60)}" if name else "an empty one"
-    raise ConfigError(None, what + " must be a plain folder name, of printable characters, without slashes or a "
-                                   "leading dot, of at most {most} bytes, got {shown}", most=NAME_BYTES, shown=shown)
+    raise ConfigError(f"{what} must be a plain folder name, of printable characters, without slashes or a leading dot, "
+                      f"of at most {NAME_BYTES} bytes, got {shown}")
 
 
 @dataclass(frozen=True)
@@ -230,14 +230,14 @@ class Home:
 
     def __post_init__(self) -> None:
         if self.path.is_file():
-            raise ConfigError(None, "cannot use {path} as the home: expected a folder, got a file",
-                              "give another {home}", path=self.path)
+            raise ConfigError(f"cannot use {self.path} as the home: expected a folder, got a file; give another "
+                              "--home")
         if self.path.is_symlink() and not self.path.exists():
-            raise ConfigError(None, "cannot use {path} as the home: it is a link to {got}, which does not exist",
-                              "make that folder, or give another {home}", path=self.path, got=self.path.readlink())
+            raise ConfigError(f"cannot use {self.path} as the home: it is a link to {self.path.readlink()}, which "
+                              "does not exist; make that folder, or give another --home")
         if not is_utf8(self.path.absolute()):
-            raise ConfigError(None, "cannot use {path} as the home: expected a path in UTF-8, got {got!r}",
-                              "give another {home}", path=self.path, got=str(self.path))
+            raise ConfigError(f"cannot use {self.path} as the home: expected a path in UTF-8, got "
+                              f"{str(self.path)!r}; give another --home")
 
     @classmethod
     def at(cls, path: "str | Path | Home | None") -> Self:

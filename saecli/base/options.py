@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-from .errors import ConfigError, unknown_choice
+from .errors import ConfigError, flag_of, unknown_choice
 
 # JSON readers with only doubles round whole numbers above 2^53; other numbers must fit float32.
 LARGEST = {int: 2**53, float: 1e30}
@@ -89,11 +89,12 @@ class Option:
         if value is None and self.optional:
             return None
         if type(value) in LARGEST and not abs(value) <= LARGEST[type(value)]:
-            raise ConfigError(self.name, "must be a number of ordinary size, got {got}", got=f"{value!s:.40}")
+            raise ConfigError(f"{flag_of(self.name)} must be a number of ordinary size, got {value!s:.40}",
+                              option=self.name)
         if type(value) is str and str in self.kinds and not self.admits(value) and self.choices:
             raise unknown_choice(self.name, value, self.choices)
         if not self.admits(value):
-            raise ConfigError(self.name, "must be {expected}, got {got}", expected=self.expected, got=repr(value))
+            raise ConfigError(f"{flag_of(self.name)} must be {self.expected}, got {value!r}", option=self.name)
         if isinstance(value, str):
             self._look_at(value)
         elif not isinstance(value, bool):
@@ -105,7 +106,7 @@ class Option:
             if self.check is not None:
                 self.check(word)
         except ValueError as error:
-            raise ConfigError(self.name, "must be {wanted}, got {got}", wanted=error, got=repr(word)) from None
+            raise ConfigError(f"{flag_of(self.name)} must be {error}, got {word!r}", option=self.name) from None
 
     def _bound(self, number: float) -> None:
         for bound, words, holds in ((self.minimum, "at least", self.minimum is None or number >= self.minimum),
@@ -113,8 +114,7 @@ class Option:
                                     (self.maximum, "at most", self.maximum is None or number <= self.maximum),
                                     (self.below, "below", self.below is None or number < self.below)):
             if not holds:
-                raise ConfigError(self.name, "must be {words} {bound}, got {got}", words=words, bound=f"{bound:g}",
-                                  got=f"{number:g}")
+                raise ConfigError(f"{flag_of(self.name)} must be {words} {bound:g}, got {number:g}", option=self.name)
 
 
 def option(default: Any, help: str, **rules: Any) -> Any:
@@ -129,11 +129,6 @@ def option(default: Any, help: str, **rules: Any) -> Any:
         A dataclass field that carries its `Option`.
     """
     return field(default=default, metadata={"option": Option(help, **rules)})
-
-
-def flag_of(name: str) -> str:
-    """The command-line spelling of an option: `d_sae` is `--d-sae`."""
-    return "--" + name.replace("_", "-")
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
@@ -168,8 +163,7 @@ class Config:
         """The configuration that `to_json` wrote; missing fields, as in older documents, take their defaults.
         ConfigError for an unexpected field, or a value that is not allowed."""
         if unexpected := sorted(document.keys() - options_of(cls).keys()):
-            raise ConfigError(None, "{config} does not match: unexpected {unexpected}", config=cls.__name__,
-                              unexpected=unexpected)
+            raise ConfigError(f"{cls.__name__} does not match: unexpected {unexpected}")
         return cls(**document)
 
 
@@ -213,6 +207,6 @@ def choose(table: Mapping[str, type[Config]], selector: str, name: str,
     names = {key: options_of(config).keys() for key, config in table.items()}
     for foreign in sorted(given & set().union(*names.values()) - names[name]):
         takers = " or ".join(key for key in table if foreign in names[key])
-        raise ConfigError(foreign, f"does nothing with {{{selector}}} {{entry}}",
-                          f"leave it out, or use {{{selector}}} {{takers}}", entry=name, takers=takers)
+        raise ConfigError(f"{flag_of(foreign)} does nothing with {flag_of(selector)} {name}; leave it out, or use "
+                          f"{flag_of(selector)} {takers}", option=foreign)
     return table[name](**{key: values[key] for key in names[name] & given})

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import NamedTuple
 
-from .options import flag_of
+from .errors import flag_of
 
 
 class Ours(NamedTuple):
@@ -11,7 +11,7 @@ class Ours(NamedTuple):
 
     Args:
         option: its name.
-        words: how its value differs, or what is different here; empty if nothing is. Names in braces are options.
+        words: how its value differs, or what is different here; empty if nothing is.
         command: the command that has it; empty for an option of `sae` itself.
     """
 
@@ -24,14 +24,14 @@ _LATENTS = Ours("d_sae")
 _FACTOR = Ours("d_sae", "the number of latents, which is the factor times d_in")
 _WEIGHT = Ours("sparsity_weight", "the same value if rows were normalised to a mean squared norm of d_in, as SAELens' "
                                   "expected_average_only_in nearly does")
-_ACT = Ours("act", "standard is relu, and Matryoshka SAEs are made by {prefixes}")
+_ACT = Ours("act", "standard is relu, and Matryoshka SAEs are made by --prefixes")
 _PLACE = Ours("layer", "blocks.12.hook_resid_post is --layer 12 --site resid_post")
 _MODEL = Ours("model")
 _TEXT = Ours("dataset")
 _CONTEXT = Ours("context")
-_TOKENS = Ours("rows", "a row is a token's activations; training passes over those of a store {epochs} times, or for "
-                       "{steps} steps")
-_FOLDER = Ours("home", "the folder of stores and runs, before the command; {name} is the run's name in it", "")
+_TOKENS = Ours("rows", "a row is a token's activations; training passes over those of a store --epochs times, or for "
+                       "--steps steps")
+_FOLDER = Ours("home", "the folder of stores and runs, before the command; --name is the run's name in it", "")
 _LOG = Ours("log_to", "wandb; WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE are read as by wandb itself")
 _RISE = Ours("lr_warm_up", "a fraction of all steps, not their number")
 _FALL = Ours("lr_decay", "a fraction of all steps, not their number")
@@ -41,13 +41,13 @@ _WIDTHS = Ours("prefixes", "numbers of latents with commas between, each counted
 OTHERS: dict[str, Ours] = {
     "l1_coefficient": _WEIGHT, "l1_coeff": _WEIGHT, "l1_penalty": _WEIGHT, "l1_alpha": _WEIGHT,
     "sparsity_penalty": _WEIGHT, "sparsity_coefficient": _WEIGHT, "l1_weight": _WEIGHT,
-    "l0_coefficient": Ours("sparsity_weight", "with {act} jumprelu and {sparsity} l0, the same value if rows were "
-                                              "normalised to a mean squared norm of d_in; or {target_l0} for a given "
+    "l0_coefficient": Ours("sparsity_weight", "with --act jumprelu and --sparsity l0, the same value if rows were "
+                                              "normalised to a mean squared norm of d_in; or --target-l0 for a given "
                                               "L0"),
     "expansion_factor": _FACTOR, "expansion": _FACTOR, "num_latents": _LATENTS, "n_latents": _LATENTS,
     "dict_size": _LATENTS, "dictionary_size": _LATENTS, "d_hidden": _LATENTS, "n_features": _LATENTS,
     "architecture": _ACT, "activation": _ACT, "activation_fn": _ACT, "activation_function": _ACT,
-    "learning_rate": Ours("lr"), "k_sparse": Ours("k"), "topk": Ours("k", "with {act} topk or batchtopk"),
+    "learning_rate": Ours("lr"), "k_sparse": Ours("k"), "topk": Ours("k", "with --act topk or batchtopk"),
     "train_batch_size_tokens": Ours("batch_size", "in rows, of which each is a token's"),
     "train_batch_size": Ours("batch_size"), "sae_batch_size": Ours("batch_size"),
     "n_epochs": Ours("epochs"), "num_epochs": Ours("epochs"), "total_training_steps": Ours("steps"),
@@ -82,6 +82,6 @@ def in_place_of(name: str, options: Collection[str]) -> str:
     ours = OTHERS.get(name) or (_LOG if name.startswith("wandb") else None)
     if ours is None:
         return ""
-    written = f"{{{ours.option}}}" if ours.option in options else (
+    written = flag_of(ours.option) if ours.option in options else (
         f"`{' '.join(['sae', *[ours.command] * bool(ours.command), flag_of(ours.option)])}`")
     return f"here {written}" + (f": {ours.words}" if ours.words else "")

@@ -65,12 +65,11 @@ def _cast_product(left: Tensor, right: Tensor) -> Tensor:
 def demand_precision(precision: str, device: torch.device) -> None:
     """Refuse a precision in which a device does not multiply, by a ConfigError."""
     if precision == "bf16" and not multiplies_bf16(device):
-        raise ConfigError("precision", "{given} is slower than float32 here: {device} {type} has no bfloat16 products",
-                          "use {precision} float32", given=precision, type=device.type)
+        raise ConfigError(f"--precision {precision} is slower than float32 here: --device {device.type} has no "
+                          "bfloat16 products; use --precision float32", option="precision")
     if precision == "tf32" and not _rounds_tf32(device):
-        raise ConfigError("precision", "{given} does nothing here: {device} {type} multiplies float32 matrices in "
-                                       "float32 all the same", "use {precision} float32", given=precision,
-                          type=device.type)
+        raise ConfigError(f"--precision {precision} does nothing here: --device {device.type} multiplies float32 "
+                          "matrices in float32 all the same; use --precision float32", option="precision")
 
 
 def multiplies_bf16(device: torch.device) -> bool:

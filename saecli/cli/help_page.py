@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ..base.errors import ConfigError
-from ..base.options import flag_of
+from ..base.errors import ConfigError, flag_of
 from ..base.other_names import in_place_of
 
 ROUND, PLAIN = "╭─╮│╰╯", "+-+|++"  # corners and edges: in UTF, and for other encodings
@@ -53,7 +52,7 @@ class Command(TyperCommand):
             elif flag_of(name) in flags:
                 yield flag_of(name) + equals + value
             elif remedy := in_place_of(name, {one.name for one in self.params}):
-                raise ConfigError(None, "{command} has no option {flag}", remedy, command=ctx.command_path, flag=flag)
+                raise ConfigError(f"{ctx.command_path} has no option {flag}; {remedy}")
             else:
                 yield word
 
@@ -72,8 +71,7 @@ def demand_once(command: Any, ctx: Any, words: Sequence[str]) -> None:
     _, _, order = command.make_parser(ctx).parse_args(args=[*words])
     for index, one in enumerate(order):
         if one in order[:index] and not (one.multiple or one.is_flag):
-            raise ConfigError(None, "{flag} is given twice: expected one value", "leave one of them out",
-                              flag=one.opts[0])
+            raise ConfigError(f"{one.opts[0]} is given twice: expected one value; leave one of them out")
 
 
 def help_all_parameter() -> Parameter:

@@ -20,7 +20,6 @@ from ..base.errors import ConfigError, PeerError, SaeError, did_you_mean, one_li
 from ..base.files import as_named
 from ..base.home import Home
 from ..base.memory import demand_address_space, is_out_of_memory
-from ..base.options import flag_of
 from ..base.torchrun import rank, world
 from .help_page import demand_once, show_root_help
 from .outline import is_outlined, loaded, outlined
@@ -160,15 +159,14 @@ def root(
 
         join()
         if ctx.invoked_subcommand not in TOGETHER:
-            raise ConfigError(None, "sae {command} runs in one process: expected {together}, which run in several, got "
-                                    "{got} processes", "run it without torchrun", command=ctx.invoked_subcommand,
-                              together=" or ".join(TOGETHER), got=world())
+            raise ConfigError(f"sae {ctx.invoked_subcommand} runs in one process: expected {' or '.join(TOGETHER)}, "
+                              f"which run in several, got {world()} processes; run it without torchrun")
 
 
 def sentence_for(error: BaseException) -> str | None:
     """The sentence to print for an expected failure; None for a bug."""
     if isinstance(error, SaeError):
-        return error.sentence(flag_of)
+        return error.sentence
     if is_out_of_memory(error):
         return _out_of_memory(error)
     if isinstance(error, OSError):

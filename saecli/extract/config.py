@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..base.distributed import Communicator
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, flag_of
 from ..base.home import Shelf, checked_name
 from ..base.options import Config, option
 from ..store.admission import MAX_NORM_HELP
@@ -81,17 +81,18 @@ class ExtractConfig(Config):
         if dataset is None:
             dataset = STDLIB_DOCS if self.model == TINY_GEMMA2 else DEFAULT_DATASET
         if not dataset.strip():
-            raise ConfigError("dataset", "is empty: expected a hub dataset id, a .txt, .jsonl or .parquet file, or "
-                                         "{docs}", "name one, or leave it out", docs=STDLIB_DOCS)
+            raise ConfigError("--dataset is empty: expected a hub dataset id, a .txt, .jsonl or .parquet file, or "
+                              f"{STDLIB_DOCS}; name one, or leave it out", option="dataset")
         kind = STDLIB_DOCS if dataset == STDLIB_DOCS else Path(dataset).suffix.lower()
         unused = {"text_column"} if kind in (STDLIB_DOCS, ".txt") else set()
         if kind in (STDLIB_DOCS, *LOCAL_SUFFIXES):
             unused |= {"dataset_config", "dataset_split", "dataset_revision"}
         if refused := sorted(unused & given):
-            raise ConfigError(refused[0], "does nothing with the dataset {got}", "leave it out", got=dataset)
+            raise ConfigError(f"{flag_of(refused[0])} does nothing with the dataset {dataset}; leave it out",
+                              option=refused[0])
         if self.packed and self.positions == "last":
-            raise ConfigError("packed", "does nothing with {positions} last, which takes one row from each document's "
-                                        "own window", "leave it out")
+            raise ConfigError("--packed does nothing with --positions last, which takes one row from each document's "
+                              "own window; leave it out", option="packed")
         return TextSource(dataset, self.dataset_config, self.dataset_split, self.text_column, self.dataset_revision)
 
 

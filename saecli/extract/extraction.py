@@ -67,10 +67,10 @@ def extract(model: str | None = None, *, layer: int | None = None, site: str = "
     """
     known = {field.name for field in fields(ExtractConfig)}
     if unknown := sorted(options.keys() - known):
-        raise ConfigError(None, "extract has no option {got}", "{advice}", got=unknown[0],
-                          advice=did_you_mean(unknown[0], known) or "expected one of `sae extract`'s")
+        advice = did_you_mean(unknown[0], known) or "expected one of `sae extract`'s"
+        raise ConfigError(f"extract has no option {unknown[0]}; {advice}")
     if site not in SITES:
-        raise ConfigError("site", "must be one of {choices}, got {got}", choices=", ".join(SITES), got=repr(site))
+        raise ConfigError(f"--site must be one of {', '.join(SITES)}, got {site!r}", option="site")
     if model is not None:
         options["model"] = model
     ((store, _),) = extract_stores(

@@ -43,8 +43,8 @@ def hook_point(block: nn.Module, site: str) -> tuple[nn.Module, bool]:
     for name in names:
         if hasattr(block, name):
             return getattr(block, name), is_input
-    raise ConfigError("site", "{got} is unknown in {kind}: expected a part named {names}",
-                      "use resid_post or resid_pre", got=site, kind=type(block).__name__, names=" or ".join(names))
+    raise ConfigError(f"--site {site} is unknown in {type(block).__name__}: expected a part named "
+                      f"{' or '.join(names)}; use resid_post or resid_pre", option="site")
 
 
 @contextmanager

@@ -76,14 +76,13 @@ class ModelSource:
     def check_layer(self, layer: int) -> None:
         """Raise a ConfigError for a block that the model does not have."""
         if not 0 <= layer < self.layers:
-            raise ConfigError(None, "{model_name} has layers 0 to {last}, got {layer} {got}", model_name=self.name,
-                              last=self.layers - 1, got=layer)
+            raise ConfigError(f"{self.name} has layers 0 to {self.layers - 1}, got --layer {layer}")
 
     def check_context(self, context: int) -> None:
         """Raise a ConfigError for windows of more tokens than the model has positions."""
         if self.positions is not None and context > self.positions:
-            raise ConfigError(None, "{model_name} takes windows of at most {most} tokens, got {context} {got}",
-                              "lower it", model_name=self.name, most=f"{self.positions:,}", got=f"{context:,}")
+            raise ConfigError(f"{self.name} takes windows of at most {self.positions:,} tokens, got --context "
+                              f"{context:,}; lower it")
 
     def identity(self) -> dict[str, Any]:
         """The part of a request's hash that determines the weights: revision, or sizes and times of a folder's files.
@@ -105,8 +104,8 @@ def find_model(name: str) -> ModelSource:
         ModelError: it is missing or gated, or the hub cannot be reached.
     """
     if not name.strip():  # the path of an empty name is the working directory
-        raise ConfigError("model", "is empty: expected a folder, a hub id such as google/gemma-2-2b, or {bundled}",
-                          bundled=TINY_GEMMA2)
+        raise ConfigError(f"--model is empty: expected a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}",
+                          option="model")
     if name.rstrip("/") in BUNDLED:  # as a shell completes the name of a folder
         name = name.rstrip("/")
     local = name in BUNDLED or Path(name).is_dir()

@@ -86,11 +86,11 @@ class Windows:
         self._special = frozenset(tokenizer.all_special_ids)
         self.left_out: Counter[str] = Counter()
         if self._room < 1:
-            raise ConfigError("context", "must be above {least}, the number of tokens that the model wants before a "
-                                         "text, got {got}", least=len(self.prefix), got=context)
+            raise ConfigError(f"--context must be above {len(self.prefix)}, the number of tokens that the model "
+                              f"wants before a text, got {context}", option="context")
         if packed and not self._separator:
-            raise ConfigError("packed", "needs a token to separate documents: expected a tokenizer with BOS or EOS, "
-                                        "got one without", "leave it out")
+            raise ConfigError("--packed needs a token to separate documents: expected a tokenizer with BOS or EOS, "
+                              "got one without; leave it out", option="packed")
 
     def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
         """The windows of documents, including blank ones, in order, from a token of the first on."""

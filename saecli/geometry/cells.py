@@ -96,9 +96,8 @@ class Cell:
             ConfigError: H would hold more than 16.8 million numbers; `tightest` needs no H.
         """
         if self.count * len(self.W) > EXACT:
-            raise ConfigError(None, "the cell has {count:,} inequalities in {width:,} dimensions; expected at most "
-                                    "{most:,} numbers in all", "ask for the tightest of them at some points instead",
-                              count=self.count, width=len(self.W), most=EXACT)
+            raise ConfigError(f"the cell has {self.count:,} inequalities in {len(self.W):,} dimensions; expected at "
+                              f"most {EXACT:,} numbers in all; ask for the tightest of them at some points instead")
         signs = self._signs()
         i, j = torch.cartesian_prod(self.inside, self.outside).reshape(-1, 2).T
         H = torch.cat([signs[:, None] * self.W[:, self.switches].T, (self.W[:, i] - self.W[:, j]).T])

@@ -112,10 +112,11 @@ def corners_on(slice_: str | Sequence[int] | None, plot: Path | None, runs: int)
     if slice_ is None:
         return ()
     if plot is None:
-        raise ConfigError("slice", "does nothing without {plot}", "leave it out, or name a picture with {plot}")
+        raise ConfigError("--slice does nothing without --plot; leave it out, or name a picture with --plot",
+                          option="slice")
     if runs > 1:
-        raise ConfigError("slice", "is for the picture of one SAE, got {runs} runs", "leave it out, or name one",
-                          runs=runs)
+        raise ConfigError(f"--slice is for the picture of one SAE, got {runs} runs; leave it out, or name one",
+                          option="slice")
     return corners_of(slice_)
 
 

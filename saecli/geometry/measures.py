@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..base.console import Listener
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, flag_of
 from ..measure.sae_and_rows import Measured
 from ..store.rows import Rows
 from .bridge import Bridge, Visited
@@ -47,15 +47,15 @@ def corners_of(text: str | Sequence[int]) -> tuple[int, ...]:
         return ()
     words = text.split(",") if isinstance(text, str) else [str(number) for number in text]
     if len(words) != 3 or not all(word.strip().isdecimal() for word in words):
-        raise ConfigError("slice", "must be pca or three row numbers like 0,5,9, got {got!r}", got=text)
+        raise ConfigError(f"--slice must be pca or three row numbers like 0,5,9, got {text!r}", option="slice")
     return tuple(int(word) for word in words)
 
 
 def rows_at(rows: Rows, numbers: tuple[int, ...]) -> Tensor:
     """The rows of those numbers in stored order, (len(numbers), D); ConfigError if one does not exist."""
     if numbers and max(numbers) >= rows.rows:
-        raise ConfigError("slice", "names row {number}, but the split has {rows:,} rows, counted from 0",
-                          "choose lower numbers", number=max(numbers), rows=rows.rows)
+        raise ConfigError(f"--slice names row {max(numbers)}, but the split has {rows.rows:,} rows, counted from 0; "
+                          "choose lower numbers", option="slice")
     found: dict[int, Tensor] = {}
     start_of = 0
     for batch in rows.sequential(1024) if numbers else ():
@@ -144,9 +144,9 @@ class Wanted:
     def __post_init__(self) -> None:
         for name in ("rows", "fit_rows"):
             if getattr(self, name) < 1:
-                raise ConfigError(name, "must be at least 1, got {got}", got=getattr(self, name))
+                raise ConfigError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}", option=name)
         if not 0 < self.radius < math.inf:
-            raise ConfigError("radius", "must be a number above 0, got {got:g}", got=self.radius)
+            raise ConfigError(f"--radius must be a number above 0, got {self.radius:g}", option="radius")
 
 
 def penalty_of(value: str | float) -> float | None:
@@ -159,7 +159,7 @@ def penalty_of(value: str | float) -> float | None:
     except ValueError:
         penalty = -1.0
     if not 0 <= penalty < math.inf:
-        raise ConfigError("lambda", "must be auto or a number that is at least 0, got {got!r}", got=value)
+        raise ConfigError(f"--lambda must be auto or a number that is at least 0, got {value!r}", option="lambda")
     return penalty
 
 

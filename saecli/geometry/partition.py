@@ -16,8 +16,8 @@ def check_cells(activation: Activation) -> None:
     """Refuse an activation that is not piecewise affine, or whose cells are not implemented, by a ConfigError."""
     if not isinstance(activation, KNOWN):
         known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, KNOWN)]
-        raise ConfigError(None, "the activation {name} has no cells that this tool knows; expected one of {known}",
-                          "train such an SAE to see its geometry", name=activation.name, known=", ".join(known))
+        raise ConfigError(f"the activation {activation.name} has no cells that this tool knows; expected one of "
+                          f"{', '.join(known)}; train such an SAE to see its geometry")
 
 
 def cells_of(sae: SAE) -> Cells:

@@ -53,8 +53,8 @@ class Plane:
         sides = rows[1:] - rows[0]
         axes, sizes = torch.linalg.qr(sides.T)
         if sides.shape[1] < 2 or sizes.diagonal().abs().min() <= 1e-9 * sides.norm(dim=1).max():
-            raise ConfigError(None, "the rows of {slice} span no plane: expected three rows that lie on no line, got "
-                                    "three that do", "choose others")
+            raise ConfigError("the rows of --slice span no plane: expected three rows that lie on no line, got three "
+                              "that do; choose others")
         return cls(rows[0], (axes * sizes.diagonal().sign()).T)
 
     @classmethod

@@ -45,9 +45,8 @@ class PowerDiagram:
 
     def __post_init__(self) -> None:
         if self.centroids.ndim != 2 or self.weights.shape != self.centroids.shape[:1]:
-            raise ConfigError(None, "a power diagram needs centroids (n, D) and weights (n,), got {centroids} and "
-                                    "{weights}", centroids=tuple(self.centroids.shape),
-                              weights=tuple(self.weights.shape))
+            raise ConfigError("a power diagram needs centroids (n, D) and weights (n,), got "
+                              f"{tuple(self.centroids.shape)} and {tuple(self.weights.shape)}")
         # Sites are gathered by the million, three times faster where each lies in one piece.
         object.__setattr__(self, "centroids", self.centroids.double().contiguous())
         object.__setattr__(self, "weights", self.weights.double())

@@ -48,13 +48,13 @@ class Recovery:
 def sites_for(cells: int, k: int) -> int:
     """The d with C(d, K) cells; ConfigError where there is none above K, or K is below 1."""
     if k < 1:
-        raise ConfigError(None, "the order of a power diagram must be at least 1, got {k}", "choose another K", k=k)
+        raise ConfigError(f"the order of a power diagram must be at least 1, got {k}; choose another K")
     for d in itertools.count(k + 1):
         if (possible := math.comb(d, k)) == cells:
             return d
         if possible > cells:
-            raise ConfigError(None, "a K-th order power diagram of K = {k} has C(d, {k}) cells, got {cells}",
-                              "leave out or add cells, or choose another K", k=k, cells=cells)
+            raise ConfigError(f"a K-th order power diagram of K = {k} has C(d, {k}) cells, got {cells}; leave out or "
+                              "add cells, or choose another K")
     raise AssertionError  # the count has no end
 
 
@@ -83,12 +83,11 @@ def recover(diagram: PowerDiagram, k: int, supports: Sequence[Sequence[int]] | N
     if supports is not None:
         named = sorted(tuple(sorted(support)) for support in supports)
         if named != every:
-            raise ConfigError("supports", "must name each of the {C} subsets of {k} out of {d} sites once, got {got} "
-                                          "of them", "list each once", C=C, k=k, d=d,
-                              got=len(set(named) & set(every)))
+            raise ConfigError(f"--supports must name each of the {C} subsets of {k} out of {d} sites once, got "
+                              f"{len(set(named) & set(every))} of them; list each once", option="supports")
     elif 1 < k < d - 1 and C > SEARCHED:
-        raise ConfigError(None, "of {C} cells not every labelling can be tried; expected at most {most} cells, or the "
-                                "{supports} that they are called by", C=C, most=SEARCHED)
+        raise ConfigError(f"of {C} cells not every labelling can be tried; expected at most {SEARCHED} cells, or the "
+                          "--supports that they are called by")
     nu, side = diagram.centroids, diagram.centroids.square().sum(1) - diagram.weights
     member = torch.zeros(C, d, dtype=torch.float64)
     member[torch.arange(C)[:, None], torch.tensor(every)] = 1 / k

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..base.console import listening
-from ..base.errors import ConfigError, did_you_mean, unknown_choice
+from ..base.errors import ConfigError, did_you_mean, flag_of, unknown_choice
 from ..base.home import RUN_MARKER, Home
 from ..base.options import choose, options_of
 from ..base.other_names import in_place_of
@@ -118,7 +118,7 @@ def join(*inputs: ActivationStore | str | Path, target: ActivationStore | str | 
         StoreError: one is missing.
     """
     if not inputs:
-        raise ConfigError(None, "join takes stores: expected at least one, got none", "give join(first, second)")
+        raise ConfigError("join takes stores: expected at least one, got none; give join(first, second)")
     joined = Joined(tuple(_store(one) for one in inputs), None if target is None else _store(target))
     joined.demand_alike()
     return joined
@@ -130,8 +130,8 @@ def _store(one: ActivationStore | str | Path) -> ActivationStore:
         return one
     if isinstance(one, str | Path):
         return open_store(one)
-    raise ConfigError(None, "expected a store or its name, got a {kind}", "give each by itself, join(first, second)",
-                      kind=type(one).__name__)
+    raise ConfigError(f"expected a store or its name, got a {type(one).__name__}; give each by itself, join(first, "
+                      "second)")
 
 
 def fit(rows: str | Path | ActivationStore | Joined | Rows | JoinedRows | ArrayLike, *,
@@ -196,8 +196,8 @@ def _planned(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, tar
              act: str, options: dict[str, Any], start: Start | None = None) -> Plan:
     of_store = isinstance(rows, ActivationStore | Joined)
     if target is not None and isinstance(rows, ActivationStore | Joined | Rows | JoinedRows):
-        raise ConfigError("target", "goes with rows in memory", "give fit the stores as one, by `saecli.join(store, "
-                                                                "target=other)`")
+        raise ConfigError("--target goes with rows in memory; give fit the stores as one, by `saecli.join(store, "
+                          "target=other)`", option="target")
     known = {name for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
              for name in options_of(config)}
     idle = dict.fromkeys(OF_FOLDERS, ", which writes no files")
@@ -206,10 +206,10 @@ def _planned(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, tar
     for name in options:
         if name not in known:
             taken = {*known, "solver", "act"}
-            raise ConfigError(None, "fit has no option {given}", in_place_of(name, taken) or did_you_mean(name, taken)
-                              or "expected one of `sae train`'s", given=name)
+            advice = in_place_of(name, taken) or did_you_mean(name, taken) or "expected one of `sae train`'s"
+            raise ConfigError(f"fit has no option {name}; {advice}")
         if name in idle:
-            raise ConfigError(name, "does nothing in fit{why}", "leave it out", why=idle[name])
+            raise ConfigError(f"{flag_of(name)} does nothing in fit{idle[name]}; leave it out", option=name)
     training = TrainingConfig(**{name: options[name] for name in options_of(TrainingConfig) if name in options})
     chosen = choose(SOLVERS, "solver", solver, options, options.keys())
     settings = (start.settings(act) if start else {}) | options

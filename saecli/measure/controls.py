@@ -124,7 +124,7 @@ def controlled(home: Home, run: str | Path | None, model: str | None, tokens: in
     """The document that `sae controls --json` prints; arguments as of `controls`."""
     check_tokens_of_model(tokens, model)
     if seeds < 1:
-        raise ConfigError("seeds", "must be at least 1, got {got}", got=seeds)
+        raise ConfigError(f"--seeds must be at least 1, got {seeds}", option="seeds")
     one, plan = _original(home, run, device, listener)
     if model is not None:
         check_model(one, model)  # before the work, not after it

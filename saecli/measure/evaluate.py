@@ -154,9 +154,10 @@ def compare(saes: Sequence[SAELike], data: RowsLike = None, *, target: ArrayLike
 def check_tokens_of_model(tokens: int | None, model: str | None) -> None:
     """Refuse a number of tokens without a model, or below 1, by a ConfigError."""
     if tokens is not None and model is None:
-        raise ConfigError("tokens", "does nothing without {model}", "leave it out, or name the language model")
+        raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model",
+                          option="tokens")
     if tokens is not None and tokens < 1:
-        raise ConfigError("tokens", "must be at least 1, got {got}", got=tokens)
+        raise ConfigError(f"--tokens must be at least 1, got {tokens}", option="tokens")
 
 
 def check_model(one: Measured, model: str) -> None:

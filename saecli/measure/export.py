@@ -87,8 +87,8 @@ def _deviation(sae: SAE, stand_in: SAE, to: str, held_out: Callable[[], Measured
     try:
         one = held_out()
     except StoreError as error:
-        raise ConfigError(None, CLIPPING, "writing {instead} in its place needs rows to measure the difference on, but "
-                                          "{error}", to=to, instead=stand_in.activation.name, error=error) from error
+        raise ConfigError(f"{CLIPPING.format(to=to)}; writing {stand_in.activation.name} in its place needs rows to "
+                          f"measure the difference on, but {error}") from error
     sae, stand_in = one.sae, stand_in.copy_to(one.sae.W_enc.device)
     exact, instead = (Reconstruction(sae.d_out, sae.d_sae) for _ in range(2))
     differ, largest = 0, 0.0
@@ -131,7 +131,7 @@ def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, hom
         SaeError: as in `evaluate`.
     """
     if formats.named(to) not in WRITABLE:
-        raise ConfigError("to", "must be one of {choices}, got {got!r}", choices=", ".join(WRITABLE), got=to)
+        raise ConfigError(f"--to must be one of {', '.join(WRITABLE)}, got {to!r}", option="to")
     return exported(Home.at(home), sae, formats.named(to), Path(out), data, listening(progress))
 
 
@@ -140,8 +140,8 @@ def exported(home: Home, sae: SAELike, to: str, out: Path, data: RowsLike, liste
     subject, saved = opened(home, sae, listener)
     found = converted(saved, to, lambda: measured(home, sae, data, "test", "auto", listener), listener)
     if found.deviation is None and data is not None:
-        raise ConfigError("data", "does nothing here: {to} expresses {activation} exactly", "leave it out", to=to,
-                          activation=saved.sae.activation.name)
+        raise ConfigError(f"--data does nothing here: {to} expresses {saved.sae.activation.name} exactly; leave it "
+                          "out", option="data")
     formats.save(found.written, to, out)
     if found.remark is not None:
         advice = f"; train with --act {found.written.sae.activation.name} to have the same SAE in both"

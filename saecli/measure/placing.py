@@ -52,30 +52,27 @@ def placed(home: Home, sae: SAELike, layer: int | None, site: str | None, what: 
     subject, saved = opened(home, sae, listener)
     origin = saved.origin
     if saved.sae.widths:
-        raise ConfigError(None, "{what} with {sae} is not defined: expected an SAE or a transcoder, which read one "
-                          "place, got a crosscoder of {places} places", "name another run", what=what, sae=subject.name,
-                          places=len(saved.sae.widths))
+        raise ConfigError(f"{what} with {subject.name} is not defined: expected an SAE or a transcoder, which read "
+                          f"one place, got a crosscoder of {len(saved.sae.widths)} places; name another run")
     if site is not None and site not in SITES:
         raise unknown_choice("site", site, SITES)
     for name, value in (("layer", layer), ("site", site)):
         known = origin.get(name)
         if value is not None and known is not None and value != known:
-            raise ConfigError(name, "must be that of {sae}, {known}, got {got}", f"leave {{{name}}} out",
-                              sae=subject.name, known=known, got=value)
+            raise ConfigError(f"--{name} must be that of {subject.name}, {known}, got {value}; leave --{name} out",
+                              option=name)
     read = [origin.get("layer", layer), origin.get("site", site)]
     if None in read:
-        raise ConfigError(None, "{sae} does not say where it reads: expected a block and a site, got {got}",
-                          "give {layer} and {site}", sae=subject.name,
-                          got="neither" if read == [None, None] else "one of them")
+        raise ConfigError(f"{subject.name} does not say where it reads: expected a block and a site, got "
+                          f"{'neither' if read == [None, None] else 'one of them'}; give --layer and --site")
     written = [origin.get("target_layer"), origin.get("target_site")]
     for named in (read[1], written[1]):
         if named is not None and named not in SITES:
-            raise ConfigError(None, "{sae} names a place in its file that is none of a block: expected {sites}, got "
-                              "{got}", "use another SAE, or correct its file", sae=subject.name, sites=", ".join(SITES),
-                              got=repr(named))
+            raise ConfigError(f"{subject.name} names a place in its file that is none of a block: expected "
+                              f"{', '.join(SITES)}, got {named!r}; use another SAE, or correct its file")
     if saved.is_transcoder and None in written:
-        raise ConfigError(None, "{sae} is a transcoder that does not say what it predicts: expected a block and a site "
-                          "in its file, got none", "name a run of `sae train`", sae=subject.name)
+        raise ConfigError(f"{subject.name} is a transcoder that does not say what it predicts: expected a block and "
+                          "a site in its file, got none; name a run of `sae train`")
     return Placed(subject, saved, Place(*read), Place(*(written if saved.is_transcoder else read)))
 
 
@@ -83,9 +80,8 @@ def check_width(one: Placed, width: int, model: str) -> None:
     """Refuse a model of another width than the SAE's, by a ConfigError."""
     for got in (one.sae.d_in, one.sae.d_out):
         if got != width:
-            raise ConfigError(None, "{sae} does not fit {model}: expected an SAE of the model's width, {width}, got "
-                              "{got}", "name the model that its rows came from", sae=one.subject.name, model=model,
-                              width=width, got=got)
+            raise ConfigError(f"{one.subject.name} does not fit {model}: expected an SAE of the model's width, "
+                              f"{width}, got {got}; name the model that its rows came from")
 
 
 def model_of(everything: Sequence[Placed], name: str | None, listener: Listener) -> ModelSource:
@@ -104,9 +100,9 @@ def model_of(everything: Sequence[Placed], name: str | None, listener: Listener)
     if name is None:
         found = set(named.values())
         if None in found or len(found) > 1:
-            raise ConfigError("model", "is needed: expected one model in the files of {saes}, got {got}",
-                              "name it with {model}", saes=" and ".join(named),
-                              got=" and ".join(sorted(str(one or "none") for one in found)))
+            raise ConfigError(f"--model is needed: expected one model in the files of {' and '.join(named)}, got "
+                              f"{' and '.join(sorted(str(one or 'none') for one in found))}; name it with --model",
+                              option="model")
         (name,) = found
     source = find_model(name)
     for one in everything:

@@ -74,9 +74,9 @@ def probed(home: Home, saes: Sequence[SAELike], model: str | None, layer: int | 
            listener: Listener) -> dict[str, Any]:
     """The document that `sae probe --json` prints; arguments as of `probe`."""
     if rows < LEAST_ROWS:
-        raise ConfigError("rows", "must be at least {least}, got {got}", least=LEAST_ROWS, got=rows)
+        raise ConfigError(f"--rows must be at least {LEAST_ROWS}, got {rows}", option="rows")
     if context is not None and context < 1:
-        raise ConfigError("context", "must be at least 1, got {got}", got=context)
+        raise ConfigError(f"--context must be at least 1, got {context}", option="context")
     everything = [placed(home, sae, layer, site, "probing", listener) for sae in saes or [None]]
     _check(everything, k)
     k = sorted(k)
@@ -111,15 +111,15 @@ def _check(everything: Sequence[Placed], k: Sequence[int]) -> None:
     """Refuse SAEs of the same name, and numbers of latents that a probe cannot have, by a ConfigError."""
     names = [one.subject.name for one in everything]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(None, "cannot probe {name} twice: expected SAEs of different names", "leave one out, or save "
-                          "them as runs", name=twice)
+        raise ConfigError(f"cannot probe {twice} twice: expected SAEs of different names; leave one out, or save "
+                          "them as runs")
     if not k or min(k) < 1 or len(set(k)) < len(k):
-        raise ConfigError("k", "must be different numbers of at least 1, got {got}",
-                          got=", ".join(map(str, k)) or "none")
+        raise ConfigError(f"--k must be different numbers of at least 1, got {', '.join(map(str, k)) or 'none'}",
+                          option="k")
     for one in everything:
         if max(k) > one.sae.d_sae:
-            raise ConfigError("k", "must be at most the number of latents, {most} of {sae}, got {got}",
-                              most=one.sae.d_sae, sae=one.subject.name, got=max(k))
+            raise ConfigError(f"--k must be at most the number of latents, {one.sae.d_sae} of {one.subject.name}, "
+                              f"got {max(k)}", option="k")
 
 
 def _line(one_set: LabelledSet, run: str | None, place: Place, k: int | None, score: Score) -> dict[str, Any]:

@@ -78,10 +78,9 @@ class Sets:
             matching = {name for name in self.names
                         if word == name.partition("_")[0] or fnmatchcase(name, word) or fnmatchcase(_alone(name), word)}
             if not matching:
-                advice = did_you_mean(word, [*self.names, *map(_alone, self.names)])
-                raise ConfigError("sets", "must name sets of {package}, got {got}", "{advice}", package="sae-probes",
-                                  got=repr(word), advice=advice or f"there are {', '.join(self.names[:3])} and more; "
-                                                                   "'*glue*' chooses all with glue in their names")
+                advice = did_you_mean(word, [*self.names, *map(_alone, self.names)]) or (
+                    f"there are {', '.join(self.names[:3])} and more; '*glue*' chooses all with glue in their names")
+                raise ConfigError(f"--sets must name sets of sae-probes, got {word!r}; {advice}", option="sets")
             found |= matching
         return [name for name in self.names if name in found]
 

@@ -63,9 +63,9 @@ class LastTokens:
         result = {place: torch.cat(parts)[back] for place, parts in found.items()}
         for place, x in result.items():
             if not x.isfinite().all():
-                raise ConfigError(None, "{model} has activations at layer {at}, {where}, that are not finite",
-                                  "name another {layer}, or run it on a {device} with another precision",
-                                  model=self._model.source.name, at=place.layer, where=place.site)
+                raise ConfigError(f"{self._model.source.name} has activations at layer {place.layer}, {place.site}, "
+                                  "that are not finite; name another --layer, or run it on a --device with another "
+                                  "precision")
         return result
 
     def _window(self, text: str) -> list[int]:

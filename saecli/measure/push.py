@@ -32,8 +32,8 @@ class PushOptions:
 
     def __post_init__(self) -> None:
         if self.format not in ("auto", *WRITABLE):
-            raise ConfigError("format", "must be one of {choices}, got {got!r}", choices=", ".join(("auto", *WRITABLE)),
-                              got=self.format)
+            raise ConfigError(f"--format must be one of {', '.join(('auto', *WRITABLE))}, got {self.format!r}",
+                              option="format")
         check_tokens_of_model(self.tokens, self.model)
 
 
@@ -91,18 +91,15 @@ def _address(text: str, run: str) -> Address:
     expected = "expected USER/REPO or USER/REPO/FOLDER"
     address = Address.parse(text)
     if address is None:
-        raise ConfigError(None, "cannot push to {text!r}: {expected}, such as someone/my-saes", text=text,
-                          expected=expected)
+        raise ConfigError(f"cannot push to {text!r}: {expected}, such as someone/my-saes")
     if address.revision is not None:
-        raise ConfigError(None, "cannot push to the revision {revision} of {name}: {expected}, whose newest state is "
-                                "added to", "leave the revision out", revision=address.revision, name=address.repo,
-                          expected=expected)
+        raise ConfigError(f"cannot push to the revision {address.revision} of {address.repo}: {expected}, whose "
+                          "newest state is added to; leave the revision out")
     if address.folder:
         return address
     named = Address.parse(f"{address.repo}/{Path(run).resolve().name}")
     if named is None:
-        raise ConfigError(None, "{name!r} gives no name to a folder on the hub: {expected}, with a folder", name=run,
-                          expected=expected)
+        raise ConfigError(f"{run!r} gives no name to a folder on the hub: {expected}, with a folder")
     return named
 
 

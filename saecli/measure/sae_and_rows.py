@@ -163,8 +163,8 @@ class Measured:
         """The rows, of several stores the first one's, for measures that need their store; ConfigError if they are in
         memory."""
         if isinstance(self.rows, ArrayRows):
-            raise ConfigError("data", "must be a store or rows of one here, got rows in memory",
-                              "put them into a store with `sae import`")
+            raise ConfigError("--data must be a store or rows of one here, got rows in memory; put them into a store "
+                              "with `sae import`", option="data")
         return self.rows.inputs[0] if isinstance(self.rows, JoinedRows) else self.rows
 
     @property
@@ -176,9 +176,8 @@ class Measured:
         """Refuse a transcoder, or a crosscoder, where `what` is defined for the reconstruction of one store's rows; by
         a ConfigError."""
         if isinstance(self.rows, JoinedRows):
-            raise ConfigError(None, "{what} of {name} is not defined: expected an SAE that reconstructs the rows of "
-                              "one store, got one trained on {data}", "name another run", what=what,
-                              name=self.subject.name, data=self.rows.name)
+            raise ConfigError(f"{what} of {self.subject.name} is not defined: expected an SAE that reconstructs the "
+                              f"rows of one store, got one trained on {self.rows.name}; name another run")
 
     @property
     def store(self) -> ActivationStore:
@@ -258,16 +257,14 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, 
         _compare_places(subject.name, saved.origin, Joined((rows.store,)) if isinstance(rows, Rows) else rows.stores,
                         listener)
     if saved.is_transcoder and not rows.d_target:
-        raise ConfigError(None, "{sae} is a transcoder: expected the store of what it predicts, got {name} alone",
-                          "name both, by {data} and {target}", sae=subject.name, name=name)
+        raise ConfigError(f"{subject.name} is a transcoder: expected the store of what it predicts, got {name} "
+                          "alone; name both, by --data and --target")
     if rows.d_target and saved.sae.d_out != rows.d_target:
-        raise ConfigError(None, "{sae} cannot be measured on {name}: expected targets of {d_out} dimensions, got {got}",
-                          "name another store with {target}", sae=subject.name, name=name, d_out=saved.sae.d_out,
-                          got=rows.d_target)
+        raise ConfigError(f"{subject.name} cannot be measured on {name}: expected targets of {saved.sae.d_out} "
+                          f"dimensions, got {rows.d_target}; name another store with --target")
     if saved.sae.d_in != rows.d_in:
-        raise ConfigError(None, "{sae} cannot be measured on {name}: expected rows of {d_in} dimensions, got {got}",
-                          "name another store with {data}", sae=subject.name, name=name, d_in=saved.sae.d_in,
-                          got=rows.d_in)
+        raise ConfigError(f"{subject.name} cannot be measured on {name}: expected rows of {saved.sae.d_in} "
+                          f"dimensions, got {rows.d_in}; name another store with --data")
     found = Measured(subject, replace(saved, sae=saved.sae.copy_to(device_named(device))), None, rows)
     return found if isinstance(rows, ArrayRows) else replace(found, split=found.of_store.split.which)
 
@@ -304,8 +301,8 @@ def _compare_places(name: str, origin: Mapping[str, Any], stores: Joined, listen
     (wanted, wanted_target), (got, got_target) = _places(origin), _places(stores.origin)
     models = [Path(one["model"]).name for one in (origin, stores.origin) if one.get("model")]
     if len(wanted) > 1 and wanted != got and sorted(wanted) == sorted(got):
-        raise ConfigError("data", "names the inputs of {sae} in another order than it was trained on",
-                          "name them in this order: {order}", sae=name, order=", ".join(wanted))
+        raise ConfigError(f"--data names the inputs of {name} in another order than it was trained on; name them in "
+                          f"this order: {', '.join(wanted)}", option="data")
     if wanted and got and (wanted, wanted_target) != (got, got_target):
         listener.warn(f"{name} was trained on {in_words(wanted, wanted_target)}; {stores.name} holds "
                       f"{in_words(got, got_target)}")
@@ -327,8 +324,8 @@ def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str 
     if not names and not isinstance(data, Rows | JoinedRows | ActivationStore | Joined | None):
         return ArrayRows(data, target)
     if target is not None and not names:
-        raise ConfigError("target", "does nothing without the name of a store as {data}, or rows in memory",
-                          "leave it out, or give stores as one, by `saecli.join`")
+        raise ConfigError("--target does nothing without the name of a store as --data, or rows in memory; leave it "
+                          "out, or give stores as one, by `saecli.join`", option="target")
     if isinstance(data, Rows | JoinedRows):
         return data
     if isinstance(data, ActivationStore):
@@ -337,9 +334,9 @@ def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str 
         stores = data
     else:
         if not names and subject.streamed and subject.data not in home.stores.names():
-            raise ConfigError("data", "is needed: {run} was trained on rows that were not stored",
-                              "name a store, or make one of its text by `sae extract {options}`", run=subject.name,
-                              options=shlex.join(words_of(subject.streamed)))
+            raise ConfigError(f"--data is needed: {subject.name} was trained on rows that were not stored; name a "
+                              "store, or make one of its text by `sae extract "
+                              f"{shlex.join(words_of(subject.streamed))}`", option="data")
         found = names or [name for name in (subject.data, *subject.beside) if name]
         if not found:
             listener.warn(f"{subject.name} does not name its store: taking the newest")

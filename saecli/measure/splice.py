@@ -60,9 +60,8 @@ def check_tokens(rows: Rows, model: LanguageModel, prefix: Sequence[int]) -> Non
 
 
 def _unfit(rows: Rows, place: ModelSource, expected: str) -> ConfigError:
-    return ConfigError(None, "{store} cannot be run through {place}: expected {expected}",
-                       "name the model that the rows came from", store=rows.store.name, place=place.name,
-                       expected=expected)
+    return ConfigError(f"{rows.store.name} cannot be run through {place.name}: expected {expected}; name the model "
+                       "that the rows came from")
 
 
 def _largest(rows: Rows, column: str) -> int:

@@ -99,12 +99,13 @@ def check_stability(wanted: bool, saes: int, match_threshold: float | None) -> N
     """Refuse, before any work, what cannot be compared; ConfigError where stability is wanted of fewer than two SAEs,
     or the threshold, None for the default, is out of range or for nothing."""
     if match_threshold is not None and not wanted:
-        raise ConfigError("match_threshold", "does nothing without {stability}", "leave it out, or ask for {stability}")
+        raise ConfigError("--match-threshold does nothing without --stability; leave it out, or ask for --stability",
+                          option="match_threshold")
     if match_threshold is not None and not 0 <= match_threshold < 1:
-        raise ConfigError("match_threshold", "must be in [0, 1), got {got}", got=match_threshold)
+        raise ConfigError(f"--match-threshold must be in [0, 1), got {match_threshold}", option="match_threshold")
     if wanted and saes < 2:
-        raise ConfigError("stability", "compares runs that differ in seed: expected two or more, got {got}",
-                          "name them; `sae train --seed 1` trains another", got=saes or "none")
+        raise ConfigError("--stability compares runs that differ in seed: expected two or more, got "
+                          f"{saes or 'none'}; name them; `sae train --seed 1` trains another", option="stability")
 
 
 def check_comparable(subjects: Sequence[Subject], saes: Sequence[SAE]) -> None:
@@ -115,23 +116,22 @@ def check_comparable(subjects: Sequence[Subject], saes: Sequence[SAE]) -> None:
         for width in ("d_in", "d_out"):
             expected, got = getattr(saes[0], width), getattr(sae, width)
             if got != expected:
-                raise ConfigError("stability", "compares runs of one {width}: expected {name} to have {expected} as "
-                                  "{first}, got {got}", "name runs trained on the same rows", width=width, name=name,
-                                  expected=expected, first=names[0], got=got)
+                raise ConfigError(f"--stability compares runs of one {width}: expected {name} to have {expected} as "
+                                  f"{names[0]}, got {got}; name runs trained on the same rows", option="stability")
         if not (sae.W_enc.isfinite().all() and sae.W_dec.isfinite().all()):
-            raise ConfigError("stability", "cannot match the latents of {name}: expected finite weights, got a NaN or "
-                              "infinity", "leave it out, or train it again", name=name)
+            raise ConfigError(f"--stability cannot match the latents of {name}: expected finite weights, got a NaN "
+                              "or infinity; leave it out, or train it again", option="stability")
     known = [(name, subject) for name, subject in zip(names, subjects, strict=True) if subject.data is not None]
     for name, subject in known:
         first, expected = known[0]
         if subject.data != expected.data:
-            raise ConfigError("stability", "compares runs of the same data: expected {name} to be trained on {expected}"
-                              " as {first}, got {got}", "name runs trained on one store", name=name,
-                              expected=expected.data, first=first, got=subject.data)
+            raise ConfigError(f"--stability compares runs of the same data: expected {name} to be trained on "
+                              f"{expected.data} as {first}, got {subject.data}; name runs trained on one store",
+                              option="stability")
         if None not in (subject.data_hash, expected.data_hash) and subject.data_hash != expected.data_hash:
-            raise ConfigError("stability", "compares runs of the same data: expected {name} and {first} to be trained "
-                              "on one store, got two named {store}", "train one of them again", name=name,
-                              first=first, store=subject.data)
+            raise ConfigError(f"--stability compares runs of the same data: expected {name} and {first} to be "
+                              f"trained on one store, got two named {subject.data}; train one of them again",
+                              option="stability")
 
 
 def measured_stability(everything: Sequence[Measured], match_threshold: float, listener: Listener) -> dict[str, Any]:

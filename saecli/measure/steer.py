@@ -71,13 +71,15 @@ def steered(home: Home, sae: SAELike, latents: int | Sequence[int], prompts: Seq
             listener: Listener) -> dict[str, Any]:
     """The document that `sae steer --json` prints; arguments as of `steer`."""
     if max_new_tokens < 1:
-        raise ConfigError("max_new_tokens", "must be at least 1, got {got}", got=max_new_tokens)
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {max_new_tokens}", option="max_new_tokens")
     if not 0 <= temperature < float("inf"):
-        raise ConfigError("temperature", "must be at least 0, and finite, got {got}", got=temperature)
+        raise ConfigError(f"--temperature must be at least 0, and finite, got {temperature}", option="temperature")
     if seed is not None and not temperature:
-        raise ConfigError("seed", "does nothing without {temperature}", "leave it out, or sample with {temperature} 1")
+        raise ConfigError("--seed does nothing without --temperature; leave it out, or sample with --temperature 1",
+                          option="seed")
     if not prompts:
-        raise ConfigError("prompt", "is needed: expected a text to continue, got none", "give one with {prompt}")
+        raise ConfigError("--prompt is needed: expected a text to continue, got none; give one with --prompt",
+                          option="prompt")
     one = placed(home, sae, layer, site, "steering", listener)
     change = Change.of(method, latents, scale, one.subject.name, one.sae.d_sae)
     source = model_of([one], model, listener)
@@ -121,17 +123,16 @@ def _token_ids(model: LanguageModel, prompt: str, most: int) -> Tensor:
     try:
         prompt.encode()
     except UnicodeEncodeError:
-        raise ConfigError("prompt", "must be text in UTF-8, got {got}", got=ascii(prompt)) from None
+        raise ConfigError(f"--prompt must be text in UTF-8, got {prompt!a}", option="prompt") from None
     token_ids = torch.tensor(model.tokenizer(prompt, verbose=False)["input_ids"], dtype=torch.int64)[None]
     if not prompt or not token_ids.numel():
-        raise ConfigError("prompt", "must be a text to continue, got an empty one")
+        raise ConfigError("--prompt must be a text to continue, got an empty one", option="prompt")
     model.check_tokens(token_ids)
     positions, length = model.source.positions, token_ids.shape[1]
     if positions is not None and length + most > positions:
-        raise ConfigError("max_new_tokens", "must leave room for the prompt: expected at most {room}, the {positions} "
-                          "positions of {name} less the {length} of {prompt}, got {got}", "lower it, or shorten the "
-                          "text", room=max(0, positions - length), positions=positions, name=model.source.name,
-                          length=length, got=most)
+        raise ConfigError("--max-new-tokens must leave room for the prompt: expected at most "
+                          f"{max(0, positions - length)}, the {positions} positions of {model.source.name} less the "
+                          f"{length} of --prompt, got {most}; lower it, or shorten the text", option="max_new_tokens")
     return token_ids
 
 

@@ -70,27 +70,28 @@ class Change:
             raise unknown_choice("method", method, METHODS)
         given = np.ravel(latents)
         if not given.size or given.dtype.kind not in "iu":
-            raise ConfigError("latent", "must be the number of a latent, or several, got {got}", got=latents)
+            raise ConfigError(f"--latent must be the number of a latent, or several, got {latents}", option="latent")
         numbers = tuple(given.tolist())
         for number in numbers:
             if not 0 <= number < d_sae:
-                raise ConfigError("latent", "must be from 0 to {last}, the last of {sae}, got {got}", last=d_sae - 1,
-                                  sae=name, got=number)
+                raise ConfigError(f"--latent must be from 0 to {d_sae - 1}, the last of {name}, got {number}",
+                                  option="latent")
             if numbers.count(number) > 1:
-                raise ConfigError("latent", "names {got} twice", "name each latent once", got=number)
+                raise ConfigError(f"--latent names {number} twice; name each latent once", option="latent")
         scales = () if scale is None else tuple(np.ravel(scale).tolist())
         if method == "ablate":
             if scales:
-                raise ConfigError("scale", "does nothing with {method} ablate", "leave it out, or use {method} clamp")
+                raise ConfigError("--scale does nothing with --method ablate; leave it out, or use --method clamp",
+                                  option="scale")
             return cls(method, numbers, (0.0,) * len(numbers))
         if not scales:
-            raise ConfigError("scale", "is needed with {method} {got}: expected a number in units of the latent's "
-                              "code, got none", "give one", got=method)
+            raise ConfigError(f"--scale is needed with --method {method}: expected a number in units of the latent's "
+                              "code, got none; give one", option="scale")
         if len(scales) not in (1, len(numbers)):
-            raise ConfigError("scale", "must be given once, or once for each of {count} latents, got {got} of them",
-                              count=len(numbers), got=len(scales))
+            raise ConfigError(f"--scale must be given once, or once for each of {len(numbers)} latents, got "
+                              f"{len(scales)} of them", option="scale")
         if not all(map(math.isfinite, scales)):
-            raise ConfigError("scale", "must be finite, got {got}", got=", ".join(map(str, scales)))
+            raise ConfigError(f"--scale must be finite, got {', '.join(map(str, scales))}", option="scale")
         return cls(method, numbers, tuple(map(float, scales * len(numbers) if len(scales) == 1 else scales)))
 
     def effect(self, sae: SAE, x: Tensor) -> Tensor:
@@ -148,8 +149,8 @@ def changed(model: nn.Module, one: Placed, change: Change, special: Sequence[int
     blocks = blocks_of(model, config.num_hidden_layers, name)
     for place in (one.read, one.written):
         if not 0 <= place.layer < len(blocks):
-            raise ConfigError("layer", "must be from 0 to {last}, the last of {model}, got {got}", last=len(blocks) - 1,
-                              model=name, got=place.layer)
+            raise ConfigError(f"--layer must be from 0 to {len(blocks) - 1}, the last of {name}, got {place.layer}",
+                              option="layer")
     sae = one.sae.copy_to(model.device)
     kept = torch.tensor(sorted(special), dtype=torch.int64, device=model.device)
     state: dict[str, Tensor | None] = {"plain": None, "read": None}
@@ -165,9 +166,8 @@ def changed(model: nn.Module, one: Placed, change: Change, special: Sequence[int
     def write(y: Tensor) -> Tensor:
         x = y if one.read == one.written else state["read"]
         if x is None:
-            raise ConfigError(None, "{sae} cannot steer {model}: expected to read before what it predicts, got {read} "
-                              "after {written}", "name another run", sae=one.subject.name, model=name,
-                              read=_words(one.read), written=_words(one.written))
+            raise ConfigError(f"{one.subject.name} cannot steer {name}: expected to read before what it predicts, "
+                              f"got {_words(one.read)} after {_words(one.written)}; name another run")
         plain = state["plain"]
         if plain is None:
             plain = torch.ones(y.shape[:-1], dtype=torch.bool)

@@ -238,8 +238,8 @@ class Dictionary(Module, ABC):
             got = f"one on {given.device}; move one of the two by `.to`"
         else:
             return given.to(self.W_enc.dtype).reshape(math.prod(given.shape[:-1]), width)
-        raise ConfigError(None, "cannot {verb}: expected a floating-point tensor of shape (..., {width}) on {device}, "
-                          "got {got}", verb=verb, width=width, device=device, got=got)
+        raise ConfigError(f"cannot {verb}: expected a floating-point tensor of shape (..., {width}) on {device}, got "
+                          f"{got}")
 
 
 class SAE(Dictionary):

@@ -235,5 +235,5 @@ def firing(sae: Dictionary, batches: Iterable[Tensor], keep: int = 0) -> Firing:
 
 def _demand_rows(rows: int) -> None:
     if not rows:
-        raise ConfigError(None, "nothing was measured: expected at least one row, got none",
-                          "choose another split or a larger store")
+        raise ConfigError("nothing was measured: expected at least one row, got none; choose another split or a "
+                          "larger store")

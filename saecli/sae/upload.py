@@ -164,8 +164,8 @@ class Repository:
             except RepositoryNotFoundError:
                 return cls(address)
             if private and not info.private:
-                raise ConfigError(None, "{repo} exists and is public", "leave {private} out, push to another, or make "
-                                        "it private in its settings on the hub", repo=address.repo)
+                raise ConfigError(f"{address.repo} exists and is public; leave --private out, push to another, or "
+                                  "make it private in its settings on the hub")
             files = frozenset(file.rfilename for file in info.siblings or ())
             if README not in files:
                 return cls(address, files)

@@ -55,7 +55,7 @@ def _loss(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dict[st
     from .run_plots import loss_curves
 
     if any(isinstance(sae, SAE) for sae in saes):
-        raise ConfigError(None, "loss is drawn of runs, got an SAE in memory", "name runs")
+        raise ConfigError("loss is drawn of runs, got an SAE in memory; name runs")
     folders = [home.runs.find(None if name is None else str(name)) for name in saes or [None]]
     loss_curves(NOWHERE, {folder.name: read_metrics(folder) for folder in folders}, **options)
 
@@ -74,7 +74,7 @@ def _sparsity(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dic
 
 def _geometry(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dict[str, Any], options: Any) -> None:
     if len(saes) > 1:
-        raise ConfigError(None, "geometry is drawn of one SAE, got {got}", "draw each by itself", got=len(saes))
+        raise ConfigError(f"geometry is drawn of one SAE, got {len(saes)}; draw each by itself")
     del rows["device"]  # it is measured on the CPU
     geometry(*saes, plot=NOWHERE, home=home.path, **rows, **options)
 

@@ -42,9 +42,8 @@ NAME_WIDTH = 40  # letters of a run's name in a legend
 def check_suffix(path: Path) -> None:
     """Raise a ConfigError for a picture's path whose ending is not in `FORMATS`, before the work is done."""
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(None, "cannot draw {path}: expected an ending out of {endings}, got {got}",
-                          "give the picture another name", path=path, endings=", ".join(FORMATS),
-                          got=path.suffix or "none")
+        raise ConfigError(f"cannot draw {path}: expected an ending out of {', '.join(FORMATS)}, got "
+                          f"{path.suffix or 'none'}; give the picture another name")
 
 
 class Figures(list[Figure]):

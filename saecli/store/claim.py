@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ..base.errors import StoreError, StoreOptionError
+from ..base.errors import StoreError
 from ..base.files import LOCK, lock_folder
 from ..base.home import STORE_MARKER
 from .checks import changed, find_damage
@@ -70,8 +70,8 @@ def claim(path: Path, meta: StoreMeta, show: Callable[[float], None]) -> tuple[i
     try:
         lock = lock_folder(path)  # the system releases it if the process dies
     except BlockingIOError as error:
-        raise StoreOptionError(None, "cannot write to {path}: another process is writing it",
-                               "wait for that one, or choose another {name}", path=path) from error
+        raise StoreError(f"cannot write to {path}: another process is writing it; wait for that one, or choose "
+                         "another --name") from error
     except OSError as error:
         raise refused(path, 0, error) from error
     new = not (path / STORE_MARKER).exists()
@@ -118,15 +118,15 @@ def begin(path: Path, meta: StoreMeta) -> StoreMeta:
     if not (path / STORE_MARKER).exists():
         foreign = [entry.name for entry in path.iterdir() if not entry.name.startswith(".")]
         if foreign:
-            raise StoreOptionError(None, "cannot make a store in {path}: expected an empty folder, got one that holds "
-                                         "{foreign}", "choose another {name}", path=path, foreign=foreign[0])
+            raise StoreError(f"cannot make a store in {path}: expected an empty folder, got one that holds "
+                             f"{foreign[0]}; choose another --name")
         write_meta(path, meta)
         return meta
     there = read_meta(path)
     if there.request() != meta.request():
         wanted, got = _difference(meta.request(), there.request())
-        raise StoreOptionError(None, "{path} holds something else: expected {wanted}, got {got}",
-                               "choose another {name}, or remove that store", path=path, wanted=wanted, got=got)
+        raise StoreError(f"{path} holds something else: expected {wanted}, got {got}; choose another --name, or "
+                         "remove that store")
     return there
 
 

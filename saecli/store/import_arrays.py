@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..base.console import Listener, Step, listening
-from ..base.errors import StoreOptionError
+from ..base.errors import StoreError
 from ..base.files import file_sha256
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import Config, option
@@ -136,10 +136,9 @@ def check_room(folder: Path, rows: int, meta: StoreMeta, beside: int) -> None:
     needed = rows * (meta.row_bytes + beside)
     free = shutil.disk_usage(next(parent for parent in folder.absolute().parents if parent.exists())).free
     if needed > free:
-        raise StoreOptionError(None, "cannot store {folder}: expected {needed} of free disk for {rows} of {features} "
-                                     "dimensions, got {free}", "free some, or choose another {home}",
-                               folder=folder.name, needed=size_words(needed), rows=counted(rows, "row"),
-                               features=f"{meta.d_in:,}", free=size_words(free))
+        raise StoreError(f"cannot store {folder.name}: expected {size_words(needed)} of free disk for "
+                         f"{counted(rows, 'row')} of {meta.d_in:,} dimensions, got {size_words(free)}; free some, or "
+                         "choose another --home")
 
 
 def _identity(file: str, array: ArraySource) -> dict[str, Any]:

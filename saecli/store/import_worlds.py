@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError, StoreError, did_you_mean
+from ..base.errors import ConfigError, StoreError, did_you_mean, flag_of
 from ..base.files import file_sha256
 from ..base.home import Home, checked_name
 from ..base.options import options_of
@@ -55,12 +55,12 @@ def import_synthetic(source: str | Path = SYNTHETIC, name: str | None = None, *,
     for word in options:
         if word not in known:
             advice = did_you_mean(word, known) or "expected one of `sae import synthetic`'s"
-            raise ConfigError(None, "import_synthetic has no option {word}", "{advice}", word=word, advice=advice)
+            raise ConfigError(f"import_synthetic has no option {word}; {advice}")
     config = SyntheticConfig(**{key: options[key] for key in options_of(SyntheticConfig) if key in options})
     shape = ImportConfig(dtype=options.get("dtype"), shard_rows=options.get("shard_rows"))
     if not is_world(str(source)):
-        raise ConfigError("source", "must be synthetic or a folder in which SAELens saved a world, got {got}",
-                          got=repr(str(source)))
+        raise ConfigError("--source must be synthetic or a folder in which SAELens saved a world, got "
+                          f"{str(source)!r}", option="source")
     return imported_world(str(source), config, shape, options.keys(), name, Home.at(home), listening(progress))[0]
 
 
@@ -126,13 +126,14 @@ def _refuse_idle(source: str, given: Set[str]) -> None:
     """Refuse options that do nothing with a world, or with a saved one. Raises ConfigError."""
     idle = OF_ARRAYS if not is_saved_world(source) else OF_ARRAYS | options_of(SyntheticConfig).keys() - OF_ROWS
     if found := sorted(idle & given):
-        raise ConfigError(found[0], "does nothing with {source}", "leave it out", source=source)
+        raise ConfigError(f"{flag_of(found[0])} does nothing with {source}; leave it out", option=found[0])
 
 
 def refuse_options_of_worlds(source: str, given: Set[str]) -> None:
     """Refuse options of worlds where an array is imported. Raises ConfigError."""
     if found := sorted((options_of(SyntheticConfig).keys() - options_of(ImportConfig).keys()) & given):
-        raise ConfigError(found[0], "does nothing with {source}", "leave it out, or import synthetic", source=source)
+        raise ConfigError(f"{flag_of(found[0])} does nothing with {source}; leave it out, or import synthetic",
+                          option=found[0])
 
 
 def _folder(source: str) -> Path:

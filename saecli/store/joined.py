@@ -197,10 +197,9 @@ class Joined(SideBySide[ActivationStore]):
 
     @staticmethod
     def _refuse(first: ActivationStore, other: ActivationStore, expected: str, *got: object) -> NoReturn:
-        raise ConfigError(None, "{first} and {other} are not row for row the same tokens: expected {expected}, got "
-                                "{ours} and {theirs}",
-                          "make both with one `sae extract`, by several {site}s or {layer}s", first=first.name,
-                          other=other.name, expected=expected, ours=got[0], theirs=got[1])
+        raise ConfigError(f"{first.name} and {other.name} are not row for row the same tokens: expected {expected}, "
+                          f"got {got[0]} and {got[1]}; make both with one `sae extract`, by several --sites or "
+                          "--layers")
 
     def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0) -> Rows | JoinedRows:
         """The same choice of rows from each; see `ActivationStore.split`."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..base import interrupts
 from ..base.console import Listener, Step
-from ..base.errors import ConfigError, PeerError, StoreError, StoreOptionError
+from ..base.errors import ConfigError, PeerError, StoreError
 from ..base.home import STORE_MARKER, Home
 from ..base.wording import counted
 from .checks import remembers
@@ -51,7 +51,7 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
     inputs = tuple(open_store(home, name, listener) for name in data or [None])
     places = [store.path.resolve() for store in inputs]
     if twice := [store.name for index, store in enumerate(inputs) if places[index] in places[:index]]:
-        raise ConfigError("data", "names {name} twice", "name each store once", name=twice[0])
+        raise ConfigError(f"--data names {twice[0]} twice; name each store once", option="data")
     joined = Joined(inputs, None if target is None else open_store(home, target, listener))
     joined.demand_alike()
     return joined
@@ -70,8 +70,8 @@ def finished_store(folder: Path, request_hash: str, listener: Listener) -> Activ
         return None
     store = ActivationStore.open(folder)
     if store.meta.request_hash != request_hash:
-        raise StoreOptionError(None, "there is a store named {folder!r} already, made from something else",
-                               "give another {name}", folder=folder.name)
+        raise StoreError(f"there is a store named {folder.name!r} already, made from something else; give another "
+                         "--name")
     problems = _check_changed(store, listener)
     if problems:
         listener.note(first_of(problems).partition(";")[0])
@@ -94,7 +94,7 @@ def first_of(problems: list[str]) -> str:
     return f"found {len(problems)} problems, the first: {problems[0]}" if len(problems) > 1 else problems[0]
 
 
-DERIVED = "the store's name, which {name} sets,"  # in messages on a name that the user did not give
+DERIVED = "the store's name, which --name sets,"  # in messages on a name that the user did not give
 
 
 @contextmanager

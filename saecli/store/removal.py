@@ -91,11 +91,10 @@ def removable(home: Home, names: Sequence[str], kind: Kind | None = None) -> lis
     for name in dict.fromkeys(names):
         kinds = [which for which, folders in there.items() if name in folders]
         if len(kinds) > 1:
-            raise ConfigError(None, "{name} is a store and a run", "say which by {kind} store or {kind} run", name=name)
+            raise ConfigError(f"{name} is a store and a run; say which by --kind store or --kind run")
         if not kinds:
             question = did_you_mean(name, sorted(set().union(*there.values()))) or "`sae list` shows what there is"
-            raise ConfigError(None, "there is no {what} named {name!r} in {path}", "{question}", name=name,
-                              path=home.path, question=question, what=kind or "store and no run")
+            raise ConfigError(f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {question}")
         shelf = shelves[kinds[0]]
         found.append(Removable(kinds[0], shelf, name, folder_bytes(shelf.path / name),
                                _trained_on(home, name) if kinds[0] == "store" else ()))

@@ -211,4 +211,4 @@ class Rows:
 
 def _check_batch_size(batch_size: int) -> None:
     if batch_size < 1:
-        raise ConfigError("batch_size", "must be at least 1, got {got}", got=batch_size)
+        raise ConfigError(f"--batch-size must be at least 1, got {batch_size}", option="batch_size")

@@ -57,7 +57,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..base.documents import Origin, demand_version, parse_json
-from ..base.errors import ConfigError, StoreError
+from ..base.errors import ConfigError, StoreError, flag_of
 from ..base.files import regular, write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
 from .dtypes import DTYPES
@@ -248,20 +248,18 @@ class StoreMeta:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ConfigError("dtype", "must be one of {choices}, got {got}", choices=", ".join(DTYPES),
-                              got=repr(self.dtype))
+            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}", option="dtype")
         if unknown := [name for name in self.columns if name not in COLUMNS]:
-            raise ConfigError("columns", "must be some of {choices}, got {got}", choices=", ".join(COLUMNS),
-                              got=repr(unknown[0]))
+            raise ConfigError(f"--columns must be some of {', '.join(COLUMNS)}, got {unknown[0]!r}", option="columns")
         if len(set(self.columns)) < len(self.columns):
-            raise ConfigError("columns", "must differ from each other, got {got}", got=", ".join(self.columns))
+            raise ConfigError(f"--columns must differ from each other, got {', '.join(self.columns)}", option="columns")
         if self.max_norm_multiple is not None and not 1 <= self.max_norm_multiple < math.inf:
-            raise ConfigError("max_norm_multiple", "must be at least 1 and finite, got {got}",
-                              got=self.max_norm_multiple)
+            raise ConfigError(f"--max-norm-multiple must be at least 1 and finite, got {self.max_norm_multiple}",
+                              option="max_norm_multiple")
         for name, least in (("d_in", 1), ("shard_rows", 1), ("chunk_rows", 0)):
             if not least <= getattr(self, name) <= MOST:
-                raise ConfigError(name, "must be from {least} to {most}, got {got}", least=least, most=MOST,
-                                  got=getattr(self, name))
+                raise ConfigError(f"{flag_of(name)} must be from {least} to {MOST}, got {getattr(self, name)}",
+                                  option=name)
         if not self.chunk_rows:
             object.__setattr__(self, "chunk_rows", rows_per_chunk(self.d_in, self.dtype))
 

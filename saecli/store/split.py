@@ -15,7 +15,7 @@ from typing import Literal, Self, get_args
 
 import numpy as np
 
-from ..base.errors import ConfigError, StoreError, StoreOptionError, unknown_choice
+from ..base.errors import ConfigError, StoreError, unknown_choice
 from .schema import StoreMeta
 
 Which = Literal["train", "test", "all"]
@@ -102,12 +102,12 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.which not in get_args(Which):
-            raise ConfigError(None, "{sentence}", sentence=unknown_choice("split", str(self.which), get_args(Which)))
+            raise unknown_choice('split', str(self.which), get_args(Which))
         if not 0 < self.fraction <= 1:
-            raise ConfigError("fraction", "must be above 0 and at most 1, got {got}", got=f"{self.fraction:g}")
+            raise ConfigError(f"--fraction must be above 0 and at most 1, got {self.fraction:g}", option="fraction")
         if not 0 <= self.test_fraction < 1:
-            raise ConfigError("test_fraction", "must be at least 0 and below 1, got {got}",
-                              got=f"{self.test_fraction:g}")
+            raise ConfigError(f"--test-fraction must be at least 0 and below 1, got {self.test_fraction:g}",
+                              option="test_fraction")
 
     def fitted(self, ids: Callable[[], Iterator[np.ndarray]]) -> Self:
         """This split of a given store: a fraction without a document takes the one with the lowest hash.
@@ -150,9 +150,8 @@ class Split:
             return StoreError(f"{path} holds no whole shard yet; run the command that makes it again")
         unit, remedy = (("documents", "make a store of more documents (blank lines separate those of a .txt file)")
                         if "document" in meta.columns else ("rows", "import more rows"))
-        return StoreOptionError(None, "the {which} split of {path} is empty: of its {count} rows, chosen by a hash of "
-                                      "their {unit}, none belongs to it", "{advice}, or use another {split_seed}",
-                                which=self.which, path=path, count=meta.rows, unit=unit, advice=remedy)
+        return StoreError(f"the {self.which} split of {path} is empty: of its {meta.rows} rows, chosen by a hash of "
+                          f"their {unit}, none belongs to it; {remedy}, or use another --split-seed")
 
 
 def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:

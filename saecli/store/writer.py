@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..base.errors import StoreError, StoreOptionError
+from ..base.errors import StoreError
 from ..base.home import STORE_MARKER
 from .admission import Admission
 from .checks import no_show, suspect
@@ -206,8 +206,8 @@ class StoreWriter(ClaimedStore):
             ValueError: shapes or types do not fit the store.
         """
         if self.complete and not self._mended:
-            raise StoreOptionError(None, "{path} is complete, with {count} rows; expected one to go on with",
-                                   "choose another {name}, or remove that store", path=self.path, count=self.rows)
+            raise StoreError(f"{self.path} is complete, with {self.rows} rows; expected one to go on with; choose "
+                             "another --name, or remove that store")
         rows, columns, left_out = self.admission(activations, columns, dropped or {}, verdict)
         cursor = json.loads(json.dumps(cursor))
         self._ended, self._current = self._ended + self._current, left_out

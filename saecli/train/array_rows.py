@@ -35,18 +35,18 @@ class ArrayRows:
             rows = rows.float() if rows.is_floating_point() and rows.itemsize < 4 else rows  # numpy has no bfloat16
         rows = np.asarray(rows)
         if rows.ndim != 2 or not rows.size or rows.dtype.kind not in "fiu":
-            raise ConfigError("rows", "must be numbers in an array (rows, d_in), got one of {dtype} and shape {shape}",
-                              dtype=rows.dtype, shape=tuple(rows.shape))
+            raise ConfigError(f"--rows must be numbers in an array (rows, d_in), got one of {rows.dtype} and shape "
+                              f"{tuple(rows.shape)}", option="rows")
         if self._targets is not None and self._targets.rows != len(rows):
-            raise ConfigError("target", "must have as many rows as there are, {count}, got {got}", count=len(rows),
-                              got=self._targets.rows)
+            raise ConfigError(f"--target must have as many rows as there are, {len(rows)}, got {self._targets.rows}",
+                              option="target")
         self._rows = rows
         # Narrower dtypes are widened; float64 is kept for training in float64.
         self._dtype = np.float64 if rows.dtype == np.float64 else np.float32
         bad = sum(int((~np.isfinite(batch).all(1)).sum()) for batch in self.sequential(CHECKED_ROWS))
         if bad:
-            raise ConfigError("rows", "must be finite, got {bad} of {count} with a NaN or infinity", "leave those out",
-                              bad=bad, count=len(rows))
+            raise ConfigError(f"--rows must be finite, got {bad} of {len(rows)} with a NaN or infinity; leave those "
+                              "out", option="rows")
 
     widths: tuple[int, ...] = ()  # this and the next: see `JoinedRows`
     places: tuple[int, ...] = ()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from ..base.devices import device_named
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, flag_of
 from ..base.options import Config, option
 from ..base.precision import PRECISIONS, multiplies_bf16
 from ..sae.activations import Activation, sparsity_names
@@ -116,7 +116,7 @@ class TrainingConfig(Config):
         """
         missing = sorted({"d_sae", "epochs", "steps", "sparsity", "sparsity_weight"} - document.keys())
         if missing:
-            raise ConfigError(None, "{config} does not match: missing {missing}", config=cls.__name__, missing=missing)
+            raise ConfigError(f"{cls.__name__} does not match: missing {missing}")
         return super().from_json(document)
 
     @property
@@ -136,18 +136,18 @@ class TrainingConfig(Config):
         """The same with every default filled in that depends on the data or the activation; idempotent. Raises
         ConfigError if options contradict each other, or do nothing together."""
         if self.epochs is not None and self.steps is not None:
-            raise ConfigError(None, "cannot use both {epochs} and {steps} at the same time", "use one of them")
+            raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
         if self.batch_size > rows:
             return replace(self, batch_size=rows).resolved(activation, solver, rows, d_in)
         sparsity = self.sparsity or activation.default_sparsity
         activation.check_sparsity(sparsity)
         if sparsity == "none" and self.sparsity_weight:
-            raise ConfigError("sparsity_weight", "does nothing with {sparsity} none",
-                              "leave it out, or name a penalty ({penalties})",
-                              penalties=", ".join(name for name in activation.sparsities if name != "none"))
+            raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty "
+                              f"({', '.join(name for name in activation.sparsities if name != 'none')})",
+                              option="sparsity_weight")
         if sparsity == "none" and self.sparsity_warm_up != PENALTY_WARM_UP:
-            raise ConfigError("sparsity_warm_up", "does nothing with {sparsity} none",
-                              "leave it out, or name a penalty")
+            raise ConfigError("--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty",
+                              option="sparsity_warm_up")
         weight = self.sparsity_weight
         d_sae = self.d_sae or 4 * d_in
         prefixes = None if self.prefixes is None else self._prefixes(d_sae)
@@ -155,9 +155,9 @@ class TrainingConfig(Config):
         solver.check(rows, self.batch_size, self.lr, self.smoothing)
         for name, default in SCHEDULE.items():
             if getattr(self, name) != default and OPTIMIZERS[solver.optimizer].to_tolerance:
-                raise ConfigError(name, "does nothing with {optimizer} {given}, whose problem stays the same from step "
-                                        "to step", "leave it out, or use {optimizer} adam or sgd",
-                                  given=solver.optimizer)
+                raise ConfigError(f"{flag_of(name)} does nothing with --optimizer {solver.optimizer}, whose problem "
+                                  "stays the same from step to step; leave it out, or use --optimizer adam or sgd",
+                                  option=name)
         precision = self._precision(solver, d_in * d_sae)
         epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / self.epoch_batches(rows)))
         return replace(
@@ -171,7 +171,7 @@ class TrainingConfig(Config):
         numbers = ([math.ceil(d_sae / latents) for latents in AUTO_PREFIXES] if self.prefixes == "auto" else
                    [int(word) for word in self.prefixes.split(",")])
         if max(numbers) > d_sae:
-            raise ConfigError("prefixes", "must be at most {d_sae}, {most}, got {got}", most=d_sae, got=max(numbers))
+            raise ConfigError(f"--prefixes must be at most --d-sae, {d_sae}, got {max(numbers)}", option="prefixes")
         return ",".join(str(number) for number in sorted({*numbers, d_sae}))
 
     def _precision(self, solver: SolverConfig, weights: int) -> str:
@@ -181,9 +181,9 @@ class TrainingConfig(Config):
             rounded = not exact and weights >= SMALLEST and multiplies_bf16(device_named(self.device))
             return "bf16" if rounded else "float32"
         if exact and self.precision != "float32":
-            other = "{dtype} float64" if exact == "float64" else f"{{optimizer}} {solver.optimizer}"
-            raise ConfigError("precision", "{given} cannot be used with " + other + ", which asks for more",
-                              "leave it out", given=self.precision)
+            other = "--dtype float64" if exact == "float64" else f"--optimizer {solver.optimizer}"
+            raise ConfigError(f"--precision {self.precision} cannot be used with {other}, which asks for more; leave "
+                              "it out", option="precision")
         return self.precision
 
     def batches(self, rows: int) -> int | None:
@@ -234,11 +234,11 @@ class Plan:
         """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
         together."""
         if training.skip and not train_rows.d_target:
-            raise ConfigError("skip", "does nothing without {target}: from rows to themselves it would be all",
-                              "leave it out, or name the store that is predicted")
+            raise ConfigError("--skip does nothing without --target: from rows to themselves it would be all; leave "
+                              "it out, or name the store that is predicted", option="skip")
         if train_rows.places and training.sparsity == "kl":
-            raise ConfigError("sparsity", "kl is defined for one place, got {count}", "use another, such as l1",
-                              count=len(train_rows.places))
+            raise ConfigError(f"--sparsity kl is defined for one place, got {len(train_rows.places)}; use another, "
+                              "such as l1", option="sparsity")
         if start is not None:
             training = replace(training, **start.settled(training.d_sae, training.prefixes, training.skip, activation,
                                                          train_rows))
@@ -255,19 +255,18 @@ class Plan:
         """Refuse, by a ConfigError, what takes rows again that have gone."""
         advice = "make a store of them by `sae extract`, and train on that"
         if (self.training.epochs or 1) > 1:
-            raise ConfigError("epochs", "must be 1 with {model}, whose rows come once, got {got}", advice,
-                              got=self.training.epochs)
+            raise ConfigError(f"--epochs must be 1 with --model, whose rows come once, got {self.training.epochs}; "
+                              + advice, option="epochs")
         most = self.training.epoch_batches(rows.rows) * self.solver.inner_steps
         if (self.training.steps or 0) > most:
-            raise ConfigError("steps", "must be at most {most} with {model}, whose rows come once, got {got}",
-                              "raise {rows} or {inner_steps}, or " + advice, most=most, got=self.training.steps)
+            raise ConfigError(f"--steps must be at most {most} with --model, whose rows come once, got "
+                              f"{self.training.steps}; raise --rows or --inner-steps, or {advice}", option="steps")
         if self.training.precision == "tf32":
-            raise ConfigError("precision", "{given} holds here for all of the process, and so for {model} while it "
-                                           "gives the rows", "use {precision} float32, or " + advice,
-                              given=self.training.precision)
+            raise ConfigError("--precision tf32 holds for the whole process, also for --model while it gives the "
+                              f"rows; use --precision float32, or {advice}", option="precision")
         if rows.ready < rows.rows and isinstance(self.solver, PamSgd) and (
                 self.solver.decoder_first or takes_all_rows(self.solver)):
-            raise ConfigError("decoder_first" if self.solver.decoder_first else "decoder",
-                              "takes decoder steps over all rows: expected at most {ready:,} with {model}, of which so "
-                              "many stay in memory, got {got:,}", "lower {rows}, or " + advice, ready=rows.ready,
-                              got=rows.rows)
+            name = "decoder_first" if self.solver.decoder_first else "decoder"
+            raise ConfigError(f"{flag_of(name)} takes decoder steps over all rows: expected at most {rows.ready:,} "
+                              f"rows with --model, which are kept in memory, got {rows.rows:,}; lower --rows, or "
+                              f"{advice}", option=name)

@@ -46,8 +46,8 @@ def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str
     names = [None if name is None else checked_name("-".join([name, *map(_words, values.items())]))
              for values in varied]
     if len(set(names)) < len(names) and name is not None:
-        raise ConfigError("name", "{given} makes one name of several runs: their values differ in characters that a "
-                                  "name cannot hold", "leave {name} out", given=name)
+        raise ConfigError(f"--name {name} makes one name of several runs: their values differ in characters that a "
+                          "name cannot hold; leave --name out", option="name")
     return names
 
 
@@ -135,11 +135,11 @@ def _longer(job: Job, epochs: int) -> Job:
     plan = job.run.plan
     had = plan.training.epochs
     if had is None:
-        raise ConfigError("epochs", "cannot lengthen {run}, which was given {steps}", "start from its SAE by {init}",
-                          run=job.folder.name)
+        raise ConfigError(f"--epochs cannot lengthen {job.folder.name}, which was given --steps; start from its SAE "
+                          "by --init", option="epochs")
     if epochs <= had:
-        raise ConfigError("epochs", "must be above {had} to lengthen {run}, which has so many, got {got}", had=had,
-                          run=job.folder.name, got=epochs)
+        raise ConfigError(f"--epochs must be above {had} to lengthen {job.folder.name}, which has so many, got "
+                          f"{epochs}", option="epochs")
     plan = replace(plan, training=replace(plan.training, epochs=epochs))
     return replace(job, run=replace(job.run, plan=plan), lengthened=had)
 
@@ -170,7 +170,7 @@ def run_again(home: Home, folder: Path, document: Mapping[str, Any], listener: L
                              SOLVERS[settings.pop("name")].from_json(settings),
                              activation_from_json(document["activation"]))
         if plan.training != training:  # a setting was missing, and today's default would be filled in
-            raise ConfigError(None, "not all of its settings are filled in")
+            raise ConfigError("not all of its settings are filled in")
         if "init" in document:
             plan = replace(plan, start=Start(document["init"]["name"], document["init"]["hash"], None))
         run, trained_on = Run(stores, plan, document["created"]), document["data_hash"]

@@ -177,9 +177,9 @@ class LiveRows:
         rows = np.concatenate([self._kept[:0], *self._held_out])[:MOST_TEST_ROWS]
         self._held_out = None
         if not len(rows) or not self.rows:
-            raise ConfigError("dataset", "has too few documents: expected training rows and held-out ones, got {train} "
-                                         "and {test}", "name a text of more documents, raise {rows}, or use another "
-                                                       "{split_seed}", train=f"{self.rows:,}", test=f"{len(rows):,}")
+            raise ConfigError("--dataset has too few documents: expected training rows and held-out ones, got "
+                              f"{self.rows:,} and {len(rows):,}; name a text of more documents, raise --rows, or use "
+                              "another --split-seed", option="dataset")
         return ArrayRows(self._decoded(rows))
 
     def _go_on(self, tokens: int, rows: int) -> None:

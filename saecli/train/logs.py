@@ -147,8 +147,8 @@ class WandbRun:
                               f"{run.folder / 'wandb'}, from which `wandb sync` sends it")
             self._run = begun(f"{run.identity}-offline", "offline")  # its process still holds the other
         except wandb.errors.UsageError as error:
-            raise ConfigError("log_to", "cannot begin a run in wandb: {reason}",
-                              "log in by `wandb login`, or set WANDB_MODE=offline", reason=one_line(error)) from error
+            raise ConfigError(f"--log-to cannot begin a run in wandb: {one_line(error)}; log in by `wandb login`, or "
+                              "set WANDB_MODE=offline", option="log_to") from error
 
     def write(self, line: dict[str, Any]) -> None:
         """Append the numbers in a line, at its step; steps that were logged before a resumption are not again."""
@@ -197,9 +197,9 @@ def demand_trackers(names: str | None) -> None:
     """Refuse trackers that are not installed, by a ConfigError."""
     for name in names.split(",") if names else ():
         if importlib.util.find_spec(name) is None:
-            raise ConfigError("log_to", "needs the package {package}, which is not installed",
-                              "install it with `pip install 'saecli[{package}]'`, or leave {log_to} out: metrics.jsonl "
-                              "holds the same figures", package=name)
+            raise ConfigError(f"--log-to needs the package {name}, which is not installed; install it with `pip "
+                              f"install 'saecli[{name}]'`, or leave --log-to out: metrics.jsonl holds the same "
+                              "figures", option="log_to")
 
 
 def logs_of(run: Logged, names: str | None) -> Iterator[Log]:

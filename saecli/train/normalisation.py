@@ -84,13 +84,13 @@ def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype, widths: Seq
 def _scale(kind: str, variance: Tensor, rows: int) -> Tensor:
     """The scale of one place, (D,), from its variances; ConfigError as of `fit_normalisation`."""
     if variance.sum() == 0:
-        raise ConfigError(None, "there is nothing to learn: expected training rows that differ, got {rows}, all the "
-                                "same", "give another {data}, or a larger {fraction}", rows=rows)
+        raise ConfigError(f"there is nothing to learn: expected training rows that differ, got {rows}, all the same; "
+                          "give another --data, or a larger --fraction")
     overall = variance.mean().sqrt()
     if overall < LEAST_SCALE:
-        raise ConfigError(None, "the training rows are all but the same: expected a spread of {least:g} or more, which "
-                                "weights in float32 can make up for, got {got:.2g}",
-                          "multiply them, and import them again", least=LEAST_SCALE, got=overall.item())
+        raise ConfigError(f"the training rows are all but the same: expected a spread of {LEAST_SCALE:g} or more, "
+                          f"which weights in float32 can make up for, got {overall.item():.2g}; multiply them, and "
+                          "import them again")
     if kind == "none":
         return torch.ones_like(variance)
     if kind == "scale":

@@ -249,8 +249,8 @@ class GradientDescent(Optimizer):
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
         """Refuse `--lr auto`, by a ConfigError."""
         if lr == "auto":
-            raise ConfigError("lr", "auto is fitted to Adam and says nothing of the step of {optimizer} sgd",
-                              "give one, such as {lr} 0.01, or use {optimizer} adam")
+            raise ConfigError("--lr auto is fitted to Adam and says nothing of the step of --optimizer sgd; give "
+                              "one, such as --lr 0.01, or use --optimizer adam", option="lr")
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
         gradients = self._gradients(loss())
@@ -285,15 +285,15 @@ class Lbfgs(Optimizer):
     def check(cls, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
         """Refuse batches, a learning rate and smoothing, by a ConfigError."""
         if batch_size < rows:
-            raise ConfigError("optimizer", "lbfgs takes all training rows as one batch, and there are {rows}, more "
-                                           "than {batch_size} {given}",
-                              "give {batch_size} {rows}, or use {optimizer} adam", rows=rows, given=batch_size)
+            raise ConfigError(f"--optimizer lbfgs takes all training rows as one batch, and there are {rows}, more "
+                              f"than --batch-size {batch_size}; give --batch-size {rows}, or use --optimizer adam",
+                              option="optimizer")
         if lr != "auto":
-            raise ConfigError("lr", "does nothing with {optimizer} lbfgs, whose line search finds its steps",
-                              "leave it out, or use {optimizer} adam or sgd")
+            raise ConfigError("--lr does nothing with --optimizer lbfgs, whose line search finds its steps; leave it "
+                              "out, or use --optimizer adam or sgd", option="lr")
         if smoothing not in ("auto", 0):
-            raise ConfigError("smoothing", "cannot be used with {optimizer} lbfgs, which solves one problem over the "
-                                           "rows as they are", "leave it out, or use {optimizer} adam")
+            raise ConfigError("--smoothing cannot be used with --optimizer lbfgs, which solves one problem over the "
+                              "rows as they are; leave it out, or use --optimizer adam", option="smoothing")
 
     def descend(self, loss: Callable[[], Tensor], lr: float) -> None:
         """Iterate to tolerance, whatever the learning rate; the loss never ends above its start."""

@@ -55,7 +55,7 @@ class PamSgd(SolverConfig):
     """Options of PAM-SGD; penalties are in the units of a sum of squared errors over all training rows."""
 
     name: ClassVar[str] = "pam-sgd"
-    memory_advice: ClassVar[str] = "use a smaller {d_sae}, or {solver} sgd, which solves for no decoder"
+    memory_advice: ClassVar[str] = "use a smaller --d-sae, or --solver sgd, which solves for no decoder"
 
     decoder: str = option("residual", "Unknown of the decoder step: residual, Delta in W_dec = c W_enc' + Delta; free, "
                                       "W_dec itself, as in the paper.", choices=("residual", "free"), **PAPER)
@@ -92,11 +92,11 @@ class PamSgd(SolverConfig):
         ConfigError."""
         super().check(rows, batch_size, lr, smoothing)
         if self.bias == "after" and self.alpha == "auto":
-            raise ConfigError("bias", "after cannot be used with {alpha} auto, which chooses for the bias that is "
-                                      "joint with W_dec", "give a number, such as {alpha} 1, or use {bias} joint")
+            raise ConfigError("--bias after cannot be used with --alpha auto, which chooses for the bias that is "
+                              "joint with W_dec; give a number, such as --alpha 1, or use --bias joint", option="bias")
         if self.decoder_first and not isinstance(self.decoder_every, str):
-            raise ConfigError("decoder_first", "cannot be used with {decoder_every}, which adds decoder steps after "
-                                               "encoder steps", "use one of them")
+            raise ConfigError("--decoder-first cannot be used with --decoder-every, which adds decoder steps after "
+                              "encoder steps; use one of them", option="decoder_first")
 
     def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "PamSgdSolver":
         return PamSgdSolver(initial, task, self, communicator)

@@ -283,7 +283,7 @@ class SolverConfig(Config, ABC):
 
     panel: ClassVar[str] = "Solver"
     name: ClassVar[str]
-    memory_advice: ClassVar[str] = "use a smaller {d_sae}"
+    memory_advice: ClassVar[str] = "use a smaller --d-sae"
 
     optimizer: str = option("adam", "What takes the descent steps: adam; sgd, plain gradient steps as in the paper's "
                                     "algorithm, for which --lr must be a number; lbfgs, a solve to tolerance on all "
@@ -321,12 +321,11 @@ class SolverConfig(Config, ABC):
         `Optimizer.check`."""
         OPTIMIZERS[self.optimizer].check(rows, batch_size, lr, smoothing)
         if OPTIMIZERS[self.optimizer].to_tolerance and self.clip_norm is not None:
-            raise ConfigError("clip_norm", "does nothing with {optimizer} {given}, whose line search finds its steps",
-                              "leave it out, or use {optimizer} adam or sgd", given=self.optimizer)
+            raise ConfigError(f"--clip-norm does nothing with --optimizer {self.optimizer}, whose line search finds "
+                              "its steps; leave it out, or use --optimizer adam or sgd", option="clip_norm")
         if OPTIMIZERS[self.optimizer].to_tolerance and self.inner_steps not in ("auto", 1):
-            raise ConfigError("inner_steps", "{given} does nothing with {optimizer} {name}, whose one step solves for "
-                                             "the encoder to tolerance", "leave it out", given=self.inner_steps,
-                              name=self.optimizer)
+            raise ConfigError(f"--inner-steps {self.inner_steps} does nothing with --optimizer {self.optimizer}, "
+                              "whose one step solves for the encoder to tolerance; leave it out", option="inner_steps")
 
     def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
         """The width of smoothing when the user gives none: the wider, the more latents there are per row (see

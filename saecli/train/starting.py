@@ -68,18 +68,17 @@ class Start:
         sae = self.sae
         for what, wanted, got in (("rows", sae.d_in, rows.d_in), ("targets", sae.d_out, rows.d_target or rows.d_in)):
             if wanted != got:
-                raise ConfigError("init", "{sae} cannot be trained on these rows: expected {what} of {wanted} "
-                                          "dimensions, got {got}", "use other rows, or another SAE", sae=self.name,
-                                  what=what, wanted=wanted, got=got)
+                raise ConfigError(f"--init {self.name} cannot be trained on these rows: expected {what} of {wanted} "
+                                  f"dimensions, got {got}; use other rows, or another SAE", option="init")
         if sae.W_skip is not None and not rows.d_target:
-            raise ConfigError("init", "{sae} is a transcoder: expected the store of what it predicts, got none",
-                              "name it with {target}", sae=self.name)
+            raise ConfigError(f"--init {self.name} is a transcoder: expected the store of what it predicts, got "
+                              "none; name it with --target", option="init")
         if d_sae not in (None, sae.d_sae):
-            raise ConfigError("d_sae", "must be that of {init} {sae}, {wanted}, got {got}", "leave it out",
-                              sae=self.name, wanted=sae.d_sae, got=d_sae)
+            raise ConfigError(f"--d-sae must be that of --init {self.name}, {sae.d_sae}, got {d_sae}; leave it out",
+                              option="d_sae")
         if isinstance(activation, JumpRelu) and activation.threshold is not None and self._has_parameters(activation):
-            raise ConfigError("threshold", "does nothing with {init} {sae}, which has thresholds of its own",
-                              "leave it out", sae=self.name)
+            raise ConfigError(f"--threshold does nothing with --init {self.name}, which has thresholds of its own; "
+                              "leave it out", option="threshold")
         return {"d_sae": sae.d_sae, "prefixes": prefixes or ",".join(map(str, sae.prefixes)) or None,
                 "skip": skip or sae.W_skip is not None}
 
@@ -123,10 +122,9 @@ class Start:
         """Refuse a target for L0 above the number of positive pre-activations per row: thresholds of 0 would have less,
         and the controller, which multiplies them, would leave them there."""
         if isinstance(activation, JumpRelu) and activation.target_l0 is not None and positive < activation.target_l0:
-            raise ConfigError("target_l0", "cannot be reached from {init} {sae}, of whose pre-activations {most:.1f} "
-                              "per row are positive: expected that or less, got {got:g}",
-                              "lower {target_l0}, or use another {act}", sae=self.name, most=positive,
-                              got=activation.target_l0)
+            raise ConfigError(f"--target-l0 cannot be reached from --init {self.name}, of whose pre-activations "
+                              f"{positive:.1f} per row are positive: expected that or less, got "
+                              f"{activation.target_l0:g}; lower --target-l0, or use another --act", option="target_l0")
 
     def _has_parameters(self, activation: Activation) -> bool:
         """Whether the SAE's activation parameters are those of an activation."""

@@ -34,7 +34,7 @@ LOG_EVERY = 20  # steps between lines of measures, and between checks for diverg
 # a decoder solved without a ridge reached 2e4 on the paper's settings, from which the next decoder step recovers.
 DIVERGED = 1e6
 MOST_TAKEN = 0.8  # of a device's free memory, by the solver and rows that are kept there
-ADVICE = "lower {lr}, or look at the data"
+ADVICE = "lower --lr, or look at the data"
 
 
 class Record:
@@ -211,7 +211,7 @@ class Trainer:
         """
         solver = self.solver
         if any(not tensor.isfinite().all() for tensor in sae.tensors().values()):
-            raise TrainingError(None, "the weights became NaN or infinite at step {step}", ADVICE, step=solver.steps)
+            raise TrainingError(f"the weights became NaN or infinite at step {solver.steps}; {ADVICE}")
         task = solver.task
         sample = task.sample if task.targets is None else torch.cat([task.sample, task.targets], 1)
         error = reconstruction(solver.dictionary, [sample])["mse"] * sae.d_out
@@ -245,16 +245,15 @@ class Trainer:
         if world_size == 1:
             return
         if trainings > 1:
-            raise ConfigError(None, "options given several times train {trainings} SAEs in one process: expected one, "
-                              "got {world_size}", "run it without torchrun, or give each value to a command of its own",
-                              trainings=trainings, world_size=world_size)
+            raise ConfigError(f"options given several times train {trainings} SAEs in one process: expected one, got "
+                              f"{world_size}; run it without torchrun, or give each value to a command of its own")
         if training.batch_size < world_size:
-            raise ConfigError("batch_size", "must be at least the number of processes, {world_size}, which share every "
-                              "batch, got {got}", world_size=world_size, got=training.batch_size)
+            raise ConfigError(f"--batch-size must be at least the number of processes, {world_size}, which share "
+                              f"every batch, got {training.batch_size}", option="batch_size")
         if training.sparsity == "kl":
-            raise ConfigError("sparsity", "kl takes each batch as a whole, since its firing rates are those of one: "
-                              "expected one process, got {world_size}", "run it without torchrun, or use another "
-                              "penalty", world_size=world_size)
+            raise ConfigError("--sparsity kl takes each batch as a whole, since its firing rates are those of one: "
+                              f"expected one process, got {world_size}; run it without torchrun, or use another "
+                              "penalty", option="sparsity")
 
     def _demand_memory(self, trainings: int) -> tuple[int, bool]:
         """The bytes that are free for the solver, one of `trainings`, and whether the device keeps the rows beside it;
@@ -272,14 +271,11 @@ class Trainer:
         free = int(self.communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min").item()) // trainings
         if needed > free:
             beside = "" if trainings == 1 else f" for each of {trainings} trainings"
-            sizes = {"needed": needed / 2**30, "free": free / 2**30, "beside": beside}
+            sizes = (f"with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are "
+                     f"free{beside}")
             if training.batch_size > SUMMED_ROWS and with_batches(SUMMED_ROWS)[1] <= free:
-                raise ConfigError("batch_size", "{rows:,} with {d_sae} {latents} needs {needed:.1f} GiB of memory, "
-                                  "{free:.1f} GiB are free{beside}", "lower it", rows=training.batch_size,
-                                  latents=d_sae, **sizes)
-            raise ConfigError("solver", "{name} with {d_sae} {latents} needs {needed:.1f} GiB of memory, {free:.1f} "
-                              "GiB are free{beside}", solver.memory_advice, name=solver.name, latents=d_sae,
-                              **sizes)
+                raise ConfigError(f"--batch-size {training.batch_size:,} {sizes}; lower it", option="batch_size")
+            raise ConfigError(f"--solver {solver.name} {sizes}; {solver.memory_advice}", option="solver")
         if self.device.type == "cpu" or self.communicator.world_size > 1 or isinstance(self.train_rows, InMemory):
             return free - batch, False
         held = held_bytes(self.train_rows) // trainings
@@ -325,8 +321,7 @@ def averages(reports: list[StepReport], variance: Tensor, communicator: Communic
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
         first = reports[int(bad[0])]
-        raise TrainingError(None, "the loss became {loss} at step {step}", ADVICE, loss=first.loss.item(),
-                            step=first.step)
+        raise TrainingError(f"the loss became {first.loss.item()} at step {first.step}; {ADVICE}")
     rows = torch.tensor([report.rows for report in reports]).to(losses)
     weights = rows / rows.sum()
     return {"step": reports[-1].step, "loss": (weights @ losses).item(),
@@ -345,8 +340,8 @@ def demand_no_worse(fvu: float, worst: float, when: str) -> None:
         TrainingError: it is above `worst`, or NaN.
     """
     if not fvu <= worst:
-        raise TrainingError(None, "training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most",
-                            ADVICE, fvu=fvu, when=when, worst=worst)
+        raise TrainingError(f"training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most; "
+                            + ADVICE)
 
 
 def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -10,7 +10,7 @@ from homes import CommandLine, make_store, some_rows
 from typer.testing import CliRunner
 
 from saecli.base.errors import ConfigError, TrainingError, unknown_choice
-from saecli.base.options import PAPER, Config, flag_of, option, options_of
+from saecli.base.options import PAPER, Config, option, options_of
 from saecli.cli.options.given import Given, configured, own_options
 from saecli.sae.activations import ACTIVATIONS
 from saecli.train.config import TrainingConfig
@@ -98,17 +98,17 @@ def test_what_only_the_papers_experiments_need_is_advanced():
 
 
 def test_an_error_names_its_options_and_each_caller_spells_them():
-    error = ConfigError("k", "must be at most {d_sae}, {most}, got {got}", "raise {d_sae}", most=64, got="{--k}")
-    assert error.options == ["k", "d_sae"]
-    assert str(error) == "k must be at most d_sae, 64, got {--k}; raise d_sae"
-    assert error.sentence(flag_of) == "--k must be at most --d-sae, 64, got {--k}; raise --d-sae"
+    error = ConfigError("--k must be at most --d-sae, 64, got a--k; raise --d-sae, see `sae train --help`", option="k")
+    assert error.options[:2] == ["k", "d_sae"]
+    assert str(error) == "k must be at most d_sae, 64, got a--k; raise d_sae, see `sae train --help`"
+    assert error.sentence == "--k must be at most --d-sae, 64, got a--k; raise --d-sae, see `sae train --help`"
 
 
 @pytest.mark.parametrize("kind", [ConfigError, TrainingError])
 def test_words_of_the_caller_leave_an_error_its_options_however_often_it_is_passed_on(kind: type):
-    error = kind("k", "must be {most}", "lower {k}", most=3).within("run {0}").within("file", "stopped").within("again")
+    error = kind("--k must be 3; lower --k", option="k").within("run {0}").within("file", "stopped").within("again")
     assert isinstance(error, kind) and error.options == ["k"]
-    assert error.sentence(flag_of) == "again: file: run {0}: --k must be 3; lower --k; stopped"
+    assert error.sentence == "again: file: run {0}: --k must be 3; lower --k; stopped"
 
 
 def test_an_unknown_choice_asks_whether_a_near_one_was_meant():

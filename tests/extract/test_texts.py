@@ -238,7 +238,7 @@ def test_a_bad_line_is_left_out_and_told_of_when_reading_ends(tmp_path, bad):
     (GOOD * 99 + BAD[0] * 2, "line 100 of .*; bad lines: 2 of the first 101, and no more than 1% are left out"),
     (BAD[0] * 2 + GOOD * 98 + GOOD * 9000, "line 1 of .*; bad lines: 2 of the first 100"),
     (GOOD * 9 + BAD[0], "line 10 of .*; bad lines: 1 of the first 10"),
-    (BAD[2] * 7, "line 1 of .* has no column 'text'; expected one of its columns, body; name one with --text-column$"),
+    (BAD[2] * 7, "line 1 of .* has no column 'text'; expected one of its columns, body; name one with text_column$"),
 ])
 def test_more_than_one_bad_line_in_a_hundred_is_refused(tmp_path, content, message):
     told = []

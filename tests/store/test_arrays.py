@@ -150,7 +150,7 @@ def test_key_chooses_among_several_arrays(tmp_path):
     torch.save({"x": torch.ones(2), "deep": {"y": torch.from_numpy(FLAT)}, "n": 3}, tmp_path / "a.pt")
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.npz"), "y")), -FLAT)
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.pt"), "deep.y")), FLAT)
-    with pytest.raises(FormatError, match=r"expected one array in .*a\.npz, got 2 \(x, y\); choose one with --key"):
+    with pytest.raises(FormatError, match=r"expected one array in .*a\.npz, got 2 \(x, y\); choose one with key"):
         open_array(str(tmp_path / "a.npz"))
     with pytest.raises(FormatError, match=r"no array for --key z; expected one of its keys \(x, deep\.y\)"):
         open_array(str(tmp_path / "a.pt"), "z")
@@ -277,7 +277,7 @@ def test_labels_that_are_no_file_and_no_key_are_refused(tmp_path):
         open_array(str(tmp_path / "a.npy"), labels="no.npy")
     with pytest.raises(FormatError, match=r"no file no\.npy .*, or give a key of .*a\.npz \(x, y\)"):
         open_array(str(tmp_path / "a.npz"), "x", "no.npy")
-    with pytest.raises(FormatError, match=r"holds one array, without a key; leave out --key"):
+    with pytest.raises(FormatError, match=r"holds one array, without a key; leave out key"):
         open_array(str(tmp_path / "a.npy"), "x")
 
 
@@ -287,9 +287,9 @@ def test_names_that_say_no_format_and_missing_files_are_refused(tmp_path):
         open_array(str(tmp_path / "a.csv"))
     with pytest.raises(FormatError, match=r"there is no file .*b\.npy"):
         open_array(str(tmp_path / "b.npy"))
-    with pytest.raises(FormatError, match="leave out --key"):
+    with pytest.raises(FormatError, match="leave out key"):
         open_array("digits", key="x")
-    with pytest.raises(FormatError, match="leave out --key"):
+    with pytest.raises(FormatError, match="leave out key"):
         open_array("patches", labels="x")
 
 

@@ -76,8 +76,8 @@ def test_positions_are_the_vectors_along_the_last_dimension_in_every_format(tmp_
 
 def test_more_than_two_dimensions_are_refused_unless_told_and_two_when_told(tmp_path):
     for values, said in (
-            (ACTS, r"got shape \(20, 7, 6\): --flatten positions gives 140 rows of 6 dimensions, "
-                   "--flatten features 20 rows of 42$"),
+            (ACTS, r"got shape \(20, 7, 6\): flatten positions gives 140 rows of 6 dimensions, "
+                   "flatten features 20 rows of 42$"),
             (DEEP, r"got shape \(5, 4, 7, 6\): .* 140 rows of 6 dimensions, --flatten features 5 rows of 168$"),
             (ACTS[:1, :1], "gives 1 row of 6 dimensions, --flatten features 1 row of 6$")):
         np.save(tmp_path / "a.npy", values)
@@ -110,7 +110,7 @@ def test_imported_positions_hold_out_whole_sequences_and_other_requests_are_as_b
     np.save(tmp_path / "acts.npy", ACTS)
     refused = sae("import", tmp_path / "acts.npy")
     assert refused.status == 1
-    assert "--flatten positions gives 140 rows" in refused.err
+    assert "flatten positions gives 140 rows" in refused.err
     assert sae("import", tmp_path / "acts.npy", "--flatten", "positions", "--json").json["rows"] == 140
     store = ActivationStore.open(sae.home / "activations" / "acts")
     np.testing.assert_array_equal(collect(store.split("all").sequential(64)), ACTS.reshape(140, 6))

@@ -112,7 +112,7 @@ def test_links_of_hdf5_are_no_arrays_to_choose_from(tmp_path):
     read(tmp_path / "a.h5")
     with pytest.raises(FormatError, match=r"expected one of its keys \(deep/x\)"):
         read(tmp_path / "a.h5", "y")
-    with pytest.raises(FormatError, match="got again, which is a link to /deep/x; give where it leads to as --key"):
+    with pytest.raises(FormatError, match="got again, which is a link to /deep/x; give where it leads to as key"):
         read(tmp_path / "a.h5", "again")
 
 

@@ -151,7 +151,7 @@ def test_joining_killed_at_any_step_is_gone_on_with(whole: dict, tmp_path: Path)
 def test_another_number_of_processes_is_refused_in_one_sentence(tmp_path: Path):
     write(tmp_path / "several", stops=(3, 3, 3, 3))
     with pytest.raises(StoreError, match="expected the number of processes that began it, 4, got 2; run the command "
-                                         "with torchrun --nproc-per-node 4, or remove that store"):
+                                         "with `torchrun --nproc-per-node 4`, or remove that store"):
         RankedStore.open(tmp_path / "several", META, world_size=2)
     with pytest.raises(StoreError, match="that began it, 4, got 1; run the command with torchrun"):
         StoreWriter.open(tmp_path / "several", META)

@@ -46,5 +46,5 @@ def _agreed(question: str) -> bool:
     answer = sys.stdin.readline()
     if not answer:
         print(file=sys.stderr)
-        raise ConfigError("yes", "is needed where nobody can be asked", "give it to remove them")
+        raise ConfigError("--yes is needed where nobody can be asked; give it to remove them", option="yes")
     return answer.strip().lower().startswith("y")

@@ -10,9 +10,9 @@ import typer
 from ...base import interrupts
 from ...base.console import Listener
 from ...base.distributed import Communicator, communicator
-from ...base.errors import ConfigError, SaeError
+from ...base.errors import ConfigError, SaeError, flag_of
 from ...base.home import checked_name, now
-from ...base.options import flag_of, options_of
+from ...base.options import options_of
 from ...extract.config import ExtractConfig
 from ...extract.places import SITES, TINY_GEMMA2
 from ...extract.streaming import Streamed, open_stream
@@ -132,7 +132,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                                f"saved in {jobs[0].folder.parent}; loss.png in each has its curves")
         *others, last = [*errors.values()] or [None]
         for error in others:
-            session.console.note(error.sentence(flag_of) if isinstance(error, SaeError) else str(error))
+            session.console.note(error.sentence if isinstance(error, SaeError) else str(error))
         if last is not None:
             raise last
 
@@ -143,18 +143,19 @@ def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStac
     given = {name for name in ctx.params if ctx.get_parameter_source(name).name != "DEFAULT"}
     if (model := options.values["model"]) is None:
         if idle := sorted(given & {"layer", "site", *(one.name for one in FROM_MODEL)}):
-            raise ConfigError(idle[0], "does nothing without {model}", "name a model, or leave it out")
+            raise ConfigError(f"{flag_of(idle[0])} does nothing without --model; name a model, or leave it out",
+                              option=idle[0])
         stores = processes.main_first(lambda: open_joined(session.home, ctx.params["data"] or [], ctx.params["target"],
                                                           session.console))
         for store in stores.all:
             checked_name(store.name, "the name of the store's folder")
         return stores, None
     if idle := sorted(given & {"data", "target", "data_hash", "fraction"}):
-        raise ConfigError(idle[0], "does nothing with {model} {got}, whose rows are not stored",
-                          "leave one of them out, or store rows by `sae extract`", got=model)
+        raise ConfigError(f"{flag_of(idle[0])} does nothing with --model {model}, whose rows are not stored; leave "
+                          "one of them out, or store rows by `sae extract`", option=idle[0])
     if processes.world_size > 1:
-        raise ConfigError("model", "goes with one process, got {count}", "run it without torchrun, or make a store by "
-                                   "`sae extract`, and train on that", count=processes.world_size)
+        raise ConfigError(f"--model goes with one process, got {processes.world_size}; run it without torchrun, or "
+                          "make a store by `sae extract`, and train on that", option="model")
     training = options.config(TrainingConfig)
     extraction = ExtractConfig(**{one.name: options.values[one.name] for one in FROM_MODEL
                                   if one.name in options.given})
@@ -191,7 +192,7 @@ def _note_hash(ctx: typer.Context, names: Sequence[str], words: str, found: str 
     name = names[0]
     wanted = ctx.params[f"{name}_hash"]
     if wanted is not None and found is None:
-        raise ConfigError(f"{name}_hash", f"does nothing without {{{name}}}", "leave it out")
+        raise ConfigError(f"--{name}-hash does nothing without --{name}; leave it out", option=f"{name}_hash")
     on_line = {one for one in (*names, f"{name}_hash") if ctx.get_parameter_source(one).name == "COMMANDLINE"}
     if (on_line and f"{name}_hash" not in on_line) or wanted in (None, found):
         return
@@ -202,5 +203,5 @@ def _demand_no_others(ctx: typer.Context) -> None:
     """Refuse options beside --resume."""
     given = {name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"}
     if others := sorted(given - {"name", "resume", "epochs", "json"}):
-        raise ConfigError(others[0], "does nothing with {resume}, which goes on with the settings of the run",
-                          "leave it out")
+        raise ConfigError(f"{flag_of(others[0])} does nothing with --resume, which goes on with the settings of the "
+                          "run; leave it out", option=others[0])

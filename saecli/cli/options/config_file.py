@@ -54,11 +54,11 @@ def read_config(path: Path, options: Mapping[str, Option], command: str) -> dict
     try:
         document = tomllib.loads(regular(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ConfigError(None, "cannot read {config} {path}: {reason}", "give a TOML file of options", path=path,
-                          reason=error.strerror or error) from error
+        raise ConfigError(f"cannot read --config {path}: {error.strerror or error}; give a TOML file of "
+                          "options") from error
     except (ValueError, RecursionError) as error:  # not TOML, not text, a huge number, or deeply nested lists
-        raise ConfigError(None, "cannot read {config} {path}: expected TOML, lines such as d_sae = 512, got something "
-                                "else: {reason}", path=path, reason=one_line(error)) from error
+        raise ConfigError(f"cannot read --config {path}: expected TOML, lines such as d_sae = 512, got something "
+                          f"else: {one_line(error)}") from error
     found: dict[str, Any] = {}
     for written, value in document.items():
         name = written.replace("-", "_")
@@ -67,8 +67,8 @@ def read_config(path: Path, options: Mapping[str, Option], command: str) -> dict
         except ConfigError as error:
             raise error.within(f"cannot use {path}") from None
         if name in found:
-            raise ConfigError(None, "cannot use {path}: expected {key} once, got it spelt {written} as well",
-                              "leave one out", path=path, key=name, written=written)
+            raise ConfigError(f"cannot use {path}: expected {name} once, got it spelt {written} as well; leave one "
+                              "out")
         found[name] = _typed(value)
     return found
 
@@ -76,16 +76,15 @@ def read_config(path: Path, options: Mapping[str, Option], command: str) -> dict
 def _look_at(name: str, written: str, value: Any, options: Mapping[str, Option], command: str) -> None:
     """Raise a ConfigError for an entry that is not an option, or has a value that the option does not take."""
     if isinstance(value, dict):
-        raise ConfigError(None, "expected lines such as d_sae = 512 outside of any table, got the table [{written}]",
-                          "leave its heading out", written=written)
+        raise ConfigError(f"expected lines such as d_sae = 512 outside of any table, got the table [{written}]; "
+                          "leave its heading out")
     if name not in options:
-        raise ConfigError(None, "expected the long name of an option of `{command}`, got {written}",
-                          in_place_of(name, options) or did_you_mean(name, options) or "`{command} --help` lists them",
-                          command=command, written=written)
+        advice = in_place_of(name, options) or did_you_mean(name, options) or f"`{command} --help` lists them"
+        raise ConfigError(f"expected the long name of an option of `{command}`, got {written}; {advice}")
     if not options[name].admits(value):
         question = did_you_mean(value, options[name].choices) if isinstance(value, str) else ""
-        raise ConfigError(None, "{written} must be {expected}, got {got}", question, written=written,
-                          expected=options[name].expected, got=json.dumps(value, default=str))
+        raise ConfigError(f"{written} must be {options[name].expected}, got {json.dumps(value, default=str)}"
+                          + f"; {question}" * bool(question))
 
 
 def _typed(value: Any) -> Any:

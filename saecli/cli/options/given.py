@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
-from ...base.errors import ConfigError
-from ...base.options import KINDS, PAPER, Config, Option, choose, flag_of, options_of
+from ...base.errors import ConfigError, flag_of
+from ...base.options import KINDS, PAPER, Config, Option, choose, options_of
 from ..help_page import help_all_parameter
 from ..outline import kind_of
 from .config_file import config_parameter, naming
@@ -169,8 +169,8 @@ def _combinations(values: Mapping[str, Any], given: frozenset[str]) -> tuple[Giv
     several = {name: value for name, value in values.items() if isinstance(value, list)}
     for name, words in several.items():
         if twice := [word for index, word in enumerate(words) if word in words[:index]]:
-            raise ConfigError(name, "{value} is given twice", "give each value once, for one SAE per value",
-                              value=twice[0])
+            raise ConfigError(f"{flag_of(name)} {twice[0]} is given twice; give each value once, for one SAE per "
+                              "value", option=name)
     varying = [name for name, words in several.items() if len(words) > 1]
     result = []
     for combination in product(*several.values()):

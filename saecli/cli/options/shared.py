@@ -79,14 +79,12 @@ def start(ctx: typer.Context, as_json: bool, plot: Path | None = None, csv: Path
 
         check_suffix(plot)
     if out is not None and not is_free(out):
-        raise ConfigError(None, "cannot write to {folder}: expected an empty or a new folder, got one in use",
-                          "name another", folder=out)
+        raise ConfigError(f"cannot write to {out}: expected an empty or a new folder, got one in use; name another")
     for path in (plot, csv, out):
         if path is not None:
             try:
                 there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
                 check_place(there / "index.html" if path is out else path)
             except OSError as error:
-                raise ConfigError(None, "cannot write {path}: {reason}", "name another path", path=path,
-                                  reason=error.strerror or error) from error
+                raise ConfigError(f"cannot write {path}: {error.strerror or error}; name another path") from error
     return Session(ctx.find_root().obj, Console(as_json))

@@ -44,8 +44,8 @@ class Activation(Config):
         """Refuse a penalty that the activation does not offer, or settings without effect on the penalty, by a
         ConfigError."""
         if sparsity not in self.sparsities:
-            raise ConfigError("sparsity", "{given} cannot be used with {act} {name}", "use one of {others}",
-                              given=sparsity, name=self.name, others=", ".join(self.sparsities))
+            raise ConfigError(f"--sparsity {sparsity} cannot be used with --act {self.name}; use one of "
+                              f"{', '.join(self.sparsities)}", option="sparsity")
 
     @property
     def estimates(self) -> tuple[str, ...]:
@@ -199,8 +199,8 @@ class TargetsRate(Activation):
         """Refuse a target rate where nothing aims at it."""
         super().check_sparsity(sparsity)
         if self.target_rate is not None and sparsity != "kl":
-            raise ConfigError("target_rate", "does nothing with {sparsity} {given}",
-                              "leave it out, or use {sparsity} kl", given=sparsity)
+            raise ConfigError(f"--target-rate does nothing with --sparsity {sparsity}; leave it out, or use "
+                              "--sparsity kl", option="target_rate")
 
     def rates(self, codes: Codes, W_dec: Tensor) -> Tensor:
         """rho_i of the rows, (F,), clamped away from 0 and 1, where the divergence is infinite."""

@@ -119,22 +119,22 @@ class JumpRelu(Thresholded, TargetsRate):
     def check(self, d_sae: int) -> None:
         """Refuse a target above the number of latents."""
         if self.target_l0 is not None and self.target_l0 > d_sae:
-            raise ConfigError("target_l0", "must be at most {d_sae}, {most}, got {got}",
-                              "lower {target_l0} or raise {d_sae}", most=d_sae, got=f"{self.target_l0:g}")
+            raise ConfigError(f"--target-l0 must be at most --d-sae, {d_sae}, got {self.target_l0:g}; lower "
+                              "--target-l0 or raise --d-sae", option="target_l0")
 
     def check_sparsity(self, sparsity: str) -> None:
         """Refuse penalties on L0 with fixed thresholds, and settings without effect on the penalty."""
         super().check_sparsity(sparsity)
         if self.fixed_threshold and sparsity in ("l0", "target-l0"):
             others = ", ".join(name for name in self.sparsities if name not in ("l0", "target-l0"))
-            raise ConfigError("sparsity", "{given} trains thresholds, which {fixed_threshold} holds",
-                              "leave one of the two out, or use {sparsity} {others}", given=sparsity, others=others)
+            raise ConfigError(f"--sparsity {sparsity} trains thresholds, which --fixed-threshold holds; leave one of "
+                              f"the two out, or use --sparsity {others}", option="sparsity")
         if self.target_l0 is not None and sparsity != "target-l0":
-            raise ConfigError("target_l0", "does nothing with {sparsity} {given}",
-                              "leave it out, or use {sparsity} target-l0", given=sparsity)
+            raise ConfigError(f"--target-l0 does nothing with --sparsity {sparsity}; leave it out, or use --sparsity "
+                              "target-l0", option="target_l0")
         if self.threshold is not None and sparsity == "target-l0":
-            raise ConfigError("threshold", "does nothing with {sparsity} target-l0, which fits thresholds to the rows",
-                              "leave it out, or use another {sparsity}")
+            raise ConfigError("--threshold does nothing with --sparsity target-l0, which fits thresholds to the "
+                              "rows; leave it out, or use another --sparsity", option="threshold")
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:
         """With the target that `target-l0` has by default."""

@@ -28,8 +28,8 @@ class KeepsK(Activation):
     def check(self, d_sae: int) -> None:
         """Refuse to keep more latents than there are."""
         if self.k > d_sae:
-            raise ConfigError("k", "must be at most {d_sae}, {most}, got {got}", "lower {k} or raise {d_sae}",
-                              most=d_sae, got=self.k)
+            raise ConfigError(f"--k must be at most --d-sae, {d_sae}, got {self.k}; lower --k or raise --d-sae",
+                              option="k")
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,7 @@ class Layout:
 def _kept(extras: dict[str, Tensor]) -> int:
     k = extras["k"]
     if k.numel() != 1 or k.is_floating_point() or k.is_complex():
-        raise ConfigError("k", "must be a whole number, got {dtype} of shape {shape}", dtype=k.dtype,
-                          shape=tuple(k.shape))
+        raise ConfigError(f"--k must be a whole number, got {k.dtype} of shape {tuple(k.shape)}", option="k")
     return int(k)
 
 

@@ -32,8 +32,8 @@ def neuronpedia_url(name: str, source: str | None = None) -> str | None:
     if source is None:
         source = _known(name)
     elif not _SOURCE.fullmatch(source):
-        raise ConfigError("neuronpedia", "must be MODEL/SOURCE such as gemma-2-2b/20-gemmascope-res-16k, got {got!r}",
-                          got=source)
+        raise ConfigError("--neuronpedia must be MODEL/SOURCE such as gemma-2-2b/20-gemmascope-res-16k, got "
+                          f"{source!r}", option="neuronpedia")
     return None if source is None else f"{SITE}{source}"
 
 

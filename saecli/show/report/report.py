@@ -116,9 +116,8 @@ def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
         place = find_model(model)
         width = one.sae.W_dec[:1, one.sae.places[-1]].shape[1]
         if place.d_model != width:
-            raise ConfigError(None, "{sae} cannot be read through {name}: expected a model of width {width}, got {got}",
-                              "name the model that the rows came from", sae=one.subject.name, name=model,
-                              width=width, got=place.d_model)
+            raise ConfigError(f"{one.subject.name} cannot be read through {model}: expected a model of width "
+                              f"{width}, got {place.d_model}; name the model that the rows came from")
         if named is not None and named != place.identity()["model"]:
             notes.append(f"{store.name} came from {named}, and is read through {model}")
         loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
@@ -177,8 +176,7 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str 
     """
     folder, listener = Path(out), listening(progress)
     if not is_free(folder):
-        raise ConfigError(None, "cannot write to {folder}: expected an empty or a new folder, got one in use",
-                          "name another", folder=folder)
+        raise ConfigError(f"cannot write to {folder}: expected an empty or a new folder, got one in use; name another")
     check_choice(latents, top, examples, neuronpedia)
     one = measured(Home.at(home), sae, data, split, device, listener, target)
     return write_report(one, folder, latents, top, model, examples, neuronpedia, listener)
@@ -188,11 +186,11 @@ def check_choice(latents: str | Sequence[int] | None, top: int | None, examples:
     """Raise a ConfigError for a contradictory choice of latents, or values out of range; see `report`."""
     neuronpedia_url("", neuronpedia)
     if latents is not None and top is not None:
-        raise ConfigError(None, "cannot use both {latents} and {top}", "leave one of them out")
+        raise ConfigError("cannot use both --latents and --top; leave one of them out")
     if top is not None and top < 1:
-        raise ConfigError("top", "must be at least 1, got {got}", got=top)
+        raise ConfigError(f"--top must be at least 1, got {top}", option="top")
     if not 1 <= examples <= MOST_EXAMPLES:
-        raise ConfigError("examples", "must be from 1 to {most}, got {got}", most=MOST_EXAMPLES, got=examples)
+        raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}", option="examples")
 
 
 def write_report(one: Measured, out: Path, latents: str | Sequence[int] | None, top: int | None, model: str | None,
@@ -248,10 +246,11 @@ def _numbers(chosen: str | Sequence[int], one: Measured) -> list[int]:
     for word in text.split(","):
         ends = [end.strip() for end in word.split("-")]
         if len(ends) > 2 or not all(end.isdecimal() for end in ends) or int(ends[0]) > int(ends[-1]):
-            raise ConfigError("latents", "must be all, or numbers and ranges such as 0,5,10-19, got {got!r}", got=text)
+            raise ConfigError(f"--latents must be all, or numbers and ranges such as 0,5,10-19, got {text!r}",
+                              option="latents")
         if int(ends[-1]) >= d_sae:
-            raise ConfigError("latents", "names latent {latent}, but {sae} has {count:,}, counted from 0",
-                              "choose lower numbers", latent=ends[-1], sae=one.subject.name, count=d_sae)
+            raise ConfigError(f"--latents names latent {ends[-1]}, but {one.subject.name} has {d_sae:,}, counted "
+                              "from 0; choose lower numbers", option="latents")
         found.update(range(int(ends[0]), int(ends[-1]) + 1))
     return sorted(found)
 

@@ -81,11 +81,11 @@ class Cholesky:
             if self._factorised(diagonal + ridge, updates):
                 return ridge, attempt > 0
             if not np.isfinite(self._norm):
-                raise TrainingError(None, *NOT_FINITE)
+                raise TrainingError(NOT_FINITE)
             ridge *= 10
-        raise TrainingError(None, "the decoder step cannot be solved: its matrix is not positive definite with a ridge "
-                            "of {ridge:.3g}, since the codes' offset is so large against their spread that float32 "
-                            "sums lose it", "normalise the rows, e.g. with {normalize} scale", ridge=ridge / 10)
+        raise TrainingError("the decoder step cannot be solved: its matrix is not positive definite with a ridge of "
+                            f"{ridge / 10:.3g}, since the codes' offset is so large against their spread that "
+                            "float32 sums lose it; normalise the rows, e.g. with --normalize scale")
 
     def _factorised(self, diagonal: Tensor, updates: Sequence[Update]) -> bool:
         """Compute the factor of `A + diag(diagonal) + sum w u u'`, with the updates' diagonal already in `diagonal`,

@@ -262,7 +262,7 @@ class Iterative(Factorisation[StreamedCodes]):
             solution[:, some], descent = conjugate_gradient(self._times, right[:, some], guess, self._diagonal,
                                                             TOLERANCE)
             if not math.isfinite(descent.residual):
-                raise TrainingError(None, *NOT_FINITE)
+                raise TrainingError(NOT_FINITE)
             self._descents.append(descent)
         return solution
 

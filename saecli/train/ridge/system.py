@@ -95,7 +95,7 @@ class Terms:
 
 AllReduce = Callable[[Tensor], Tensor]  # the sum of all processes' tensors, the same bits in each process
 
-NOT_FINITE = ("the decoder step cannot be solved: the codes, or their products, are not finite", "lower {lr}")
+NOT_FINITE = ("the decoder step cannot be solved: the codes, or their products, are not finite; lower --lr")
 INFINITE_ALPHA = 1e9  # over A's mean diagonal: W equals T to nine digits, and c would be lost in a difference
 PIECE = 256  # rows of a matrix all-reduced at a time
 
