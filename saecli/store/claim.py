@@ -139,7 +139,7 @@ def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:
 
 def other_number(path: Path, expected: int, got: int) -> StoreError:
     """The error for resuming a store with another number of processes than began it."""
-    command = f"torchrun --nproc-per-node {expected}" if expected > 1 else "one process, without torchrun"
+    command = f"`torchrun --nproc-per-node {expected}`" if expected > 1 else "one process, without torchrun"
     return StoreError(f"cannot go on with {path}: expected the number of processes that began it, {expected}, got "
                       f"{got}; run the command with {command}, or remove that store")
 

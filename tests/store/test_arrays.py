@@ -152,7 +152,7 @@ def test_key_chooses_among_several_arrays(tmp_path):
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.pt"), "deep.y")), FLAT)
     with pytest.raises(FormatError, match=r"expected one array in .*a\.npz, got 2 \(x, y\); choose one with key"):
         open_array(str(tmp_path / "a.npz"))
-    with pytest.raises(FormatError, match=r"no array for --key z; expected one of its keys \(x, deep\.y\)"):
+    with pytest.raises(FormatError, match=r"no array for key z; expected one of its keys \(x, deep\.y\)"):
         open_array(str(tmp_path / "a.pt"), "z")
 
 

@@ -153,7 +153,7 @@ def test_another_number_of_processes_is_refused_in_one_sentence(tmp_path: Path):
     with pytest.raises(StoreError, match="expected the number of processes that began it, 4, got 2; run the command "
                                          "with `torchrun --nproc-per-node 4`, or remove that store"):
         RankedStore.open(tmp_path / "several", META, world_size=2)
-    with pytest.raises(StoreError, match="that began it, 4, got 1; run the command with torchrun"):
+    with pytest.raises(StoreError, match="that began it, 4, got 1; run the command with `torchrun"):
         StoreWriter.open(tmp_path / "several", META)
     with suppress(KeyboardInterrupt), StoreWriter.open(tmp_path / "one", META) as writer:
         writer.append(np.ones((2, 3), np.float32), {"document": np.arange(2)}, {"block": 0})
