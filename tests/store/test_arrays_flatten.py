@@ -79,7 +79,7 @@ def test_more_than_two_dimensions_are_refused_unless_told_and_two_when_told(tmp_
             (ACTS, r"got shape \(20, 7, 6\): flatten positions gives 140 rows of 6 dimensions, "
                    "flatten features 20 rows of 42$"),
             (DEEP, r"got shape \(5, 4, 7, 6\): .* 140 rows of 6 dimensions, flatten features 5 rows of 168$"),
-            (ACTS[:1, :1], "gives 1 row of 6 dimensions, --flatten features 1 row of 6$")):
+            (ACTS[:1, :1], "gives 1 row of 6 dimensions, flatten features 1 row of 6$")):
         np.save(tmp_path / "a.npy", values)
         with pytest.raises(FormatError, match=said):
             open_array(str(tmp_path / "a.npy"))
