@@ -84,9 +84,9 @@ def test_more_than_two_dimensions_are_refused_unless_told_and_two_when_told(tmp_
         with pytest.raises(FormatError, match=said):
             open_array(str(tmp_path / "a.npy"))
     np.save(tmp_path / "b.npy", ACTS[0])
-    with pytest.raises(FormatError, match=r"--flatten does nothing with .*b\.npy: .* got shape \(7, 6\); leave it out"):
+    with pytest.raises(FormatError, match=r"flatten does nothing with .*b\.npy: .* got shape \(7, 6\); leave it out"):
         open_array(str(tmp_path / "b.npy"), flatten="features")
-    with pytest.raises(FormatError, match="leave out --key, --labels and --flatten"):
+    with pytest.raises(FormatError, match="leave out key, labels and flatten"):
         open_array("digits", flatten="features")
 
 
