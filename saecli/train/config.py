@@ -1,36 +1,42 @@
 """The settings of training: the options common to all solvers, and the resolved plan."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import torch
-
-from ..base.devices import device_named
 from ..base.errors import ConfigError, flag_of
 from ..base.options import Config, option
-from ..base.precision import PRECISIONS, multiplies_bf16
 from ..sae.activations import Activation, sparsity_names
-from ..sae.codes import Prefixes, rise
-from ..store.joined import Joined, JoinedRows
-from ..store.reader import ActivationStore
-from ..store.rows import Rows as StoredRows
-from .live import LiveRows
 from .logs import TRACKERS, check_trackers
-from .normalisation import NORMALISATIONS
-from .optimizers import OPTIMIZERS
-from .pam_sgd import PamSgd, takes_all_rows
-from .rows import AnyRows
-from .smoothing import WIDEST
-from .solver import SolverConfig
-from .starting import Start
-from .task import DECAY, DEFAULT_STEPS, PENALTY_WARM_UP, WARM_UP
+from .options import (
+    DECAY,
+    DEFAULT_STEPS,
+    NORMALISATIONS,
+    PENALTY_WARM_UP,
+    WARM_UP,
+    WIDEST,
+    PamSgd,
+    SolverConfig,
+    takes_all_rows,
+)
+
+if TYPE_CHECKING:
+    from ..sae.codes import Prefixes
+    from ..store.joined import Joined, JoinedRows
+    from ..store.reader import ActivationStore
+    from ..store.rows import Rows as StoredRows
+    from .live import LiveRows
+    from .rows import AnyRows
+    from .starting import Start
 
 MOST_DEFAULT_EPOCHS = 100
 SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # fractions of all steps
 AUTO_PREFIXES = (16, 4, 2, 1)  # latents per latent of each prefix
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = ("float32", "float64")  # attributes of torch
 SMALLEST = 2**18  # weights of the encoder, from which on products in bf16 repay the rounding of their factors
 MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
 
@@ -40,7 +46,8 @@ def check_prefixes(text: str) -> None:
     must be"."""
     words = text.split(",")
     numbers = [int(word) for word in words if word.strip().isdecimal()]
-    if text != "auto" and (len(numbers) < len(words) or not rise(numbers)):
+    rise = all(before < after for before, after in pairwise((0, *numbers)))
+    if text != "auto" and (len(numbers) < len(words) or not rise):
         raise ValueError("auto, or numbers of latents with commas between, each larger than the one before")
 
 
@@ -100,12 +107,12 @@ class TrainingConfig(Config):
                                 check=check_trackers, metavar="NAME,...", once=True, advanced=True)
     device: str = option("auto", "Where to train: cpu, cuda, cuda:1. auto: cuda where there is one.", once=True)
     dtype: str = option("float32", "Precision of weights and steps; the decoder step sums in float64 in any case.",
-                        choices=tuple(DTYPES), once=True, advanced=True)
+                        choices=DTYPES, once=True, advanced=True)
     precision: str = option("auto", "Precision in which descent steps multiply matrices: float32; tf32; bf16, with "
                                     "sums in float32. All else is in float32, decoder steps and measures too. auto: "
                                     f"bf16 where the device has it and d_in d_sae is at least {SMALLEST:,}, else "
                                     "float32.",
-                            choices=PRECISIONS, once=True, advanced=True)
+                            choices=("float32", "tf32", "bf16", "auto"), once=True, advanced=True)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -132,7 +139,7 @@ class TrainingConfig(Config):
         """The held-out rows of a store; StoreError if the split leaves none."""
         return store.split("test", seed=self.split_seed)
 
-    def resolved(self, activation: Activation, solver: SolverConfig, rows: int, d_in: int) -> "TrainingConfig":
+    def resolved(self, activation: Activation, solver: SolverConfig, rows: int, d_in: int) -> TrainingConfig:
         """The same with every default filled in that depends on the data or the activation; idempotent. Raises
         ConfigError if options contradict each other, or do nothing together."""
         if self.epochs is not None and self.steps is not None:
@@ -154,7 +161,7 @@ class TrainingConfig(Config):
         activation.check(d_sae)
         solver.check(rows, self.batch_size, self.lr, self.smoothing)
         for name, default in SCHEDULE.items():
-            if getattr(self, name) != default and OPTIMIZERS[solver.optimizer].to_tolerance:
+            if getattr(self, name) != default and solver.to_tolerance:
                 raise ConfigError(f"{flag_of(name)} does nothing with --optimizer {solver.optimizer}, whose problem "
                                   "stays the same from step to step; leave it out, or use --optimizer adam or sgd",
                                   option=name)
@@ -176,7 +183,10 @@ class TrainingConfig(Config):
 
     def _precision(self, solver: SolverConfig, weights: int) -> str:
         """The precision of products; ConfigError if it would undo the precision that other options ask for."""
-        exact = "float64" if self.dtype == "float64" else "lbfgs" if OPTIMIZERS[solver.optimizer].to_tolerance else ""
+        from ..base.devices import device_named
+        from ..base.precision import multiplies_bf16
+
+        exact = "float64" if self.dtype == "float64" else "lbfgs" if solver.to_tolerance else ""
         if self.precision == "auto":
             rounded = not exact and weights >= SMALLEST and multiplies_bf16(device_named(self.device))
             return "bf16" if rounded else "float32"
@@ -233,6 +243,8 @@ class Plan:
                  activation: Activation, start: Start | None = None) -> Self:
         """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
         together."""
+        from .live import LiveRows
+
         if training.skip and not train_rows.d_target:
             raise ConfigError("--skip does nothing without --target: from rows to themselves it would be all; leave "
                               "it out, or name the store that is predicted", option="skip")

@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
-WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
-DECAY = 0.5  # last fraction of all steps, over which it falls to zero
-PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
+from .options import DECAY, PENALTY_WARM_UP, WARM_UP
 
 
 @dataclass(frozen=True)

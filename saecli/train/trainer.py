@@ -19,7 +19,7 @@ from ..sae.batch import Batch
 from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction
 from .checkpoints import Progress
-from .config import DTYPES, Plan
+from .config import Plan
 from .doubts import doubts_at_end, doubts_at_start
 from .held import HeldRows, held_bytes
 from .normalisation import Normalisation, fit_normalisation, on_raw_rows
@@ -139,7 +139,7 @@ class Trainer:
         training, rows = self.plan.training, self.train_rows
         if checkpoint is None:
             spread = self.communicator.broadcast_object(rows.spread)
-            normalisation = fit_normalisation(training.normalize, spread, DTYPES[training.dtype], rows.widths,
+            normalisation = fit_normalisation(training.normalize, spread, getattr(torch, training.dtype), rows.widths,
                                               rows.d_target)
         else:
             width = rows.d_in + rows.d_target

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import saecli
+from saecli.base import precision
 from saecli.base.precision import multiplies_bf16, products_in
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.batch import Batch
@@ -127,7 +128,7 @@ def test_a_run_keeps_the_precision_that_auto_found_and_goes_on_in_it(sae: Comman
     folder = sae.home / "runs" / "cut"
     assert json.loads((folder / "run.json").read_text())["training"]["precision"] == "bf16"
     assert tomllib.loads((folder / "config.toml").read_text())["precision"] == "bf16"
-    monkeypatch.setattr(config, "multiplies_bf16", lambda _: False)  # another would not be chosen
+    monkeypatch.setattr(config, "SMALLEST", 2**60)  # another would not be chosen
     assert sae("train", "--resume", "--json").status == 0
     one, other = (load_file(folder.with_name(name) / "sae.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -135,7 +136,7 @@ def test_a_run_keeps_the_precision_that_auto_found_and_goes_on_in_it(sae: Comman
 
 @pytest.mark.parametrize("supported", [True, False])
 def test_auto_is_bf16_where_the_device_has_it_and_nothing_more_is_asked_for(monkeypatch, supported: bool):
-    monkeypatch.setattr(config, "multiplies_bf16", lambda _: supported)
+    monkeypatch.setattr(precision, "multiplies_bf16", lambda _: supported)
     small = TrainingConfig(d_sae=8, batch_size=1000).resolved(Relu(), Sgd(), 1000, 8)
     assert small.precision == "float32"
     monkeypatch.setattr(config, "SMALLEST", 64)

@@ -13,7 +13,7 @@ from ...base.distributed import Communicator, communicator
 from ...base.errors import ConfigError, SaeError, flag_of
 from ...base.home import checked_name, now
 from ...base.options import options_of
-from ...extract.config import ExtractConfig
+from ...extract.options import ExtractConfig
 from ...extract.places import SITES, TINY_GEMMA2
 from ...extract.streaming import Streamed, open_stream
 from ...measure.starts import start_of
