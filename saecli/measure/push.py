@@ -76,7 +76,7 @@ def _address(text: str, name: str) -> Address:
     """The address to push to, by default a folder of this name."""
     address = Address.parse(text)
     if address is None or address.revision is not None or Address.parse(f"{address.repo}/{name}") is None:
-        raise ConfigError(f"cannot push {name!r} to {text!r}: expected USER/REPO or USER/REPO/FOLDER, without a "
+        raise ConfigError(f"cannot push to {text!r}: expected USER/REPO or USER/REPO/FOLDER, without a "
                           "revision, such as someone/my-saes", option="repo")
     return address if address.folder else address.at(name)
 
