@@ -27,13 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import RenderableType
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError, MachineError, RunError, TrainingError
 from ..base.home import KEPT, Home, read_settings
-from ..base.tables import table
 from ..base.wording import counted
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
@@ -136,16 +134,6 @@ def controlled(home: Home, run: str | Path | None, model: str | None, tokens: in
         lines += work.on_random_weights(model)
     return {"run": one.subject.name, "data": one.stores.name, "seeds": list(work.seeds), "controls": lines,
             "notes": work.notes}
-
-
-def controls_table(document: Mapping[str, Any]) -> RenderableType:
-    """The table of `sae controls`; measures that no training has are left out."""
-    lines = document["controls"]
-    shown = [name for name in MEASURES if any(line[name] is not None for line in lines)]
-    rows = [[document["run"] if line["control"] == "none" else line["control"], *(line[name] for name in shown)]
-            for line in lines]
-    return table(f"{document['run']} and its controls, each on its held-out rows", ["training", *(
-        name.replace("_", " ") for name in shown)], rows)
 
 
 def _original(home: Home, name: str | Path | None, device: str, listener: Listener) -> tuple[Measured, Plan]:

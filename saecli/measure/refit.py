@@ -6,13 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
-
 from ..base.console import Listener, listening
 from ..base.errors import RunError
 from ..base.files import folder_appearing_whole, is_free, write_json
 from ..base.home import RUN_MARKER, RUN_VERSION, Home, checked_name, now
-from ..base.tables import table
 from ..sae.activations import activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
@@ -26,7 +23,6 @@ from ..train.run import origin_of
 from .evaluate import check_model, check_tokens_of_model, evaluated, warnings
 from .sae_and_rows import Measured, RowsLike, SAELike, measured
 
-MEASURES = ("fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "kl")  # shown before and after
 HELD = 100  # ridge over the Gram matrix's mean diagonal from which on the old decoder is kept but for its scale
 WORSE = 1.001  # ratio of FVUs from which on a decoder is worse than the one before, not equal to it
 
@@ -111,19 +107,6 @@ def refitted_run(home: Home, sae: SAELike, data: str | None, target: str | None,
     return {"run": folder.name, "path": str(folder), "source": source, "act": found.sae.activation.name,
             "data": stores.name, "d_in": stores.d_in, "d_sae": found.sae.d_sae, **result, "before": measures[0],
             "after": measures[1]}
-
-
-def refit_table(document: Mapping[str, Any]) -> RenderableType:
-    """The measures of a refitted SAE before and after, on the held-out rows."""
-    before, after = document["before"], document["after"]
-    rows = [[name.replace("_", " "), before[name], after[name]] for name in MEASURES if name in after]
-    rows += [[f"fvu of the first {first['latents']:,}", first["fvu"], then["fvu"]]
-             for first, then in zip(before.get("prefixes", ()), after.get("prefixes", ()), strict=True)]
-    final = document["final"]
-    rows += [["ridge, over the Gram matrix's mean diagonal", None, final["relative_alpha"]],
-             ["effective degrees of freedom", None, final["dof"]], ["multiple of the old decoder", None, final["c"]]]
-    return table(f"{document['run']}: the decoder for {document['rows_train']:,} training rows of {document['data']}, "
-                 f"on {document['rows_test']:,} held-out rows", ["measure", "before", "after"], rows)
 
 
 def default_name(source: str) -> str:
