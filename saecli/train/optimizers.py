@@ -16,22 +16,9 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from ..base.errors import ConfigError
-from .options import schedule_values
 from .ridge import AllReduce
 
 CHOICE_GROWTH = 1.25  # ratio of the outer iterations at which alpha is chosen anew, once there are several
-
-
-def weight_at(schedule: float | str, outer: int, outers: int) -> float:
-    """The weight at outer iteration `outer` of `outers`, by a number or a schedule that passes `check_schedule`."""
-    if not isinstance(schedule, str):
-        return schedule
-    values = schedule_values(schedule)
-    if ":" not in schedule:
-        return values[min(outer, len(values) - 1)]
-    first, last = values
-    progress = min(1.0, outer / (outers - 1)) if outers > 1 else 0.0
-    return math.exp((1 - progress) * math.log(first) + progress * math.log(last))
 
 
 def is_choosing_step(outer: int) -> bool:

@@ -5,26 +5,20 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..base.distributed import ALONE, Communicator
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, flag_of
 from ..base.options import PAPER, Config, option
+from .config import DEFAULT_STEPS, TrainingConfig
 
 if TYPE_CHECKING:
     from ..sae.codes import Prefixes
     from ..sae.dictionary import SAE
-    from .pam_sgd import PamSgdSolver
-    from .sgd import SgdSolver
-    from .solver import Solver
+    from ..store.rows import RowSource
     from .task import Task
 
-DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
-WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
-DECAY = 0.5  # last fraction of all steps, over which it falls to zero
-PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
-WIDEST = 0.55  # width of smoothing if rows are few
-NORMALISATIONS = ("scale", "standardize", "none")
 WINDOW = 16  # batches among which inner steps mix rows
 MOST_INNER_STEPS = 10
 REVIVAL_ROWS = 2  # rows per latent, from which on they are: with fewer, latents stay idle because rows are few
@@ -37,15 +31,26 @@ SPELLING = "a number, FIRST:LAST with both above 0, or numbers of at least 0 wit
 def check_schedule(text: str) -> None:
     """Refuse a text that is no schedule, by a ValueError whose message completes "the option must be"."""
     try:
-        values = schedule_values(text)
+        values = _values(text)
     except ValueError:
         raise ValueError(SPELLING) from None
     if not all(math.isfinite(value) and (value > 0 or (value == 0 and ":" not in text)) for value in values):
         raise ValueError(SPELLING)
 
 
-def schedule_values(text: str) -> list[float]:
-    """The numbers of a schedule; ValueError if they are not as many as its form needs."""
+def weight_at(schedule: float | str, outer: int, outers: int) -> float:
+    """The weight at outer iteration `outer` of `outers`, by a number or a schedule that passes `check_schedule`."""
+    if not isinstance(schedule, str):
+        return schedule
+    values = _values(schedule)
+    if ":" not in schedule:
+        return values[min(outer, len(values) - 1)]
+    first, last = values
+    progress = min(1.0, outer / (outers - 1)) if outers > 1 else 0.0
+    return math.exp((1 - progress) * math.log(first) + progress * math.log(last))
+
+
+def _values(text: str) -> list[float]:
     values = [float(part) for part in text.split(":" if ":" in text else ",")]
     if len(values) < 2 or (":" in text and len(values) != 2):
         raise ValueError(text)
@@ -64,6 +69,7 @@ class SolverConfig(Config, ABC):
 
     panel: ClassVar[str] = "Solver"
     name: ClassVar[str]
+    made_by: ClassVar[str]  # `module:function` in this package, imported when the solver is built
     memory_advice: ClassVar[str] = "use a smaller --d-sae"
 
     optimizer: str = option("adam", "What takes the descent steps: adam; sgd, plain gradient steps as in the paper's "
@@ -102,12 +108,11 @@ class SolverConfig(Config, ABC):
         wanted = round(DEFAULT_STEPS / batches) if batches and not self.to_tolerance else 1
         return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
 
-    def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse training settings that cannot work with the solver's options, by a ConfigError; see
-        `Optimizer.check`."""
+    def check(self, training: TrainingConfig, rows: RowSource) -> None:
+        """Refuse training settings, or rows, that cannot work with the solver's options, by a ConfigError."""
         from .optimizers import OPTIMIZERS
 
-        OPTIMIZERS[self.optimizer].check(rows, batch_size, lr, smoothing)
+        OPTIMIZERS[self.optimizer].check(rows.rows, training.batch_size, training.lr, training.smoothing)
         if self.to_tolerance and self.clip_norm is not None:
             raise ConfigError(f"--clip-norm does nothing with --optimizer {self.optimizer}, whose line search finds "
                               "its steps; leave it out, or use --optimizer adam or sgd", option="clip_norm")
@@ -126,9 +131,10 @@ class SolverConfig(Config, ABC):
         """Bytes of the window in which inner steps mix rows: apart, joined, mixed."""
         return 0 if self.inner_steps == 1 else 3 * 4 * min(rows, WINDOW * batch_size) * d_in
 
-    @abstractmethod
-    def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> Solver:
-        """A solver that starts from a copy of `initial`, alone or with the communicator's other processes."""
+    def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> Any:
+        """A `Solver` that starts from a copy of `initial`, alone or with the communicator's other processes."""
+        module, name = self.made_by.split(":")
+        return getattr(import_module(f".{module}", __package__), name)(initial, task, self, communicator)
 
     @abstractmethod
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
@@ -140,16 +146,10 @@ class Sgd(SolverConfig):
     """Options of SGD."""
 
     name: ClassVar[str] = "sgd"
+    made_by: ClassVar[str] = "sgd:solver"
 
     tied: bool = option(False, "Tie the decoder to the encoder: W_dec = W_enc'; with --target W_enc' B, B the "
                               "targets' regression on the rows.", advanced=True)
-
-    def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> SgdSolver:
-        from ..sae.dictionary import Coupled
-        from .sgd import SgdSolver
-
-        start = initial.sae()
-        return SgdSolver(Coupled(start, 1.0, None, task.B) if self.tied else start, task, self, communicator)
 
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
         """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
@@ -164,6 +164,7 @@ class PamSgd(SolverConfig):
     """Options of PAM-SGD; penalties are in the units of a sum of squared errors over all training rows."""
 
     name: ClassVar[str] = "pam-sgd"
+    made_by: ClassVar[str] = "pam_sgd:PamSgdSolver"
     memory_advice: ClassVar[str] = "use a smaller --d-sae, or --solver sgd, which solves for no decoder"
 
     decoder: str = option("residual", "Unknown of the decoder step: residual, Delta in W_dec = c W_enc' + Delta; free, "
@@ -196,21 +197,18 @@ class PamSgd(SolverConfig):
                                 "direct where it fits in memory.", choices=("auto", "direct", "iterative"),
                                 advanced=True)
 
-    def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse training settings that cannot work with the optimiser, and options that contradict each other, by a
-        ConfigError."""
-        super().check(rows, batch_size, lr, smoothing)
+    def check(self, training: TrainingConfig, rows: RowSource) -> None:
+        super().check(training, rows)
+        if rows.ready < rows.rows and (self.decoder_first or takes_all_rows(self)):
+            name = "decoder_first" if self.decoder_first else "decoder"
+            raise ConfigError(f"{flag_of(name)} needs all rows in memory, at most {rows.ready:,} with --model, got "
+                              f"{rows.rows:,}; lower --rows, or make a store by `sae extract`", option=name)
         if self.bias == "after" and self.alpha == "auto":
             raise ConfigError("--bias after cannot be used with --alpha auto, which chooses for the bias that is "
                               "joint with W_dec; give a number, such as --alpha 1, or use --bias joint", option="bias")
         if self.decoder_first and not isinstance(self.decoder_every, str):
             raise ConfigError("--decoder-first cannot be used with --decoder-every, which adds decoder steps after "
                               "encoder steps; use one of them", option="decoder_first")
-
-    def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> PamSgdSolver:
-        from .pam_sgd import PamSgdSolver
-
-        return PamSgdSolver(initial, task, self, communicator)
 
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
         """The decoder step's memory, solved in the way that takes least, and `beside`."""

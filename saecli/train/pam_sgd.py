@@ -46,7 +46,7 @@ DOF_ROWS = 512  # sample of rows for the effective degrees of freedom
 
 
 def batches_between_decoder_steps(task: Task, config: PamSgd, d_sae: int) -> float:
-    """The number of batches after which a decoder step is due within an epoch, for F latents; infinite for never."""
+    """Batches between decoder steps within an epoch; infinite for none."""
     if not isinstance(config.decoder_every, str):
         return config.decoder_every
     if config.decoder_every == "epoch" or config.decoder_first or takes_all_rows(config):
@@ -89,17 +89,14 @@ class PamSgdSolver(Solver):
 
     @property
     def due(self) -> int | None:
-        """Number of rows that the due decoder step has to observe."""
         return self._due
 
     def begin_epoch(self) -> None:
-        """Begin a pass: with a decoder step, if `decoder_first`."""
         super().begin_epoch()
         if self.config.decoder_first:
             self._due = self.task.rows
 
     def _end_part(self) -> None:
-        """Ask for a decoder step within the epoch."""
         self._due = self._rows_of_step()
 
     def end_epoch(self) -> list[StepReport]:
@@ -125,7 +122,7 @@ class PamSgdSolver(Solver):
         return plan(rows, dictionary.d_sae, targets, self._memory, self.config.solve, dictionary.prefixes)
 
     def _trained(self, codes: Codes, batch: Batch) -> None:
-        """Nothing: decoder steps have passes of their own."""
+        pass
 
     @torch.no_grad()
     def begin_pass(self, again: Callable[[], Iterable[Batch]]) -> None:
@@ -149,11 +146,10 @@ class PamSgdSolver(Solver):
         if self.dictionary.W_skip is not None:  # the rows' dimensions are targets too
             start = torch.cat([start, start.new_zeros(len(start), self.dictionary.d_in)], 1)
         system = self._plan(self._due).system(start, codes_again)
-        self._pass = DecoderPass(system, self.dictionary, self.task.sparsity, self._due)
+        self._pass = DecoderPass(system, self.dictionary, self.task.training.sparsity, self._due)
 
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:
-        """Encode a batch and add it to the decoder step's sums."""
         self._pass.add(*self._encoded(batch, self._drawn))
 
     def _encoded(self, batch: Batch, drawn: torch.Generator) -> tuple[Codes, Batch]:
@@ -195,7 +191,7 @@ class PamSgdSolver(Solver):
             fraction, dtype = observed.rows / self.task.rows, self.dictionary.W_enc.dtype
             terms, alpha, factorisation = self._terms(observed, fraction), self.decoder.alpha, None
             if self.config.alpha == "auto":
-                pulled = bool(observed.norm_weights.any()) and self.task.sparsity_weight > 0
+                pulled = bool(observed.norm_weights.any()) and self.task.training.sparsity_weight > 0
                 new_problem = math.isnan(alpha) or (self._last and pulled)
                 settled = self._last and self.smoothing.moves
                 if new_problem or ((is_choosing_step(self.outer) or self._decides or self._last) and not settled):

@@ -7,12 +7,18 @@ import torch
 from ..base.distributed import ALONE, Communicator
 from ..sae.batch import Batch
 from ..sae.codes import Codes
-from ..sae.dictionary import Dictionary
+from ..sae.dictionary import SAE, Coupled, Dictionary
 from .options import Sgd
 from .solver import Solver
 from .task import StepReport, Task
 
 REVIVALS = 20  # times that dead latents are looked for in all of training, at least once per epoch
+
+
+def solver(initial: SAE, task: Task, config: Sgd, communicator: Communicator = ALONE) -> "SgdSolver":
+    """A solver that starts from a copy of `initial`."""
+    start = initial.sae()
+    return SgdSolver(Coupled(start, 1.0, None, task.B) if config.tied else start, task, config, communicator)
 
 
 class SgdSolver(Solver):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..base.devices import moved
 from ..sae.batch import Batch
-from .options import WIDEST
+from .config import WIDEST
 
 
 @dataclass(frozen=True, eq=False)

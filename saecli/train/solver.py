@@ -17,8 +17,8 @@ from ..sae.batch import Batch, mixed
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Dictionary, Loss
 from .maintenance import directions_of_worst, revive
-from .optimizers import OPTIMIZERS, weight_at
-from .options import REVIVAL_ROWS, WINDOW, SolverConfig
+from .optimizers import OPTIMIZERS
+from .options import REVIVAL_ROWS, WINDOW, SolverConfig, weight_at
 from .smoothing import Smoothing
 from .task import StepReport, Task
 
@@ -53,8 +53,9 @@ class Solver(ABC):
                  communicator: Communicator = ALONE) -> None:
         kind = OPTIMIZERS[config.optimizer]
         self.dictionary, self.config, self.communicator = dictionary, config, communicator
-        self.task = replace(task, lr=1.0, penalty_warm_up=0.0) if kind.to_tolerance else task
-        self.smoothing = Smoothing(task.smoothing, task.sample, task.targets)
+        self.task = (replace(task, lr=1.0, training=replace(task.training, sparsity_warm_up=0.0))
+                     if kind.to_tolerance else task)
+        self.smoothing = Smoothing(task.training.smoothing, task.sample.x, task.sample.y)
         # Sparse products read the weights latent by latent, so each latent's are contiguous, as in the decoder.
         dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
         for name, parameter in dictionary.named_parameters():
@@ -182,13 +183,13 @@ class Solver(ABC):
             rows: the number of rows.
         """
         sample, dead = self.task.sample, ~fired
-        if not self._revives or not len(sample) or rows < REVIVAL_ROWS * len(dead):
+        if not self._revives or not len(sample.x) or rows < REVIVAL_ROWS * len(dead):
             return
         count = int(dead.sum())
         if not 0 < count < len(dead):
             return
         with torch.no_grad():
-            residuals = self.task.sample_targets - self.dictionary(sample)
+            residuals = sample.y - self.dictionary(sample.x)
             if not residuals.isfinite().all():  # training has diverged, and whoever measures its loss will say so
                 return
             directions = directions_of_worst(residuals, count, self.draws(self.steps, REVIVING))
@@ -214,12 +215,12 @@ class Solver(ABC):
         evaluations: list[Loss] = []  # the first and the latest
 
         def loss() -> Tensor:
-            found = self.dictionary.loss(batch, self.task.sparsity, self.task.penalty_weight(self.steps))
+            found = self.dictionary.loss(batch, self.task.training.sparsity, self.task.penalty_weight(self.steps))
             value = found.value + self.extra_loss() / self.communicator.world_size
             evaluations[1:] = [Loss(value.detach(), found.squared_error.detach(), found.codes.detach())]
             return value
 
-        with products_in(self.task.precision):
+        with products_in(self.task.training.precision):
             self.optimizer.descend(loss, self.task.learning_rate(self.steps))
         first, latest = evaluations[0], evaluations[-1]
         with torch.no_grad():
@@ -235,7 +236,7 @@ class Solver(ABC):
     def calibrate(self) -> None:
         """Set the activation's estimates for unsmoothed rows; training estimated them on smoothed ones."""
         activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
-        sample, encoded = self.task.sample, self.dictionary.pre_activations
+        sample, encoded = self.task.sample.x, self.dictionary.pre_activations
         if not activation.estimates or not len(sample):
             return
 
@@ -248,7 +249,7 @@ class Solver(ABC):
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:
         """A generator that is a pure function of the seed, the step's number and the kind of step."""
-        return torch.Generator().manual_seed(((self.task.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
+        return torch.Generator().manual_seed(((self.task.training.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
 
     def state(self) -> dict[str, Tensor]:
         """All tensors needed to resume, by name."""
