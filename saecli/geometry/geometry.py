@@ -16,7 +16,8 @@ from ..base.console import Listener, listening
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.wording import number
-from ..measure.sae_and_rows import Measured, RowsLike, SAELike, measured
+from ..measure.measured import Measured, RowsLike, measured
+from ..sae.library import SAELike
 from ..show.geometry_tables import disagreement
 from .census import spread_out
 from .measures import Bridges, Found, Wanted, corners_of, find_out, penalty_of, rows_at

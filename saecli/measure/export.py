@@ -14,8 +14,9 @@ from ..sae import formats
 from ..sae.batch import Batch
 from ..sae.dictionary import SAE
 from ..sae.formats import FORMATS, WRITABLE, SavedSAE, stand_in
+from ..sae.library import SAELike, open_sae
 from ..sae.metrics import Reconstruction
-from .sae_and_rows import Measured, RowsLike, SAELike, measured, opened
+from .measured import Measured, RowsLike, measured
 
 CLIPPING = ("the topk of {to} applies a ReLU to the k largest pre-activations, and topk here keeps their "
             "signs")  # why `stand_in` stands in
@@ -137,7 +138,7 @@ def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, hom
 
 def exported(home: Home, sae: SAELike, to: str, out: Path, data: RowsLike, listener: Listener) -> dict[str, Any]:
     """As `export`, with a listener for notes and progress."""
-    subject, saved = opened(home, sae, listener)
+    subject, saved = open_sae(home, sae, listener)
     found = converted(saved, to, lambda: measured(home, sae, data, "test", "auto", listener), listener)
     if found.deviation is None and data is not None:
         raise ConfigError(f"--data does nothing here: {to} expresses {saved.sae.activation.name} exactly; leave it "

@@ -12,10 +12,11 @@ from ..sae import formats
 from ..sae.dictionary import SAE
 from ..sae.fetch import Address
 from ..sae.formats import WRITABLE, SavedSAE
+from ..sae.library import SAELike
 from ..sae.upload import Entry, Repository, card_with
 from .evaluate import check_tokens_of_model, evaluated
 from .export import Conversion, can_be_written, converted
-from .sae_and_rows import Measured, RowsLike, SAELike, measured
+from .measured import Measured, RowsLike, measured
 
 LOCAL = ("data", "data_hash", "beside", "target")  # of an origin: names in the home
 

@@ -9,9 +9,10 @@ from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
 from ..geometry.geometry import geometry
 from ..measure.evaluate import evaluated, marked, sparsity_document, tallied
-from ..measure.sae_and_rows import RowsLike, SAELike, all_measured
+from ..measure.measured import RowsLike, all_measured
 from ..measure.stability import check_stability, stability
 from ..sae.dictionary import SAE
+from ..sae.library import SAELike
 from ..train.logs import read_metrics
 from .measures import sparsest_first
 

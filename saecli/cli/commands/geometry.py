@@ -7,7 +7,7 @@ import typer
 from ...geometry.geometry import corners_on, documents_of
 from ...geometry.measures import Wanted, penalty_of
 from ...geometry.survey import SAMPLE_ROWS
-from ...measure.sae_and_rows import all_measured
+from ...measure.measured import all_measured
 from ...show.geometry_tables import one_table, several_table
 from ..options import Json, Plot, Runs, start
 from .eval import Data, SplitName, given
