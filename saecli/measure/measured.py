@@ -23,10 +23,9 @@ from ..sae.library import SAELike, Subject, open_sae
 from ..store.joined import Joined, JoinedRows, in_words
 from ..store.opening import open_joined
 from ..store.reader import ActivationStore
-from ..store.rows import Rows
+from ..store.rows import Rows, RowSource
 from ..store.worlds import World
 from ..train.array_rows import ArrayLike, ArrayRows
-from ..train.rows import AnyRows
 from .worlds import Alignment
 
 # A store, stores joined, or rows of these, rows in memory (N, D), or a store's name in the home, or several side by
@@ -50,7 +49,7 @@ class Measured:
     subject: Subject
     saved: SavedSAE
     split: str | None
-    rows: AnyRows
+    rows: RowSource
 
     @property
     def sae(self) -> SAE:
@@ -192,7 +191,7 @@ def _places(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
 
 
 def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str | None, split: str,
-          listener: Listener) -> AnyRows:
+          listener: Listener) -> RowSource:
     names = [data] if isinstance(data, str) else list(data) if _are_names(data) else []
     if not names and not isinstance(data, Rows | JoinedRows | ActivationStore | Joined | None):
         return ArrayRows(data, target)

@@ -19,8 +19,8 @@ from ..store.joined import Joined
 from ..store.reader import ActivationStore
 from . import formats
 from .dictionary import SAE
-from .fetch import Address, fetch, is_cached
 from .formats import WRITABLE, SavedSAE
+from .hub import Address, cached, fetch
 
 SAELike = SAE | str | Path | None  # an SAE, a run's name or anything that `load_sae` takes; None for the newest run
 ORIGIN = {field.name for field in fields(Origin)}
@@ -178,7 +178,7 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
     if folder.is_file() and formats.recognise(folder) is None:
         raise RunError(f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
                        f"folder, {folder.parent}")
-    if address is not None and folder.is_dir() and is_cached(address):
+    if address is not None and folder.is_dir() and cached(address) is not None:
         note(f"{text} is a folder here, which is taken; hf://{text} is what the hub has")
     if (folder / marker).is_file():
         inside = folder.resolve().is_relative_to(home.runs.path.resolve())  # an epoch that a run has kept

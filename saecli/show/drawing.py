@@ -7,9 +7,11 @@ from typing import Any
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
-from ..geometry.geometry import geometry
+from ..geometry.geometry import found_in
+from ..geometry.measures import Wanted, penalty_of
+from ..geometry.plane_cells import rows_of_slice
 from ..measure.evaluate import evaluated, marked, sparsity_document, tallied
-from ..measure.measured import RowsLike, all_measured
+from ..measure.measured import RowsLike, all_measured, measured
 from ..measure.stability import check_stability, stability
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike
@@ -82,8 +84,12 @@ def _sparsity(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dic
 def _geometry(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dict[str, Any], options: Any) -> None:
     if len(saes) > 1:
         raise ConfigError(f"geometry is drawn of one SAE, got {len(saes)}; draw each by itself")
-    del rows["device"]  # it is measured on the CPU
-    geometry(*saes, plot=NOWHERE, home=home.path, **rows, **options)
+    from .geometry_plots import draw_geometry
+
+    slice_, lambda_ = options.pop("slice_", "pca"), penalty_of(options.pop("lambda_", "auto"))
+    one = measured(home, saes[0] if saes else None, rows["data"], rows["split"], "cpu", listener)
+    marked = rows_of_slice(one.of_store, slice_)
+    draw_geometry(NOWHERE, next(found_in([one], Wanted(**options, penalty=lambda_), listener)), marked)
 
 
 def _stability(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dict[str, Any], options: Any) -> None:

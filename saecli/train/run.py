@@ -17,8 +17,8 @@ from ..sae.formats import SavedSAE, save_native
 from ..sae.library import origin_of
 from ..store.joined import Joined
 from .checkpoints import Progress, load_checkpoint, save_checkpoint
-from .config import Plan
 from .logs import Log, Logged, demand_trackers, logs_of
+from .plan import Plan
 from .trainer import Measures, Record
 
 CONFIG = "config.toml"  # of a run: the options that repeat it
