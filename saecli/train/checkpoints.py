@@ -22,10 +22,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..base.documents import parse_json, read_json
+from ..base.documents import Marker, parse_json, read_json
 from ..base.errors import RunError
 from ..base.files import lock_folder, to_json
-from ..base.home import RUN_MARKER, Marker
+from ..base.home import RUN_MARKER
 from ..sae.formats.common import read_safetensors, write_safetensors
 from .logs import METRICS, TRACKERS
 

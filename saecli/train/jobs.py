@@ -10,8 +10,9 @@ from typing import Any
 
 from ..base.console import Listener
 from ..base.distributed import Communicator
+from ..base.documents import read_settings
 from ..base.errors import ConfigError, RunError
-from ..base.home import Home, checked_name, read_settings
+from ..base.home import Home, checked_name
 from ..sae.activations import activation_from_json
 from ..store.opening import open_joined
 from .checkpoints import CHECKPOINT, claimed

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..base.console import Listener
-from ..base.documents import parse_json
 from ..base.errors import ConfigError, RunError, one_line
 from ..base.files import appearing_whole, regular, to_json
 
@@ -80,6 +79,8 @@ class MetricsLog:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's `metrics.jsonl`, without a last line cut off by a kill. Raises RunError if another line is
     no JSON object with a step."""
+    from ..base.documents import parse_json  # pydantic
+
     path = folder / METRICS
     if not path.exists():
         return []

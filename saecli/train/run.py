@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..base.console import Listener
+from ..base.documents import RUN_VERSION
 from ..base.files import write_json
-from ..base.home import KEPT, RUN_MARKER, RUN_VERSION
+from ..base.home import KEPT, RUN_MARKER
 from ..extract.streaming import Streamed
 from ..sae.activations import activation_to_json
 from ..sae.dictionary import SAE

@@ -2,26 +2,26 @@
 
 import typer
 
-from ...measure.evaluate import sparsity_document, tallied
-from ...measure.measured import all_measured
-from ...show.measures import extremes, places_table, sparsity_table
-from ..options import Device, Json, Plot, Runs, start
-from .eval import Data, SplitName, Target
+from ..options import Data, Device, Json, Plot, Runs, SplitName, Target, start
 
 
 def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Target = None, split: SplitName = "test",
             device: Device = "auto", plot: Plot = None, json: Json = False) -> None:
-    """Show how often latents fire, which are silent and which dense.
+    """Show how often latents fire, and which are silent or dense.
 
     A latent is silent if it fires on none of the rows measured, dense if on more than a tenth of them, and dead if on
     none of the training rows, which only SAEs trained here have counted. --plot saves histograms of L0 and of the
-    latents' frequencies, and beside them a picture of the first rows' codes for each run.
+    latents' frequencies, and for each run a picture of the first rows' codes.
 
-    Of a crosscoder, latents by place too: how many are shared, and how many one place has alone, by decoder norms and
-    by latent scaling.
+    For a crosscoder, latents by hook point too: how many are shared or belong to one, by decoder norms and by latent
+    scaling.
 
     Example: sae sparsity first second --plot sparsity.png
     """
+    from ...measure.evaluate import sparsity_document, tallied
+    from ...measure.measured import all_measured
+    from ...show.measures import extremes, places_table, sparsity_table
+
     session = start(ctx, json, plot)
     names = list(dict.fromkeys(runs or ()))
     everything = all_measured(session.home, names, data, split, device, session.console, target)

@@ -1,10 +1,12 @@
 """`sae train`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,29 +18,23 @@ from ...base.home import checked_name, now
 from ...base.options import options_of
 from ...extract.options import ExtractConfig
 from ...extract.places import SITES, TINY_GEMMA2
-from ...extract.streaming import Streamed, open_stream
 from ...sae.activations import ACTIVATIONS
-from ...show.training import figures_table, results_table
-from ...store.joined import Joined
-from ...store.opening import open_joined
 from ...train.config import TrainingConfig
-from ...train.jobs import Job, claimed_folders, resumed_job
-from ...train.jobs import run_names as names_of
-from ...train.live import LiveRows
-from ...train.logs import read_metrics
-from ...train.plan import Plan
-from ...train.rows import SAMPLED_ROWS
-from ...train.run import Run
-from ...train.runs import train_runs
 from ...train.solvers import SOLVERS
-from ...train.starting import Start
-from ..options import Given, Json, Session, configured, run_names, start, store_names, unfinished_names
+from ..options import Given, Json, Session, configured, is_given, run_names, start, store_names, unfinished_names
+
+if TYPE_CHECKING:
+    from ...extract.streaming import Streamed
+    from ...store.joined import Joined
+    from ...train.live import LiveRows
+    from ...train.run import Run
+    from ...train.starting import Start
 
 PANEL = "Rows of --model"
 _HELP = {
     "model": f"Train without a store, on activations of this language model as it gives them: hub id, folder, or "
              f"{TINY_GEMMA2}; with --layer, --site, --dataset, --rows and others of `sae extract` (--help-all).",
-    "rows": "Training rows, beside held-out ones; fewer if the text ends first.",
+    "rows": "Training rows, without held-out ones; fewer if the text ends first.",
 }
 # Rows in memory have one precision, and batches of the model leave room for the training beside it.
 FROM_MODEL = tuple(replace(one, help=_HELP.get(name, one.help), once=True, panel=None if name == "model" else PANEL,
@@ -48,8 +44,8 @@ FROM_MODEL = tuple(replace(one, help=_HELP.get(name, one.help), once=True, panel
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="Training algorithm.")]
 Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="Activation.")]
 Data = Annotated[list[str] | None, typer.Option(
-    "--data", help="Activation store to train on, its name or folder; several, of the same tokens at other places, are "
-                   "read side by side, for a crosscoder.", show_default="the newest", autocompletion=store_names)]
+    "--data", help="Activation store to train on, its name or folder; several, of the same tokens at other hook "
+                   "points, for a crosscoder.", show_default="the newest", autocompletion=store_names)]
 Target = Annotated[str | None, typer.Option(
     "--target", help="Store of the same tokens to predict from --data, for a transcoder.", show_default="--data itself",
     autocompletion=store_names)]
@@ -57,16 +53,15 @@ DataHash = Annotated[str | None, typer.Option(
     "--data-hash", help="Hash of the store's origin, as in a run's config.toml: a note is printed if the store of that "
                         "name has another.", show_default=False)]
 Init = Annotated[str | None, typer.Option(
-    "--init", metavar="RUN", help="Start from this SAE instead of random directions: a run's name, a folder that holds "
-                                  "an SAE, or user/repo/folder@revision on the Hugging Face hub. --d-sae and "
-                                  "--prefixes are its own, --act and --k too unless given.",
+    "--init", metavar="RUN", help="SAE to start from: run name, folder, or user/repo/folder@revision on the Hugging "
+                                  "Face hub. d_sae and prefixes are inherited; act and k can be overridden.",
     show_default="random directions", autocompletion=run_names)]
 InitHash = Annotated[str | None, typer.Option(
     "--init-hash", help="Hash of the SAE of --init, as in a run's config.toml: a note is printed if the SAE of that "
                         "name has another.", show_default=False)]
 Layer = Annotated[int | None, typer.Option("--layer", help="Block of --model to read, from 0.",
                                            show_default="the middle one", rich_help_panel=PANEL)]
-Site = Annotated[Literal[SITES], typer.Option("--site", help="Where in the block; see `sae extract`.",
+Site = Annotated[Literal[SITES], typer.Option("--site", help="Hook point in the block; see `sae extract`.",
                                               rich_help_panel=PANEL)]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number",
@@ -77,7 +72,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, e
 
 
 @configured(TrainingConfig, repeated=True, advanced={"data_hash", "init", "init_hash", "layer", "site"},
-            beside=FROM_MODEL, solver=SOLVERS, act=ACTIVATIONS)
+            more=FROM_MODEL, solver=SOLVERS, act=ACTIVATIONS)
 def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
             data: Data = None, target: Target = None, data_hash: DataHash = None, init: Init = None,
             init_hash: InitHash = None, layer: Layer = None, site: Site = "resid_post", name: Name = None,
@@ -96,6 +91,15 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
 
     Example: sae train --solver pam-sgd --act topk --k 32
     """
+    if not (resume or data or options[0].values["model"]):
+        ctx.find_root().obj.stores.find(None)  # before torch is imported
+    from ...show.training import figures_table, results_table
+    from ...store.joined import Joined
+    from ...train.jobs import Job, claimed_folders, resumed_job
+    from ...train.jobs import run_names as names_of
+    from ...train.runs import train_runs
+    from ...train.starting import Start
+
     session, processes = start(ctx, json), communicator()
     with ExitStack() as claims:
         try:
@@ -107,7 +111,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                 stores, rows = _rows(ctx, session, options[0], claims, processes)
                 begun = None if init is None else processes.broadcast_object(
                     lambda: Start.open(session.home, init, session.console))
-                if begun is not None and ctx.get_parameter_source("act").name == "DEFAULT":
+                if begun is not None and not is_given(ctx, "act"):
                     act = begun.sae.activation.name
                 runs = [_planned(stores, rows, each, solver, act, begun) for each in options]
                 if isinstance(stores, Joined):
@@ -142,6 +146,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
 def _draw(documents: Sequence[Mapping[str, Any]]) -> None:
     """Draw each run's curves in its folder."""
     from ...show.run_plots import loss_curves  # matplotlib takes a second to import
+    from ...train.logs import read_metrics
 
     for document in documents:
         folder = Path(document["path"])
@@ -151,7 +156,12 @@ def _draw(documents: Sequence[Mapping[str, Any]]) -> None:
 def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStack,
           processes: Communicator) -> tuple[Joined | Streamed, LiveRows | None]:
     """What is trained on: stores, or a model and its rows, which come until `claims` is closed."""
-    given = {name for name in ctx.params if ctx.get_parameter_source(name).name != "DEFAULT"}
+    from ...extract.streaming import open_stream
+    from ...store.opening import open_joined
+    from ...train.live import LiveRows
+    from ...train.rows import SAMPLED_ROWS
+
+    given = {name for name in ctx.params if is_given(ctx, name)}
     if (model := options.values["model"]) is None:
         if idle := sorted(given & {"layer", "site", *(one.name for one in FROM_MODEL)}):
             raise ConfigError(f"{flag_of(idle[0])} does nothing without --model; name a model, or leave it out",
@@ -186,6 +196,9 @@ def _of_run(options: Given) -> dict[str, Any]:
 def _planned(stores: Joined | Streamed, rows: LiveRows | None, options: Given, solver: str, act: str,
              begun: Start | None) -> Run:
     """A new run, with every default resolved."""
+    from ...train.plan import Plan
+    from ...train.run import Run
+
     if begun is not None:
         options = options.else_given(begun.settings(act))
     training = options.config(TrainingConfig)
