@@ -11,8 +11,8 @@ from matplotlib.colors import ListedColormap, LogNorm, Normalize, to_rgb
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from ..geometry.census import spread_out
-from ..geometry.plane_cells import PlaneCells, colouring
+from ..geometry.survey import spread_out
+from ..geometry.plane import PlaneCells, colouring
 from .style import COLOURS, GREY
 
 TINTS = np.array([to_rgb(colour) for colour in COLOURS[:6]]) * 0.45 + 0.55  # pale enough for rows to stand out

@@ -8,8 +8,8 @@ from ..base.console import Listener, listening
 from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
 from ..geometry.geometry import found_in
-from ..geometry.measures import Wanted, penalty_of
-from ..geometry.plane_cells import rows_of_slice
+from ..geometry.geometry import Wanted, penalty_of
+from ..geometry.plane import rows_of_slice
 from ..measure.evaluate import evaluated, marked, sparsity_document, tallied
 from ..measure.sae_and_rows import RowsLike, SAELike, all_measured, measured
 from ..measure.stability import check_stability, stability

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..base.wording import counted, number
-from ..geometry.census import describe, spread_out
-from ..geometry.measures import Found
-from ..geometry.partition import cells_of
-from ..geometry.plane_cells import Plane, PlaneCells, keys_at, plane_cells, window_of
+from ..geometry.survey import describe, spread_out
+from ..geometry.geometry import Found
+from ..geometry.largest_cells import cells_of
+from ..geometry.plane import Plane, PlaneCells, keys_at, plane_cells, window_of
 from .cell_plots import arrows, fill_by_occupancy, fill_by_size, scatter
 from .style import COLOURS, GREY, figure, legend_below, log_scale, say_empty, short
 

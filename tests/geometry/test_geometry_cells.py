@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from saecli.base.errors import ConfigError
 from saecli.geometry import largest_cells
 from saecli.geometry.cells import Cells
-from saecli.geometry.partition import cells_of
+from saecli.geometry.largest_cells import cells_of
 from saecli.sae.activations import AbsTopK, Activation, Relu, ReluTopK, SoftTopK, Swish, TopK
 
 

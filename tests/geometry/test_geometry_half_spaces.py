@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from saecli.base.errors import ConfigError
 from saecli.geometry.cells import Cell
-from saecli.geometry.partition import cells_of
+from saecli.geometry.largest_cells import cells_of
 from saecli.geometry.survey import Degenerate, ranks
 from saecli.sae.activations import JumpRelu, TopK
 from saecli.sae.dictionary import SAE

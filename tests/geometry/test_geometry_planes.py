@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sklearn.decomposition import PCA
 
 from saecli.base.errors import ConfigError
-from saecli.geometry.partition import cells_of
-from saecli.geometry.plane_cells import (
+from saecli.geometry.largest_cells import cells_of
+from saecli.geometry.plane import (
     Plane,
     PlaneCells,
     colouring,

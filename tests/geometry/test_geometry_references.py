@@ -15,7 +15,7 @@ from sklearn.decomposition import PCA
 from saecli.geometry import bridge as bridge_module
 from saecli.geometry import piecewise_affine as kmeans_module
 from saecli.geometry.bridge import Bridge, Visited, own_cells
-from saecli.geometry.partition import cells_of
+from saecli.geometry.largest_cells import cells_of
 from saecli.geometry.piecewise_affine import LocalPCA, Stream, StreamedPCA, kmeans, principal_components
 from saecli.geometry.survey import visits
 from saecli.sae.activations import Relu, TopK

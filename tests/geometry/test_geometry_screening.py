@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.geometry import screening
-from saecli.geometry.partition import cells_of
+from saecli.geometry.largest_cells import cells_of
 from saecli.sae.activations import Activation, JumpRelu, Relu, ReluTopK, TopK
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
 
-from saecli.geometry.plane_cells import PlaneCells
+from saecli.geometry.plane import PlaneCells
 from saecli.sae.activations import AbsTopK, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.show.cell_plots import cell_image
