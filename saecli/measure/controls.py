@@ -37,11 +37,12 @@ from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.metrics import reconstruction
 from ..store.joined import JoinedRows
+from ..store.rows import RowSource
 from ..train.array_rows import ArrayRows
-from ..train.config import Plan
 from ..train.jobs import run_again
 from ..train.loop import Loop
-from ..train.rows import AnyRows, raw_batches
+from ..train.plan import Plan
+from ..train.rows import raw_batches
 from ..train.sgd import Sgd
 from ..train.solver import SolverConfig
 from ..train.solvers import SOLVERS
@@ -230,7 +231,7 @@ class _Work:
         return []
 
     @property
-    def _all_rows(self) -> tuple[AnyRows, AnyRows]:
+    def _all_rows(self) -> tuple[RowSource, RowSource]:
         """The run's training rows and held-out rows."""
         return self.plan.train_rows, self.one.rows
 
@@ -263,7 +264,7 @@ class _Work:
             return float(np.mean([matching(*pair).decoder.mean() for pair in pairs])) if pairs else None
         return None
 
-    def _measured(self, trained: Trained, split: str | None, rows: AnyRows) -> Measured:
+    def _measured(self, trained: Trained, split: str | None, rows: RowSource) -> Measured:
         """An SAE with the rows to measure it on, under the name that progress shows."""
         name = self.one.subject.name if trained.name == "none" else trained.name
         return Measured(replace(self.one.subject, name=name, dead_fraction=trained.dead_fraction),
