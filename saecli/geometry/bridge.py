@@ -222,7 +222,7 @@ def own_cells(visited: Visited, train: Rows, rows: Rows, residual: NDArray[np.fl
     number = {key: at for at, key in enumerate(ranks)}
     (train_in, train_labels), (rows_in, labels) = (_labelled(some, number) for some in (visited.train, visited.rows))
     fitted = LocalPCA(train[train_in], train_labels, np.zeros((len(ranks), train.shape[1])))
-    spectrum: Spectrum = fitted.spectrum(rows[rows_in], labels)
+    spectrum = fitted.spectrum(rows[rows_in], labels)
     own = np.array(list(ranks.values()))
     # About the mean of all rows measured, as the FVU of all is: a cell or two may hold next to no spread.
     total = float(np.square(rows[rows_in] - rows.mean(0, dtype=np.float64)).sum())

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from saecli.base.errors import ConfigError
-from saecli.show import run_plots as runs
-from saecli.show.run_plots import firing, frontier, loss_curves, patterns
-from saecli.show.stability_plots import stability
+from saecli.show import runs
+from saecli.show.runs import firing, frontier, loss_curves, patterns
+from saecli.show.latents import stability
 
 LINES = [{"step": 20, "loss": 3.0, "batch_fvu": 0.5, "batch_l0": 30.0},
          {"step": 40, "loss": 2.0, "batch_fvu": 0.25, "batch_l0": 20.0},
@@ -149,5 +149,5 @@ def test_stability_draws_every_latent_with_a_counterpart_and_mean_match_fraction
 
 @pytest.mark.slow
 def test_importing_the_package_imports_no_display_code() -> None:
-    code = "import sys, saecli.show.run_plots; sys.exit('matplotlib.pyplot' in sys.modules)"
+    code = "import sys, saecli.show.runs; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
