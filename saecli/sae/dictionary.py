@@ -216,8 +216,8 @@ class Dictionary(Module, ABC):
 
 
 class SAE(Dictionary):
-    """A sparse autoencoder, transcoder or crosscoder on raw activations; arguments as of `Dictionary`, and W_dec, (F, E),
-    one dictionary vector per row.
+    """A sparse autoencoder, transcoder or crosscoder on raw activations; arguments as of `Dictionary`, and W_dec,
+    (F, E), one dictionary vector per row.
 
     Attributes:
         metadata: its origin, as far as known: the settings of its run, the hook point in its model.
