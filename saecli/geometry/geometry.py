@@ -18,7 +18,8 @@ from torch import Tensor
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, flag_of
 from ..base.home import Home
-from ..measure.sae_and_rows import Measured, RowsLike, SAELike, measured
+from ..measure.measured import Measured, RowsLike, measured
+from ..sae.library import SAELike
 from ..store.rows import Rows
 from .bridge import Bridge, Visited
 from .largest_cells import cells_of, check_cells

@@ -11,8 +11,9 @@ from ..base.home import Home
 from ..geometry.geometry import Wanted, found_in, penalty_of
 from ..geometry.plane import rows_of_slice
 from ..measure.evaluate import evaluated, marked, sparsity_document, tallied
-from ..measure.sae_and_rows import RowsLike, SAELike, all_measured
+from ..measure.measured import RowsLike, all_measured
 from ..measure.stability import stability
+from ..sae.library import SAELike
 from ..train.logs import read_metrics
 from . import geometry, latents, runs
 from .measures import sparsest_first

@@ -9,10 +9,10 @@ import torch
 from encoders import Case, cases
 from hypothesis import given
 from hypothesis import strategies as st
-
-from saecli.base.errors import ConfigError
 from saecli.geometry.power_diagram import PowerDiagram, lift, section
 from saecli.geometry.recovery import recover, sites_for
+
+from saecli.base.errors import ConfigError
 
 
 def random_diagram(seed: int, n: int, D: int) -> PowerDiagram:

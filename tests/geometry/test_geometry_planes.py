@@ -8,6 +8,7 @@ import torch
 from encoders import Case, cases, encoder, sae_of
 from hypothesis import given
 from hypothesis import strategies as st
+from saecli.show.cell_plots import cell_image, tints
 from sklearn.decomposition import PCA
 
 from saecli.base.errors import ConfigError
@@ -25,7 +26,6 @@ from saecli.geometry.plane import (
     window_of,
 )
 from saecli.sae.activations import AbsTopK, Activation, JumpRelu, Relu, TopK
-from saecli.show.cell_plots import cell_image, tints
 
 
 def numbered(patterns: np.ndarray) -> np.ndarray:

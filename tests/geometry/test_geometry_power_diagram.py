@@ -8,10 +8,10 @@ import torch
 from encoders import Case, cases, encoder, sae_of
 from hypothesis import given
 from hypothesis import strategies as st
-
-from saecli.base.errors import ConfigError
 from saecli.geometry.agreement import agreement, cell_agreement
 from saecli.geometry.power_diagram import PowerDiagram, kth_order_diagram
+
+from saecli.base.errors import ConfigError
 from saecli.sae.activations import AbsTopK, JumpRelu, Relu, TopK
 
 

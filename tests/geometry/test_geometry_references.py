@@ -8,6 +8,7 @@ import torch
 from encoders import encoder, sae_of
 from hypothesis import given
 from hypothesis import strategies as st
+from saecli.geometry.piecewise_affine import LocalPCA, Stream, StreamedPCA, kmeans, principal_components
 from scipy.optimize import minimize
 from sklearn.cluster import KMeans, MiniBatchKMeans
 from sklearn.decomposition import PCA
@@ -16,7 +17,6 @@ from saecli.geometry import bridge as bridge_module
 from saecli.geometry import piecewise_affine as kmeans_module
 from saecli.geometry.bridge import Bridge, Visited, own_cells
 from saecli.geometry.largest_cells import cells_of
-from saecli.geometry.piecewise_affine import LocalPCA, Stream, StreamedPCA, kmeans, principal_components
 from saecli.geometry.survey import visits
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE

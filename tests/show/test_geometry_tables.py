@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
 from rich.console import Console, RenderableType
+from saecli.show.geometry_tables import disagreement, one_table, several_table
 
 from saecli.sae.activations import AbsTopK, Relu, TopK
-from saecli.show.geometry_tables import disagreement, one_table, several_table
 
 
 def shown(table: RenderableType) -> list[list[str]]:

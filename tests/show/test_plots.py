@@ -14,8 +14,8 @@ from matplotlib.image import imread
 
 from saecli.base.errors import ConfigError
 from saecli.show import runs
-from saecli.show.runs import firing, frontier, loss_curves, patterns
 from saecli.show.latents import stability
+from saecli.show.runs import firing, frontier, loss_curves, patterns
 
 LINES = [{"step": 20, "loss": 3.0, "batch_fvu": 0.5, "batch_l0": 30.0},
          {"step": 40, "loss": 2.0, "batch_fvu": 0.25, "batch_l0": 20.0},

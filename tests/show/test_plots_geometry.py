@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from saecli.show.cell_plots import cell_image
 
 from saecli.geometry.plane import PlaneCells
 from saecli.sae.activations import AbsTopK, Relu, TopK
 from saecli.sae.dictionary import SAE
-from saecli.show.cell_plots import cell_image
 from saecli.store.split import is_test
 
 CORNERS = (0, 7, 5)

@@ -8,7 +8,7 @@ from ...base.errors import ConfigError
 from ...geometry.geometry import Wanted, found_in, penalty_of
 from ...geometry.plane import rows_of_slice
 from ...geometry.survey import SAMPLE_ROWS
-from ...measure.sae_and_rows import all_measured
+from ...measure.measured import all_measured
 from ...show.tables import disagreement, geometries_table, geometry_table
 from ..options import Json, Plot, Runs, start
 from .eval import Data, SplitName, given
