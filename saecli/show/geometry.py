@@ -152,8 +152,8 @@ def _draw_plane(size: Axes, occupancy: Axes, found: Found, plane: Plane, marked:
     inside = "rows projected onto the cell" if projected else "rows in the cell"
     fill_by_occupancy(occupancy, cells, cells.occupancy(keys), inside)
     own = sum(map(operator.eq, keys, found.survey.sample_keys.rows.tolist()))
-    occupancy.set_title(f"{rows} projected onto the cells\nof which {own:,} lie in that cell; median distance to the "
-                        f"plane: {float(plane.distances(x).median()):.3g}" if projected else f"{rows} in the cells")
+    occupancy.set_title(f"{rows} projected onto the cells, {own:,} really inside\nmedian distance to the plane: "
+                        f"{float(plane.distances(x).median()):.3g}" if projected else f"{rows} in the cells")
     for axes in (size, occupancy):
         axes.set_xlabel("first axis, in units of the rows")
     size.set_ylabel("second axis, in units of the rows")
