@@ -27,11 +27,13 @@ import torch
 from torch import Tensor
 
 from ..base.distributed import ALONE, Communicator
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, flag_of
 from ..base.options import PAPER, option
 from ..sae.batch import Batch
 from ..sae.codes import Codes, Prefixes
 from ..sae.dictionary import SAE, Coupled
+from ..store.rows import RowSource
+from .config import TrainingConfig
 from .decoder_pass import DecoderPass, Observed, broadcast, choosing_bytes, notes_on
 from .maintenance import balance, least_useful, penalty_decay, silence
 from .optimizers import OPTIMIZERS, is_choosing_step, outer_iterations
@@ -87,10 +89,12 @@ class PamSgd(SolverConfig):
                                 "direct where it fits in memory.", choices=("auto", "direct", "iterative"),
                                 advanced=True)
 
-    def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse training settings that cannot work with the optimiser, and options that contradict each other, by a
-        ConfigError."""
-        super().check(rows, batch_size, lr, smoothing)
+    def check(self, training: TrainingConfig, rows: RowSource) -> None:
+        super().check(training, rows)
+        if rows.ready < rows.rows and (self.decoder_first or takes_all_rows(self)):
+            name = "decoder_first" if self.decoder_first else "decoder"
+            raise ConfigError(f"{flag_of(name)} needs all rows in memory, at most {rows.ready:,} with --model, got "
+                              f"{rows.rows:,}; lower --rows, or make a store by `sae extract`", option=name)
         if self.bias == "after" and self.alpha == "auto":
             raise ConfigError("--bias after cannot be used with --alpha auto, which chooses for the bias that is "
                               "joint with W_dec; give a number, such as --alpha 1, or use --bias joint", option="bias")
@@ -123,7 +127,7 @@ def takes_all_rows(config: PamSgd) -> bool:
 
 
 def batches_between_decoder_steps(task: Task, config: PamSgd, d_sae: int) -> float:
-    """The number of batches after which a decoder step is due within an epoch, for F latents; infinite for never."""
+    """Batches between decoder steps within an epoch; infinite for none."""
     if not isinstance(config.decoder_every, str):
         return config.decoder_every
     if config.decoder_every == "epoch" or config.decoder_first or takes_all_rows(config):
@@ -166,17 +170,14 @@ class PamSgdSolver(Solver):
 
     @property
     def due(self) -> int | None:
-        """Number of rows that the due decoder step has to observe."""
         return self._due
 
     def begin_epoch(self) -> None:
-        """Begin a pass: with a decoder step, if `decoder_first`."""
         super().begin_epoch()
         if self.config.decoder_first:
             self._due = self.task.rows
 
     def _end_part(self) -> None:
-        """Ask for a decoder step within the epoch."""
         self._due = self._rows_of_step()
 
     def end_epoch(self) -> list[StepReport]:
@@ -202,7 +203,7 @@ class PamSgdSolver(Solver):
         return plan(rows, dictionary.d_sae, targets, self._memory, self.config.solve, dictionary.prefixes)
 
     def _trained(self, codes: Codes, batch: Batch) -> None:
-        """Nothing: decoder steps have passes of their own."""
+        pass
 
     @torch.no_grad()
     def begin_pass(self, again: Callable[[], Iterable[Batch]]) -> None:
@@ -226,11 +227,10 @@ class PamSgdSolver(Solver):
         if self.dictionary.W_skip is not None:  # the rows' dimensions are targets too
             start = torch.cat([start, start.new_zeros(len(start), self.dictionary.d_in)], 1)
         system = self._plan(self._due).system(start, codes_again)
-        self._pass = DecoderPass(system, self.dictionary, self.task.sparsity, self._due)
+        self._pass = DecoderPass(system, self.dictionary, self.task.training.sparsity, self._due)
 
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:
-        """Encode a batch and add it to the decoder step's sums."""
         self._pass.add(*self._encoded(batch, self._drawn))
 
     def _encoded(self, batch: Batch, drawn: torch.Generator) -> tuple[Codes, Batch]:
@@ -272,7 +272,7 @@ class PamSgdSolver(Solver):
             fraction, dtype = observed.rows / self.task.rows, self.dictionary.W_enc.dtype
             terms, alpha, factorisation = self._terms(observed, fraction), self.decoder.alpha, None
             if self.config.alpha == "auto":
-                pulled = bool(observed.norm_weights.any()) and self.task.sparsity_weight > 0
+                pulled = bool(observed.norm_weights.any()) and self.task.training.sparsity_weight > 0
                 new_problem = math.isnan(alpha) or (self._last and pulled)
                 settled = self._last and self.smoothing.moves
                 if new_problem or ((is_choosing_step(self.outer) or self._decides or self._last) and not settled):

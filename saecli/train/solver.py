@@ -19,10 +19,12 @@ from ..base.precision import products_in
 from ..sae.batch import Batch, mixed
 from ..sae.codes import Codes, Prefixes
 from ..sae.dictionary import SAE, Dictionary, Loss
+from ..store.rows import RowSource
+from .config import DEFAULT_STEPS, TrainingConfig
 from .maintenance import directions_of_worst, revive
 from .optimizers import OPTIMIZERS, check_schedule, weight_at
 from .smoothing import Smoothing, default_width
-from .task import DEFAULT_STEPS, StepReport, Task
+from .task import StepReport, Task
 
 WINDOW = 16  # batches among which inner steps mix rows
 MOST_INNER_STEPS = 10
@@ -58,8 +60,9 @@ class Solver(ABC):
                  communicator: Communicator = ALONE) -> None:
         kind = OPTIMIZERS[config.optimizer]
         self.dictionary, self.config, self.communicator = dictionary, config, communicator
-        self.task = replace(task, lr=1.0, penalty_warm_up=0.0) if kind.to_tolerance else task
-        self.smoothing = Smoothing(task.smoothing, task.sample, task.targets)
+        self.task = (replace(task, lr=1.0, training=replace(task.training, sparsity_warm_up=0.0))
+                     if kind.to_tolerance else task)
+        self.smoothing = Smoothing(task.training.smoothing, task.sample.x, task.sample.y)
         # Sparse products read the weights latent by latent, so each latent's are contiguous, as in the decoder.
         dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
         for name, parameter in dictionary.named_parameters():
@@ -187,13 +190,13 @@ class Solver(ABC):
             rows: the number of rows.
         """
         sample, dead = self.task.sample, ~fired
-        if not self._revives or not len(sample) or rows < REVIVAL_ROWS * len(dead):
+        if not self._revives or not len(sample.x) or rows < REVIVAL_ROWS * len(dead):
             return
         count = int(dead.sum())
         if not 0 < count < len(dead):
             return
         with torch.no_grad():
-            residuals = self.task.sample_targets - self.dictionary(sample)
+            residuals = sample.y - self.dictionary(sample.x)
             if not residuals.isfinite().all():  # training has diverged, and whoever measures its loss will say so
                 return
             directions = directions_of_worst(residuals, count, self.draws(self.steps, REVIVING))
@@ -219,12 +222,12 @@ class Solver(ABC):
         evaluations: list[Loss] = []  # the first and the latest
 
         def loss() -> Tensor:
-            found = self.dictionary.loss(batch, self.task.sparsity, self.task.penalty_weight(self.steps))
+            found = self.dictionary.loss(batch, self.task.training.sparsity, self.task.penalty_weight(self.steps))
             value = found.value + self.extra_loss() / self.communicator.world_size
             evaluations[1:] = [Loss(value.detach(), found.squared_error.detach(), found.codes.detach())]
             return value
 
-        with products_in(self.task.precision):
+        with products_in(self.task.training.precision):
             self.optimizer.descend(loss, self.task.learning_rate(self.steps))
         first, latest = evaluations[0], evaluations[-1]
         with torch.no_grad():
@@ -240,7 +243,7 @@ class Solver(ABC):
     def calibrate(self) -> None:
         """Set the activation's estimates for unsmoothed rows; training estimated them on smoothed ones."""
         activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
-        sample, encoded = self.task.sample, self.dictionary.pre_activations
+        sample, encoded = self.task.sample.x, self.dictionary.pre_activations
         if not activation.estimates or not len(sample):
             return
 
@@ -253,7 +256,7 @@ class Solver(ABC):
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:
         """A generator that is a pure function of the seed, the step's number and the kind of step."""
-        return torch.Generator().manual_seed(((self.task.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
+        return torch.Generator().manual_seed(((self.task.training.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
 
     def state(self) -> dict[str, Tensor]:
         """All tensors needed to resume, by name."""
@@ -316,10 +319,9 @@ class SolverConfig(Config, ABC):
         wanted = round(DEFAULT_STEPS / batches) if batches and not OPTIMIZERS[self.optimizer].to_tolerance else 1
         return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
 
-    def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse training settings that cannot work with the solver's options, by a ConfigError; see
-        `Optimizer.check`."""
-        OPTIMIZERS[self.optimizer].check(rows, batch_size, lr, smoothing)
+    def check(self, training: TrainingConfig, rows: RowSource) -> None:
+        """Refuse training settings, or rows, that cannot work with the solver's options, by a ConfigError."""
+        OPTIMIZERS[self.optimizer].check(rows.rows, training.batch_size, training.lr, training.smoothing)
         if OPTIMIZERS[self.optimizer].to_tolerance and self.clip_norm is not None:
             raise ConfigError(f"--clip-norm does nothing with --optimizer {self.optimizer}, whose line search finds "
                               "its steps; leave it out, or use --optimizer adam or sgd", option="clip_norm")
