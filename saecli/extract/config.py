@@ -52,6 +52,11 @@ class ExtractConfig(Config):
     shard_rows: int | None = option(None, "Rows per shard file. Default: 32,768, or fewer for a shard of 64 MiB.",
                                     minimum=1, maximum=MOST)
 
+    @property
+    def window(self) -> int:
+        """`context`, or its default."""
+        return self.context or DEFAULT_CONTEXT
+
     def text(self, given: Set[str]) -> TextSource:
         """Where the documents come from; ConfigError if one of the options that the user gave does nothing with it."""
         dataset = self.dataset

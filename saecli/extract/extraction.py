@@ -33,7 +33,7 @@ from .config import DEFAULT_CONTEXT, ExtractConfig
 from .forward import COLUMNS, Forward, batch_tokens, fill
 from .hook_points import SITES, HookPoint
 from .texts import Document, TextSource
-from .windows import Block, Cursor, Spot, Windows, in_blocks, look_ahead
+from .windows import START, Block, Cursor, Spot, Windows, in_blocks, look_ahead
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # Options that determine the rows, besides model, text, layer and site; batch size and device do not.
 DECIDING = ("rows", "min_tokens", "context", "packed", "positions", "dtype", "model_dtype", "shard_rows")
-SHARD_ROWS, SHARD_BYTES = 32_768, 64 << 20  # at most, by default: what a kill loses
+SHARD_ROWS, SHARD_BYTES = 32_768, 64 << 20  # per shard, at most, by default
 COUNTED = 4096  # documents between two all_gathers of their row counts
 
 
@@ -124,12 +124,9 @@ def settled(config: ExtractConfig, given: Set[str], where: torch.device, listene
 
     text = config.text(given)
     source = find_model(config.model)
-    allowed = min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT)
-    shard_rows = max(1, min(SHARD_ROWS, SHARD_BYTES // (source.d_model * DTYPES[config.dtype].storage.itemsize)))
-    config = replace(config, context=allowed if config.context is None else config.context,
-                     model_dtype=source.dtype_on(where, config.model_dtype),
-                     shard_rows=shard_rows if config.shard_rows is None else config.shard_rows)
-    source.check_context(config.context)
+    config = replace(config, context=config.context or min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT),
+                     model_dtype=source.dtype_on(where, config.model_dtype))
+    source.check_context(config.window)
     return config, source, processes.broadcast_object(text.pinned)
 
 
@@ -225,13 +222,13 @@ class Extraction:
 
     def __init__(self, config: ExtractConfig, model: "LanguageModel", text: TextSource, listener: Listener) -> None:
         self.config, self.model, self.text, self.listener = config, model, text, listener
-        self.windows = partial(Windows, model.tokenizer, config.context, config.positions, config.packed,
+        self.windows = partial(Windows, model.tokenizer, config.window, config.positions, config.packed,
                                config.min_tokens)
         self.block_rows = look_ahead(model.size)
 
     def forward(self, points: Sequence[HookPoint]) -> Forward:
         """Computes a block's activations at these hook points."""
-        tokens = batch_tokens(self.model, self.config.batch_size, self.config.context, points, self.block_rows)
+        tokens = batch_tokens(self.model, self.config.batch_size, self.config.window, points, self.block_rows)
         return Forward(self.model, self.config.dtype, tokens, self.listener.note)
 
     def metas(self, requests: Sequence[StoreRequest]) -> dict[HookPoint, StoreMeta]:
@@ -240,13 +237,15 @@ class Extraction:
         token_ids = torch.tensor([[*prefix, *self.model.tokenizer("a", add_special_tokens=False)["input_ids"]]])
         widths = self.model.read(token_ids, torch.ones_like(token_ids), [request.point for request in requests],
                                  lambda rows: rows.shape[-1])
+        item = DTYPES[self.config.dtype].storage.itemsize
         return {request.point: StoreMeta(
             source={**request.source, "layers": self.model.source.layers, "prepend_bos": bool(prefix)},
-            request_hash=request.hash, dtype=self.config.dtype, d_in=width, shard_rows=self.config.shard_rows,
-            columns=COLUMNS, max_norm_multiple=self.config.max_norm_multiple)
+            request_hash=request.hash, dtype=self.config.dtype, d_in=width, columns=COLUMNS,
+            shard_rows=self.config.shard_rows or max(1, min(SHARD_ROWS, SHARD_BYTES // (width * item))),
+            max_norm_multiple=self.config.max_norm_multiple)
             for request, width in zip(requests, widths, strict=True)}
 
-    def blocks(self, quota: Quota, cursor: Cursor = Cursor()) -> Generator[Block, None, None]:  # noqa: B008 - frozen
+    def blocks(self, quota: Quota, cursor: Cursor = START) -> Generator[Block, None, None]:
         """The blocks of a rank's documents from a cursor on."""
         def documents_from(spot: Spot) -> Iterator[Document]:
             return quota.documents(self.text.documents(spot.document, spot.mark, self.listener.note))
@@ -276,10 +275,12 @@ def write_stores(extraction: Extraction, requests: Sequence[StoreRequest], proce
             quota, folders = _own_parts(extraction, missing, metas, joint, processes)
         writers = {point: held.enter_context(StoreWriter.open(folder, metas[point], limit=quota.rows))
                    for point, folder in folders.items()}
+        waiting = {point: writer for point, writer in writers.items() if not writer.complete}
         others = {request.point: Admission(request.folder, finished.get(request.point, metas[request.point]))
                   for request in requests if request.point not in writers}
+        others |= {point: writer.admission for point, writer in writers.items() if writer.complete}
         with _progress(extraction, missing, writers, processes) as show:
-            fill(writers, partial(extraction.blocks, quota), extraction.forward(list(metas)), quota.rows, show, others)
+            fill(waiting, partial(extraction.blocks, quota), extraction.forward(list(metas)), quota.rows, show, others)
         processes.barrier()
         for store in joint:
             store.join()

@@ -1,8 +1,8 @@
 """Running blocks through the model, and filling stores with their activations in one pass over the text.
 
 The stores of one pass hold the same tokens, row for row: a row that one of them drops is dropped from all. So every
-block is read at all hook points, also at those whose stores already have its rows or are finished. Blocks do not depend
-on what is read: stores that were interrupted at different shards get the same blocks again, each from its own cursor on.
+block is read at all hook points, also at those whose stores have its rows already. Blocks do not depend on what is
+read: stores that were interrupted at different shards get the same blocks again, each from its own cursor on.
 """
 
 import queue
@@ -269,8 +269,8 @@ def fill(writers: Mapping[HookPoint, StoreWriter], blocks_from: Callable[[Cursor
             given = np.empty((0, writer.meta.d_in), np.float32)
             if point in found:
                 given, dropped = found[point].rows, dropped | {"special": found[point].special_norms}
-            writer.append(given, block.columns, block.cursor.to_json(), dropped, block.end.to_json(),
-                          verdicts.get(point))
+            writer.append(given, block.columns, block.cursor.to_json(), dropped, after=block.end.to_json(),
+                          verdict=verdicts.get(point))
             demand_some(writer.rows, writer.meta.dtype, block.offered, len(admissions))
 
     with Ahead(blocks_from(first)) as blocks, ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool:

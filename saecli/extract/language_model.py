@@ -8,7 +8,7 @@ block computes the same whether those after it are there or not.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import safe_open
@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, modelin
 from transformers.utils import logging
 
 from ..base.devices import moved
-from ..base.errors import ConfigError, ModelError, SaeError, one_line
+from ..base.errors import ModelError, SaeError, one_line
 from ..base.memory import is_out_of_memory
 from .hook_points import HookPoint, intercepted
 from .model_source import DTYPE_WORD, UNLOADABLE, ModelSource, explained, no_tokenizer
@@ -61,7 +61,7 @@ class LanguageModel:
                 with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU, the same for every device
                     torch.manual_seed(weights_seed)
                     model = loader.from_config(source.config, **settings)
-            self.model = model.to(device).eval()
+            self.model: Any = model.to(device).eval()
         except ModelError:
             raise
         except UNLOADABLE as error:
@@ -72,7 +72,7 @@ class LanguageModel:
         if not hasattr(self.model.get_input_embeddings(), "weight"):
             raise ModelError(f"{source.name} reads no tokens: expected a causal language model, got a "
                              f"{type(self.model).__name__}; use another model")
-        self.size, self.blocks = outline.size, self.model.get_submodule(outline.path)
+        self.size, self.blocks = outline.size, cast(nn.ModuleList, self.model.get_submodule(outline.path))
 
     @property
     def vocabulary(self) -> int:
@@ -179,9 +179,9 @@ class Outline:
         self.size = sum(parameter.numel() for parameter in self._whole.parameters())
         self.path = _path_of_blocks(self._whole, source.layers, source.name)
 
-    def load(self, blocks: int) -> nn.Module:
+    def load(self, blocks: int) -> Any:
         """The model with its weights, up to a number of blocks if no later block shares weights with the rest."""
-        loaded = type(self._whole)
+        loaded: Any = type(self._whole)
         if blocks < self._source.layers and not self._shares_after(blocks):
             loaded = _cut(loaded, self.path, blocks)
         with _unmapped():
@@ -233,7 +233,7 @@ def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Modul
 
     It keeps its name and module, by which the library looks up how to read older checkpoints.
     """
-    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         architecture.__init__(self, *args, **kwargs)
         del self.get_submodule(path)[blocks:]
 

@@ -20,9 +20,9 @@ from ..base.network import why_refused, why_unreachable
 from .config import BUNDLED, MODEL_DTYPES, TINY_GEMMA2
 
 # What the library raises for damaged or foreign files; older versions of the hub's client lack the last.
-UNLOADABLE = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError,
-              UnpicklingError,
-              *([hub_errors.StrictDataclassError] if hasattr(hub_errors, "StrictDataclassError") else []))
+UNLOADABLE: tuple[type[Exception], ...] = (
+    AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError,
+    UnpicklingError, *([hub_errors.StrictDataclassError] if hasattr(hub_errors, "StrictDataclassError") else []))
 DTYPE_WORD = "dtype" if tuple(map(int, transformers_version.split(".")[:2])) >= (4, 56) else "torch_dtype"
 OFFLINE_ADVICE = f"or use --model {TINY_GEMMA2}, which is bundled, or the folder of a downloaded model"
 

@@ -83,7 +83,7 @@ def open_stream(config: ExtractConfig, *, given: Set[str], layer: int | None, si
     where = device_named(device)
     config, source, text = settled(config, given, where, listener, ALONE)
     if where.type == "cuda":  # what fits in all free memory would leave none for training
-        config = replace(config, batch_size=max(1, GPU_TOKENS // config.context))
+        config = replace(config, batch_size=max(1, GPU_TOKENS // config.window))
     layer = source.default_layer() if layer is None else layer
     (request,) = store_requests(config, source, text, [layer], [site], None, home.stores)
     extraction = Extraction(config, LanguageModel(source, where, dtype=config.model_dtype, last=layer), text, listener)
@@ -99,7 +99,8 @@ def open_stream(config: ExtractConfig, *, given: Set[str], layer: int | None, si
                 rows, columns, _ = admission(forward(block, points, show)[0].rows, block.columns, {})
                 stored += len(rows)
                 demand_some(stored, "float32", block.offered, 1)  # whose range bfloat16 has: another would not help
-                yield rows if rows.dtype == dtype.storage else dtype.encode_rows(rows), columns["document"]
+                yield (rows if rows.dtype == dtype.storage else dtype.encode_rows(rows),
+                       np.asarray(columns["document"]))
 
     chosen = {name: value for name, value in asdict(config).items() if name in given}
     chosen |= {"model": _found_again(config.model), "layer": layer, "site": site, "rows": config.rows,

@@ -1,4 +1,4 @@
-"""Where documents come from: Python's docstrings, .txt, .jsonl and .parquet files, and datasets of the Hugging Face hub.
+"""Where documents come from: Python's docstrings, .txt, .jsonl and .parquet files, datasets of the Hugging Face hub.
 
 Every document has a number, also a blank one, so that a later pass can go on where an earlier one stopped. Only hub
 datasets are read by `datasets`: it takes a second and a half to open the smallest file.
@@ -11,7 +11,7 @@ import platform
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
@@ -33,6 +33,7 @@ _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", 
 _DOCSTRING_MIN_CHARS = 40
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
+Texts = Generator[str, None, None]
 Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` before that document}
 
 
@@ -200,7 +201,7 @@ def _local_file(dataset: str) -> Path:
     return path
 
 
-def stdlib_docstrings() -> Iterator[str]:
+def stdlib_docstrings() -> Texts:
     """The distinct docstrings of Python's standard library, in the order of its files."""
     root = Path(sysconfig.get_path("stdlib"))
     seen: set[str] = set()
@@ -226,13 +227,15 @@ def _docstrings(source: bytes) -> Iterator[str]:
             yield inspect.cleandoc(text)
 
 
-def txt_texts(path: Path) -> Iterator[str]:
+def txt_texts(path: Path) -> Texts:
     """The paragraphs of a file, or its lines if no blank lines separate paragraphs."""
-    parts = (is_text for is_text, _ in groupby(_lines(path), key=lambda line: bool(line.strip())))
-    separated = sum(islice((part for part in parts if part), 2)) > 1  # a blank line at either end separates nothing
+    blocks = (is_text for is_text, _ in groupby(_lines(path), key=lambda line: bool(line.strip())))
+    if sum(islice(filter(None, blocks), 2)) < 2:  # blank lines at either end separate nothing
+        yield from (line for line in _lines(path) if line.strip())
+        return
     for is_text, lines in groupby(_lines(path), key=lambda line: bool(line.strip())):
         if is_text:
-            yield from ["\n".join(lines)] if separated else lines
+            yield "\n".join(lines)
 
 
 def _lines(path: Path, errors: str = "strict") -> Iterator[str]:
@@ -245,7 +248,7 @@ def _lines(path: Path, errors: str = "strict") -> Iterator[str]:
                          "convert the file to UTF-8") from error
 
 
-def jsonl_texts(path: Path, column: str, note: Callable[[str], None]) -> Iterator[str]:
+def jsonl_texts(path: Path, column: str, note: Callable[[str], None]) -> Texts:
     """One column of a file with one JSON object per line.
 
     Lines without text are skipped, up to 1% of all; `note` is called with a message on them when reading ends.
@@ -286,7 +289,7 @@ def _text_in(line: str, column: str, where: str) -> str:
     return text
 
 
-def parquet_texts(path: Path, column: str) -> Iterator[str]:
+def parquet_texts(path: Path, column: str) -> Texts:
     """One column of a Parquet file."""
     import pyarrow.parquet
 
@@ -301,7 +304,8 @@ def parquet_texts(path: Path, column: str) -> Iterator[str]:
     except ModelError:
         raise
     except (OSError, ValueError) as error:  # pyarrow's own errors are of both kinds
-        raise ModelError(f"the text file {path} cannot be read: {one_line(error)}; write it as Parquet again") from error
+        raise ModelError(f"the text file {path} cannot be read: {one_line(error)}; write it as Parquet "
+                         f"again") from error
 
 
 def text_of(row: Any, column: str, where: str) -> str:

@@ -57,8 +57,8 @@ LOGIT_BINS = 40
 
 
 class OutputTokens(NamedTuple):
-    """Tokens and the changes of their logits, largest first, (R, count) each; and `counts`, (R, LOGIT_BINS), a histogram
-    of the changes of all tokens in equal bins from the lowest to the highest. On the CPU."""
+    """Tokens and the changes of their logits, largest first, (R, count) each; and `counts`, (R, LOGIT_BINS), the number
+    of all tokens by change, in equal bins from the lowest to the highest. On the CPU."""
 
     promoted: Tensor
     promoted_logits: Tensor
@@ -112,7 +112,7 @@ class Unembedding:
 
 
 @torch.no_grad()
-def _final_norm(model: LanguageModel, head: nn.Module) -> tuple[Tensor, bool]:
+def _final_norm(model: LanguageModel, head: Any) -> tuple[Tensor, bool]:
     """The weight, (D,), of the norm before the head, and whether it centres; found by running the model.
 
     The norm is the last module whose output is the head's input. Its weight is read off its values at vectors of mean 0

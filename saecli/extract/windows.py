@@ -6,8 +6,8 @@ but a window's first after a separator: the special tokens that begin a text, or
 token. A token then attends to all before it in its window, including other documents', as in SAELens and
 TransformerLens.
 
-A block is run sorted by length and stored in document order. Where it ends depends only on the text and the request, not
-on the batch size: an interrupted extraction resumes at the beginning of a block, with any batch size.
+A block is run sorted by length and stored in document order. Where it ends depends only on the text and the request,
+not on the batch size: an interrupted extraction resumes at the beginning of a block, with any batch size.
 
 Shapes: T tokens of a window, W windows of a block, N their tokens, R their rows, B windows of a batch.
 """
@@ -37,6 +37,9 @@ class Spot(NamedTuple):
     document: int
     token: int
     mark: Mark | None
+
+
+BEGINNING = Spot(0, 0, None)
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class Windows:
 class Cursor:
     """Where a block begins: a spot in the text, after `offered` rows of all blocks before it."""
 
-    spot: Spot = Spot(0, 0, None)
+    spot: Spot = BEGINNING
     offered: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -173,6 +176,9 @@ class Cursor:
     def order(self) -> tuple[int, int, int]:
         """The key to compare cursors by; two passes may have different marks for one position."""
         return self.offered, self.spot.document, self.spot.token
+
+
+START = Cursor()
 
 
 @dataclass(frozen=True)
@@ -254,7 +260,7 @@ def look_ahead(parameters: int) -> int:
     return 1 << (fitting.bit_length() - 1)
 
 
-def in_blocks(documents_from: Callable[[Spot], Iterable[Document]], windows: Windows, rows: int, cursor: Cursor,
+def in_blocks(documents_from: Callable[[Spot], Iterable[Document]], windows: Windows, rows: int, cursor: Cursor = START,
               ahead: int = LOOK_AHEAD, first_rows: int = FIRST_ROWS) -> Generator[Block, None, None]:
     """The blocks of a text, from a cursor to the text's end.
 

@@ -23,7 +23,12 @@ class ActivationStore(Chunks):
         path: the store's folder.
         meta: its `store.json`.
         homed: whether it is in the home, where its name finds it.
+
+    Attributes:
+        cached: whether `extract` found it finished.
     """
+
+    cached = False
 
     def __init__(self, path: Path, meta: StoreMeta, homed: bool = True) -> None:
         super().__init__(path, meta)

@@ -23,9 +23,9 @@ from transformers import (
 
 from saecli.base.errors import ModelError
 from saecli.extract import weights
+from saecli.extract.hook_points import SITES, HookPoint
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
-from saecli.extract.places import SITES, Place
 
 MORE = {
     "gemma3": lambda: Gemma3TextConfig(**DEEP, num_key_value_heads=1, head_dim=8, sliding_window=4),
@@ -56,7 +56,7 @@ def test_activations_without_the_later_blocks_are_bitwise_those_of_the_whole_mod
     assert (len(cut.blocks), len(whole.blocks)) == (last + 1, LAYERS)
     assert cut.size == whole.size == AutoModel.from_pretrained(folder).num_parameters()
     sites = [site for site in SITES if hasattr(whole.blocks[0], "mlp") or site in ("resid_pre", "resid_post")]
-    places = [Place(layer, site) for layer in range(last + 1) for site in sites]
+    places = [HookPoint(layer, site) for layer in range(last + 1) for site in sites]
     token_ids = torch.randint(3, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(token_ids)
     mask[1, 6:] = 0

@@ -24,7 +24,8 @@ from test_steering import steerable
 from tiny_models import CONFIGS, WIDTH, loaded, save_model
 
 import saecli
-from saecli.extract.places import TINY_GEMMA2, Place
+from saecli.extract.config import TINY_GEMMA2
+from saecli.extract.hook_points import HookPoint
 from saecli.measure.probe_sets import Sets
 from saecli.measure.probed_rows import LastTokens, codes_of
 from saecli.measure.probes import CS, dense_score, mean_and_interval, most_different, sparse_scores
@@ -105,7 +106,7 @@ def test_activations_are_those_of_the_last_token_of_each_text_alone_and_long_tex
         tmp_path: Path, architecture: str):
     model = loaded(save_model(tmp_path / "model", architecture, bos=architecture != "gpt2"))
     texts = ["abc", "f", "abcdefghijklmnop", "zz", "qrstuvwxyz"]
-    places = [Place(0, "resid_post"), Place(1, "mlp_in")]
+    places = [HookPoint(0, "resid_post"), HookPoint(1, "mlp_in")]
     found = LastTokens(model, places, 12)(texts)
     bos = [] if architecture == "gpt2" else [1]
     for row, text in enumerate(texts):

@@ -14,8 +14,8 @@ from ...base.distributed import Communicator, communicator
 from ...base.errors import ConfigError, SaeError, flag_of
 from ...base.home import checked_name, now
 from ...base.options import options_of
-from ...extract.config import ExtractConfig
-from ...extract.places import SITES, TINY_GEMMA2
+from ...extract.config import TINY_GEMMA2, ExtractConfig
+from ...extract.hook_points import SITES
 from ...extract.streaming import Streamed, open_stream
 from ...measure.starts import start_of
 from ...sae.activations import ACTIVATIONS
