@@ -195,7 +195,7 @@ def test_a_model_that_is_not_there_gets_a_sentence(name, error, sentence, monkey
 
 
 def test_a_folder_that_is_no_model_gets_a_sentence(tmp_path: Path):
-    with pytest.raises(ModelError, match="expected the files of a Hugging Face causal language model"):
+    with pytest.raises(ModelError, match="give the files of a Hugging Face causal language model"):
         find_model(str(tmp_path))
 
 

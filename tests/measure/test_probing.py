@@ -252,7 +252,7 @@ def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list
     (("first", "--k", "21"), "--k must be at most the number of latents, 20 of first, got 21"),
     (("first", "--k", "2", "--k", "2"), "--k must be different numbers of at least 1, got 2, 2"),
     (("first", "--context", "129"), "tiny-gemma2 takes windows of at most 128 tokens, got --context 129"),
-    (("first", "--context", "1"), "--context must be above 1, the number of tokens that the model wants before"),
+    (("first", "--context", "1"), "--context must be above 1, the number of special tokens"),
     (("first", "two"), "probing with two is not defined: expected an SAE or a transcoder"),
     (("first", "narrow"), "narrow does not fit tiny-gemma2"),
     (("first", "--layer", "2"), "--layer must be that of first, 1, got 2"),
