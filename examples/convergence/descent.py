@@ -23,6 +23,7 @@ from torch import Tensor
 from saecli.sae.activations import Activation, SoftTopK, Swish
 from saecli.sae.batch import Batch
 from saecli.show.style import COLOURS, figure, legend_below, log_scale
+from saecli.train.config import TrainingConfig
 from saecli.train.pam_sgd import PamSgd
 from saecli.train.rows import initial_sae
 from saecli.train.solver import Solver
@@ -39,7 +40,8 @@ def descended(x: Tensor, activation: Activation) -> tuple[list[float], list[floa
     """The objective after each half step, from the start, and the squared step of each outer iteration."""
     config = PamSgd(optimizer="lbfgs", decoder="free", alpha=ALPHA, beta=BETA, weight_decay=GAMMA, revive=False,
                     mu_enc=MU, nu_enc=MU, mu_dec=MU, nu_dec=MU).resolved(OUTERS)
-    solver = config.build(initial_sae(activation, LATENTS, x, seed=0), Task(len(x), OUTERS, 1.0, "none", 0.0))
+    solver = config.build(initial_sae(activation, LATENTS, x, seed=0), Task(
+        TrainingConfig(batch_size=len(x), sparsity="none", sparsity_weight=0.0, smoothing=0.0), len(x), OUTERS, 1.0))
     rows, values, points = Batch.of(x), [objective(solver, x)], [point(solver)]
     for _ in range(OUTERS):
         solver.begin_epoch()

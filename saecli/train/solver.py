@@ -6,28 +6,23 @@ Shapes: B rows, D = d_in, F = d_sae. All rows are normalised (see `training/rows
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..base.distributed import ALONE, Communicator
-from ..base.errors import ConfigError
-from ..base.options import PAPER, Config, option
 from ..base.precision import products_in
 from ..sae.batch import Batch, mixed
-from ..sae.codes import Codes, Prefixes
+from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Dictionary, Loss
 from .maintenance import directions_of_worst, revive
-from .optimizers import OPTIMIZERS, check_schedule, weight_at
-from .smoothing import Smoothing, default_width
-from .task import DEFAULT_STEPS, StepReport, Task
+from .optimizers import OPTIMIZERS
+from .options import REVIVAL_ROWS, WINDOW, SolverConfig, weight_at
+from .smoothing import Smoothing
+from .task import StepReport, Task
 
-WINDOW = 16  # batches among which inner steps mix rows
-MOST_INNER_STEPS = 10
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
-REVIVAL_ROWS = 2  # rows per latent, from which on they are: with fewer, latents stay idle because rows are few
 DECODER_STEP, REVIVING, MIXING, CALIBRATING = 1, 2, 3, 4  # kinds of draws besides those of steps
 COUNTERS = ("steps", "outer", "revived")  # of a solver, which a checkpoint keeps
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
@@ -54,12 +49,13 @@ class Solver(ABC):
 
     _every: float = math.inf  # batches in a part of an epoch, after each of which but the last `_end_part` is called
 
-    def __init__(self, dictionary: Dictionary, held: Collection[str], task: Task, config: "SolverConfig", outers: int,
+    def __init__(self, dictionary: Dictionary, held: Collection[str], task: Task, config: SolverConfig, outers: int,
                  communicator: Communicator = ALONE) -> None:
         kind = OPTIMIZERS[config.optimizer]
         self.dictionary, self.config, self.communicator = dictionary, config, communicator
-        self.task = replace(task, lr=1.0, penalty_warm_up=0.0) if kind.to_tolerance else task
-        self.smoothing = Smoothing(task.smoothing, task.sample, task.targets)
+        self.task = (replace(task, lr=1.0, training=replace(task.training, sparsity_warm_up=0.0))
+                     if kind.to_tolerance else task)
+        self.smoothing = Smoothing(task.training.smoothing, task.sample.x, task.sample.y)
         # Sparse products read the weights latent by latent, so each latent's are contiguous, as in the decoder.
         dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
         for name, parameter in dictionary.named_parameters():
@@ -187,13 +183,13 @@ class Solver(ABC):
             rows: the number of rows.
         """
         sample, dead = self.task.sample, ~fired
-        if not self._revives or not len(sample) or rows < REVIVAL_ROWS * len(dead):
+        if not self._revives or not len(sample.x) or rows < REVIVAL_ROWS * len(dead):
             return
         count = int(dead.sum())
         if not 0 < count < len(dead):
             return
         with torch.no_grad():
-            residuals = self.task.sample_targets - self.dictionary(sample)
+            residuals = sample.y - self.dictionary(sample.x)
             if not residuals.isfinite().all():  # training has diverged, and whoever measures its loss will say so
                 return
             directions = directions_of_worst(residuals, count, self.draws(self.steps, REVIVING))
@@ -219,12 +215,12 @@ class Solver(ABC):
         evaluations: list[Loss] = []  # the first and the latest
 
         def loss() -> Tensor:
-            found = self.dictionary.loss(batch, self.task.sparsity, self.task.penalty_weight(self.steps))
+            found = self.dictionary.loss(batch, self.task.training.sparsity, self.task.penalty_weight(self.steps))
             value = found.value + self.extra_loss() / self.communicator.world_size
             evaluations[1:] = [Loss(value.detach(), found.squared_error.detach(), found.codes.detach())]
             return value
 
-        with products_in(self.task.precision):
+        with products_in(self.task.training.precision):
             self.optimizer.descend(loss, self.task.learning_rate(self.steps))
         first, latest = evaluations[0], evaluations[-1]
         with torch.no_grad():
@@ -240,7 +236,7 @@ class Solver(ABC):
     def calibrate(self) -> None:
         """Set the activation's estimates for unsmoothed rows; training estimated them on smoothed ones."""
         activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
-        sample, encoded = self.task.sample, self.dictionary.pre_activations
+        sample, encoded = self.task.sample.x, self.dictionary.pre_activations
         if not activation.estimates or not len(sample):
             return
 
@@ -253,7 +249,7 @@ class Solver(ABC):
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:
         """A generator that is a pure function of the seed, the step's number and the kind of step."""
-        return torch.Generator().manual_seed(((self.task.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
+        return torch.Generator().manual_seed(((self.task.training.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
 
     def state(self) -> dict[str, Tensor]:
         """All tensors needed to resume, by name."""
@@ -269,77 +265,3 @@ class Solver(ABC):
                 tensor.copy_(state[f"dictionary.{name}"])
         self.optimizer.restore(state)
         self._hold_encoder()
-
-
-def proximal(difference: str, more: str) -> Any:
-    """Declare a proximal weight: a number or a schedule."""
-    return option(0.0, f"Proximal weight of ||{difference}||^2{more}.", minimum=0, check=check_schedule,
-                  metavar="FLOAT|FIRST:LAST|A,B,...", **PAPER)
-
-
-@dataclass(frozen=True)
-class SolverConfig(Config, ABC):
-    """A solver's options; `build` makes the solver."""
-
-    panel: ClassVar[str] = "Solver"
-    name: ClassVar[str]
-    memory_advice: ClassVar[str] = "use a smaller --d-sae"
-
-    optimizer: str = option("adam", "What takes the descent steps: adam; sgd, plain gradient steps as in the paper's "
-                                    "algorithm, for which --lr must be a number; lbfgs, a solve to tolerance on all "
-                                    "rows as one batch, without learning rate, smoothing or warm-up.",
-                            choices=tuple(OPTIMIZERS), **PAPER)
-    clip_norm: float | None = option(None, "Largest norm of a step's gradient, of the mean loss over a batch; a larger "
-                                           "gradient is scaled down to it.", above=0, **PAPER)
-    weight_decay: float = option(0.0, "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, beside the squared error "
-                                      "summed over all rows.", minimum=0, **PAPER)
-    mu_enc: float | str = proximal("W_enc - W_enc^t", ", beside the squared error summed over all rows: a number, or a "
-                                   "schedule over the outer iterations t (with sgd, epochs), FIRST:LAST (geometric) or "
-                                   "A,B,... (one each, then the last)")
-    nu_enc: float | str = proximal("b_enc - b_enc^t", ", as --mu-enc")
-
-    inner_steps: int | str = option("auto", f"Optimiser steps per batch. auto: about {DEFAULT_STEPS} in all of "
-                                            f"training, at most {MOST_INNER_STEPS} per batch; with --steps, 1.",
-                                    choices=("auto",), minimum=1)
-    revive: bool = option(True, "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
-                                f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent.",
-                          advanced=True)
-
-    def resolved(self, batches: int | None) -> Self:
-        """The same with `inner_steps` a number: little data is no reason for few steps.
-
-        Args:
-            batches: the number of batches in all of training; None if training is given in optimiser steps.
-        """
-        if self.inner_steps != "auto":
-            return self
-        wanted = round(DEFAULT_STEPS / batches) if batches and not OPTIMIZERS[self.optimizer].to_tolerance else 1
-        return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
-
-    def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse training settings that cannot work with the solver's options, by a ConfigError; see
-        `Optimizer.check`."""
-        OPTIMIZERS[self.optimizer].check(rows, batch_size, lr, smoothing)
-        if OPTIMIZERS[self.optimizer].to_tolerance and self.clip_norm is not None:
-            raise ConfigError(f"--clip-norm does nothing with --optimizer {self.optimizer}, whose line search finds "
-                              "its steps; leave it out, or use --optimizer adam or sgd", option="clip_norm")
-        if OPTIMIZERS[self.optimizer].to_tolerance and self.inner_steps not in ("auto", 1):
-            raise ConfigError(f"--inner-steps {self.inner_steps} does nothing with --optimizer {self.optimizer}, "
-                              "whose one step solves for the encoder to tolerance; leave it out", option="inner_steps")
-
-    def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
-        """The width of smoothing when the user gives none: the wider, the more latents there are per row (see
-        `smoothing.py`)."""
-        return 0.0 if OPTIMIZERS[self.optimizer].to_tolerance else default_width(rows, d_in, d_sae)
-
-    def window(self, rows: int, batch_size: int, d_in: int) -> int:
-        """Bytes of the window in which inner steps mix rows: apart, joined, mixed."""
-        return 0 if self.inner_steps == 1 else 3 * 4 * min(rows, WINDOW * batch_size) * d_in
-
-    @abstractmethod
-    def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> Solver:
-        """A solver that starts from a copy of `initial`, alone or with the communicator's other processes."""
-
-    @abstractmethod
-    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
-        """The solver's peak memory per process in bytes, without the codes of a batch."""

@@ -9,73 +9,58 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
-WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
-DECAY = 0.5  # last fraction of all steps, over which it falls to zero
-PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
+from ..sae.batch import Batch
+from .config import TrainingConfig
 
 
-@dataclass(frozen=True)
+def _no_rows() -> Batch:
+    return Batch.of(torch.empty(0, 0))
+
+
+@dataclass(frozen=True, eq=False)
 class Task:
-    """The training problem: its objective and its length.
+    """The training problem: its settings, its length, and what is measured on its rows.
 
     The loss of a batch is the mean over its rows of `||y_hat - y||^2 + sparsity_weight * penalty`; terms
     that the paper adds to the sum over all N rows are divided by N.
 
     Args:
+        training: resolved settings.
         rows: N, the number of training rows.
         steps: optimiser steps in all of training.
         lr: the peak learning rate.
-        sparsity: the activation's penalty, or `none`.
-        sparsity_weight: its weight.
-        sample: some training rows, spread over all, (n, D): smoothing takes differences of them, and an activation's
-            estimates are set on them at the end; empty if neither is needed.
-        smoothing: width of smoothing (see `smoothing.py`); 0 for none.
-        seed: of the solver's random numbers.
-        batches: per epoch.
-        penalty_warm_up: fraction of all steps over which the sparsity penalty rises.
-        lr_warm_up: fraction of all steps over which the learning rate rises.
-        lr_decay: last fraction of all steps, over which it falls to zero.
-        memory: bytes that the solver may use.
-        targets: of the sampled rows, (n, E); None for the rows themselves.
-        B: the targets' linear regression on the rows, (D, E); None where they are the rows.
+        sample: some training rows, spread over all, (n, D), and their targets, (n, E): smoothing takes differences of
+            them, and an activation's estimates are set on them at the end; empty if neither is needed.
+        B: the targets' linear regression on the rows, (D, E); None if they are the rows.
         held: the weights that keep their start bit for bit, W_enc or, where they are a parameter, W_dec; None for none.
             No latent is then revived, and with W_enc none is silenced or rescaled.
-        precision: in which descent steps multiply: float32, tf32 or bf16; decoder steps multiply in the rows' own.
+        memory: bytes that the solver may use.
     """
 
+    training: TrainingConfig
     rows: int
     steps: int
     lr: float
-    sparsity: str
-    sparsity_weight: float
-    sample: Tensor = field(default_factory=lambda: torch.empty(0, 0))
-    smoothing: float = 0.0
-    seed: int = 0
-    batches: int = 1
-    penalty_warm_up: float = PENALTY_WARM_UP
-    lr_warm_up: float = WARM_UP
-    lr_decay: float = DECAY
-    memory: float = math.inf
-    targets: Tensor | None = None
+    sample: Batch = field(default_factory=_no_rows)
     B: Tensor | None = None
     held: str | None = None
-    precision: str = "float32"
+    memory: float = math.inf
 
     @property
-    def sample_targets(self) -> Tensor:
-        """The targets of the sampled rows, (n, E)."""
-        return self.sample if self.targets is None else self.targets
+    def batches(self) -> int:
+        """Batches per epoch."""
+        return self.training.epoch_batches(self.rows)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, from 0: a short linear rise, a plateau, and a linear fall to zero."""
-        rise = (step + 1) / max(1, math.ceil(self.lr_warm_up * self.steps))
-        fall = (self.steps - step) / max(1, math.ceil(self.lr_decay * self.steps))
+        rise = (step + 1) / max(1, math.ceil(self.training.lr_warm_up * self.steps))
+        fall = (self.steps - step) / max(1, math.ceil(self.training.lr_decay * self.steps))
         return self.lr * min(1.0, rise, fall)
 
     def penalty_weight(self, step: int) -> float:
         """The penalty's weight at a step, from 0."""
-        return self.sparsity_weight * min(1.0, (step + 1) / max(1, math.ceil(self.penalty_warm_up * self.steps)))
+        rise = (step + 1) / max(1, math.ceil(self.training.sparsity_warm_up * self.steps))
+        return self.training.sparsity_weight * min(1.0, rise)
 
 
 @dataclass(frozen=True)

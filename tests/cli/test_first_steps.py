@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import saecli
 from saecli.base.errors import ConfigError, ModelError, StoreError
 from saecli.extract.places import BUNDLED
-from saecli.measure.places import places_table
 from saecli.sae.formats import SavedSAE, save_native
+from saecli.show.measures import places_table
 from saecli.show.run_plots import firing, loss_curves
 
 TOPK_METRICS = [{"step": step, "batch_fvu": 1 / step, "batch_l0": 4.0, "test_fvu": 1 / step, "test_l0": 4.0}

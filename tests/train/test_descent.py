@@ -13,6 +13,7 @@ summing over t, the squared steps have a finite sum: all of them together at mos
 from itertools import pairwise
 
 import pytest
+from tasks import task_of
 from test_solvers import F, RowsInMemory, decoder_of, solve_decoder, sparse_mixture
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from saecli.sae.activations import Activation, SoftTopK, Swish
 from saecli.sae.batch import Batch
 from saecli.train.pam_sgd import PamSgd, PamSgdSolver
 from saecli.train.rows import initial_sae
-from saecli.train.task import Task
 
 ALPHA, BETA, MU, NU = 2.0, 1.0, 10.0, 10.0
 OUTER = 60
@@ -32,7 +32,7 @@ def solver_of(rows: RowsInMemory, activation: Activation, lr: float = 1e-2, **op
     settings = {"optimizer": "lbfgs", "alpha": ALPHA, "beta": BETA, "mu_enc": MU, "nu_enc": NU, "mu_dec": MU,
                 "nu_dec": NU, "revive": False} | options
     config = PamSgd(**settings).resolved(OUTER)
-    return config.build(initial_sae(activation, F, Batch.of(rows.x), seed=1), Task(rows.rows, OUTER, lr, "none", 0.0))
+    return config.build(initial_sae(activation, F, Batch.of(rows.x), seed=1), task_of(rows.rows, OUTER, lr))
 
 
 def point(solver: PamSgdSolver) -> Point:

@@ -19,7 +19,7 @@ from saecli.measure.api import _planned  # noqa: E402
 from saecli.sae.codes import DenseCodes, SparseCodes  # noqa: E402
 from saecli.store.dtypes import DTYPES  # noqa: E402
 from saecli.store.joined import Joined  # noqa: E402
-from saecli.train.held import HeldRows  # noqa: E402
+from saecli.train.array_rows import HeldRows  # noqa: E402
 from saecli.train.loop import Loop  # noqa: E402
 from saecli.train.trainer import Record, Trainer  # noqa: E402
 
@@ -155,7 +155,7 @@ def test_measuring_a_store_does_not_wait_per_batch(run: Path, stores: list[saecl
                                                    monkeypatch: pytest.MonkeyPatch):
     waits = []
     for rows in (64, 16):
-        monkeypatch.setattr("saecli.measure.sae_and_rows.BATCH_ROWS", rows)
+        monkeypatch.setattr("saecli.measure.measured.BATCH_ROWS", rows)
         with simulated_gpu.waits_within() as found:
             saecli.evaluate(run, stores[0], split="train", device=GPU)
         waits.append(found)

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from grids import grid
+from tasks import task_of
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation, BatchTopK, JumpRelu, Relu, Swish, TopK
@@ -18,7 +19,7 @@ from saecli.train.rows import initial_sae
 from saecli.train.sgd import Sgd
 from saecli.train.solver import Solver, SolverConfig
 from saecli.train.solvers import SOLVERS
-from saecli.train.task import StepReport, Task
+from saecli.train.task import StepReport
 
 D, F = 6, 16
 EVERY_ACTIVATION = [kind(k=3) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]
@@ -58,8 +59,8 @@ def started(config: SolverConfig, rows: RowsInMemory, activation: Activation, ep
             weight: float = 0.0, lr: float = 1e-2, smoothing: float = 0.0, seed: int = 0) -> Solver:
     config = config.resolved(None)
     batches = -(-rows.rows // rows.batch_size)
-    task = Task(rows.rows, epochs * batches * config.inner_steps, lr, sparsity, weight, rows.x, smoothing, seed,
-                batches)
+    task = task_of(rows.rows, epochs * batches * config.inner_steps, lr, sparsity, weight, sample=rows.x,
+                   smoothing=smoothing, seed=seed, batches=batches)
     return config.build(initial_sae(activation, F, Batch.of(rows.x[:64]), seed=1), task)
 
 
@@ -102,7 +103,7 @@ def trained(solver: Solver, rows: RowsInMemory, epochs: int) -> SAE:
 def loss_of(solver: Solver, data: RowsInMemory) -> Tensor:
     """What descent lowers, on all rows."""
     weight = solver.task.penalty_weight(solver.steps)
-    return solver.dictionary.loss(Batch.of(data.x), solver.task.sparsity, weight).value + solver.extra_loss()
+    return solver.dictionary.loss(Batch.of(data.x), solver.task.training.sparsity, weight).value + solver.extra_loss()
 
 
 def decoder_of(solver: Solver) -> tuple[Tensor, Tensor]:
@@ -116,7 +117,7 @@ def full_objective(solver: PamSgdSolver, rows: RowsInMemory, W: Tensor, b: Tenso
     target = c * solver.dictionary.W_enc.T if solver.config.decoder == "residual" else 0.0
     total = ((z @ W + b - rows.x) ** 2).sum() + solver.decoder.alpha * ((W - target) ** 2).sum()
     total = total + solver.config.beta * (b**2).sum()
-    if solver.task.sparsity == "l1":
+    if solver.task.training.sparsity == "l1":
         total = total + solver.task.penalty_weight(solver.steps - 1) * (z.abs() * W.norm(dim=1)).sum()
     return total
 
@@ -261,14 +262,14 @@ def test_proximal_weights_hold_encoder_and_decoder_back():
 def test_inner_steps_and_the_step_limit_count_optimiser_steps():
     data = sparse_mixture()
     solver = PamSgd(inner_steps=3).build(initial_sae(Relu(), F, Batch.of(data.x[:64]), 1),
-                                                    Task(data.rows, 10, 1e-2, "none", 0.0))
+                                                    task_of(data.rows, 10))
     reports = one_epoch(solver, data)
     assert solver.steps == 10
     assert [report.step for report in reports] == list(range(1, 11))
 
 
 def test_learning_rate_rises_holds_and_falls_to_nearly_zero():
-    task = Task(rows=1, steps=100, lr=2.0, sparsity="none", sparsity_weight=0.0)
+    task = task_of(1, 100, 2.0)
     rates = [task.learning_rate(step) for step in range(100)]
     peak = rates.index(max(rates))
     assert max(rates) == 2.0

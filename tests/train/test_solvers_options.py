@@ -9,6 +9,7 @@ import torch
 from grids import grid
 from homes import CommandLine, make_store, some_rows
 from safetensors.torch import load_file
+from tasks import task_of
 from test_solvers import (
     F,
     RowsInMemory,
@@ -26,13 +27,13 @@ from saecli.sae.activations import JumpRelu, Relu, SoftTopK, TopK
 from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
 from saecli.train.checkpoints import Progress
-from saecli.train.optimizers import OPTIMIZERS, outer_iterations, weight_at
+from saecli.train.optimizers import OPTIMIZERS, outer_iterations
+from saecli.train.options import weight_at
 from saecli.train.pam_sgd import PamSgd, PamSgdSolver, batches_between_decoder_steps
 from saecli.train.rows import initial_sae
 from saecli.train.run import RunRecord
 from saecli.train.sgd import Sgd
 from saecli.train.solver import SolverConfig
-from saecli.train.task import Task
 
 WHOLE = ("--optimizer", "lbfgs", "--batch-size", "1000")
 PAPER = ("--decoder", "free", "--alpha", "1e-3", "--bias", "after", "--decoder-first", "--clip-norm", "1", "--mu-enc",
@@ -79,7 +80,7 @@ def test_schedules_go_to_json_as_they_were_written():
 def test_outer_iterations_are_as_many_as_foretold(options, steps):
     data = sparse_mixture(150)
     config = PamSgd(alpha=1.0, **options).resolved(None)
-    task = Task(data.rows, steps, 1e-2, "none", 0.0, batches=5)
+    task = task_of(data.rows, steps, batches=5)
     solver = config.build(initial_sae(Relu(), F, Batch.of(data.x), seed=1), task)
     trained(solver, data, math.ceil(steps / (5 * config.inner_steps)))
     assert solver.steps == steps
@@ -98,7 +99,7 @@ def test_outer_iterations_are_as_many_as_foretold(options, steps):
     ({"optimizer": "lbfgs"}, 1_000_000, 2, 512, math.inf)])
 def test_where_epochs_are_few_decoder_steps_come_within_them(options, rows, epochs, d_sae, expected):
     config, batches = PamSgd(**options).resolved(None), -(-rows // 256)
-    task = Task(rows, epochs * batches * config.inner_steps, 1e-2, "none", 0.0, batches=batches)
+    task = task_of(rows, epochs * batches * config.inner_steps, batches=batches)
     assert batches_between_decoder_steps(task, config, d_sae) == expected
 
 
@@ -296,7 +297,7 @@ def test_a_penalty_too_strong_for_any_code_ends_them_all(weight):
 def test_without_room_for_the_gram_matrix_an_iteration_trains_to_the_same_error(decoder, activation, rows):
     data, errors, d_sae = sparse_mixture(rows), [], 40  # with fewer the Gram matrix takes less than an iteration
     for memory, solve in ((math.inf, "auto"), (math.inf, "iterative"), (0.0, "auto"), (0.0, "direct")):
-        task = Task(rows, 30, 1e-2, "none", 0.0, batches=math.ceil(rows / 32), memory=memory)
+        task = task_of(rows, 30, batches=math.ceil(rows / 32), memory=memory)
         initial = initial_sae(activation, d_sae, Batch.of(data.x), 1)
         solver = PamSgd(decoder=decoder, solve=solve).resolved(None).build(initial, task)
         sae = trained(solver, data, math.ceil(30 / task.batches))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tasks import task_of
 from test_solvers import F, RowsInMemory, loss_of, one_epoch, solve_decoder, sparse_mixture, started, trained
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from saecli.train.pam_sgd import PamSgd
 from saecli.train.rows import initial_sae
 from saecli.train.sgd import Sgd
 from saecli.train.solver import Solver, SolverConfig
-from saecli.train.task import Task
 
 FREE = PamSgd(decoder="free", alpha=0.5, revive=False)
 
@@ -124,7 +124,7 @@ def test_with_the_decoder_first_what_an_activation_estimates_is_set_at_the_end()
     (0.0, 1.0, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
 ])
 def test_the_learning_rate_rises_and_falls_over_its_shares_of_all_steps(rise: float, fall: float, expected: list):
-    task = Task(100, 10, 0.02, "none", 0.0, lr_warm_up=rise, lr_decay=fall)
+    task = task_of(100, 10, 0.02, lr_warm_up=rise, lr_decay=fall)
     assert [task.learning_rate(step) for step in range(10)] == pytest.approx([0.02 * share for share in expected])
 
 

@@ -1,8 +1,9 @@
 """`sae train`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -13,18 +14,19 @@ from ...base.distributed import Communicator, communicator
 from ...base.errors import ConfigError, SaeError, flag_of
 from ...base.home import checked_name, now
 from ...base.options import options_of
-from ...extract.config import ExtractConfig
+from ...extract.options import ExtractConfig
 from ...extract.places import SITES, TINY_GEMMA2
 from ...extract.streaming import Streamed, open_stream
-from ...measure.starts import start_of
 from ...sae.activations import ACTIVATIONS
 from ...show.training import figures_table, results_table
 from ...store.joined import Joined
 from ...store.opening import open_joined
-from ...train.config import Plan, TrainingConfig
+from ...train.config import TrainingConfig
 from ...train.jobs import Job, claimed_folders, resumed_job
 from ...train.jobs import run_names as names_of
 from ...train.live import LiveRows
+from ...train.logs import read_metrics
+from ...train.plan import Plan
 from ...train.rows import SAMPLED_ROWS
 from ...train.run import Run
 from ...train.runs import train_runs
@@ -99,14 +101,12 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
         try:
             if resume:
                 _demand_no_others(ctx)
-                jobs = [resumed_job(session.home, name, session.console, claims, processes,
-                                    lambda sae: start_of(session.home, sae, session.console),
-                                    ctx.params["epochs"])]
+                jobs = [resumed_job(session.home, name, session.console, claims, processes, ctx.params["epochs"])]
             else:
                 names = names_of(name, [each.varied for each in options])
                 stores, rows = _rows(ctx, session, options[0], claims, processes)
                 begun = None if init is None else processes.broadcast_object(
-                    lambda: start_of(session.home, init, session.console))
+                    lambda: Start.open(session.home, init, session.console))
                 if begun is not None and ctx.get_parameter_source("act").name == "DEFAULT":
                     act = begun.sae.activation.name
                 runs = [_planned(stores, rows, each, solver, act, begun) for each in options]
@@ -122,6 +122,8 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             session.console.note("stopped before training began; nothing was changed")
             raise
         documents, errors = train_runs(jobs, session.console, processes)
+        if processes.is_main:
+            _draw(documents)
         if len(jobs) == 1:
             (document,) = documents
             session.console.result(document, results_table(documents), figures_table(documents),
@@ -135,6 +137,15 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             session.console.note(error.sentence if isinstance(error, SaeError) else str(error))
         if last is not None:
             raise last
+
+
+def _draw(documents: Sequence[Mapping[str, Any]]) -> None:
+    """Draw each run's curves in its folder."""
+    from ...show.run_plots import loss_curves  # matplotlib takes a second to import
+
+    for document in documents:
+        folder = Path(document["path"])
+        loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
 
 
 def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStack,
