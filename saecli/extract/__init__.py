@@ -1,6 +1,6 @@
 """Text to tokens to a language model to rows.
 
-    config.py           ExtractConfig: the options of `sae extract`; names of models
+    options.py          ExtractConfig: the options of `sae extract`; names of models
     texts.py            documents: stdlib-docs, .txt, .jsonl, .parquet, datasets of the hub
     windows.py          documents to windows of tokens, windows to blocks
     hook_points.py      layer and site; hooks that read or replace activations

@@ -22,16 +22,14 @@ from ..base.errors import ConfigError, StoreError, did_you_mean, unknown_choice
 from ..base.home import STORE_MARKER, Home, Shelf, checked_name
 from ..base.wording import size_words
 from ..store.admission import Admission
-from ..store.claim import other_number
-from ..store.dtypes import DTYPES
 from ..store.opening import DERIVED, finished_store, told_when_stopped
 from ..store.ranks import RankedStore, joining_began, rank_folder, rank_meta
 from ..store.reader import ActivationStore
-from ..store.schema import StoreMeta, hash_request
-from ..store.writer import StoreWriter
-from .config import DEFAULT_CONTEXT, ExtractConfig
+from ..store.schema import StoreMeta, hash_request, rows_per_shard
+from ..store.writer import StoreWriter, other_number
 from .forward import COLUMNS, Forward, batch_tokens, fill
 from .hook_points import SITES, HookPoint
+from .options import DEFAULT_CONTEXT, SHARD_ROWS, ExtractConfig
 from .texts import Document, TextSource
 from .windows import START, Block, Cursor, Spot, Windows, in_blocks, look_ahead
 
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 
 # Options that determine the rows, besides model, text, layer and site; batch size and device do not.
 DECIDING = ("rows", "min_tokens", "context", "packed", "positions", "dtype", "model_dtype", "shard_rows")
-SHARD_ROWS, SHARD_BYTES = 32_768, 64 << 20  # per shard, at most, by default
 COUNTED = 4096  # documents between two all_gathers of their row counts
 
 
@@ -103,7 +100,7 @@ def extract(model: str | None = None, *, layer: int | Sequence[int] | None = Non
         requests = store_requests(config, source, text, layers, sites, name, Home.at(home).stores)
         folders += [request.folder for request in requests]
         there = processes.broadcast_object(lambda: {request.point for request in requests if finished_store(
-            request.folder, request.hash, listener)})
+            request.folder, request.hash)})
         if len(there) < len(requests):
             from .language_model import LanguageModel  # transformers takes seconds to import
 
@@ -237,11 +234,10 @@ class Extraction:
         token_ids = torch.tensor([[*prefix, *self.model.tokenizer("a", add_special_tokens=False)["input_ids"]]])
         widths = self.model.read(token_ids, torch.ones_like(token_ids), [request.point for request in requests],
                                  lambda rows: rows.shape[-1])
-        item = DTYPES[self.config.dtype].storage.itemsize
         return {request.point: StoreMeta(
             source={**request.source, "layers": self.model.source.layers, "prepend_bos": bool(prefix)},
             request_hash=request.hash, dtype=self.config.dtype, d_in=width, columns=COLUMNS,
-            shard_rows=self.config.shard_rows or max(1, min(SHARD_ROWS, SHARD_BYTES // (width * item))),
+            shard_rows=self.config.shard_rows or rows_per_shard(width, self.config.dtype, SHARD_ROWS),
             max_norm_multiple=self.config.max_norm_multiple)
             for request, width in zip(requests, widths, strict=True)}
 

@@ -269,8 +269,7 @@ def fill(writers: Mapping[HookPoint, StoreWriter], blocks_from: Callable[[Cursor
             given = np.empty((0, writer.meta.d_in), np.float32)
             if point in found:
                 given, dropped = found[point].rows, dropped | {"special": found[point].special_norms}
-            writer.append(given, block.columns, block.cursor.to_json(), dropped, after=block.end.to_json(),
-                          verdict=verdicts.get(point))
+            writer.append(given, block.columns, block.cursor.to_json(), dropped, verdicts.get(point))
             demand_some(writer.rows, writer.meta.dtype, block.offered, len(admissions))
 
     with Ahead(blocks_from(first)) as blocks, ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool:

@@ -14,9 +14,9 @@ from ..base.home import Home
 from ..store.admission import Admission
 from ..store.dtypes import DTYPES
 from ..store.schema import StoreMeta
-from .config import TINY_GEMMA2, ExtractConfig
 from .extraction import Extraction, Quota, StoreRequest, settled, store_requests
 from .forward import Ahead, demand_some
+from .options import TINY_GEMMA2, ExtractConfig
 from .texts import STDLIB_DOCS
 
 GPU_TOKENS = 1 << 14  # per forward pass

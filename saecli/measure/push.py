@@ -15,9 +15,10 @@ from ..sae import formats
 from ..sae.dictionary import SAE
 from ..sae.formats import WRITABLE
 from ..sae.hub import Address, upload, writable
+from ..sae.library import SAELike
 from .evaluate import check_tokens_of_model, evaluated
 from .export import Conversion, can_be_written, converted
-from .sae_and_rows import Measured, RowsLike, SAELike, measured
+from .measured import Measured, RowsLike, measured
 
 LOCAL = ("data", "data_hash", "beside", "target")  # of an origin: names in the home
 MEASURES = ("rows", "l0", "fvu", "explained_variance", "cosine", "dead_fraction", "ce_recovered", "kl")
@@ -105,7 +106,7 @@ def _card(present: ModelCard | None, address: Address, found: Conversion, one: M
     """The repository's card with a line for the SAE; None if `sae push` did not write the present one."""
     saved, sae, source = found.written, found.written.sae, one.store.meta.source
     if present is None:
-        from ..extract.config import BUNDLED  # imports transformers, which takes seconds
+        from ..extract.options import BUNDLED  # imports transformers, which takes seconds
 
         model = one.saved.origin.get("model")
         data = ModelCardData(

@@ -17,8 +17,8 @@ from ..base.errors import ConfigError
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
 from ..extract.tokens import TokenTexts, continuation
+from ..sae.library import SAELike
 from .placing import Placed, model_of, placed
-from .sae_and_rows import SAELike
 from .steering import Change, changed
 
 NEW_TOKENS = 40  # of a continuation

@@ -30,8 +30,8 @@ from ..base.home import Home
 from ..extract.hook_points import HookPoint, intercepted
 from ..extract.language_model import blocks_of
 from ..sae.dictionary import SAE
+from ..sae.library import SAELike
 from .placing import Placed, check_width, placed
-from .sae_and_rows import SAELike
 
 METHODS = ("add", "clamp", "ablate")
 

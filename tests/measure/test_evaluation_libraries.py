@@ -9,9 +9,9 @@ import torch
 from environments import python_with
 from homes import CommandLine
 
-from saecli.extract.config import BUNDLED, TINY_GEMMA2
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
+from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.extract.windows import Windows
 from saecli.measure.splice import stored_windows
 from saecli.store.reader import ActivationStore

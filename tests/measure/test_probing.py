@@ -24,8 +24,8 @@ from test_steering import steerable
 from tiny_models import CONFIGS, WIDTH, loaded, save_model
 
 import saecli
-from saecli.extract.config import TINY_GEMMA2
 from saecli.extract.hook_points import HookPoint
+from saecli.extract.options import TINY_GEMMA2
 from saecli.measure.probe_sets import Sets
 from saecli.measure.probed_rows import LastTokens, codes_of
 from saecli.measure.probes import CS, dense_score, mean_and_interval, most_different, sparse_scores

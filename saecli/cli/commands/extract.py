@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from ...base.distributed import communicator
-from ...extract.config import ExtractConfig
 from ...extract.extraction import extract
 from ...extract.hook_points import SITES
+from ...extract.options import ExtractConfig
 from ...store.listing import stored
 from ..options import Device, Given, Json, configured, start
 

@@ -1,4 +1,4 @@
-"""The options of an extraction, and the names that they take; without torch, for help pages."""
+"""The options of an extraction, and names of models. Imports neither NumPy nor torch, so that help pages are fast."""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ..base.errors import ConfigError, flag_of
 from ..base.options import Config, option
+from ..store.options import DTYPES, MAX_NORM_HELP
 from .texts import LOCAL_SUFFIXES, STDLIB_DOCS, TextSource
 
 TINY_GEMMA2 = "tiny-gemma2"
@@ -14,6 +15,7 @@ BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_DATASET = "Salesforce/wikitext"
 DEFAULT_CONTEXT = 128
+SHARD_ROWS = 32_768  # most rows per shard by default
 MOST = 2**31 - 1  # of any count, so that PyTorch and HDF5 can index with it
 
 
@@ -41,15 +43,14 @@ class ExtractConfig(Config):
                                  "attend across documents.")
     positions: str = option("all", "all: one row per token that is not special; last: one row per document, the last "
                                    "token of its first window, as in the paper.", choices=("all", "last"))
-    max_norm_multiple: float | None = option(None, "Drop and count rows with a norm above this multiple of the median, "
-                                                   "estimated on the first block. Default: no limit.", minimum=1)
-    dtype: str = option("bfloat16", "Precision of the stored rows.", choices=("float32", "float16", "bfloat16"))
+    max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
+    dtype: str = option("bfloat16", "Precision of the stored rows.", choices=DTYPES)
     model_dtype: str = option("auto", "Precision of weights and forward pass. auto: float32 on a CPU, else the "
                                       "checkpoint's own.", choices=("auto", *MODEL_DTYPES))
     batch_size: int | str = option("auto", "Windows per forward pass; halved on out-of-memory. Changes rows only by "
                                            "rounding. auto: what fits on a GPU.", choices=("auto",), minimum=1,
                                    maximum=MOST)
-    shard_rows: int | None = option(None, "Rows per shard file. Default: 32,768, or fewer for a shard of 64 MiB.",
+    shard_rows: int | None = option(None, f"Rows per shard file. Default: 64 MiB, {SHARD_ROWS:,} rows at most.",
                                     minimum=1, maximum=MOST)
 
     @property
