@@ -12,7 +12,7 @@ from tiny_models import save_model
 from saecli.base.devices import device_named
 from saecli.extract.language_model import LanguageModel, load_tokenizer
 from saecli.extract.model_source import find_model
-from saecli.extract.places import TINY_GEMMA2
+from saecli.extract.options import TINY_GEMMA2
 from saecli.extract.tokens import LOGIT_BINS, TokenTexts, Unembedding
 from saecli.measure import cofiring
 from saecli.measure.cofiring import LEAST, CoFiring
