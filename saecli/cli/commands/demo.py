@@ -11,7 +11,7 @@ import typer
 
 from ...base.documents import read_settings
 from ...base.home import Home
-from ...extract.places import TINY_GEMMA2
+from ...extract.options import TINY_GEMMA2
 from ..options import Json, start
 
 ROWS = 20_000

@@ -42,7 +42,7 @@ def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: L
     document = probed(session.home, names, model, layer, site and site.value, sets, rows, k or [1, 2, 5, 16], context,
                       device, session.console)
     if plot is not None:
-        from ...show.probe_plots import probes  # matplotlib takes a second to import
+        from ...show.latents import probes  # matplotlib takes a second to import
 
         probes(plot, document)
         session.console.note(f"drew {plot}")

@@ -16,8 +16,8 @@ from ...base.distributed import Communicator, communicator
 from ...base.errors import ConfigError, SaeError, flag_of
 from ...base.home import checked_name, now
 from ...base.options import options_of
-from ...extract.options import ExtractConfig
-from ...extract.places import SITES, TINY_GEMMA2
+from ...extract.hook_points import SITES
+from ...extract.options import TINY_GEMMA2, ExtractConfig
 from ...sae.activations import ACTIVATIONS
 from ...train.config import TrainingConfig
 from ...train.solvers import SOLVERS
@@ -93,7 +93,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     """
     if not (resume or data or options[0].values["model"]):
         ctx.find_root().obj.stores.find(None)  # before torch is imported
-    from ...show.training import figures_table, results_table
+    from ...show.tables import figures_table, results_table
     from ...store.joined import Joined
     from ...train.jobs import Job, claimed_folders, resumed_job
     from ...train.jobs import run_names as names_of
@@ -145,7 +145,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
 
 def _draw(documents: Sequence[Mapping[str, Any]]) -> None:
     """Draw each run's curves in its folder."""
-    from ...show.run_plots import loss_curves  # matplotlib takes a second to import
+    from ...show.runs import loss_curves  # matplotlib takes a second to import
     from ...train.logs import read_metrics
 
     for document in documents:
