@@ -48,7 +48,7 @@ from torch.nn import Parameter
 from ..base.distributed import ALONE, Communicator
 from ..sae.dictionary import SAE, Dictionary
 from .sgd import Sgd, SgdSolver
-from .task import Task
+from .solver import Task
 
 
 class UnitNorm(Dictionary):

@@ -19,16 +19,12 @@ from ..store.rows import Rows as StoredRows
 from .live import LiveRows
 from .logs import TRACKERS, check_trackers
 from .normalisation import NORMALISATIONS
-from .optimizers import OPTIMIZERS
-from .pam_sgd import PamSgd, takes_all_rows
 from .rows import AnyRows
-from .smoothing import WIDEST
-from .solver import SolverConfig
+from .smoothing import WIDEST, default_width
+from .solver import DECAY, DEFAULT_STEPS, PENALTY_WARM_UP, WARM_UP, SolverConfig
 from .starting import Start
-from .task import DECAY, DEFAULT_STEPS, PENALTY_WARM_UP, WARM_UP
 
 MOST_DEFAULT_EPOCHS = 100
-SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # fractions of all steps
 AUTO_PREFIXES = (16, 4, 2, 1)  # latents per latent of each prefix
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SMALLEST = 2**18  # weights of the encoder, from which on products in bf16 repay the rounding of their factors
@@ -152,18 +148,13 @@ class TrainingConfig(Config):
         d_sae = self.d_sae or 4 * d_in
         prefixes = None if self.prefixes is None else self._prefixes(d_sae)
         activation.check(d_sae)
-        solver.check(rows, self.batch_size, self.lr, self.smoothing)
-        for name, default in SCHEDULE.items():
-            if getattr(self, name) != default and OPTIMIZERS[solver.optimizer].to_tolerance:
-                raise ConfigError(f"{flag_of(name)} does nothing with --optimizer {solver.optimizer}, whose problem "
-                                  "stays the same from step to step; leave it out, or use --optimizer adam or sgd",
-                                  option=name)
-        precision = self._precision(solver, d_in * d_sae)
+        solver.check()
+        precision = self._precision(d_in * d_sae)
         epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / self.epoch_batches(rows)))
         return replace(
             self, d_sae=d_sae, prefixes=prefixes, precision=precision, sparsity=sparsity,
             epochs=None if self.steps else epochs,
-            smoothing=solver.default_smoothing(rows, d_in, d_sae) if self.smoothing == "auto" else self.smoothing,
+            smoothing=default_width(rows, d_in, d_sae) if self.smoothing == "auto" else self.smoothing,
             sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
 
     def _prefixes(self, d_sae: int) -> str:
@@ -174,16 +165,15 @@ class TrainingConfig(Config):
             raise ConfigError(f"--prefixes must be at most --d-sae, {d_sae}, got {max(numbers)}", option="prefixes")
         return ",".join(str(number) for number in sorted({*numbers, d_sae}))
 
-    def _precision(self, solver: SolverConfig, weights: int) -> str:
+    def _precision(self, weights: int) -> str:
         """The precision of products; ConfigError if it would undo the precision that other options ask for."""
-        exact = "float64" if self.dtype == "float64" else "lbfgs" if OPTIMIZERS[solver.optimizer].to_tolerance else ""
+        exact = self.dtype == "float64"
         if self.precision == "auto":
             rounded = not exact and weights >= SMALLEST and multiplies_bf16(device_named(self.device))
             return "bf16" if rounded else "float32"
         if exact and self.precision != "float32":
-            other = "--dtype float64" if exact == "float64" else f"--optimizer {solver.optimizer}"
-            raise ConfigError(f"--precision {self.precision} cannot be used with {other}, which asks for more; leave "
-                              "it out", option="precision")
+            raise ConfigError(f"--precision {self.precision} cannot be used with --dtype float64, which asks for more; "
+                              "leave it out", option="precision")
         return self.precision
 
     def batches(self, rows: int) -> int | None:
@@ -264,9 +254,7 @@ class Plan:
         if self.training.precision == "tf32":
             raise ConfigError("--precision tf32 holds for the whole process, also for --model while it gives the "
                               f"rows; use --precision float32, or {advice}", option="precision")
-        if rows.ready < rows.rows and isinstance(self.solver, PamSgd) and (
-                self.solver.decoder_first or takes_all_rows(self.solver)):
-            name = "decoder_first" if self.solver.decoder_first else "decoder"
+        if rows.ready < rows.rows and (name := self.solver.all_rows_option):
             raise ConfigError(f"{flag_of(name)} takes decoder steps over all rows: expected at most {rows.ready:,} "
                               f"rows with --model, which are kept in memory, got {rows.rows:,}; lower --rows, or "
                               f"{advice}", option=name)

@@ -11,7 +11,6 @@ from ..sae.activations import KeepsK
 from ..sae.metrics import doubts
 from .config import Plan
 from .live import LiveRows
-from .optimizers import OPTIMIZERS
 
 
 def doubts_at_start(plan: Plan) -> list[str]:
@@ -48,9 +47,7 @@ def _for_less_error(plan: Plan, overfitted: bool, l0: float) -> str:
         return "fewer than one latent is active per row: lower --sparsity-weight"
     if overfitted:
         return "train FVU is not: lower --d-sae, or train on more rows"
-    options = [] if OPTIMIZERS[plan.solver.optimizer].to_tolerance else ["--lr"]
-    options += ["--sparsity-weight"] if plan.training.sparsity != "none" else []
-    return f"lower {' or '.join(options)}" if options else "use another --optimizer"
+    return "lower --lr" + (" or --sparsity-weight" if plan.training.sparsity != "none" else "")
 
 
 def _for_fewer_active(plan: Plan) -> str:

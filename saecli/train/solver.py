@@ -1,83 +1,158 @@
-"""The base of all solvers: the descent step with its schedules, and the state needed to resume.
+"""What every solver has: the training problem, descent steps, revival, and the state needed to resume.
 
-Shapes: B rows, D = d_in, F = d_sae. All rows are normalised (see `training/rows.py`).
+Shapes: B rows, n sampled rows, D = d_in, E = d_out, F = d_sae. All rows are normalised (see `rows.py`).
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from ..base.distributed import ALONE, Communicator
-from ..base.errors import ConfigError
 from ..base.options import PAPER, Config, option
 from ..base.precision import products_in
 from ..sae.batch import Batch, mixed
 from ..sae.codes import Codes, Prefixes
-from ..sae.dictionary import SAE, Dictionary, Loss
-from .maintenance import directions_of_worst, revive
-from .optimizers import OPTIMIZERS, check_schedule, weight_at
-from .smoothing import Smoothing, default_width
-from .task import DEFAULT_STEPS, StepReport, Task
+from ..sae.dictionary import SAE, Dictionary
+from .decoder_step import Pass, directions_of_worst, revive
+from .optimizers import Adam
+from .smoothing import Smoothing
 
+DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
+WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
+DECAY = 0.5  # last fraction of all steps, over which it falls to zero
+PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 WINDOW = 16  # batches among which inner steps mix rows
 MOST_INNER_STEPS = 10
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
-REVIVAL_ROWS = 2  # rows per latent, from which on they are: with fewer, latents stay idle because rows are few
+REVIVAL_ROWS = 2  # least rows per latent for revival: with fewer, latents stay idle for lack of rows
 DECODER_STEP, REVIVING, MIXING, CALIBRATING = 1, 2, 3, 4  # kinds of draws besides those of steps
-COUNTERS = ("steps", "outer", "revived")  # of a solver, which a checkpoint keeps
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
 
 
-class Solver(ABC):
+@dataclass(frozen=True)
+class Task:
+    """The training problem: its objective and its length.
+
+    The loss of a batch is the mean over its rows of `||y_hat - y||^2 + sparsity_weight * penalty`; terms that the paper
+    adds to the sum over all N rows are divided by N.
+
+    Args:
+        rows: N, the number of training rows.
+        steps: optimiser steps in all of training.
+        lr: the peak learning rate.
+        sparsity: the activation's penalty, or `none`.
+        sparsity_weight: its weight.
+        sample: training rows spread over all, (n, D), for smoothing and for an activation's estimates; may be empty.
+        smoothing: width of smoothing (see `smoothing.py`); 0 for none.
+        seed: of the solver's random numbers.
+        batches: per epoch.
+        penalty_warm_up: fraction of all steps over which the sparsity penalty rises.
+        lr_warm_up: fraction of all steps over which the learning rate rises.
+        lr_decay: last fraction of all steps, over which it falls to zero.
+        memory: bytes that the solver may use.
+        targets: of the sampled rows, (n, E); None for the rows themselves.
+        B: the targets' linear regression on the rows, (D, E); None where they are the rows.
+        held: W_enc or W_dec, to keep its start bit for bit; None for neither. No latent is then revived, silenced or
+            rescaled.
+        precision: of products in descent steps: float32, tf32 or bf16. Decoder steps multiply in the rows' own.
+    """
+
+    rows: int
+    steps: int
+    lr: float
+    sparsity: str
+    sparsity_weight: float
+    sample: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    smoothing: float = 0.0
+    seed: int = 0
+    batches: int = 1
+    penalty_warm_up: float = PENALTY_WARM_UP
+    lr_warm_up: float = WARM_UP
+    lr_decay: float = DECAY
+    memory: float = math.inf
+    targets: Tensor | None = None
+    B: Tensor | None = None
+    held: str | None = None
+    precision: str = "float32"
+
+    @property
+    def sample_targets(self) -> Tensor:
+        """The targets of the sampled rows, (n, E)."""
+        return self.sample if self.targets is None else self.targets
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, from 0: a short linear rise, a plateau, and a linear fall to zero."""
+        rise = (step + 1) / max(1, math.ceil(self.lr_warm_up * self.steps))
+        fall = (self.steps - step) / max(1, math.ceil(self.lr_decay * self.steps))
+        return self.lr * min(1.0, rise, fall)
+
+    def penalty_weight(self, step: int) -> float:
+        """The penalty's weight at a step, from 0."""
+        return self.sparsity_weight * min(1.0, (step + 1) / max(1, math.ceil(self.penalty_warm_up * self.steps)))
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Measures of one smoothed batch before its step; tensors, so that the host does not wait for the device.
+
+    With several processes each reports its part, and the parts sum to the batch's measures.
+
+    Args:
+        step: the step's number, from 1.
+        rows: B.
+        loss: the batch's loss, penalty and proximal terms included.
+        squared_error: mean over rows of `||y_hat - y||^2`.
+        l0: mean number of non-zero codes.
+    """
+
+    step: int
+    rows: int
+    loss: Tensor
+    squared_error: Tensor
+    l0: Tensor
+
+
+class Solver:
     """Trains a dictionary on batches that are pushed to it.
 
         solver.begin_epoch()
         for batch in rows: reports = solver.step(batch)
         solver.end_epoch()
 
-    After each of these calls a decoder step may be `due`; then, before any other call, `begin_pass`, `observe` with
-    each batch of a pass over `due` rows, and `end_pass`, until none is due.
+    At each of its `passes`, by epoch and number of batches, a decoder step is made: `begin_pass`, `observe` with each
+    batch of the pass, and `end_pass`, until that returns True.
 
     Args:
         dictionary: trained in place.
         held: names of its parameters that descent does not move.
         task: the training problem.
         config: the solver's options.
-        outers: number of outer iterations in all of training, for the schedules of proximal weights.
+        every: batches after which the epoch's rows so far have been trained on.
         communicator: of the processes that train on other parts of each batch.
     """
 
-    _every: float = math.inf  # batches in a part of an epoch, after each of which but the last `_end_part` is called
+    passes: Mapping[tuple[int, int], Pass] = {}
 
-    def __init__(self, dictionary: Dictionary, held: Collection[str], task: Task, config: "SolverConfig", outers: int,
+    def __init__(self, dictionary: Dictionary, held: Collection[str], task: Task, config: "SolverConfig", every: int,
                  communicator: Communicator = ALONE) -> None:
-        kind = OPTIMIZERS[config.optimizer]
-        self.dictionary, self.config, self.communicator = dictionary, config, communicator
-        self.task = replace(task, lr=1.0, penalty_warm_up=0.0) if kind.to_tolerance else task
+        self.dictionary, self.task, self.config, self.communicator = dictionary, task, config, communicator
+        self.every = every
         self.smoothing = Smoothing(task.smoothing, task.sample, task.targets)
         # Sparse products read the weights latent by latent, so each latent's are contiguous, as in the decoder.
         dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
         for name, parameter in dictionary.named_parameters():
             parameter.requires_grad_(name not in (*held, task.held, *dictionary.activation.estimates))
-        clip_norm = math.inf if config.clip_norm is None else config.clip_norm
-        self.optimizer = kind(dict(dictionary.named_parameters()), clip_norm,
+        self.optimizer = Adam(dict(dictionary.named_parameters()), config.clip_norm,
                               communicator.all_reduce if communicator.world_size > 1 else None)
         self.steps = 0
-        self.outer = 0
         self.revived = 0
-        self._outers = outers
         self._window: list[Batch] = []
-        self._hold_encoder()
-
-    @property
-    def due(self) -> int | None:
-        """Number of rows that the due decoder step has to observe; None if none is due."""
-        return None
+        self.hold_encoder()
 
     @property
     def finished(self) -> bool:
@@ -86,33 +161,31 @@ class Solver(ABC):
 
     def begin_epoch(self) -> None:
         """Begin a pass over the rows."""
-        self._batches = 0  # of the epoch, taken so far
+        self.batches = 0  # of the epoch, taken so far
 
     def step(self, batch: Batch) -> list[StepReport]:
         """Collect a batch of the epoch, and train once there is a window of them.
 
-        Returns:
-            The reports of the optimiser steps taken: none if the task's steps are used up, or if more batches are
-            collected first.
+        Returns the reports of the optimiser steps taken: none while batches are collected, or once the task's steps
+        are used up.
         """
         if self.finished:
             return []
-        self._batches += 1
+        self.batches += 1
         self._window.append(batch)
-        enough = len(self._window) >= (1 if self.config.inner_steps == 1 else WINDOW)
-        ends = self._batches % self._every == 0
-        reports = self._inner_steps() if enough or ends else []
-        if ends and self._batches < self.task.batches and not self.finished:
-            self._end_part()
-        return reports
+        whole = len(self._window) == (1 if self.config.inner_steps == 1 else WINDOW)
+        return self._train_window() if whole or self.batches % self.every == 0 else []
 
     def end_epoch(self) -> list[StepReport]:
-        """End the pass. Returns the reports of the steps on batches collected so far."""
-        return self._inner_steps()
+        """End the pass: train on the batches collected so far; after the last epoch set the activation's estimates."""
+        reports = self._train_window()
+        if self.finished:
+            self.calibrate()
+        return reports
 
-    def _inner_steps(self) -> list[StepReport]:
-        """`inner_steps` rounds over the collected batches, their rows mixed anew in each: as many consecutive steps on
-        one batch would overfit to that batch, the more so with a decoder that is held fixed."""
+    def _train_window(self) -> list[StepReport]:
+        """`inner_steps` rounds over the collected batches, their rows mixed anew in each: consecutive steps on one
+        batch would overfit to it, the more so with a decoder that is held fixed."""
         batches, self._window = self._window, []
         if not batches:
             return []
@@ -126,55 +199,64 @@ class Solver(ABC):
             for batch in batches:
                 if self.finished:
                     break
-                report, smoothed, codes = self.descend(batch)
+                report, codes = self.descend(batch)
                 reports.append(report)
                 if round_ == rounds - 1:
-                    self._trained(codes, smoothed)
+                    self.trained(codes, report.rows)
         return reports
 
-    @abstractmethod
-    def _trained(self, codes: Codes, batch: Batch) -> None:
-        """Take the codes, (b, F), that a batch had in the last round over its window: each row of an epoch comes here
-        once."""
+    def descend(self, batch: Batch) -> tuple[StepReport, Codes]:
+        """One step of the optimiser on a batch: its report, and its codes, smoothed."""
+        task, dictionary, step = self.task, self.dictionary, self.steps
+        batch = self.smoothing(batch, self.draws(step))
+        self.optimizer.zero_grad()
+        with products_in(task.precision):
+            loss = dictionary.loss(batch, task.sparsity, task.penalty_weight(step))
+            value = loss.value + self.extra_loss() / self.communicator.world_size
+            value.backward()
+            self.optimizer.step(task.learning_rate(step))
+        self.steps, codes = step + 1, loss.codes.detach()
+        with torch.no_grad():
+            parameters = dictionary.activation_parameters
+            estimates = dictionary.activation.estimated(codes, parameters, self.steps / task.steps)
+            for name, estimate in estimates.items():
+                parameters[name].copy_(self.communicator.mean(estimate))
+        return StepReport(self.steps, batch.size, value.detach(), loss.squared_error.detach(),
+                          codes.count().double() / batch.size), codes
 
-    @abstractmethod
-    def _end_part(self) -> None:
-        """A part of an epoch is over, its batches trained on; the last part ends with the epoch."""
+    def trained(self, codes: Codes, rows: int) -> None:
+        """Take a batch's codes, (b, F), in the last round over its window, where each row of an epoch is once."""
 
-    def begin_pass(self, again: Callable[[], Iterable[Batch]]) -> None:
-        """Begin the decoder step that is due; `again` gives the pass' batches once more, for an iterative solve."""
+    def begin_pass(self, now: Pass, again: Callable[[], Iterable[Batch]]) -> None:
+        """Begin one of `passes`; `again` gives its batches once more, for an iterative solve."""
         raise TypeError(f"{type(self).__name__} has no decoder step")
 
     def observe(self, batch: Batch) -> None:
-        """Take a batch of the decoder step's pass."""
+        """Take a batch of the pass."""
         raise TypeError(f"{type(self).__name__} has no decoder step")
 
-    def end_pass(self) -> None:
-        """End the decoder step's pass: solve."""
+    def end_pass(self) -> bool:
+        """Solve for the decoder. False if the pass has to be made again first."""
         raise TypeError(f"{type(self).__name__} has no decoder step")
 
     def extra_loss(self) -> Tensor | float:
         """The encoder's proximal terms and the weight decay of the tensors that descent trains, divided by N."""
         total: Tensor | float = 0.0
         for name, held in self._held.items():
-            if weight := self.weight(PROXIMAL[name]):
-                total = total + weight * (getattr(self.dictionary, name) - held).square().sum()
+            weight = getattr(self.config, PROXIMAL[name])
+            total = total + weight * (getattr(self.dictionary, name) - held).square().sum()
         if self.config.weight_decay:
             weights = (tensor for tensor in self.optimizer.tensors.values() if tensor.dim() == 2)
             total = total + self.config.weight_decay * sum(tensor.square().sum() for tensor in weights)
         return total / self.task.rows
 
-    def weight(self, name: str) -> float:
-        """The proximal weight of an option at the current outer iteration."""
-        return weight_at(getattr(self.config, name), self.outer, self._outers)
-
-    def _hold_encoder(self) -> None:
+    def hold_encoder(self) -> None:
         """Take the current encoder as the reference of its proximal terms, if there are any."""
         self._held = {name: getattr(self.dictionary, name).detach().clone() for name, weight in PROXIMAL.items()
                       if getattr(self.config, weight)}
 
     @property
-    def _revives(self) -> bool:
+    def revives(self) -> bool:
         """Whether latents are revived now: not if training is about to end."""
         return self.config.revive and not self.task.held and self.steps < REVIVAL * self.task.steps
 
@@ -183,58 +265,23 @@ class Solver(ABC):
         about to end.
 
         Args:
-            fired: the latents that fired on any row, a mask, (F,), of all processes' rows.
+            fired: the latents that fired on any row of any process, a mask, (F,).
             rows: the number of rows.
         """
         sample, dead = self.task.sample, ~fired
-        if not self._revives or not len(sample) or rows < REVIVAL_ROWS * len(dead):
+        if not self.revives or not len(sample) or rows < REVIVAL_ROWS * len(dead):
             return
         count = int(dead.sum())
         if not 0 < count < len(dead):
             return
         with torch.no_grad():
             residuals = self.task.sample_targets - self.dictionary(sample)
-            if not residuals.isfinite().all():  # training has diverged, and whoever measures its loss will say so
+            if not residuals.isfinite().all():  # training has diverged, and the check of the loss will say so
                 return
             directions = directions_of_worst(residuals, count, self.draws(self.steps, REVIVING))
             revive(self.dictionary, dead, self.communicator.broadcast(directions), self.task.B)
         self.optimizer.forget(dead, self.dictionary.latent_dimension)
         self.revived += count
-
-    def record(self) -> dict[str, float]:
-        """The solver's own measures for `metrics.jsonl` and the final summary: how many times a latent was revived."""
-        return {"revived": self.revived}
-
-    def notes(self) -> list[str]:
-        """Sentences for the user at the end of training."""
-        return []
-
-    def sae(self) -> SAE:
-        """The current SAE, acting on normalised rows."""
-        return self.dictionary.sae().without_training_parameters()
-
-    def descend(self, batch: Batch) -> tuple[StepReport, Batch, Codes]:
-        """One step of the optimiser on a batch: its report, the batch smoothed, and its codes."""
-        batch = self.smoothing(batch, self.draws(self.steps))
-        evaluations: list[Loss] = []  # the first and the latest
-
-        def loss() -> Tensor:
-            found = self.dictionary.loss(batch, self.task.sparsity, self.task.penalty_weight(self.steps))
-            value = found.value + self.extra_loss() / self.communicator.world_size
-            evaluations[1:] = [Loss(value.detach(), found.squared_error.detach(), found.codes.detach())]
-            return value
-
-        with products_in(self.task.precision):
-            self.optimizer.descend(loss, self.task.learning_rate(self.steps))
-        first, latest = evaluations[0], evaluations[-1]
-        with torch.no_grad():
-            activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
-            self.steps += 1
-            for name, value in activation.estimated(latest.codes, parameters, self.steps / self.task.steps).items():
-                parameters[name].copy_(self.communicator.mean(value))
-        report = StepReport(self.steps, batch.size, first.value, first.squared_error,
-                            first.codes.count().double() / batch.size)
-        return report, batch, latest.codes
 
     @torch.no_grad()
     def calibrate(self) -> None:
@@ -251,6 +298,18 @@ class Solver(ABC):
         for name, value in activation.calibrated(encoded(sample), parameters, smoothed).items():
             parameters[name].copy_(value)
 
+    def record(self) -> dict[str, float]:
+        """The solver's own measures for `metrics.jsonl` and the final summary: how many times a latent was revived."""
+        return {"revived": self.revived}
+
+    def notes(self) -> list[str]:
+        """Sentences for the user at the end of training."""
+        return []
+
+    def sae(self) -> SAE:
+        """The current SAE, acting on normalised rows."""
+        return self.dictionary.sae().without_training_parameters()
+
     def draws(self, number: int, kind: int = 0) -> torch.Generator:
         """A generator that is a pure function of the seed, the step's number and the kind of step."""
         return torch.Generator().manual_seed(((self.task.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
@@ -258,23 +317,16 @@ class Solver(ABC):
     def state(self) -> dict[str, Tensor]:
         """All tensors needed to resume, by name."""
         own = {f"dictionary.{name}": tensor for name, tensor in self.dictionary.state_dict().items()}
-        return own | self.optimizer.state() | {name: torch.tensor(getattr(self, name)) for name in COUNTERS}
+        return own | self.optimizer.state() | {"steps": torch.tensor(self.steps), "revived": torch.tensor(self.revived)}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Resume from the tensors of `state`."""
-        for name in COUNTERS:
-            setattr(self, name, int(state[name]))
+        self.steps, self.revived = int(state["steps"]), int(state["revived"])
         with torch.no_grad():
             for name, tensor in self.dictionary.state_dict().items():
                 tensor.copy_(state[f"dictionary.{name}"])
         self.optimizer.restore(state)
-        self._hold_encoder()
-
-
-def proximal(difference: str, more: str) -> Any:
-    """Declare a proximal weight: a number or a schedule."""
-    return option(0.0, f"Proximal weight of ||{difference}||^2{more}.", minimum=0, check=check_schedule,
-                  metavar="FLOAT|FIRST:LAST|A,B,...", **PAPER)
+        self.hold_encoder()
 
 
 @dataclass(frozen=True)
@@ -285,18 +337,12 @@ class SolverConfig(Config, ABC):
     name: ClassVar[str]
     memory_advice: ClassVar[str] = "use a smaller --d-sae"
 
-    optimizer: str = option("adam", "What takes the descent steps: adam; sgd, plain gradient steps as in the paper's "
-                                    "algorithm, for which --lr must be a number; lbfgs, a solve to tolerance on all "
-                                    "rows as one batch, without learning rate, smoothing or warm-up.",
-                            choices=tuple(OPTIMIZERS), **PAPER)
-    clip_norm: float | None = option(None, "Largest norm of a step's gradient, of the mean loss over a batch; a larger "
-                                           "gradient is scaled down to it.", above=0, **PAPER)
-    weight_decay: float = option(0.0, "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, beside the squared error "
+    clip_norm: float | None = option(None, "Clip the gradient of a batch's mean loss to this norm.", above=0, **PAPER)
+    weight_decay: float = option(0.0, "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, next to the squared error "
                                       "summed over all rows.", minimum=0, **PAPER)
-    mu_enc: float | str = proximal("W_enc - W_enc^t", ", beside the squared error summed over all rows: a number, or a "
-                                   "schedule over the outer iterations t (with sgd, epochs), FIRST:LAST (geometric) or "
-                                   "A,B,... (one each, then the last)")
-    nu_enc: float | str = proximal("b_enc - b_enc^t", ", as --mu-enc")
+    mu_enc: float = option(0.0, "Proximal weight of ||W_enc - W_enc^t||^2, next to the squared error summed over all "
+                                "rows; t counts decoder steps, with sgd epochs.", minimum=0, **PAPER)
+    nu_enc: float = option(0.0, "Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", minimum=0, **PAPER)
 
     inner_steps: int | str = option("auto", f"Optimiser steps per batch. auto: about {DEFAULT_STEPS} in all of "
                                             f"training, at most {MOST_INNER_STEPS} per batch; with --steps, 1.",
@@ -313,24 +359,16 @@ class SolverConfig(Config, ABC):
         """
         if self.inner_steps != "auto":
             return self
-        wanted = round(DEFAULT_STEPS / batches) if batches and not OPTIMIZERS[self.optimizer].to_tolerance else 1
+        wanted = round(DEFAULT_STEPS / batches) if batches else 1
         return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
 
-    def check(self, rows: int, batch_size: int, lr: float | str, smoothing: float | str) -> None:
-        """Refuse training settings that cannot work with the solver's options, by a ConfigError; see
-        `Optimizer.check`."""
-        OPTIMIZERS[self.optimizer].check(rows, batch_size, lr, smoothing)
-        if OPTIMIZERS[self.optimizer].to_tolerance and self.clip_norm is not None:
-            raise ConfigError(f"--clip-norm does nothing with --optimizer {self.optimizer}, whose line search finds "
-                              "its steps; leave it out, or use --optimizer adam or sgd", option="clip_norm")
-        if OPTIMIZERS[self.optimizer].to_tolerance and self.inner_steps not in ("auto", 1):
-            raise ConfigError(f"--inner-steps {self.inner_steps} does nothing with --optimizer {self.optimizer}, "
-                              "whose one step solves for the encoder to tolerance; leave it out", option="inner_steps")
+    def check(self) -> None:
+        """Refuse options that contradict each other, by a ConfigError."""
 
-    def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
-        """The width of smoothing when the user gives none: the wider, the more latents there are per row (see
-        `smoothing.py`)."""
-        return 0.0 if OPTIMIZERS[self.optimizer].to_tolerance else default_width(rows, d_in, d_sae)
+    @property
+    def all_rows_option(self) -> str | None:
+        """The option that makes every decoder step take all rows; None if none does."""
+        return None
 
     def window(self, rows: int, batch_size: int, d_in: int) -> int:
         """Bytes of the window in which inner steps mix rows: apart, joined, mixed."""

@@ -24,8 +24,7 @@ from .doubts import doubts_at_end, doubts_at_start
 from .held import HeldRows, held_bytes
 from .normalisation import Normalisation, fit_normalisation, on_raw_rows
 from .rows import SUMMED_ROWS, AnyRows, InMemory, TrainingRows, fitted_learning_rate, initial_sae
-from .solver import Solver
-from .task import StepReport, Task
+from .solver import Solver, StepReport, Task
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
 
@@ -170,10 +169,10 @@ class Trainer:
         """Train on a batch of the epoch."""
         self._look(self.solver.step(batch))
 
-    def end_pass(self) -> None:
-        """End a decoder step's pass."""
+    def end_pass(self) -> bool:
+        """End a decoder step's pass; False if it has to be made again."""
         try:
-            self.solver.end_pass()
+            return self.solver.end_pass()
         except TrainingError:
             if self.communicator.world_size == 1:  # else the others, which have not failed, would not all-reduce
                 self._look([], now=True)  # a NaN loss explains the failure better
@@ -230,14 +229,14 @@ class Trainer:
         """
         solver, progress = self.solver, self.progress
         warnings = [*doubts_at_start(self.plan), *doubts_at_end(self.plan, train, test)]
-        rate = {} if solver.optimizer.to_tolerance else {"lr": solver.task.lr}
         return {
             "rows_train": self.train_rows.rows, "rows_counted": train["rows"], "rows_test": self.test_rows.rows,
             "epochs": progress.epoch, "steps": progress.step, "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "warnings": warnings,
             "notes": solver.notes(),
             "final": {"test_fvu": test["fvu"], "test_mse": test["mse"], "test_l0": test["l0"],
-                      "train_fvu": train["fvu"], "dead_fraction": train["silent_fraction"], **rate, **solver.record()}}
+                      "train_fvu": train["fvu"], "dead_fraction": train["silent_fraction"], "lr": solver.task.lr,
+                      **solver.record()}}
 
     def _demand_processes(self, trainings: int) -> None:
         """Refuse what several processes cannot do together."""

@@ -28,8 +28,7 @@ from saecli.sae.batch import Batch
 from saecli.train.pam_sgd import PamSgd
 from saecli.train.rows import initial_sae
 from saecli.train.sgd import Sgd
-from saecli.train.solver import SolverConfig
-from saecli.train.task import Task
+from saecli.train.solver import SolverConfig, Task
 
 SAELENS = "sae-lens==6.54.12"
 CASES: dict[str, tuple[Activation, SolverConfig, str, int]] = {

@@ -18,8 +18,7 @@ from saecli.train.config import Plan, TrainingConfig
 from saecli.train.pam_sgd import PamSgd
 from saecli.train.rows import ArrayRows, initial_sae
 from saecli.train.sgd import Sgd
-from saecli.train.solver import Solver, SolverConfig
-from saecli.train.task import Task
+from saecli.train.solver import Solver, SolverConfig, Task
 
 B, F, D, L = 40, 60, 12, 5.0
 AIM, MULTIPLIER = 7.0, 0.4
@@ -140,8 +139,8 @@ def trained(solver: Solver, x: Tensor, epochs: range) -> SAE:
         for rows in x[torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))].split(50):
             solver.step(Batch.of(rows))
         solver.end_epoch()
-        while solver.due is not None:
-            solver.begin_pass(lambda: [Batch.of(x)])
+        if now := solver.passes.get((epoch, solver.task.batches)):
+            solver.begin_pass(now, lambda: [Batch.of(x)])
             solver.observe(Batch.of(x))
             solver.end_pass()
     return solver.sae()
