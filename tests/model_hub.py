@@ -138,6 +138,13 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
                            "disabled": False, "tags": [], "downloads": 0, "likes": 0,
                            "siblings": [{"rfilename": file} for file in sorted(repo.commits[commit])]})
 
+    def _tree(self, name: str, revision: str) -> None:
+        if (repo := self._repo(name)) is None:
+            return None
+        files = repo.commits[repo.head if revision == "main" else revision]
+        return self._json([{"type": "file", "path": file, "size": len(content), "oid": file}
+                           for file, content in sorted(files.items())])
+
     def _file(self, name: str, revision: str, file: str) -> None:
         if (repo := self._repo(name)) is None:
             return None
@@ -168,7 +175,8 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
         if self.role != "write" or not name.startswith("someone/"):
             return self._refuse(403, "", f"You don't have the rights to create a model under the namespace of {name}")
         if name in self.server.repos:
-            return self._refuse(409, "", "You already created this model repo")
+            return self._json({"error": "You already created this model repo",
+                               "url": f"{self.server.address}/{name}"}, 409)
         self.server.add(name, {}, private=asked.get("private") or asked.get("visibility") == "private")
         return self._json({"url": f"{self.server.address}/{name}", "name": name, "id": name})
 
@@ -231,6 +239,7 @@ ROUTES = [
     (("GET",), "/api/whoami-v2", _Handler._whoami),
     (("GET",), f"/api/models/{REPO}", _Handler._info),
     (("GET",), f"/api/models/{REPO}/revision/(.+)", _Handler._info),
+    (("GET",), f"/api/models/{REPO}/tree/([^/]+)", _Handler._tree),
     (("GET", "HEAD"), f"/{REPO}/resolve/([^/]+)/(.+)", _Handler._file),
     (("POST",), "/api/repos/create", _Handler._create),
     (("POST",), "/api/validate-yaml", _Handler._validate),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tasks import task_of
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation
@@ -12,7 +13,7 @@ from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
 from saecli.train.decoder_step import Pass
 from saecli.train.rows import initial_sae
-from saecli.train.solver import Solver, SolverConfig, StepReport, Task
+from saecli.train.solver import Solver, SolverConfig, StepReport
 
 D, F = 6, 16
 EVERY_ACTIVATION = [kind(k=3) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]
@@ -48,19 +49,13 @@ def sparse_mixture(rows: int = 300, seed: int = 0) -> RowsInMemory:
     return RowsInMemory((x - x.mean(0)) / x.std())
 
 
-def task_of(config: SolverConfig, rows: RowsInMemory, epochs: int, sparsity: str = "none", weight: float = 0.0,
-            **more: Any) -> Task:
-    steps = epochs * rows.batches * config.inner_steps
-    return Task(**{"rows": rows.rows, "steps": steps, "lr": 1e-2, "sparsity": sparsity, "sparsity_weight": weight,
-                   "sample": rows.x, "batches": rows.batches} | more)
-
-
 def started(config: SolverConfig, rows: RowsInMemory, activation: Activation, epochs: int = 4, *given: Any,
             **more: Any) -> Solver:
-    """A solver for so many epochs; further arguments as of `task_of`."""
+    """A solver for a number of epochs, with a learning rate of 0.01; further arguments as of `task_of`."""
     config = config.resolved(None)
     initial = initial_sae(activation, F, Batch.of(rows.x[:64]), seed=1)
-    return config.build(initial, task_of(config, rows, epochs, *given, **more))
+    steps = more.pop("steps", epochs * rows.batches * config.inner_steps)
+    return config.build(initial, task_of(rows.rows, steps, 1e-2, *given, sample=rows.x, batches=rows.batches, **more))
 
 
 def decoder_step(solver: Solver, rows: RowsInMemory, now: Pass) -> None:
@@ -108,7 +103,7 @@ def trained(solver: Solver, rows: RowsInMemory, epochs: int) -> SAE:
 def loss_of(solver: Solver, data: RowsInMemory) -> Tensor:
     """What descent lowers, on all rows."""
     weight = solver.task.penalty_weight(solver.steps)
-    return solver.dictionary.loss(Batch.of(data.x), solver.task.sparsity, weight).value + solver.extra_loss()
+    return solver.dictionary.loss(Batch.of(data.x), solver.task.training.sparsity, weight).value + solver.extra_loss()
 
 
 def decoder_of(solver: Solver) -> tuple[Tensor, Tensor]:

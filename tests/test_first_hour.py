@@ -1,142 +1,27 @@
-"""What a new user tries in the first hour, and what it says."""
+"""The whole chain in Python, as a newcomer would write it."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
-from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
-from saecli.base.errors import ConfigError, ModelError, StoreError
-from saecli.extract.places import BUNDLED
-from saecli.measure.places import places_table
-from saecli.sae.formats import SavedSAE, save_native
-from saecli.show.run_plots import firing, loss_curves
-
-TOPK_METRICS = [{"step": step, "batch_fvu": 1 / step, "batch_l0": 4.0, "test_fvu": 1 / step, "test_l0": 4.0}
-                for step in (1, 2, 3)]
 
 
-@pytest.fixture
-def at_home(sae: CommandLine, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
-    monkeypatch.setenv("SAE_HOME", str(sae.home))
-    return sae
+def test_from_text_to_an_understood_sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SAE_HOME", str(tmp_path))
+    store = saecli.extract("tiny-gemma2", layer=2, rows=3000)
+    sae = saecli.fit(store, solver="pam-sgd", act="topk", k=16, d_sae=128, steps=200)
 
+    measures = saecli.evaluate(sae, store, model="tiny-gemma2")
+    assert measures["l0"] == 16
+    assert measures["fvu"] < 0.4
+    assert measures["ce_recovered"] > 0.6
 
-@pytest.mark.parametrize(("words", "sentence"), [
-    (("train",), "no activation store in"), (("eval",), "no run in"), (("export", "--to", "saelens"), "--out"),
-    (("export", "--out", "there", "--to", "saelens"), "no run in"), (("steer",), "--latent")])
-def test_what_is_missing_is_told_without_loading_torch(tmp_path: Path, words: tuple[str, ...], sentence: str):
-    code = ("import sys\nfrom saecli.cli.main import main\ntry:\n    main()\nfinally:\n"
-            "    print('loaded' if 'torch' in sys.modules else 'light')")
-    done = subprocess.run([sys.executable, "-c", code, "--home", tmp_path / "home", *words], capture_output=True,
-                          text=True, env=os.environ | {"NO_COLOR": "1"})
-    assert done.returncode in (1, 2)
-    assert sentence in done.stderr + done.stdout
-    assert done.stdout.splitlines()[-1] == "light"
+    x = torch.from_numpy(next(store.split("test").sequential(100)))
+    error = (sae.decode(sae.encode(x)) - x).square().sum() / (x - x.mean(0)).square().sum()
+    assert error < 0.5
 
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
-def test_a_file_without_text_is_named(sae: CommandLine, tmp_path: Path, name: str):
-    if name == "a.parquet":
-        pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / name)
-    else:
-        (tmp_path / name).write_text("\n\n")
-    done = sae("extract", "--model", "tiny-gemma2", "--dataset", tmp_path / name)
-    assert f"there is no text in {tmp_path / name}" in done.err
-
-
-@pytest.mark.parametrize("name", ["gpt2/", "a/b/c", "-a", "a b"])
-def test_what_is_no_models_name_is_said_to_be_none(name: str):
-    with pytest.raises(ModelError, match="no model"):
-        saecli.extract(name)
-
-
-def test_a_bundled_model_is_found_as_a_shell_completes_a_folder():
-    assert saecli.extract("tiny-gemma2/", rows=50, name="slash", dataset="stdlib-docs").rows == 50
-
-
-def test_a_model_whose_forward_pass_fails_is_named(sae: CommandLine, tmp_path: Path):
-    folder = tmp_path / "broken"
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED["tiny-gemma2"])
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(BUNDLED["tiny-gemma2"]).save_pretrained(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: x @ torch.zeros(3, 3))
-        done = sae("extract", "--model", folder, "--dataset", "stdlib-docs", "--rows", 100)
-    assert done.status == 1
-    assert f"{folder} cannot run on these tokens: its forward pass failed with RuntimeError: mat1 and mat2" in done.err
-
-
-def test_an_sae_of_an_unknown_place_is_not_steered(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
-    folder = make_run(sae.home, "run", random_sae(d_in=128))
-    (folder / "sae.safetensors").unlink()
-    save_native(SavedSAE(random_sae(d_in=128), {"layer": 1, "site": "../../etc"}), folder)
-    done = sae("steer", "run", "--latent", "1", "--scale", "1", "--prompt", "a", "--model", "tiny-gemma2")
-    assert "run names a place in its file that is none of a block: expected resid_post" in done.err
-
-
-def test_stores_are_taken_by_name_from_python(at_home: CommandLine):
-    make_store(at_home.home, "rows", some_rows())
-    make_store(at_home.home, "more", some_rows())
-    fitted = saecli.fit("rows", d_sae=16, epochs=1)
-    assert torch.equal(fitted.W_enc, saecli.fit(saecli.open_store("rows"), d_sae=16, epochs=1).W_enc)
-    with pytest.raises(StoreError, match="there is no activation store named 'row'"):
-        saecli.fit("row")
-    store = saecli.open_store("rows")
-    for given, words in (((), "takes stores"), (([store, store],), "got a list")):
-        with pytest.raises(ConfigError, match=words):
-            saecli.join(*given)
-    assert saecli.join("rows").inputs[0].path == store.path
-    assert saecli.join("rows", "more").d_in == 16
-
-
-def test_an_epoch_that_was_kept_is_named_as_the_help_says(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
-    assert sae("train", "--d-sae", 16, "--epochs", 2, "--keep-every", 1, "--name", "run").status == 0
-    assert sae("eval", "run/kept/epoch-1", "--json").json["runs"][0]["run"] == "run/kept/epoch-1"
-
-
-def test_a_text_given_as_a_name_is_not_printed_whole(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
-    make_run(sae.home, "run", random_sae())
-    for words in (("eval", "a" * 100_000), ("eval", "run", "--data", "b" * 100_000)):
-        assert len(sae(*words).err) < 600
-
-
-def test_an_l0_below_one_is_not_answered_with_a_larger_weight(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
-    said = sae("train", "--d-sae", 16, "--epochs", 2, "--sparsity-weight", "1e4").err
-    assert "lower --sparsity-weight" in said
-    assert "raise --sparsity-weight" not in said
-
-
-def test_places_without_an_exclusive_latent_have_no_column_of_dashes():
-    places = [{"name": name, "width": 4, "fvu": 0.1, "exclusive": 0} for name in ("first", "second")]
-    console = Console(width=250)
-    with console.capture() as printed:
-        console.print(places_table({"run": "x", "places": places, "shared": 2, "share": [[0.5, 0.5], [0.5, 0.5],
-                                                                                         [0.8, 0.2]],
-                                    "scaling": [[1.0, 1.0]] * 3}))
-    assert "of 3 latents 2 are shared by all places, 0 exclusive" in printed.get()
-    assert "1 in between" in printed.get()
-    assert "scaling" not in printed.get()
-
-
-def test_a_number_of_latents_that_was_chosen_has_no_panel(tmp_path: Path, drawn: list):
-    loss_curves(tmp_path / "a.png", {"run": [line | {"batch_l0": 3.9999998} for line in TOPK_METRICS]})
-    loss_curves(tmp_path / "b.png", {"run": [line | {"test_l0": line["step"]} for line in TOPK_METRICS]})
-    l0 = np.array([0, 0, 9, 0])
-    firing(tmp_path / "c.png", {"run": (l0, np.array([0.5, 0.1, 0.2]))})
-    firing(tmp_path / "d.png", {"run": (np.array([0, 1, 8, 0]), np.array([0.5, 0.1, 0.2]))})
-    assert [len(figure.axes) for figure in drawn] == [1, 2, 1, 2]
-    assert "L0 4" in drawn[0].get_suptitle()
+    saecli.save_sae(sae, tmp_path / "mine")
+    assert torch.equal(saecli.load_sae(tmp_path / "mine").W_dec, sae.W_dec)
+    assert saecli.geometry(sae, data=store)["cells_visited"] > 50

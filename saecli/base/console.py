@@ -57,9 +57,11 @@ class Silent:
         yield lambda done, words="": None
 
 
-def listening(progress: bool) -> Listener:
-    """The listener of a Python function: stderr with `progress`, else none."""
-    return Console() if progress else Silent()
+def listening(progress: bool | Listener) -> Listener:
+    """The listener of a public function: a command's console, or stderr for True and none for False."""
+    if isinstance(progress, bool):
+        return Console() if progress else Silent()
+    return progress
 
 
 class Console:

@@ -62,7 +62,7 @@ def add_at(sums: Tensor, places: Tensor, values: Tensor) -> None:
         sums.index_put_((places,), values, accumulate=True)  # which sorts on CUDA; on a CPU its threads race
 
 
-def carried(batches: Iterable[np.ndarray], device: torch.device) -> Iterator[Tensor]:
+def carried(batches: Iterable[np.ndarray | Tensor], device: torch.device) -> Iterator[Tensor]:
     """Copies of batches, (B, D), on a device, in order and in their own dtype; uint16 holds the bits of bfloat16. For a
     CPU, the batches themselves.
 
@@ -82,9 +82,9 @@ def carried(batches: Iterable[np.ndarray], device: torch.device) -> Iterator[Ten
     yield from (_arrived(*pair) for pair in under_way)
 
 
-def _tensor(batch: np.ndarray) -> Tensor:
-    tensor = torch.from_numpy(batch)
-    return tensor.view(torch.bfloat16) if batch.dtype == np.uint16 else tensor
+def _tensor(batch: np.ndarray | Tensor) -> Tensor:
+    tensor = torch.as_tensor(batch)
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
 
 
 def _arrived(tensor: Tensor, copied: "torch.cuda.Event") -> Tensor:

@@ -4,7 +4,7 @@ Shapes: N training rows, D = d_in.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -38,33 +38,6 @@ from .survey import (
 
 SAMPLE_SEED = 0
 STREAM_BYTES = 2**26  # of streamed rows at a time, 64 MiB
-
-
-def corners_of(text: str | Sequence[int]) -> tuple[int, ...]:
-    """The numbers of the rows that a picture's plane goes through, given as they are or as in `0,5,9`; none for `pca`.
-    Raises ConfigError where it is neither `pca` nor three."""
-    if text == "pca":
-        return ()
-    words = text.split(",") if isinstance(text, str) else [str(number) for number in text]
-    if len(words) != 3 or not all(word.strip().isdecimal() for word in words):
-        raise ConfigError(f"--slice must be pca or three row numbers like 0,5,9, got {text!r}", option="slice")
-    return tuple(int(word) for word in words)
-
-
-def rows_at(rows: Rows, numbers: tuple[int, ...]) -> Tensor:
-    """The rows of those numbers in stored order, (len(numbers), D); ConfigError if one does not exist."""
-    if numbers and max(numbers) >= rows.rows:
-        raise ConfigError(f"--slice names row {max(numbers)}, but the split has {rows.rows:,} rows, counted from 0; "
-                          "choose lower numbers", option="slice")
-    found: dict[int, Tensor] = {}
-    start_of = 0
-    for batch in rows.sequential(1024) if numbers else ():
-        found |= {n: torch.from_numpy(batch[n - start_of].copy()) for n in numbers
-                  if start_of <= n < start_of + len(batch)}
-        start_of += len(batch)
-        if len(found) == len(set(numbers)):
-            break
-    return torch.stack([found[n] for n in numbers]) if numbers else torch.empty(0, rows.d_in)
 
 
 def first(rows: Rows, most: int, size: int) -> Iterator[NDArray[np.float32]]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..base.errors import ConfigError
 from ..sae.dictionary import SAE
+from ..store.rows import Rows
 from .cells import Cell, Cells
 from .census import support_keys
 from .piecewise_affine import principal_directions
@@ -86,6 +87,36 @@ class Plane:
         sae = sae.copy_to(torch.float64)
         return sae.changed(W_enc=self.basis @ sae.W_enc, b_enc=self.origin @ sae.W_enc + sae.b_enc,
                            W_dec=sae.W_dec @ self.basis.T, b_dec=(sae.b_dec - self.origin) @ self.basis.T)
+
+
+def rows_of_slice(rows: Rows, chosen: str | Sequence[int]) -> dict[int, Tensor]:
+    """The rows that a picture's plane goes through, (D,) each, by their numbers in stored order.
+
+    Args:
+        rows: those of a store's split.
+        chosen: `pca` for none, three numbers, or a text such as `0,5,9`.
+
+    Raises:
+        ConfigError: it is none of these, a row does not exist, or the three lie on one line.
+    """
+    if chosen == "pca":
+        return {}
+    words = chosen.split(",") if isinstance(chosen, str) else [str(number) for number in chosen]
+    if len(words) != 3 or not all(word.strip().isdecimal() for word in words):
+        raise ConfigError(f"--slice must be pca or three row numbers like 0,5,9, got {chosen!r}", option="slice")
+    numbers = [int(word) for word in words]
+    if max(numbers) >= rows.rows:
+        raise ConfigError(f"--slice names row {max(numbers)}, but the split has {rows.rows:,} rows, counted from 0; "
+                          "choose lower numbers", option="slice")
+    found: dict[int, Tensor] = {}
+    begin = 0
+    for batch in rows.sequential(1024):
+        found |= {n: torch.from_numpy(batch[n - begin].copy()) for n in numbers if begin <= n < begin + len(batch)}
+        begin += len(batch)
+        if len(found) == len({*numbers}):
+            break
+    Plane.through(torch.stack([found[n] for n in numbers]))  # refused before the work
+    return {n: found[n] for n in numbers}
 
 
 def window_of(points: Tensor, held: Tensor) -> Window:

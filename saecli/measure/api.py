@@ -25,8 +25,9 @@ from ..store.opening import found_store
 from ..store.reader import ActivationStore
 from ..store.rows import Rows
 from ..train.array_rows import ArrayLike, ArrayRows
-from ..train.config import Plan, TrainingConfig
+from ..train.config import TrainingConfig
 from ..train.loop import Loop
+from ..train.plan import Plan
 from ..train.run import origin_of, settings_in
 from ..train.solvers import SOLVERS
 from ..train.starting import Start

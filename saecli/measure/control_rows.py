@@ -10,13 +10,13 @@ import numpy as np
 from ..base.errors import MachineError
 from ..base.memory import available_memory
 from ..base.wording import size_words
+from ..store.rows import RowSource
 from ..train.array_rows import CHECKED_ROWS, ArrayRows
-from ..train.rows import AnyRows
 
 USED = 0.5  # fraction of the free memory that a control's rows may take
 
 
-def demand_memory(rows: Sequence[AnyRows]) -> None:
+def demand_memory(rows: Sequence[RowSource]) -> None:
     """Raise a MachineError if these rows and their targets, in float32, take more than half of the free memory."""
     needed, free = sum(4 * some.rows * (some.d_in + some.d_target) for some in rows), available_memory()
     if needed > USED * free:
@@ -24,7 +24,7 @@ def demand_memory(rows: Sequence[AnyRows]) -> None:
                            "most, half of what is free; end other programs, or take a run with a smaller --fraction")
 
 
-def shuffled(rows: AnyRows, seed: int) -> ArrayRows:
+def shuffled(rows: RowSource, seed: int) -> ArrayRows:
     """The rows with each dimension permuted by itself, which keeps every marginal and leaves no other structure.
 
     Args:

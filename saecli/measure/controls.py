@@ -27,23 +27,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import RenderableType
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError, MachineError, RunError, TrainingError
 from ..base.home import KEPT, Home, read_settings
-from ..base.tables import table
 from ..base.wording import counted
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.metrics import reconstruction
 from ..store.joined import JoinedRows
+from ..store.rows import RowSource
 from ..train.array_rows import ArrayRows
-from ..train.config import Plan
 from ..train.jobs import run_again
 from ..train.loop import Loop
-from ..train.rows import AnyRows, raw_batches
+from ..train.plan import Plan
+from ..train.rows import raw_batches
 from ..train.sgd import Sgd
 from ..train.solver import SolverConfig
 from ..train.solvers import SOLVERS
@@ -135,16 +134,6 @@ def controlled(home: Home, run: str | Path | None, model: str | None, tokens: in
         lines += work.on_random_weights(model)
     return {"run": one.subject.name, "data": one.stores.name, "seeds": list(work.seeds), "controls": lines,
             "notes": work.notes}
-
-
-def controls_table(document: Mapping[str, Any]) -> RenderableType:
-    """The table of `sae controls`; measures that no training has are left out."""
-    lines = document["controls"]
-    shown = [name for name in MEASURES if any(line[name] is not None for line in lines)]
-    rows = [[document["run"] if line["control"] == "none" else line["control"], *(line[name] for name in shown)]
-            for line in lines]
-    return table(f"{document['run']} and its controls, each on its held-out rows", ["training", *(
-        name.replace("_", " ") for name in shown)], rows)
 
 
 def _original(home: Home, name: str | Path | None, device: str, listener: Listener) -> tuple[Measured, Plan]:
@@ -242,7 +231,7 @@ class _Work:
         return []
 
     @property
-    def _all_rows(self) -> tuple[AnyRows, AnyRows]:
+    def _all_rows(self) -> tuple[RowSource, RowSource]:
         """The run's training rows and held-out rows."""
         return self.plan.train_rows, self.one.rows
 
@@ -275,7 +264,7 @@ class _Work:
             return float(np.mean([matching(*pair).decoder.mean() for pair in pairs])) if pairs else None
         return None
 
-    def _measured(self, trained: Trained, split: str | None, rows: AnyRows) -> Measured:
+    def _measured(self, trained: Trained, split: str | None, rows: RowSource) -> Measured:
         """An SAE with the rows to measure it on, under the name that progress shows."""
         name = self.one.subject.name if trained.name == "none" else trained.name
         return Measured(replace(self.one.subject, name=name, dead_fraction=trained.dead_fraction),

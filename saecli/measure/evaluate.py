@@ -3,7 +3,7 @@ SAEs.
 """
 
 import math
-import re
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from ..sae.metrics import Firing, doubts, firing, reconstruction
 from ..store.joined import JoinedRows
 from ..store.rows import Rows
 from ..train.array_rows import ArrayLike
-from .comparing import marked
 from .places import places_document
 from .sae_and_rows import Measured, RowsLike, SAELike, all_measured, by_rows, measured
 from .worlds import FeatureScores
@@ -28,7 +27,9 @@ if TYPE_CHECKING:
     from ..extract.token_windows import Windows
 
 PICTURED_ROWS = 200
-NAMED = 40  # characters of a run's name in its picture's: a whole path may be too long for a file name
+LIKE_L0 = 1.05  # an L0 up to this factor times another's counts as no larger
+ERRORS = {"fvu": 1, "ce_recovered": -1, "kl": 1}  # compared at similar L0; times its sign, less is better
+TOKENS = 16_384  # that a model is run over by default
 
 
 def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: str = "test", device: str = "auto",
@@ -52,7 +53,7 @@ def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: str = "test",
 
 
 def tallied(everything: Sequence[Measured], pictured: bool, listener: Listener) -> list[Firing]:
-    """`Firing` of each SAE on its rows; with the first rows' codes if `draw_sparsity` is to picture them."""
+    """`Firing` of each SAE on its rows; with the first rows' codes if they are to be drawn."""
     return [firing(one.sae, one.inputs(listener), PICTURED_ROWS if pictured else 0) for one in everything]
 
 
@@ -60,42 +61,6 @@ def sparsity_document(one: Measured, counts: Firing, listener: Listener) -> dict
     """The document that `sae sparsity --json` prints for a run; of a crosscoder with `places_document`."""
     found = one.heading | counts.result() | {"dead_fraction": one.subject.dead_fraction}
     return found | places_document(one, listener)
-
-
-def draw_sparsity(path: Path, tallies: Mapping[str, Firing], found: Sequence[Mapping[str, Any]]) -> list[Path]:
-    """Draw histograms of L0 and of frequencies, and in one more picture per run the first rows' codes; of a crosscoder
-    latents by place in another.
-
-    Args:
-        path: of the histograms; the other pictures' names begin with its stem.
-        tallies: by run, as of `tallied`.
-        found: the runs' documents, in the same order.
-
-    Returns:
-        The pictures' paths.
-    """
-    from ..show.place_plots import places
-    from ..show.run_plots import firing as histograms  # matplotlib takes a second to import
-    from ..show.run_plots import patterns
-
-    histograms(path, {name: (one.l0_histogram, one.frequency) for name, one in tallies.items()})
-    drawn = [path]
-
-    def beside(kind: str, name: str) -> Path:
-        which = "-" + re.sub(r"[^\w.-]+", "-", name)[-NAMED:] if len(tallies) > 1 else ""
-        picture = path.with_stem(f"{path.stem}-{kind}{which}")
-        drawn.append(path.with_stem(f"{picture.stem}-{len(drawn)}") if picture in drawn else picture)
-        return drawn[-1]
-
-    for (name, one), run in zip(tallies.items(), found, strict=True):
-        patterns(beside("patterns", name), one.patterns, name)
-        if "places" in run:
-            scaling = [[math.nan if value is None else value for value in row] for row in run["scaling"]]
-            places(beside("places", name), name, [place["name"] for place in run["places"]], run["share"], scaling)
-    return drawn
-
-
-TOKENS = 16_384  # that a model is run over by default
 
 
 def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str | None = None, split: str = "test",
@@ -134,7 +99,7 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | 
 def compare(saes: Sequence[SAELike], data: RowsLike = None, *, target: ArrayLike | str | None = None,
             split: str = "test", model: str | None = None, tokens: int | None = None, device: str = "auto",
             home: str | Path | None = None, progress: bool = False) -> list[dict[str, Any]]:
-    """Measure several SAEs, and mark those that no other on the same rows beats; see `comparing.unbeaten`.
+    """Measure several SAEs, and mark those that no other on the same rows beats; see `unbeaten`.
 
     Args:
         saes: each as of `evaluate`, which explains the other arguments too.
@@ -149,6 +114,47 @@ def compare(saes: Sequence[SAELike], data: RowsLike = None, *, target: ArrayLike
     listener = listening(progress)
     everything = all_measured(Home.at(home), saes, data, split, device, listener, target)
     return marked(evaluated(everything, model, tokens, listener), everything)
+
+
+def marked(found: Sequence[dict[str, Any]], everything: Sequence[Measured]) -> list[dict[str, Any]]:
+    """The measures of each SAE with one more, `unbeaten`, among the SAEs on the same rows.
+
+    Args:
+        found: the measures of each.
+        everything: the SAEs and their rows, in the same order.
+
+    Returns:
+        The measures, in the same order; `unbeaten` is None for an SAE alone on its rows.
+    """
+    marks: list[bool | None] = [None] * len(found)
+    for members in by_rows(everything):
+        if len(members) > 1:
+            for index, mark in zip(members, unbeaten([found[index] for index in members]), strict=True):
+                marks[index] = mark
+    return [run | {"unbeaten": mark} for run, mark in zip(found, marks, strict=True)]
+
+
+def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """For each of several runs on the same rows, whether no other beats it.
+
+    A run is beaten by one whose L0 is at most `LIKE_L0` times its own, and which is no worse in any of the `ERRORS`
+    measured and better in at least one. The condition on errors is a strict partial order, so runs never beat each
+    other in a circle, although L0s are compared with a tolerance: at least one is unbeaten.
+
+    Args:
+        runs: the measures of each, among them `l0`.
+
+    Returns:
+        One bool per run. A run with an error that is not finite beats none, and is not unbeaten.
+    """
+    errors = [tuple(sign * run[name] for name, sign in ERRORS.items() if name in run) for run in runs]
+    finite = [all(map(math.isfinite, error)) for error in errors]
+
+    def beats(other: int, run: int) -> bool:
+        return (finite[other] and runs[other]["l0"] <= LIKE_L0 * runs[run]["l0"] and errors[other] != errors[run]
+                and all(map(operator.le, errors[other], errors[run])))
+
+    return [finite[run] and not any(beats(other, run) for other in range(len(runs))) for run in range(len(runs))]
 
 
 def check_tokens_of_model(tokens: int | None, model: str | None) -> None:

@@ -19,15 +19,12 @@ al., "Robustly Identifying Concepts Introduced During Chat Fine-Tuning Using Cro
 Shapes: B rows, F = d_sae, P places.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from rich.console import RenderableType
 from torch import Tensor
 
 from ..base.console import Listener
-from ..base.tables import table
 from ..sae.dictionary import SAE
 from ..store.statistics import Spread
 from .sae_and_rows import Measured
@@ -110,22 +107,3 @@ def places_document(one: Measured, listener: Listener) -> dict[str, Any]:
             "scaling": [[None if value != value else value for value in row] for row in beta.tolist()]}
 
 
-def places_table(run: Mapping[str, Any]) -> RenderableType:
-    """The table of a crosscoder's places, with the medians of latent scaling over the latents exclusive to each."""
-    places, share = run["places"], torch.tensor(run["share"])
-    rows = []
-    for number, place in enumerate(places):
-        others = [[value for index, value in enumerate(row) if index != number and value is not None]
-                  for row, own in zip(run["scaling"], (share[:, number] > EXCLUSIVE).tolist(), strict=True) if own]
-        found = [max(values, key=abs) for values in others if values]
-        rows.append([place["name"], place["width"], place["fvu"], place["exclusive"],
-                     torch.tensor(found).median().item() if found else None])
-    exclusive = sum(place["exclusive"] for place in places)
-    title = (f"{run['run']}: of {len(share):,} latents {run['shared']:,} are shared by all places, {exclusive:,} "
-             f"exclusive to one ({EXCLUSIVE:g} of the decoder norm there), "
-             f"{len(share) - run['shared'] - exclusive:,} in between")
-    columns = ["place", "width", "fvu", "exclusive"]
-    if all(row[-1] is None for row in rows):
-        return table(title, columns, [row[:-1] for row in rows])
-    return table(f"{title}; scaling: the multiple of an exclusive latent that serves the other places best",
-                 [*columns, "scaling elsewhere"], rows)

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import RenderableType
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
-from ..base.tables import table
-from ..base.wording import counted
 from ..extract.language_model import LanguageModel
 from ..extract.places import Place
 from .placing import Placed, model_of, placed
@@ -27,7 +24,6 @@ from .sae_and_rows import SAELike
 COUNTS = (1, 2, 5, 16)  # latents of a probe
 ROWS, LEAST_ROWS = 200, 20  # texts of a set
 MEASURES = ("accuracy", "auc")
-LISTED = 20  # sets that the table lists
 
 
 def probe(saes: SAELike | Sequence[SAELike] = None, *, model: str | None = None, layer: int | None = None,
@@ -152,64 +148,3 @@ def _over_sets(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def probe_tables(document: Mapping[str, Any]) -> list[RenderableType]:
-    """The tables of `sae probe`: AUC, its difference from the dense probe's and accuracy by run and k, over sets; and
-    of few sets the AUC of each."""
-    probes, runs = document["probes"], document["runs"]
-    counts = list(dict.fromkeys(one["k"] for one in probes if one["k"] is not None))
-    sets = counted(probes[0]["sets"], "set")
-    shown = []
-    for name, title in (("auc", f"AUC, mean over {sets}"), ("auc_difference", f"AUC less that of the dense probe, mean "
-                                                                             f"over {sets}"),
-                        ("accuracy", f"accuracy, mean over {sets}")):
-        dense = name != "auc_difference"
-        rows = [[run["run"], *(_with_interval(_of(probes, run, k), name) for k in [*counts, *[None] * dense])]
-                for run in runs]
-        shown.append(table(title, ["run", *(f"k = {k}" for k in counts), *["dense"] * dense], rows))
-    names = list(dict.fromkeys(line["set"] for line in document["by_set"]))
-    if len(names) <= LISTED:
-        shown.append(_table_by_set(document, names, counts[-1]))
-    return shown
-
-
-def _table_by_set(document: Mapping[str, Any], names: Sequence[str], k: int) -> RenderableType:
-    runs = document["runs"]
-    places = {(run["layer"], run["site"]): run for run in runs}
-    rows = []
-    for name in names:
-        lines = [line for line in document["by_set"] if line["set"] == name]
-        cells = [*(_of(lines, run, k) for run in runs), *(_of(lines, run, None) for run in places.values())]
-        rows.append([name, lines[0]["rows"], *(_with_interval(cell, "auc") for cell in cells)])
-    heads = [f"dense, layer {layer}, {site}" if len(places) > 1 else "dense" for layer, site in places]
-    return table("AUC by set", ["set", "texts", *(f"{run['run']}, k = {k}" for run in runs), *heads], rows)
-
-
-def _of(lines: Sequence[Mapping[str, Any]], run: Mapping[str, Any], k: int | None) -> Mapping[str, Any]:
-    """The line of a run's probe; for a k of None of the dense one at its place."""
-    wanted = run | {"k": k} if k is not None else run | {"run": None, "k": None}
-    return next(line for line in lines if all(line[key] == value for key, value in wanted.items()))
-
-
-def _with_interval(line: Mapping[str, Any], name: str) -> str:
-    """A measure with half its interval's width: 0.712 ± 0.031."""
-    half = "" if line[f"{name}_high"] is None else f" ± {line[f'{name}_high'] - line[name]:.3f}"
-    return f"{line[name]:.3f}{half}"
-
-
-def draw_probes(path: Path, document: Mapping[str, Any]) -> None:
-    """Draw the AUC by number of latents, and by set against the dense probe's."""
-    from ..show.probe_plots import ProbedRun, probes  # matplotlib takes a second to import
-
-    found = {}
-    for run in document["runs"]:
-        own = [line for line in document["probes"] if line["run"] == run["run"]]
-        by_set = [[line["auc"] for line in document["by_set"] if all(line[key] == value for key, value in one.items())]
-                  for one in (run | {"run": None}, run | {"k": own[-1]["k"]})]
-        found[run["run"]] = ProbedRun([line["k"] for line in own], [_ends(line) for line in own],
-                                      _ends(_of(document["probes"], run, None)), *by_set)
-    probes(path, found)
-
-
-def _ends(line: Mapping[str, Any]) -> tuple[float, float, float]:
-    """The AUC and the ends of its interval, which are itself where it has none."""
-    return line["auc"], *(line["auc"] if end is None else end for end in (line["auc_low"], line["auc_high"]))

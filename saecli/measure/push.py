@@ -1,83 +1,70 @@
-"""Pushing an SAE to the Hugging Face hub, with a model card of its measures."""
+"""`push`: an SAE on the Hugging Face hub, in another library's format, with a model card of its measures."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from huggingface_hub import ModelCard, ModelCardData
+
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError
 from ..base.home import Home
+from ..base.wording import number
 from ..sae import formats
 from ..sae.dictionary import SAE
-from ..sae.fetch import Address
-from ..sae.formats import WRITABLE, SavedSAE
-from ..sae.upload import Entry, Repository, card_with
+from ..sae.formats import WRITABLE
+from ..sae.hub import Address, upload, writable
 from .evaluate import check_tokens_of_model, evaluated
 from .export import Conversion, can_be_written, converted
 from .sae_and_rows import Measured, RowsLike, SAELike, measured
 
 LOCAL = ("data", "data_hash", "beside", "target")  # of an origin: names in the home
-
-
-@dataclass(frozen=True)
-class PushOptions:
-    """How to push; see `push`."""
-
-    private: bool = False
-    format: str = "auto"
-    model: str | None = None
-    tokens: int | None = None
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.format not in ("auto", *WRITABLE):
-            raise ConfigError(f"--format must be one of {', '.join(('auto', *WRITABLE))}, got {self.format!r}",
-                              option="format")
-        check_tokens_of_model(self.tokens, self.model)
+MEASURES = ("rows", "l0", "fvu", "explained_variance", "cosine", "dead_fraction", "ce_recovered", "kl")
+COLUMNS = ("SAE", "activations", "activation", "d_in", "d_sae", *MEASURES, "remark")
+START, END = "<!-- sae push: the table keeps a line for each SAE -->", "<!-- end of sae push -->"
+LIBRARIES = {  # by format: how the library loads the SAE from the hub
+    "saelens": 'sae_lens.SAE.from_pretrained("{0.repo}", "{0.folder}")',
+    "sparsify": 'sparsify.SparseCoder.load_from_hub("{0.repo}", hookpoint="{0.folder}")',
+    "circuit-tracer": 'circuit_tracer.utils.hf_utils.load_transcoder_from_hub("{0.repo}/{0.folder}")  # all layers'}
 
 
 def push(sae: SAELike, repo: str, data: RowsLike = None, *, private: bool = False, format: str = "auto",
-         model: str | None = None, tokens: int | None = None, device: str = "auto", home: str | Path | None = None,
-         progress: bool = False) -> dict[str, Any]:
-    """Push an SAE to the Hugging Face hub, as `sae push` does, with the token of `hf auth login` or of HF_TOKEN.
+         model: str | None = None, tokens: int | None = None, device: str = "auto",
+         home: str | Path | Home | None = None, progress: bool | Listener = False) -> dict[str, Any]:
+    """Push an SAE to the Hugging Face hub, with the token of `hf auth login` or HF_TOKEN; CLI equivalent: `sae push`.
 
     Args:
-        sae: as in `evaluate`.
-        repo: `user/repo`, which is created if missing, or `user/repo/folder`; the default folder has the run's name.
-        data: as in `evaluate`; a store, on whose held-out rows the SAE is measured.
+        sae, data, model, tokens, device, home, progress: as in `evaluate`; it is measured on held-out rows of a store.
+        repo: `user/repo`, created if missing, or `user/repo/folder`; the default folder has the run's name.
         private: create the repository as private; an existing public one is refused.
-        format: of the files; auto: saelens if it gives the same codes on all held-out rows, else native.
-        model, tokens, device, home, progress: as in `evaluate`.
+        format: auto: saelens if it gives the same codes on all held-out rows, else native.
 
     Returns:
         The document that `sae push --json` prints.
 
     Raises:
-        ConfigError: an invalid argument.
         HubError: the hub cannot be reached, or refuses.
-        SaeError: as in `evaluate`.
     """
-    options = PushOptions(private, formats.named(format), model, tokens, device)
-    return pushed(Home.at(home), sae, repo, data, options, listening(progress))
-
-
-def pushed(home: Home, sae: SAELike, repo: str, data: RowsLike, options: PushOptions,
-           listener: Listener) -> dict[str, Any]:
-    """As `push`, with a listener for notes and progress."""
-    address = _address(repo, "sae" if sae is None or isinstance(sae, SAE) else str(sae))
-    one = measured(home, sae, data, "test", options.device, listener)
-    there = Repository.find(address, options.private)
-    found = _conversion(one, options.format, listener)
-    (measures,) = evaluated([replace(one, saved=found.written)], options.model, options.tokens, listener)
-    card = card_with(_entry(address, found, one, measures), there.card)
+    form, listener, home = formats.named(format), listening(progress), Home.at(home)
+    if form not in ("auto", *WRITABLE):
+        raise ConfigError(f"--format must be one of {', '.join(('auto', *WRITABLE))}, got {form!r}", option="format")
+    check_tokens_of_model(tokens, model)
+    address = _address(repo, "sae" if sae is None or isinstance(sae, SAE) else Path(sae).resolve().name)
+    one = measured(home, sae, data, "test", device, listener)
+    present = writable(address, private)
+    found = _conversion(one, form, listener)
+    (measures,) = evaluated([replace(one, saved=found.written)], model, tokens, listener)
+    card = _card(present, address, found, one, measures)
     if card is None:
         listener.note(f"README.md of {address.repo} was not written by `sae push` and is left as it is")
     with TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "sae"
+        folder = Path(scratch, address.folder)
         formats.save(found.written, found.format, folder)
+        if card is not None:
+            card.save(Path(scratch, "README.md"))
+        url = upload(Path(scratch), address, private)
         files = sorted(path.name for path in folder.iterdir())
-        url = there.push(folder, card, options.private, f"Add {address.folder or 'an SAE'} with sae push")
     if found.remark is not None:
         listener.note(found.remark)
     return {"run": one.subject.name, "repo": address.repo, "folder": address.folder, "format": found.format,
@@ -85,27 +72,21 @@ def pushed(home: Home, sae: SAELike, repo: str, data: RowsLike, options: PushOpt
             "card": card is not None, "url": url, "measures": measures}
 
 
-def _address(text: str, run: str) -> Address:
-    """The address to push to, by default a folder of the run's name; ConfigError if the text names no repository, or a
-    revision of one."""
-    expected = "expected USER/REPO or USER/REPO/FOLDER"
+def _address(text: str, name: str) -> Address:
+    """The address to push to, by default a folder of this name."""
     address = Address.parse(text)
-    if address is None:
-        raise ConfigError(f"cannot push to {text!r}: {expected}, such as someone/my-saes")
-    if address.revision is not None:
-        raise ConfigError(f"cannot push to the revision {address.revision} of {address.repo}: {expected}, whose "
-                          "newest state is added to; leave the revision out")
-    if address.folder:
-        return address
-    named = Address.parse(f"{address.repo}/{Path(run).resolve().name}")
-    if named is None:
-        raise ConfigError(f"{run!r} gives no name to a folder on the hub: {expected}, with a folder")
-    return named
+    if address is None or address.revision is not None or Address.parse(f"{address.repo}/{name}") is None:
+        raise ConfigError(f"cannot push to {text!r}: expected USER/REPO or USER/REPO/FOLDER, without a "
+                          "revision, such as someone/my-saes", option="repo")
+    return address if address.folder else address.at(name)
 
 
 def _conversion(one: Measured, form: str, listener: Listener) -> Conversion:
-    """The SAE in the requested format."""
-    run, saved = one.subject.name, _public(one.saved)
+    """The SAE in the requested format, without what is local: paths of a model, names of stores."""
+    origin = {name: value for name, value in one.saved.origin.items() if name not in LOCAL}
+    if Path(origin.get("model", "")).is_absolute():
+        origin["model"] = Path(origin["model"]).name
+    saved = replace(one.saved, origin=origin)
     if form != "auto":
         return converted(saved, form, lambda: one, listener)
     why = f"saelens has no {'transcoder with ' if saved.is_transcoder else ''}{saved.sae.activation.name}"
@@ -113,33 +94,43 @@ def _conversion(one: Measured, form: str, listener: Listener) -> Conversion:
         found = converted(saved, "saelens", lambda: one, listener)
         if found.deviation is None or not found.deviation["rows_that_differ"]:
             return found
-        why += (f", and with {found.written.sae.activation.name} {found.deviation['rows_that_differ']:,} of "
-                f"{found.deviation['rows']:,} held-out rows differ; --format saelens writes that all the same")
-    listener.note(f"{run} is written as native: {why}")
+        why = (f"with saelens' {found.written.sae.activation.name} {found.deviation['rows_that_differ']:,} of "
+               f"{found.deviation['rows']:,} held-out rows differ; --format saelens writes it all the same")
+    listener.note(f"{one.subject.name} is written as native: {why}")
     return converted(saved, "native", lambda: one, listener)
 
 
-def _public(saved: SavedSAE) -> SavedSAE:
-    """The SAE without what is local: paths of a model, names of stores."""
-    origin = {name: value for name, value in saved.origin.items() if name not in LOCAL}
-    return replace(saved, origin=origin | ({"model": Path(origin["model"]).name} if Path(
-        origin.get("model", "")).is_absolute() else {}))
+def _card(present: ModelCard | None, address: Address, found: Conversion, one: Measured,
+          measures: dict[str, Any]) -> ModelCard | None:
+    """The repository's card with a line for the SAE; None if `sae push` did not write the present one."""
+    saved, sae, source = found.written, found.written.sae, one.store.meta.source
+    if present is None:
+        from ..extract.places import BUNDLED  # imports transformers, which takes seconds
 
-
-def _entry(address: Address, found: Conversion, one: Measured, measures: dict[str, Any]) -> Entry:
-    from ..extract.places import BUNDLED  # imports transformers, which takes seconds
-
-    sae, origin, source = found.written.sae, one.saved.origin, one.store.meta.source
-    model = origin.get("model")
-    on_hub = model is not None and not Path(model).is_absolute() and model not in BUNDLED
-    place = [found.written.origin.get("model"), f"layer {origin['layer']}" if "layer" in origin else None,
-             origin.get("site")]
-    if "target_site" in origin:
-        place.append(f"to layer {origin.get('target_layer')}, {origin['target_site']}")
-    kept = f" {sae.activation.k}" if hasattr(sae.activation, "k") else ""
-    trained_here = one.subject.data is not None
-    return Entry(address, found.format, ", ".join(filter(None, place)) or one.store.name,
-                 sae.activation.name + kept, sae.d_in, sae.d_sae, measures, found.remark,
-                 base_model=model if on_hub else None,
-                 dataset=source["dataset"] if trained_here and "dataset_revision" in source else None,
-                 transcodes=one.saved.is_transcoder)
+        model = one.saved.origin.get("model")
+        data = ModelCardData(
+            library_name=found.format if found.format in LIBRARIES else "saecli",
+            base_model=None if model is None or Path(model).is_absolute() or model in BUNDLED else model,
+            datasets=[source["dataset"]] if one.subject.data and "dataset_revision" in source else None,
+            tags=["sparse-autoencoder", "mechanistic-interpretability", "saecli"])
+        present = ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {address.repo}\n\n{START}{END}\n")
+    before, start, rest = present.text.partition(START)
+    inside, end, after = rest.partition(END)
+    if not end:
+        return None
+    places = [saved.origin.get("model"), *(f"{to}layer {saved.origin[f'{of}layer']}, {saved.origin.get(f'{of}site')}"
+                                           for of, to in (("", ""), ("target_", "to "))
+                                           if f"{of}layer" in saved.origin)]
+    shown = (f"`{address.folder}`", ", ".join(filter(None, places)) or one.store.name, sae.activation.name +
+             (f" {sae.k}" if sae.k else ""), number(sae.d_in), number(sae.d_sae),
+             *(number(measures.get(name)) for name in MEASURES), found.remark or "")
+    lines = [line for line in inside.splitlines() if line.startswith("| `") and not line.startswith(f"| {shown[0]} |")]
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *sorted([*lines, f"| {' | '.join(shown)} |"])]
+    stores = "--data STORE --target STORE" if one.saved.is_transcoder else "--data STORE"
+    code = [f'saecli.load_sae("{address}")', *(LIBRARIES[form].format(address) for form in LIBRARIES
+                                               if form == found.format)]
+    present.text = before + "\n".join([
+        start, "Sparse autoencoders, measured by `sae eval` on held-out rows. fvu: `E||x_hat - x||^2 / (E||x||^2 - "
+        "||E x||^2)`; ce_recovered: `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`; kl: nats per token.", "", *lines,
+        "", "```", f"sae eval {address} {stores}", *code, "```", end]) + after
+    return present

@@ -6,27 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
-
 from ..base.console import Listener, listening
 from ..base.errors import RunError
 from ..base.files import folder_appearing_whole, is_free, write_json
 from ..base.home import RUN_MARKER, RUN_VERSION, Home, checked_name, now
-from ..base.tables import table
 from ..sae.activations import activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
 from ..store.joined import Joined
 from ..store.reader import ActivationStore
+from ..store.rows import RowSource
 from ..train.array_rows import ArrayLike
 from ..train.refit_decoder import Refitted, refitted
 from ..train.ridge import TOLERANCE
-from ..train.rows import AnyRows
 from ..train.run import origin_of
 from .evaluate import check_model, check_tokens_of_model, evaluated, warnings
 from .sae_and_rows import Measured, RowsLike, SAELike, measured
 
-MEASURES = ("fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "kl")  # shown before and after
 HELD = 100  # ridge over the Gram matrix's mean diagonal from which on the old decoder is kept but for its scale
 WORSE = 1.001  # ratio of FVUs from which on a decoder is worse than the one before, not equal to it
 
@@ -113,19 +109,6 @@ def refitted_run(home: Home, sae: SAELike, data: str | None, target: str | None,
             "after": measures[1]}
 
 
-def refit_table(document: Mapping[str, Any]) -> RenderableType:
-    """The measures of a refitted SAE before and after, on the held-out rows."""
-    before, after = document["before"], document["after"]
-    rows = [[name.replace("_", " "), before[name], after[name]] for name in MEASURES if name in after]
-    rows += [[f"fvu of the first {first['latents']:,}", first["fvu"], then["fvu"]]
-             for first, then in zip(before.get("prefixes", ()), after.get("prefixes", ()), strict=True)]
-    final = document["final"]
-    rows += [["ridge, over the Gram matrix's mean diagonal", None, final["relative_alpha"]],
-             ["effective degrees of freedom", None, final["dof"]], ["multiple of the old decoder", None, final["c"]]]
-    return table(f"{document['run']}: the decoder for {document['rows_train']:,} training rows of {document['data']}, "
-                 f"on {document['rows_test']:,} held-out rows", ["measure", "before", "after"], rows)
-
-
 def default_name(source: str) -> str:
     """The name of the run refitted from a source: a run's name, a path, or an address on the hub."""
     path, _, _ = source.partition("@") if not Path(source).exists() else (source, "", "")
@@ -139,7 +122,7 @@ def _new_folder(home: Home, name: str) -> Path:
     return folder
 
 
-def _training_rows(one: Measured) -> AnyRows:
+def _training_rows(one: Measured) -> RowSource:
     """All training rows of the store, whatever fraction the SAE was trained on."""
     return one.stores.split("train", seed=one.subject.split_seed)
 

@@ -23,15 +23,14 @@ from ..base.home import KEPT, Home, read_run
 from ..base.options import words_of
 from ..sae import formats
 from ..sae.dictionary import SAE
-from ..sae.fetch import Address, fetch, is_cached
 from ..sae.formats import SavedSAE
+from ..sae.hub import Address, cached, fetch
 from ..store.joined import Joined, JoinedRows, in_words
 from ..store.opening import open_joined
 from ..store.reader import ActivationStore
-from ..store.rows import Rows
+from ..store.rows import Rows, RowSource
 from ..store.worlds import World
 from ..train.array_rows import ArrayLike, ArrayRows
-from ..train.rows import AnyRows
 from .worlds import Alignment
 
 
@@ -95,7 +94,7 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
     if folder.is_file() and formats.recognise(folder) is None:
         raise RunError(f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
                        f"folder, {folder.parent}")
-    if address is not None and folder.is_dir() and is_cached(address):
+    if address is not None and folder.is_dir() and cached(address) is not None:
         note(f"{text} is a folder here, which is taken; hf://{text} is what the hub has")
     if (folder / marker).is_file():
         inside = folder.resolve().is_relative_to(home.runs.path.resolve())  # an epoch that a run has kept
@@ -151,7 +150,7 @@ class Measured:
     subject: Subject
     saved: SavedSAE
     split: str | None
-    rows: AnyRows
+    rows: RowSource
 
     @property
     def sae(self) -> SAE:
@@ -319,7 +318,7 @@ def _places(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
 
 
 def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str | None, split: str,
-          listener: Listener) -> AnyRows:
+          listener: Listener) -> RowSource:
     names = [data] if isinstance(data, str) else list(data) if _are_names(data) else []
     if not names and not isinstance(data, Rows | JoinedRows | ActivationStore | Joined | None):
         return ArrayRows(data, target)

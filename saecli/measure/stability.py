@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import RenderableType
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
-from ..base.tables import table
 from ..sae.dictionary import SAE
 from .evaluate import tallied
 from .matching import Matching, matching
@@ -231,34 +229,3 @@ def _mean(values: Sequence[float | None] | NDArray[Any]) -> float | None:
     return float(np.mean(there)) if len(there) else None
 
 
-def stability_tables(document: Mapping[str, Any]) -> list[RenderableType]:
-    """The tables of `sae eval --stability` on what `stability` returned for runs with rows: of pairs, and of runs;
-    figures of the latents that fire stand in them where others do not."""
-    silent = any(run["silent"] for run in document["runs"])
-    empty = {"latents": None, "d_sae": None, "silent": None}
-    pairs = [*({"name": ", ".join(pair["runs"]), **pair} for pair in document["pairs"]),
-             {"name": "all pairs", **empty, **document}]
-    runs = [*({"name": run["run"], **run} for run in document["runs"]), {"name": "all runs", **empty, **document}]
-    return [_table(f"stability; matched: |cosine| of decoder vectors above {document['match_threshold']:g}; shared: of "
-                   "encoder vectors too", "runs", pairs, ("latents",), OVER_PAIRS, silent),
-            _table("fraction of latents matched and shared in every other run", "run", runs, ("d_sae", "silent"),
-                   OVER_LATENTS, silent)]
-
-
-def _table(title: str, first: str, lines: Sequence[Mapping[str, Any]], columns: Sequence[str], measures: Sequence[str],
-           firing: bool) -> RenderableType:
-    """A line for each of some documents, with its name; measures once more of latents that fire where asked for."""
-    heads = [first, *columns, *(name.replace("_", " ") for name in measures)]
-    heads += [f"{name}, firing".replace("_", " ") for name in measures if firing]
-    return table(title, heads, [[line["name"], *(line[name] for name in (*columns, *measures)),
-                                 *(line["firing"][name] for name in measures if firing)] for line in lines])
-
-
-def draw_stability(path: Path, document: Mapping[str, Any]) -> Path:
-    """Draw what `stability` returned for runs with rows beside the picture of that path; returns where."""
-    from ..show.stability_plots import stability as draw  # matplotlib takes a second to import
-
-    beside = path.with_stem(f"{path.stem}-stability")
-    draw(beside, {run["run"]: (run["cosine"], run["match_fraction"], run["frequency"]) for run in document["runs"]},
-         document["match_threshold"])
-    return beside

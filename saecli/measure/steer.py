@@ -4,30 +4,25 @@ writes by itself.
 Shapes: B = 1 prompt, T tokens, N tokens that are not special, S chosen latents.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import RenderableType
 from torch import Tensor
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, printable
+from ..base.errors import ConfigError
 from ..base.home import Home
-from ..base.tables import table
-from ..base.wording import number
 from ..extract.generation import continuation
 from ..extract.language_model import LanguageModel
-from ..extract.places import Place
 from ..extract.tokens import TokenTexts
 from .placing import Placed, model_of, placed
 from .sae_and_rows import SAELike
 from .steering import Change, changed
 
 NEW_TOKENS = 40  # of a continuation
-TEXTS = ("prompt", "plain", "steered")
 
 
 def steer(sae: SAELike, latents: int | Sequence[int], prompts: str | Sequence[str], *, method: str = "add",
@@ -102,19 +97,6 @@ def steered(home: Home, sae: SAELike, latents: int | Sequence[int], prompts: Seq
     return {"run": one.subject.name, "model": source.name, **one.read._asdict(), **target, "method": method, **measures,
             "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": (seed or 0) if temperature else None,
             "continuations": found}
-
-
-def steering_tables(document: Mapping[str, Any]) -> list[RenderableType]:
-    """The output of `sae steer`: a table of latents, and each prompt with both continuations, a line each."""
-    block = Place(document.get("target_layer", document["layer"]), document.get("target_site", document["site"]))
-    scaled = document["method"] != "ablate"
-    title = (f"{document['method']} latents of {document['run']} in {document['model']}, layer {block.layer}, "
-             f"{block.site}; activations there have a norm of {number(document['activation_norm'])}")
-    rows = [[str(one["latent"]), *[one["scale"]] * scaled, one["prompt_max"], one["decoder_norm"]]
-            for one in document["latents"]]
-    shown = table(title, ["latent", *["scale"] * scaled, "largest code on the prompt", "decoder norm"], rows)
-    texts = [f"\n{printable(f'{name}: {one[name]}')}" for one in document["continuations"] for name in TEXTS]
-    return [shown, "".join(texts)]
 
 
 def _token_ids(model: LanguageModel, prompt: str, most: int) -> Tensor:

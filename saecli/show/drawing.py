@@ -7,13 +7,15 @@ from typing import Any
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
-from ..geometry.geometry import geometry
-from ..measure.comparing import draw_frontier, marked, sparsest_first
-from ..measure.evaluate import draw_sparsity, evaluated, sparsity_document, tallied
-from ..measure.sae_and_rows import RowsLike, SAELike, all_measured
-from ..measure.stability import check_stability, draw_stability, stability
+from ..geometry.geometry import found_in
+from ..geometry.measures import Wanted, penalty_of
+from ..geometry.plane_cells import rows_of_slice
+from ..measure.evaluate import evaluated, marked, sparsity_document, tallied
+from ..measure.sae_and_rows import RowsLike, SAELike, all_measured, measured
+from ..measure.stability import check_stability, stability
 from ..sae.dictionary import SAE
 from ..train.logs import read_metrics
+from .measures import sparsest_first
 
 NOWHERE = Path("figure.png")  # a path for what draws, of which no file is written
 
@@ -61,33 +63,46 @@ def _loss(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dict[st
 
 
 def _frontier(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dict[str, Any], options: Any) -> None:
+    from .run_plots import frontier
+
     everything = all_measured(home, saes, listener=listener, **rows, **options)
-    draw_frontier(NOWHERE, sparsest_first(marked(evaluated(everything, None, None, listener), everything)), everything)
+    ranked = sparsest_first(marked(evaluated(everything, None, None, listener), everything))
+    kinds = {one.subject.name: one.sae.activation.name for one in everything}
+    frontier(NOWHERE, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})
 
 
 def _sparsity(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dict[str, Any], options: Any) -> None:
+    from .run_plots import sparsity
+
     everything = all_measured(home, saes, listener=listener, **rows, **options)
     tallies = tallied(everything, True, listener)
     found = [sparsity_document(one, counts, listener) for one, counts in zip(everything, tallies, strict=True)]
-    draw_sparsity(NOWHERE, {run["run"]: counts for run, counts in zip(found, tallies, strict=True)}, found)
+    sparsity(NOWHERE, tallies, found)
 
 
 def _geometry(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dict[str, Any], options: Any) -> None:
     if len(saes) > 1:
         raise ConfigError(f"geometry is drawn of one SAE, got {len(saes)}; draw each by itself")
-    del rows["device"]  # it is measured on the CPU
-    geometry(*saes, plot=NOWHERE, home=home.path, **rows, **options)
+    from .geometry_plots import draw_geometry
+
+    slice_, lambda_ = options.pop("slice_", "pca"), penalty_of(options.pop("lambda_", "auto"))
+    one = measured(home, saes[0] if saes else None, rows["data"], rows["split"], "cpu", listener)
+    marked = rows_of_slice(one.of_store, slice_)
+    draw_geometry(NOWHERE, next(found_in([one], Wanted(**options, penalty=lambda_), listener)), marked)
 
 
 def _stability(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dict[str, Any], options: Any) -> None:
+    from .stability_plots import draw_stability
+
     check_stability(True, len(saes), None)
     draw_stability(NOWHERE, stability(saes, home=home.path, **rows, **options))
 
 
 def _probe(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dict[str, Any], options: Any) -> None:
-    from ..measure.probe import draw_probes, probe  # imports transformers, which takes seconds
+    from ..measure.probe import probe  # imports transformers, which takes seconds
+    from .probe_plots import probes
 
-    draw_probes(NOWHERE, probe(saes, home=home.path, device=rows["device"], **options))
+    probes(NOWHERE, probe(saes, home=home.path, device=rows["device"], **options))
 
 
 PICTURES: dict[str, Callable[[Sequence[SAELike], Home, Listener, dict[str, Any], Any], None]] = {

@@ -3,22 +3,28 @@ changes over several SAEs.
 """
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ..base.wording import counted
-from ..geometry.census import describe
-from ..geometry.plane_cells import PlaneCells
+from ..base.wording import counted, number
+from ..geometry.census import describe, spread_out
+from ..geometry.measures import Found
+from ..geometry.partition import cells_of
+from ..geometry.plane_cells import Plane, PlaneCells, keys_at, plane_cells, window_of
 from .cell_plots import arrows, fill_by_occupancy, fill_by_size, scatter
 from .style import COLOURS, GREY, figure, legend_below, log_scale, say_empty, short
 
+ARROWS = 200  # rows whose reconstructions are drawn
 ROUNDING = 1e-12  # a lower FVU is shown as zero
 HEADING = {"fontsize": 10.5, "fontweight": "bold"}
 BRIDGE_COLOURS = (COLOURS[1], COLOURS[0], COLOURS[2])
@@ -65,6 +71,37 @@ class GeometryPicture:
     sizes: NDArray
     rows: NDArray
     bridge: Mapping[str, tuple[NDArray, float]]
+
+
+@torch.no_grad()
+def draw_geometry(path: Path, found: Found, marked: Mapping[int, Tensor]) -> None:
+    """Draw the measures of an SAE on the plane through the `marked` rows, (D,) each, by number; on the plane of the
+    first two principal components where there are none."""
+    one, document, sample = found.one, found.document, found.survey.sample.rows
+    corners = [*marked.values()]
+    plane = Plane.through(torch.stack(corners)) if corners else Plane.principal(sample)
+    x = torch.from_numpy(sample)
+    points = plane.coordinates(x)
+    marks = plane.coordinates(torch.stack(corners)) if corners else points[:0]
+    caption = (f"on the plane through rows {', '.join(map(str, marked))}" if marked
+               else "on the plane of principal components 1 and 2" if one.sae.d_in > 2 else "in the space of the rows")
+    section = cells_of(plane.section(one.sae))
+    cells, fallen_on = plane_cells(section, window_of(points, marks)), keys_at(section, points)
+    own = found.survey.sample_keys.rows.tolist()
+    rows, near = spread_out(sample, ARROWS), document["complexity"]
+    compared = document["references"]
+    fvus = {"k-means": compared["kmeans_fvu"], "SAE": compared["sae_fvu"], "local PCA": compared["local_pca_fvu"]}
+    ends = found.bridge.reconstructions(rows)
+    geometry(path, GeometryPicture(
+        title=f"{document['run']} on {document['data']}", caption=caption, d_in=one.sae.d_in, cells=cells,
+        occupancy=cells.occupancy(fallen_on), points=points.numpy(), distance=float(plane.distances(x).median()),
+        at_home=sum(map(operator.eq, fallen_on, own)),
+        marks=dict(zip(marked, marks.numpy(), strict=True)),
+        margins={split: some[:, 0] for split, some in found.margins.items()}, complexity=found.complexity,
+        near=f"{near['boundary']} within {number(near['radius'])}", growth=found.survey.census.growth,
+        sizes=found.survey.census.sizes(), rows=plane.coordinates(torch.from_numpy(rows)).numpy(),
+        bridge={name: (plane.coordinates(torch.from_numpy(np.asarray(ends[name]))).numpy(), fvu)
+                for name, fvu in fvus.items()}))
 
 
 def geometry(path: Path, picture: GeometryPicture) -> None:

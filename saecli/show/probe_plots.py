@@ -1,46 +1,31 @@
 """A picture of probes on latents, beside probes on the activations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
+from .measures import probe_of
 from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, short
 
 
-class ProbedRun(NamedTuple):
-    """The AUCs of an SAE's probes.
+class _Curve(NamedTuple):
+    """The AUCs of an SAE's probes: means over sets and the ends of their intervals, and by set."""
 
-    Args:
-        counts: numbers of latents, ascending.
-        aucs: mean over sets with each number, and the ends of its interval.
-        dense: of the dense probe at the SAE's place, likewise.
-        dense_by_set: of the dense probe, one per set.
-        by_set: of the probe with most latents, one per set.
-    """
-
-    counts: Sequence[int]
-    aucs: Sequence[tuple[float, float, float]]
+    counts: list[int]
+    aucs: list[tuple[float, float, float]]
     dense: tuple[float, float, float]
-    dense_by_set: Sequence[float]
-    by_set: Sequence[float]
+    dense_by_set: list[float]
+    by_set: list[float]  # of the probe with most latents
 
 
-def probes(path: Path, runs: Mapping[str, ProbedRun]) -> None:
-    """Draw the AUC against the number of latents, and set by set against the dense probe's.
-
-    Dense probes at several places are dotted in the colours of their runs; where there is one, it is grey.
-
-    Args:
-        path: PNG, PDF or SVG by its ending.
-        runs: by name; their counts are the same.
-
-    Raises:
-        ConfigError: the ending is another.
-    """
+def probes(path: Path, document: Mapping[str, Any]) -> None:
+    """Draw what `saecli.probe` returned: the AUC against the number of latents, and set by set against the dense
+    probe's. Dense probes at several places are dotted in the colours of their runs; where there is one, it is grey."""
+    runs = {run["run"]: _curve(document, run) for run in document["runs"]}
     with figure(path, 9, 4) as drawn:
         left, right = drawn.subplots(1, 2)
         counts = next(iter(runs.values())).counts
@@ -68,3 +53,17 @@ def probes(path: Path, runs: Mapping[str, ProbedRun]) -> None:
                    for index in range(len(runs))]
         legend_below(drawn, [*handles, Line2D([], [], color=GREY, linestyle=":")],
                      [*map(short, runs), "dense probe on the activations"])
+
+
+def _curve(document: Mapping[str, Any], run: Mapping[str, Any]) -> _Curve:
+    own = [line for line in document["probes"] if line["run"] == run["run"]]
+    by_set = [[line["auc"] for line in document["by_set"] if all(line[key] == value for key, value in one.items())]
+              for one in (run | {"run": None}, run | {"k": own[-1]["k"]})]
+    return _Curve([line["k"] for line in own], [_ends(line) for line in own],
+                  _ends(probe_of(document["probes"], run, None)), *by_set)
+
+
+def _ends(line: Mapping[str, Any]) -> tuple[float, float, float]:
+    """The AUC and the ends of its interval, which are itself where it has none."""
+    low, high = (line["auc"] if end is None else end for end in (line["auc_low"], line["auc_high"]))
+    return line["auc"], low, high

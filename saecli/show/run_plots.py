@@ -1,6 +1,7 @@
 """Pictures of one or several runs: loss curves, how often latents fire, activation patterns, and the frontier."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from ..base.wording import counted
-from ..sae.metrics import DENSE_FREQUENCY
+from ..sae.metrics import DENSE_FREQUENCY, Firing
+from .place_plots import places
 from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, log_scale, say_empty, short
 
 BINS = 60
+NAMED = 40  # characters of a run's name in a picture's: a whole path may be too long for a file name
 PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # of a pattern picture, about its pixels
 
 
@@ -162,6 +165,36 @@ def _pooled(image: NDArray, columns: int) -> NDArray:
     """The image, max-pooled over neighbouring columns to at most `columns`."""
     step = -(-image.shape[1] // columns)
     return np.maximum.reduceat(image, np.arange(0, image.shape[1], step), axis=1)
+
+
+def sparsity(path: Path, tallies: Sequence[Firing], runs: Sequence[Mapping[str, Any]]) -> list[Path]:
+    """Draw histograms of L0 and of frequencies, and in one more picture per run the first rows' codes; of a crosscoder
+    latents by place in another.
+
+    Args:
+        path: of the histograms; the other pictures' names begin with its stem.
+        tallies: of each run, with the first rows' codes.
+        runs: their documents, in the same order.
+
+    Returns:
+        The pictures' paths.
+    """
+    firing(path, {run["run"]: (one.l0_histogram, one.frequency) for run, one in zip(runs, tallies, strict=True)})
+    drawn = [path]
+
+    def another(kind: str, name: str) -> Path:
+        which = "-" + re.sub(r"[^\w.-]+", "-", name)[-NAMED:] if len(runs) > 1 else ""
+        picture = path.with_stem(f"{path.stem}-{kind}{which}")
+        drawn.append(path.with_stem(f"{picture.stem}-{len(drawn)}") if picture in drawn else picture)
+        return drawn[-1]
+
+    for run, one in zip(runs, tallies, strict=True):
+        name = run["run"]
+        patterns(another("patterns", name), one.patterns, name)
+        if "places" in run:
+            scaling = [[math.nan if value is None else value for value in row] for row in run["scaling"]]
+            places(another("places", name), name, [place["name"] for place in run["places"]], run["share"], scaling)
+    return drawn
 
 
 def frontier(path: Path, points: Mapping[str, tuple[float, float, str, bool | None]]) -> None:

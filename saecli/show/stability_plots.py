@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.lines import Line2D
@@ -12,6 +13,14 @@ from .style import GREY, figure, legend_below, line_style, log_scale, say_empty,
 
 BINS = 40
 GROUPS = 10  # of latents of like frequency
+
+
+def draw_stability(path: Path, document: Mapping[str, Any]) -> Path:
+    """Draw what `saecli.stability` returned for runs with rows, next to the picture of that path; returns where."""
+    own = path.with_stem(f"{path.stem}-stability")
+    stability(own, {run["run"]: (run["cosine"], run["match_fraction"], run["frequency"]) for run in document["runs"]},
+              document["match_threshold"])
+    return own
 
 
 def stability(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike]], threshold: float) -> None:

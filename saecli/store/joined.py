@@ -3,18 +3,19 @@
 Legend: B rows of a batch, R rows, D = d_in, all inputs' widths together, E the target's width; 0 without.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import numpy as np
 
 from ..base.errors import ConfigError
 from .reader import ActivationStore
-from .rows import WINDOW_BYTES, Rows
+from .rows import WINDOW_BYTES, Rows, RowSource
 from .schema import hash_request
 from .split import Which
 from .statistics import Spread
@@ -50,12 +51,17 @@ class SideBySide(Generic[P]):
 
 
 class JoinedRows(SideBySide[Rows]):
-    """The same rows of several stores, with the interface of `Rows` that training and measures use."""
+    """The same rows of several stores, a `RowSource`."""
+
+    passes = math.inf
+    warnings: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:
         """Number of rows."""
         return self.inputs[0].rows
+
+    ready = rows
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -75,7 +81,7 @@ class JoinedRows(SideBySide[Rows]):
     @property
     def stores(self) -> "Joined":
         """The stores that they are rows of."""
-        return Joined(tuple(rows.store for rows in self.inputs), self.target.store if self.target else None)
+        return Joined.of(self)
 
     @property
     def name(self) -> str:
@@ -133,6 +139,11 @@ def in_words(inputs: Sequence[str], target: str | None) -> str:
 
 class Joined(SideBySide[ActivationStore]):
     """The stores that are trained on: one, several side by side, or inputs and a target."""
+
+    @classmethod
+    def of(cls, rows: RowSource) -> Self:
+        """The stores of stored rows."""
+        return cls(tuple(one.store for one in rows.inputs), rows.target.store if rows.target else None)
 
     @property
     def name(self) -> str:

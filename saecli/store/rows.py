@@ -3,8 +3,9 @@
 Legend: B rows of a batch, R rows, D = d_in.
 """
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -25,6 +26,56 @@ LEAST_LEFT = 1e-6
 UNIT_BYTES = 64 << 10  # random reads of this size reach about half a disk's speed, or more where others are near
 
 
+class RowSource(Protocol):
+    """Rows to train and measure on: of a store, of several side by side, of an array, or of a running model.
+
+    Attributes:
+        rows: N; d_in: D; d_target: E, 0 if the targets are the rows.
+        widths: of several inputs side by side; none for one.
+        places: the widths of a crosscoder's hook points: of several inputs that are their own targets.
+        inputs, target: the rows of each store; none if nothing stores them.
+        name: of the stores, in words.
+        passes: how often the rows can be read: any number of times, or once.
+        ready: number of rows that can be read at any time; `sequential` gives these.
+        warnings: sentences on rows that were asked for and did not come.
+    """
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def d_in(self) -> int: ...
+    @property
+    def d_target(self) -> int: ...
+    @property
+    def widths(self) -> tuple[int, ...]: ...
+    @property
+    def places(self) -> tuple[int, ...]: ...
+    @property
+    def inputs(self) -> "tuple[Rows, ...]": ...
+    @property
+    def target(self) -> "Rows | None": ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def passes(self) -> float: ...
+    @property
+    def ready(self) -> int: ...
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """One epoch of shuffled batches, (B, D + E)."""
+
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """The rows in order, (B, D + E)."""
+
+    def spread(self) -> Spread:
+        """Mean and scatter of all D + E dimensions."""
+
+    def as_stored(self) -> "RowSource":
+        """The same rows, in batches of the storage dtype if they have one."""
+
+
 class Rows:
     """Some of a store's rows, to iterate over as often as needed, each time from one thread.
 
@@ -35,9 +86,12 @@ class Rows:
         decoded: whether batches are float32, rather than of the storage dtype.
     """
 
-    widths: tuple[int, ...] = ()  # this and the next two: see `JoinedRows`
+    widths: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
+    target = None
     d_target = 0
+    passes = math.inf
+    warnings: tuple[str, ...] = ()
 
     def __init__(self, store: Chunks, split: Split, counts: np.ndarray, decoded: bool = True) -> None:
         self.store = store
@@ -63,9 +117,24 @@ class Rows:
         return int(self._counts.sum())
 
     @property
+    def ready(self) -> int:
+        """All rows."""
+        return self.rows
+
+    @property
     def d_in(self) -> int:
         """Dimensions of a row."""
         return self.store.d_in
+
+    @property
+    def inputs(self) -> "tuple[Rows, ...]":
+        """These rows alone."""
+        return (self,)
+
+    @property
+    def name(self) -> str:
+        """The store's name."""
+        return self.store.name
 
     def as_stored(self) -> "Rows":
         """The same rows, in batches of the storage dtype: bfloat16 as its bits, in uint16."""

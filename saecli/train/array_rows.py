@@ -1,23 +1,30 @@
-"""The rows of an array, to train on.
+"""Rows of an array, and rows kept on the device that trains on them.
 
-Shapes: N rows, B rows of a batch, D = d_in, E the width of targets beside the rows.
+Shapes: N rows, B rows of a batch, D = d_in, E the width of targets next to the rows; 0 without.
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing
+import torch
 from torch import Tensor
 
+from ..base.devices import carried, moved
 from ..base.errors import ConfigError
+from ..store.joined import JoinedRows
+from ..store.rows import RowSource
 from ..store.statistics import Spread
+from ..store.stream import WHOLE, Part
 
 ArrayLike = Tensor | numpy.typing.ArrayLike
-CHECKED_ROWS = 65_536  # at a time, so that no second copy of all rows is made
+CHECKED_ROWS = 65_536  # rows per block, to avoid a second copy of all
+READ_BYTES = 64 << 20  # of rows per block, on their way to the device
 
 
 class ArrayRows:
-    """The rows of an array, with the interface of `store.Rows` that training uses.
+    """The rows of an array, a `RowSource`.
 
     Args:
         rows: (N, D) numbers, floating or whole; a tensor of float32 or an array is not copied.
@@ -48,8 +55,17 @@ class ArrayRows:
             raise ConfigError(f"--rows must be finite, got {bad} of {len(rows)} with a NaN or infinity; leave those "
                               "out", option="rows")
 
-    widths: tuple[int, ...] = ()  # this and the next: see `JoinedRows`
+    widths: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
+    inputs = ()
+    target = None
+    name = "these rows"
+    passes = math.inf
+    warnings: tuple[str, ...] = ()
+
+    def as_stored(self) -> "ArrayRows":
+        """The same."""
+        return self
 
     @property
     def d_target(self) -> int:
@@ -61,21 +77,27 @@ class ArrayRows:
         """Number of rows."""
         return self._rows.shape[0]
 
+    ready = rows
+
     @property
     def d_in(self) -> int:
         """Width of the rows."""
         return self._rows.shape[1]
 
-    def batches(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+    def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """One epoch of batches (B, D + E), shuffled uniformly; a pure function of seed and epoch."""
         order = np.random.default_rng((seed, epoch)).permutation(self.rows)
         for begin in range(0, self.rows, batch_size):
-            yield self._with_targets(order[begin : begin + batch_size])
+            numbers = order[begin : begin + batch_size]
+            first, stop = part.of(len(numbers))
+            if stop > first:
+                yield self._with_targets(numbers[first:stop])
 
-    def sequential(self, batch_size: int) -> Iterator[np.ndarray]:
-        """The rows in order, with their targets beside them, in batches (B, D + E)."""
-        for begin in range(0, self.rows, batch_size):
-            yield self._with_targets(slice(begin, begin + batch_size))
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """The rows in order, (B, D + E)."""
+        first, stop = part.of(math.ceil(self.rows / batch_size))
+        for block in range(first, stop):
+            yield self._with_targets(slice(block * batch_size, (block + 1) * batch_size))
 
     def _with_targets(self, chosen: np.ndarray | slice) -> np.ndarray:
         rows = self._rows[chosen].astype(self._dtype)
@@ -86,3 +108,46 @@ class ArrayRows:
     def spread(self) -> Spread:
         """Their mean and scatter, in one pass."""
         return Spread.measured(self.sequential(CHECKED_ROWS), self.d_in + self.d_target)
+
+
+class HeldRows:
+    """Rows of stores kept on the GPU in their storage dtype; batches are those of the rows.
+
+    Cost: `held_bytes` of the device's memory, and one pass over the stores before the first batch.
+    """
+
+    def __init__(self, rows: RowSource, device: torch.device) -> None:
+        self._rows, self._device = JoinedRows(rows.inputs, rows.target), device
+        self._held: Tensor | None = None
+        self.rows, self.d_in, self.d_target = rows.rows, rows.d_in, rows.d_target
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[Tensor]:
+        """One epoch of shuffled batches, (B, D + E)."""
+        return self._gathered(self._rows.order(batch_size, seed=seed, epoch=epoch))
+
+    def sequential(self, batch_size: int) -> Iterator[Tensor]:
+        """The rows in stored order, (B, D + E)."""
+        return self._gathered(self._rows.numbers(batch_size))
+
+    def _gathered(self, numbers: Iterator[np.ndarray]) -> Iterator[Tensor]:
+        if self._held is None:
+            self._held = self._read()
+        for batch in numbers:
+            yield self._held[moved(torch.from_numpy(batch), self._device)]
+
+    def _read(self) -> Tensor:
+        """All rows of the stores, (N, D + E)."""
+        whole = self._rows.whole().as_stored()
+        size = max(1, READ_BYTES * whole.rows // held_bytes(self._rows))
+        held, begin = torch.empty(0), 0
+        for batch in carried(whole.sequential(size), self._device):
+            if not begin:
+                held = batch.new_empty(whole.rows, batch.shape[1])
+            held[begin : begin + len(batch)] = batch
+            begin += len(batch)
+        return held
+
+
+def held_bytes(rows: RowSource) -> int:
+    """Bytes that the rows' stores take as stored; 0 without stores."""
+    return sum(one.store.stored_bytes for one in (*rows.inputs, rows.target) if one)

@@ -1,33 +1,31 @@
-"""The settings of training: the options common to all solvers, and the resolved plan."""
+"""The options of training that are common to all solvers."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 
-from ..base.devices import device_named
-from ..base.errors import ConfigError, flag_of
+from ..base.errors import ConfigError
 from ..base.options import Config, option
-from ..base.precision import PRECISIONS, multiplies_bf16
-from ..sae.activations import Activation, sparsity_names
+from ..base.precision import PRECISIONS
+from ..sae.activations import sparsity_names
 from ..sae.codes import Prefixes, rise
 from ..store.joined import Joined, JoinedRows
 from ..store.reader import ActivationStore
 from ..store.rows import Rows as StoredRows
-from .live import LiveRows
 from .logs import TRACKERS, check_trackers
 from .normalisation import NORMALISATIONS
-from .rows import AnyRows
-from .smoothing import WIDEST, default_width
-from .solver import DECAY, DEFAULT_STEPS, PENALTY_WARM_UP, WARM_UP, SolverConfig
-from .starting import Start
+from .smoothing import WIDEST
 
+DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 100
-AUTO_PREFIXES = (16, 4, 2, 1)  # latents per latent of each prefix
+WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
+DECAY = 0.5  # last fraction of all steps, over which it falls to zero
+PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-SMALLEST = 2**18  # weights of the encoder, from which on products in bf16 repay the rounding of their factors
+SMALLEST = 2**18  # encoder weights from which auto picks bf16
 MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
 
 
@@ -128,54 +126,6 @@ class TrainingConfig(Config):
         """The held-out rows of a store; StoreError if the split leaves none."""
         return store.split("test", seed=self.split_seed)
 
-    def resolved(self, activation: Activation, solver: SolverConfig, rows: int, d_in: int) -> "TrainingConfig":
-        """The same with every default filled in that depends on the data or the activation; idempotent. Raises
-        ConfigError if options contradict each other, or do nothing together."""
-        if self.epochs is not None and self.steps is not None:
-            raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
-        if self.batch_size > rows:
-            return replace(self, batch_size=rows).resolved(activation, solver, rows, d_in)
-        sparsity = self.sparsity or activation.default_sparsity
-        activation.check_sparsity(sparsity)
-        if sparsity == "none" and self.sparsity_weight:
-            raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty "
-                              f"({', '.join(name for name in activation.sparsities if name != 'none')})",
-                              option="sparsity_weight")
-        if sparsity == "none" and self.sparsity_warm_up != PENALTY_WARM_UP:
-            raise ConfigError("--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty",
-                              option="sparsity_warm_up")
-        weight = self.sparsity_weight
-        d_sae = self.d_sae or 4 * d_in
-        prefixes = None if self.prefixes is None else self._prefixes(d_sae)
-        activation.check(d_sae)
-        solver.check()
-        precision = self._precision(d_in * d_sae)
-        epochs = self.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / self.epoch_batches(rows)))
-        return replace(
-            self, d_sae=d_sae, prefixes=prefixes, precision=precision, sparsity=sparsity,
-            epochs=None if self.steps else epochs,
-            smoothing=default_width(rows, d_in, d_sae) if self.smoothing == "auto" else self.smoothing,
-            sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
-
-    def _prefixes(self, d_sae: int) -> str:
-        """The numbers of latents of all prefixes, the last being all; ConfigError if one is larger."""
-        numbers = ([math.ceil(d_sae / latents) for latents in AUTO_PREFIXES] if self.prefixes == "auto" else
-                   [int(word) for word in self.prefixes.split(",")])
-        if max(numbers) > d_sae:
-            raise ConfigError(f"--prefixes must be at most --d-sae, {d_sae}, got {max(numbers)}", option="prefixes")
-        return ",".join(str(number) for number in sorted({*numbers, d_sae}))
-
-    def _precision(self, weights: int) -> str:
-        """The precision of products; ConfigError if it would undo the precision that other options ask for."""
-        exact = self.dtype == "float64"
-        if self.precision == "auto":
-            rounded = not exact and weights >= SMALLEST and multiplies_bf16(device_named(self.device))
-            return "bf16" if rounded else "float32"
-        if exact and self.precision != "float32":
-            raise ConfigError(f"--precision {self.precision} cannot be used with --dtype float64, which asks for more; "
-                              "leave it out", option="precision")
-        return self.precision
-
     def batches(self, rows: int) -> int | None:
         """Batches in all of a resolved training; None if it is given in optimiser steps."""
         return None if self.steps else self.epochs * self.epoch_batches(rows)
@@ -183,78 +133,3 @@ class TrainingConfig(Config):
     def epoch_batches(self, rows: int) -> int:
         """Batches in one pass over the rows."""
         return math.ceil(rows / self.batch_size)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to train, every setting resolved.
-
-    Args:
-        train_rows: the rows to train on.
-        test_rows: the rows to measure on after each epoch; None for none.
-        training: the settings, resolved.
-        solver: the solver and its settings, resolved.
-        activation: the activation and its settings.
-        start: the SAE to start from; None for random directions.
-        held: the weights that keep their start, W_enc or W_dec; None for none. See `solvers.Task`.
-    """
-
-    train_rows: AnyRows
-    test_rows: AnyRows | None
-    training: TrainingConfig
-    solver: SolverConfig
-    activation: Activation
-    start: Start | None = None
-    held: str | None = None
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """The widths of a crosscoder's places; none if it is none."""
-        return self.train_rows.places
-
-    def settings(self) -> dict[str, Any]:
-        """All options, by name."""
-        start = {} if self.start is None else {"init": self.start.name, "init_hash": self.start.hash}
-        return {"solver": self.solver.name, "act": self.activation.name, **start, **self.training.to_json(),
-                **self.solver.to_json(), **self.activation.to_json()}
-
-    @classmethod
-    def resolved(cls, train_rows: AnyRows, test_rows: AnyRows | None, training: TrainingConfig, solver: SolverConfig,
-                 activation: Activation, start: Start | None = None) -> Self:
-        """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
-        together."""
-        if training.skip and not train_rows.d_target:
-            raise ConfigError("--skip does nothing without --target: from rows to themselves it would be all; leave "
-                              "it out, or name the store that is predicted", option="skip")
-        if train_rows.places and training.sparsity == "kl":
-            raise ConfigError(f"--sparsity kl is defined for one place, got {len(train_rows.places)}; use another, "
-                              "such as l1", option="sparsity")
-        if start is not None:
-            training = replace(training, **start.settled(training.d_sae, training.prefixes, training.skip, activation,
-                                                         train_rows))
-        if isinstance(train_rows, LiveRows) and training.epochs is training.steps is None:
-            training = replace(training, epochs=1)
-        training = training.resolved(activation, solver, train_rows.rows, train_rows.d_in)
-        plan = cls(train_rows, test_rows, training, solver.resolved(training.batches(train_rows.rows)),
-                   activation.resolved(training.sparsity, training.d_sae), start)
-        if isinstance(train_rows, LiveRows):
-            plan._demand_one_pass(train_rows)
-        return plan
-
-    def _demand_one_pass(self, rows: LiveRows) -> None:
-        """Refuse, by a ConfigError, what takes rows again that have gone."""
-        advice = "make a store of them by `sae extract`, and train on that"
-        if (self.training.epochs or 1) > 1:
-            raise ConfigError(f"--epochs must be 1 with --model, whose rows come once, got {self.training.epochs}; "
-                              + advice, option="epochs")
-        most = self.training.epoch_batches(rows.rows) * self.solver.inner_steps
-        if (self.training.steps or 0) > most:
-            raise ConfigError(f"--steps must be at most {most} with --model, whose rows come once, got "
-                              f"{self.training.steps}; raise --rows or --inner-steps, or {advice}", option="steps")
-        if self.training.precision == "tf32":
-            raise ConfigError("--precision tf32 holds for the whole process, also for --model while it gives the "
-                              f"rows; use --precision float32, or {advice}", option="precision")
-        if rows.ready < rows.rows and (name := self.solver.all_rows_option):
-            raise ConfigError(f"{flag_of(name)} takes decoder steps over all rows: expected at most {rows.ready:,} "
-                              f"rows with --model, which are kept in memory, got {rows.rows:,}; lower --rows, or "
-                              f"{advice}", option=name)

@@ -15,7 +15,8 @@ from ..base.home import Home, checked_name, read_settings
 from ..sae.activations import activation_from_json
 from ..store.opening import open_joined
 from .checkpoints import CHECKPOINT, claimed
-from .config import Plan, TrainingConfig
+from .config import TrainingConfig
+from .plan import Plan
 from .run import CONFIG, Run
 from .solvers import SOLVERS
 from .starting import Start

@@ -22,6 +22,7 @@ from ..extract.streaming import Streamed
 from ..store.dtypes import DTYPES
 from ..store.split import is_test
 from ..store.statistics import Spread
+from ..store.stream import WHOLE, Part
 from .array_rows import CHECKED_ROWS, ArrayRows
 
 WINDOW_BYTES = 512 << 20  # as stored: two then hold 25 rows per latent of 4 d_in for Gemma-2-2B; decoder steps want 32
@@ -34,7 +35,7 @@ class _LeftError(Exception):
 
 
 class LiveRows:
-    """Training rows as a model gives them, each once, with the interface of `store.Rows` that training uses.
+    """Training rows as a model gives them, each once; a `RowSource`.
 
     A context manager: within it rows are computed; an error of the model or its text is raised where the next window is
     wanted. Documents are held out by the same hash as in a store. Held-out rows of the first window are the test rows,
@@ -57,9 +58,13 @@ class LiveRows:
         ended_early: whether the text ended in a later window.
     """
 
-    widths: tuple[int, ...] = ()  # this and the next two: see `JoinedRows`
+    widths: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
+    inputs = ()
+    target = None
     d_target = 0
+    name = "rows of a model"
+    passes = 1
 
     def __init__(self, source: Streamed, rows: int, split_seed: int, least: int, listener: Listener,
                  window_bytes: int = WINDOW_BYTES) -> None:
@@ -99,17 +104,29 @@ class LiveRows:
         """Number of rows at hand, of the last two windows."""
         return min(self._taken, len(self._kept))
 
-    def batches(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """After training: that the text ended early."""
+        return (f"the text ended after {self.rows:,} of {self.wanted:,} training rows, before the learning rate had "
+                f"fallen; use --rows {self.rows}, or a longer text",) if self.ended_early else ()
+
+    def as_stored(self) -> "LiveRows":
+        """The same."""
+        return self
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """Shuffled batches, (B, D) float32, in an order that depends only on the rows, seed, epoch and batch size.
 
         Epoch 0 passes once over all rows; another one over those at hand. Until it wants the second window, the pass
         can be begun again.
         """
+        assert part == WHOLE, "one process runs the model"
         return self._passing(batch_size, seed) if epoch == 0 else self._of(self._kept[: self.ready], batch_size,
                                                                           (seed, epoch))
 
-    def sequential(self, batch_size: int) -> Iterator[np.ndarray]:
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows at hand, (B, D) float32."""
+        assert part == WHOLE, "one process runs the model"
         for begin in range(0, self.ready, batch_size):
             yield self._decoded(self._kept[begin : min(begin + batch_size, self.ready)])
 

@@ -12,7 +12,8 @@ from typing import Any
 from ..sae.batch import Batch
 from ..sae.dictionary import SAE
 from ..sae.metrics import reconstructions
-from .rows import AnyRows, raw_batches
+from ..store.rows import RowSource
+from .rows import raw_batches
 from .trainer import Measures, Trainer
 
 
@@ -115,6 +116,6 @@ class Loop:
     def _live(self, trainers: Sequence[Trainer] | None = None) -> list[Trainer]:
         return [trainer for trainer in (self.trainers if trainers is None else trainers) if trainer not in self.errors]
 
-    def _measured(self, saes: Sequence[SAE], stored: AnyRows) -> list[Measures]:
+    def _measured(self, saes: Sequence[SAE], stored: RowSource) -> list[Measures]:
         communicator = self.trainers[0].communicator
         return reconstructions(saes, raw_batches(stored, communicator), communicator)

@@ -26,11 +26,13 @@ import torch
 from torch import Tensor
 
 from ..base.distributed import ALONE, Communicator
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, flag_of
 from ..base.options import PAPER, option
 from ..sae.batch import Batch
 from ..sae.codes import Codes, Prefixes
 from ..sae.dictionary import SAE, Coupled
+from ..store.rows import RowSource
+from .config import TrainingConfig
 from .decoder_step import (
     DecoderPass,
     Observed,
@@ -97,7 +99,11 @@ class PamSgd(SolverConfig):
                                 "direct where it fits in memory.", choices=("auto", "direct", "iterative"),
                                 advanced=True)
 
-    def check(self) -> None:
+    def check(self, training: TrainingConfig, rows: RowSource) -> None:
+        if rows.ready < rows.rows and self._takes_all:
+            name = "decoder_first" if self.decoder_first else "decoder"
+            raise ConfigError(f"{flag_of(name)} needs all rows in memory, at most {rows.ready:,} with --model, got "
+                              f"{rows.rows:,}; lower --rows, or make a store by `sae extract`", option=name)
         if self.bias == "after" and self.alpha == "auto":
             raise ConfigError("--bias after cannot be used with --alpha auto, which chooses for the bias that is "
                               "joint with W_dec; give a number, such as --alpha 1, or use --bias joint", option="bias")
@@ -106,9 +112,9 @@ class PamSgd(SolverConfig):
                               "encoder steps; use one of them", option="decoder_first")
 
     @property
-    def all_rows_option(self) -> str | None:
-        """As the paper's theorem wants it, a decoder step takes all rows if the decoder is the paper's."""
-        return "decoder_first" if self.decoder_first else "decoder" if self.decoder == "free" else None
+    def _takes_all(self) -> bool:
+        """Whether every decoder step takes all rows, as the paper's do."""
+        return self.decoder_first or self.decoder == "free"
 
     def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "PamSgdSolver":
         return PamSgdSolver(initial, task, self, communicator)
@@ -137,7 +143,7 @@ def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
     exactly would choose one too small.
     """
     batches, free, first = task.batches, config.decoder == "free", config.decoder_first
-    every, smooths = batches_between(task, config, d_sae), task.smoothing > 0 and len(task.sample) > 1
+    every, smooths = batches_between(task, config, d_sae), task.training.smoothing > 0 and len(task.sample.x) > 1
     # A transcoder's targets support no tie: on an MLP of tiny-gemma2 FVU is 0.212 untied from the start, 0.220 from
     # half way on, where SGD has 0.218.
     at_once = config.release == "auto" and task.B is not None and not free
@@ -156,7 +162,7 @@ def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
             chooses = number == choice or (turns and asks) or last
             if number == choice:
                 choice = max(choice + 1, math.floor(CHOICE_GROWTH * choice))
-            rows = (task.rows if free or first
+            rows = (task.rows if config._takes_all
                     else min(task.rows, (MOST_ROWS if last or (turns and asks) else PASS_ROWS) * d_sae))
             passes.append(Pass(
                 number, epoch, batch, rows, last=last, decides=turns and asks, releases=turns and not asks,
@@ -168,7 +174,7 @@ def batches_between(task: Task, config: PamSgd, d_sae: int) -> int:
     """The number of batches between decoder steps within an epoch; an epoch's for none."""
     if isinstance(config.decoder_every, int):
         return config.decoder_every
-    if config.decoder_every == "epoch" or config.all_rows_option:
+    if config.decoder_every == "epoch" or config._takes_all:
         return task.batches
     epochs = task.steps / (task.batches * config.inner_steps)
     affordable = PASS_FRACTION * task.steps * task.rows / task.batches / (PASS_ROWS * d_sae)
@@ -221,7 +227,7 @@ class PamSgdSolver(Solver):
         if dictionary.W_skip is not None:  # the rows' dimensions are targets too
             start = torch.cat([start, start.new_zeros(len(start), dictionary.d_in)], 1)
         way = plan(now.rows, *start.shape, self._memory, self.config.solve, dictionary.prefixes)
-        self._pass = DecoderPass(way.system(start, codes_again), dictionary, self.task.sparsity, now.rows)
+        self._pass = DecoderPass(way.system(start, codes_again), dictionary, self.task.training.sparsity, now.rows)
 
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:
@@ -262,7 +268,7 @@ class PamSgdSolver(Solver):
         like |= {"effect": dictionary.b_enc.detach()} if revives else {}
         state = None
         if self.communicator.is_main or observed.solve_together:
-            pulled = bool(observed.norm_weights.any()) and self.task.sparsity_weight > 0
+            pulled = bool(observed.norm_weights.any()) and self.task.training.sparsity_weight > 0
             another = now.last and pulled and self.config.alpha == "auto"
             terms = self._terms(now, observed, math.nan if another else fraction * self.decoder.alpha)
             found = solved(observed, terms, now.chooses or another, revives, now.number + 1 == len(self.passes))

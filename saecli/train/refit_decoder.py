@@ -28,7 +28,7 @@ from ..sae.codes import Codes
 from ..sae.dictionary import SAE
 from .decoder_step import DecoderPass, Observed, sampled_bytes
 from .ridge import DecoderState, System, Terms, choose_alpha, plan, solve
-from .rows import SUMMED_ROWS, AnyRows
+from .rows import SUMMED_ROWS, RowSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Refitted:
 
 
 @torch.no_grad()
-def refitted(sae: SAE, rows: AnyRows, listener: Listener) -> Refitted:
+def refitted(sae: SAE, rows: RowSource, listener: Listener) -> Refitted:
     """The SAE with the exact decoder for these rows.
 
     Args:
@@ -99,7 +99,7 @@ def _not_finite() -> RunError:
                     "the SAE and at the rows, one of which has huge numbers")
 
 
-def _system(sae: SAE, rows: AnyRows) -> System:
+def _system(sae: SAE, rows: RowSource) -> System:
     """Empty normal equations that fit in memory."""
     device, d_sae, skipped = sae.W_enc.device, sae.d_sae, 0 if sae.W_skip is None else sae.d_in
     beside = sampled_bytes(rows.rows, sae.d_out + skipped, d_sae) + 3 * sae.W_enc.itemsize * SUMMED_ROWS * d_sae
@@ -115,7 +115,7 @@ def _system(sae: SAE, rows: AnyRows) -> System:
     return chosen.system(torch.cat([sae.W_dec, sae.W_dec.new_zeros(d_sae, skipped)], 1), codes_again)
 
 
-def _batches(sae: SAE, rows: AnyRows) -> Iterable[Batch]:
+def _batches(sae: SAE, rows: RowSource) -> Iterable[Batch]:
     """The rows in stored order, in the SAE's dtype and on its device."""
     for batch in carried(rows.sequential(SUMMED_ROWS), sae.W_enc.device):
         yield Batch.of(batch.to(sae.W_enc.dtype), sae.d_in)

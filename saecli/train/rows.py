@@ -18,16 +18,11 @@ from ..sae.activations import Activation
 from ..sae.batch import Batch
 from ..sae.codes import Prefixes
 from ..sae.dictionary import SAE
-from ..store.joined import JoinedRows
-from ..store.rows import Rows as StoredRows
+from ..store.rows import RowSource
 from ..store.stream import Part
-from .array_rows import ArrayRows
-from .held import HeldRows
-from .live import LiveRows
+from .array_rows import HeldRows
 from .normalisation import Normalisation
 
-InMemory = ArrayRows | LiveRows
-AnyRows = StoredRows | JoinedRows | InMemory
 STREAMED_ROWS = 2048  # rows at a time if their order does not matter
 SUMMED_ROWS = 4096  # the same for sums over all rows: each block goes through a whole d_sae x d_sae matrix
 SAMPLED_ROWS = 2048  # sample to which learning rate and initial scale are fitted, and from which rows are smoothed
@@ -52,7 +47,7 @@ class TrainingRows:
         communicator: of the processes that each take a part of each batch.
     """
 
-    stored: AnyRows | HeldRows
+    stored: RowSource | HeldRows
     normalisation: Normalisation
     batch_size: int
     seed: int
@@ -149,8 +144,7 @@ class TrainingRows:
 
     def _normalised(self, batches: Iterator[np.ndarray] | Iterator[Tensor]) -> Iterator[Tensor]:
         mean = self.normalisation.mean
-        there = batches if isinstance(self.stored, HeldRows) else carried(batches, mean.device)
-        for batch in there:
+        for batch in carried(batches, mean.device):
             yield self.normalisation(batch.to(mean.dtype))
 
 
@@ -183,7 +177,7 @@ def part_of(communicator: Communicator) -> Part:
     return Part(communicator.rank, communicator.world_size)
 
 
-def raw_batches(stored: AnyRows, communicator: Communicator = ALONE) -> Iterator[Tensor]:
+def raw_batches(stored: RowSource, communicator: Communicator = ALONE) -> Iterator[Tensor]:
     """The rows as stored, with their targets beside them, this process' part of them, in batches, (B, D + E), float32;
     each is valid until the next."""
     part = {"part": part_of(communicator)} if communicator.world_size > 1 else {}

@@ -16,8 +16,8 @@ from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
 from ..store.joined import Joined
 from .checkpoints import Progress, load_checkpoint, save_checkpoint
-from .config import Plan
 from .logs import Log, Logged, demand_trackers, logs_of
+from .plan import Plan
 from .trainer import Measures, Record
 
 CONFIG = "config.toml"  # of a run: the options that repeat it

@@ -13,10 +13,9 @@ from ..base.errors import PeerError, SaeError, TrainingError
 from ..base.files import appearing_whole
 from ..base.options import toml_lines
 from .checkpoints import CHECKPOINT
-from .doubts import doubts_at_start
 from .jobs import Job
-from .logs import read_metrics
 from .loop import Loop
+from .plan import doubts_at_start
 from .run import CONFIG, Run, RunRecord
 from .trainer import Record, Trainer
 
@@ -95,11 +94,8 @@ def _trained(jobs: Sequence[Job], loop: Loop, listener: Listener) -> list[dict[s
         results = loop.results(saes) if saes else []
     finished = [job for job, trainer in zip(jobs, loop.trainers, strict=True) if trainer not in loop.errors]
     if loop.trainers[0].communicator.is_main:
-        from ..show.run_plots import loss_curves  # matplotlib takes a second to import
-
         for job, result in zip(finished, results, strict=True):
-            loss_curves(job.folder / "loss.png", {job.folder.name: read_metrics(job.folder)})
-            job.run.write(job.folder, result)  # last, so that --resume completes it if this is interrupted
+            job.run.write(job.folder, result)
     return [{"run": job.folder.name, "path": str(job.folder), "solver": plan.solver.name, "act": plan.activation.name,
              "data": job.run.stores.name, "d_in": job.run.stores.d_in, "d_sae": plan.training.d_sae, **result,
              **({} if one else {"varied": dict(job.varied)})}

@@ -18,14 +18,12 @@ from ..base.precision import products_in
 from ..sae.batch import Batch, mixed
 from ..sae.codes import Codes, Prefixes
 from ..sae.dictionary import SAE, Dictionary
+from ..store.rows import RowSource
+from .config import DEFAULT_STEPS, TrainingConfig
 from .decoder_step import Pass, directions_of_worst, revive
 from .optimizers import Adam
 from .smoothing import Smoothing
 
-DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
-WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
-DECAY = 0.5  # last fraction of all steps, over which it falls to zero
-PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 WINDOW = 16  # batches among which inner steps mix rows
 MOST_INNER_STEPS = 10
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
@@ -34,66 +32,50 @@ DECODER_STEP, REVIVING, MIXING, CALIBRATING = 1, 2, 3, 4  # kinds of draws besid
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
-    """The training problem: its objective and its length.
+    """The training problem: its settings, its length, and what is measured on its rows.
 
     The loss of a batch is the mean over its rows of `||y_hat - y||^2 + sparsity_weight * penalty`; terms that the paper
     adds to the sum over all N rows are divided by N.
 
     Args:
+        training: resolved settings.
         rows: N, the number of training rows.
         steps: optimiser steps in all of training.
         lr: the peak learning rate.
-        sparsity: the activation's penalty, or `none`.
-        sparsity_weight: its weight.
-        sample: training rows spread over all, (n, D), for smoothing and for an activation's estimates; may be empty.
-        smoothing: width of smoothing (see `smoothing.py`); 0 for none.
-        seed: of the solver's random numbers.
-        batches: per epoch.
-        penalty_warm_up: fraction of all steps over which the sparsity penalty rises.
-        lr_warm_up: fraction of all steps over which the learning rate rises.
-        lr_decay: last fraction of all steps, over which it falls to zero.
-        memory: bytes that the solver may use.
-        targets: of the sampled rows, (n, E); None for the rows themselves.
-        B: the targets' linear regression on the rows, (D, E); None where they are the rows.
+        sample: training rows spread over all, (n, D), and their targets, (n, E), for smoothing and for an activation's
+            estimates; may be empty.
+        B: the targets' linear regression on the rows, (D, E); None if they are the rows.
         held: W_enc or W_dec, to keep its start bit for bit; None for neither. No latent is then revived, silenced or
             rescaled.
-        precision: of products in descent steps: float32, tf32 or bf16. Decoder steps multiply in the rows' own.
+        memory: bytes that the solver may use.
     """
 
+    training: TrainingConfig
     rows: int
     steps: int
     lr: float
-    sparsity: str
-    sparsity_weight: float
-    sample: Tensor = field(default_factory=lambda: torch.empty(0, 0))
-    smoothing: float = 0.0
-    seed: int = 0
-    batches: int = 1
-    penalty_warm_up: float = PENALTY_WARM_UP
-    lr_warm_up: float = WARM_UP
-    lr_decay: float = DECAY
-    memory: float = math.inf
-    targets: Tensor | None = None
+    sample: Batch = field(default_factory=lambda: Batch.of(torch.empty(0, 0)))
     B: Tensor | None = None
     held: str | None = None
-    precision: str = "float32"
+    memory: float = math.inf
 
     @property
-    def sample_targets(self) -> Tensor:
-        """The targets of the sampled rows, (n, E)."""
-        return self.sample if self.targets is None else self.targets
+    def batches(self) -> int:
+        """Batches per epoch."""
+        return self.training.epoch_batches(self.rows)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, from 0: a short linear rise, a plateau, and a linear fall to zero."""
-        rise = (step + 1) / max(1, math.ceil(self.lr_warm_up * self.steps))
-        fall = (self.steps - step) / max(1, math.ceil(self.lr_decay * self.steps))
+        rise = (step + 1) / max(1, math.ceil(self.training.lr_warm_up * self.steps))
+        fall = (self.steps - step) / max(1, math.ceil(self.training.lr_decay * self.steps))
         return self.lr * min(1.0, rise, fall)
 
     def penalty_weight(self, step: int) -> float:
         """The penalty's weight at a step, from 0."""
-        return self.sparsity_weight * min(1.0, (step + 1) / max(1, math.ceil(self.penalty_warm_up * self.steps)))
+        rise = (step + 1) / max(1, math.ceil(self.training.sparsity_warm_up * self.steps))
+        return self.training.sparsity_weight * min(1.0, rise)
 
 
 @dataclass(frozen=True)
@@ -142,7 +124,7 @@ class Solver:
                  communicator: Communicator = ALONE) -> None:
         self.dictionary, self.task, self.config, self.communicator = dictionary, task, config, communicator
         self.every = every
-        self.smoothing = Smoothing(task.smoothing, task.sample, task.targets)
+        self.smoothing = Smoothing(task.training.smoothing, task.sample.x, task.sample.y)
         # Sparse products read the weights latent by latent, so each latent's are contiguous, as in the decoder.
         dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
         for name, parameter in dictionary.named_parameters():
@@ -207,11 +189,11 @@ class Solver:
 
     def descend(self, batch: Batch) -> tuple[StepReport, Codes]:
         """One step of the optimiser on a batch: its report, and its codes, smoothed."""
-        task, dictionary, step = self.task, self.dictionary, self.steps
+        task, training, dictionary, step = self.task, self.task.training, self.dictionary, self.steps
         batch = self.smoothing(batch, self.draws(step))
         self.optimizer.zero_grad()
-        with products_in(task.precision):
-            loss = dictionary.loss(batch, task.sparsity, task.penalty_weight(step))
+        with products_in(training.precision):
+            loss = dictionary.loss(batch, training.sparsity, task.penalty_weight(step))
             value = loss.value + self.extra_loss() / self.communicator.world_size
             value.backward()
             self.optimizer.step(task.learning_rate(step))
@@ -269,13 +251,13 @@ class Solver:
             rows: the number of rows.
         """
         sample, dead = self.task.sample, ~fired
-        if not self.revives or not len(sample) or rows < REVIVAL_ROWS * len(dead):
+        if not self.revives or not len(sample.x) or rows < REVIVAL_ROWS * len(dead):
             return
         count = int(dead.sum())
         if not 0 < count < len(dead):
             return
         with torch.no_grad():
-            residuals = self.task.sample_targets - self.dictionary(sample)
+            residuals = sample.y - self.dictionary(sample.x)
             if not residuals.isfinite().all():  # training has diverged, and the check of the loss will say so
                 return
             directions = directions_of_worst(residuals, count, self.draws(self.steps, REVIVING))
@@ -287,7 +269,7 @@ class Solver:
     def calibrate(self) -> None:
         """Set the activation's estimates for unsmoothed rows; training estimated them on smoothed ones."""
         activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
-        sample, encoded = self.task.sample, self.dictionary.pre_activations
+        sample, encoded = self.task.sample.x, self.dictionary.pre_activations
         if not activation.estimates or not len(sample):
             return
 
@@ -312,7 +294,7 @@ class Solver:
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:
         """A generator that is a pure function of the seed, the step's number and the kind of step."""
-        return torch.Generator().manual_seed(((self.task.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
+        return torch.Generator().manual_seed(((self.task.training.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
 
     def state(self) -> dict[str, Tensor]:
         """All tensors needed to resume, by name."""
@@ -362,13 +344,8 @@ class SolverConfig(Config, ABC):
         wanted = round(DEFAULT_STEPS / batches) if batches else 1
         return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
 
-    def check(self) -> None:
-        """Refuse options that contradict each other, by a ConfigError."""
-
-    @property
-    def all_rows_option(self) -> str | None:
-        """The option that makes every decoder step take all rows; None if none does."""
-        return None
+    def check(self, training: TrainingConfig, rows: RowSource) -> None:
+        """Refuse training settings, or rows, that cannot work with the solver's options, by a ConfigError."""
 
     def window(self, rows: int, batch_size: int, d_in: int) -> int:
         """Bytes of the window in which inner steps mix rows: apart, joined, mixed."""

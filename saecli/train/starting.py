@@ -16,8 +16,8 @@ from ..base.files import to_json
 from ..sae.activations import Activation, JumpRelu, activation_to_json
 from ..sae.codes import Prefixes
 from ..sae.dictionary import SAE
+from ..store.rows import RowSource
 from .normalisation import Normalisation
-from .rows import AnyRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Start:
         return {name: getattr(own, name) for name in own.of_codes} if own.name == act else {}
 
     def settled(self, d_sae: int | None, prefixes: str | None, skip: bool, activation: Activation,
-                rows: AnyRows) -> dict[str, Any]:
+                rows: RowSource) -> dict[str, Any]:
         """The values of `d_sae`, `prefixes` and `skip` to train with.
 
         Args:

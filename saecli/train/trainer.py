@@ -1,9 +1,8 @@
 """One SAE in training: its solver, its measures, and the state kept of each epoch."""
 
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -18,12 +17,13 @@ from ..base.torchrun import local_world
 from ..sae.batch import Batch
 from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction
+from ..store.rows import RowSource
+from .array_rows import HeldRows, held_bytes
 from .checkpoints import Progress
-from .config import DTYPES, Plan
-from .doubts import doubts_at_end, doubts_at_start
-from .held import HeldRows, held_bytes
+from .config import DTYPES
 from .normalisation import Normalisation, fit_normalisation, on_raw_rows
-from .rows import SUMMED_ROWS, AnyRows, InMemory, TrainingRows, fitted_learning_rate, initial_sae
+from .plan import Plan, doubts_at_end, doubts_at_start
+from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae
 from .solver import Solver, StepReport, Task
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
@@ -88,10 +88,7 @@ class Trainer:
         demand_precision(training.precision, self.device)
         self._demand_processes(trainings)
         self.memory, self.holds = self._demand_memory(trainings)
-        self.batches = training.epoch_batches(self.train_rows.rows)
-        per_epoch = self.batches * plan.solver.inner_steps
-        self.steps = training.steps or training.epochs * per_epoch
-        self.epochs = math.ceil(self.steps / per_epoch)
+        self.batches, self.steps, self.epochs = plan.batches, plan.steps, plan.epochs
         self.kept = Progress()  # as of the last checkpoint
         self.rows: TrainingRows | None = None  # once it has begun
 
@@ -110,12 +107,9 @@ class Trainer:
         expected = self.plan.activation.expected_l0(self.train_rows.d_in) / training.d_sae  # firing rate
         lr = fitted_learning_rate(sample.x, training.batch_size * expected) if training.lr == "auto" else training.lr
         B = self.rows.regression
-        task = Task(self.train_rows.rows, self.steps, lr, training.sparsity, training.sparsity_weight,
-                    sample.x, training.smoothing, training.seed, self.batches,
-                    training.sparsity_warm_up, training.lr_warm_up, training.lr_decay, self.memory,
-                    None if B is None else sample.y, B, self.plan.held, training.precision)
+        task = Task(training, self.train_rows.rows, self.steps, lr, sample, B, self.plan.held, self.memory)
         activation, start = self.plan.activation, self.plan.start
-        places = self.plan.places
+        places = self.train_rows.places
         initial = (initial_sae(activation, training.d_sae, sample, training.seed, training.nested, B, training.skip,
                                places)
                    if start is None or checkpoint is not None  # which has all that a start gives
@@ -149,9 +143,9 @@ class Trainer:
         return TrainingRows(self._rows_for_device(), normalisation.to(self.device), training.batch_size,
                             training.shuffle_seed, self.communicator)
 
-    def _rows_for_device(self) -> AnyRows | HeldRows:
+    def _rows_for_device(self) -> RowSource | HeldRows:
         """The training rows, as they reach a GPU at the least cost: kept there, or as stored and converted there."""
-        if self.device.type == "cpu" or isinstance(self.train_rows, InMemory):
+        if self.device.type == "cpu" or not self.train_rows.inputs:
             return self.train_rows
         return HeldRows(self.train_rows, self.device) if self.holds else self.train_rows.as_stored()
 
@@ -211,8 +205,8 @@ class Trainer:
         solver = self.solver
         if any(not tensor.isfinite().all() for tensor in sae.tensors().values()):
             raise TrainingError(f"the weights became NaN or infinite at step {solver.steps}; {ADVICE}")
-        task = solver.task
-        sample = task.sample if task.targets is None else torch.cat([task.sample, task.targets], 1)
+        sample = solver.task.sample.x if solver.task.B is None else torch.cat([solver.task.sample.x,
+                                                                               solver.task.sample.y], 1)
         error = reconstruction(solver.dictionary, [sample])["mse"] * sae.d_out
         demand_no_worse(error / self.normalisation.variance.item(), self.worst, f"at step {solver.steps}")
 
@@ -224,7 +218,7 @@ class Trainer:
             test: the same on the test rows.
 
         Returns:
-            `rows_train, rows_counted, rows_test, epochs, steps, seconds, rows_per_second, warnings, notes, final`;
+            `rows_train, rows_counted, rows_test, epochs, steps, seconds, rows_per_second, warnings, notes, decoder_steps, final`;
             rows counted are those that `train` is of, of a model's rows the last.
         """
         solver, progress = self.solver, self.progress
@@ -233,7 +227,7 @@ class Trainer:
             "rows_train": self.train_rows.rows, "rows_counted": train["rows"], "rows_test": self.test_rows.rows,
             "epochs": progress.epoch, "steps": progress.step, "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "warnings": warnings,
-            "notes": solver.notes(),
+            "notes": solver.notes(), "decoder_steps": [asdict(one) for one in solver.passes.values()],
             "final": {"test_fvu": test["fvu"], "test_mse": test["mse"], "test_l0": test["l0"],
                       "train_fvu": train["fvu"], "dead_fraction": train["silent_fraction"], "lr": solver.task.lr,
                       **solver.record()}}
@@ -275,7 +269,7 @@ class Trainer:
             if training.batch_size > SUMMED_ROWS and with_batches(SUMMED_ROWS)[1] <= free:
                 raise ConfigError(f"--batch-size {training.batch_size:,} {sizes}; lower it", option="batch_size")
             raise ConfigError(f"--solver {solver.name} {sizes}; {solver.memory_advice}", option="solver")
-        if self.device.type == "cpu" or self.communicator.world_size > 1 or isinstance(self.train_rows, InMemory):
+        if self.device.type == "cpu" or self.communicator.world_size > 1 or not self.train_rows.inputs:
             return free - batch, False
         held = held_bytes(self.train_rows) // trainings
         holds = needed + held <= MOST_TAKEN * free

@@ -171,7 +171,8 @@ def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE",
 def steps(store: "ActivationStore", options: Mapping[str, Any]) -> int:
     """Optimiser steps that either solver takes by default."""
     from saecli.sae.activations import ACTIVATIONS
-    from saecli.train.config import Plan, TrainingConfig
+    from saecli.train.config import TrainingConfig
+    from saecli.train.plan import Plan
     from saecli.train.solvers import SOLVERS
 
     rows = store.split("train")

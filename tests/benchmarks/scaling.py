@@ -33,9 +33,10 @@ from saecli.sae.activations import TopK
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
-from saecli.train.config import Plan, TrainingConfig
+from saecli.train.config import TrainingConfig
 from saecli.train.loop import Loop
 from saecli.train.pam_sgd import PamSgd, PamSgdSolver
+from saecli.train.plan import Plan
 from saecli.train.trainer import Record, Trainer
 
 ROWS, BATCH, SEED = 24_576, 2_048, 0

@@ -25,6 +25,7 @@ import torch
 
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.batch import Batch
+from saecli.train.config import TrainingConfig
 from saecli.train.pam_sgd import PamSgd
 from saecli.train.rows import initial_sae
 from saecli.train.sgd import Sgd
@@ -62,8 +63,9 @@ def ours(case: str, chosen: argparse.Namespace) -> dict[str, float]:
     activation, config, _, _ = CASES[case]
     rows = torch.randn(chosen.batch, chosen.d_in, generator=torch.Generator().manual_seed(0))
     sparsity = activation.default_sparsity
-    task = Task(10**6, 10**6, 1e-3, sparsity, activation.default_weight(sparsity, chosen.d_in),
-                precision="bf16" if "bf16" in case else "float32")
+    task = Task(TrainingConfig(sparsity=sparsity, smoothing=0.0,
+                               sparsity_weight=activation.default_weight(sparsity, chosen.d_in),
+                               precision="bf16" if "bf16" in case else "float32"), 10**6, 10**6, 1e-3)
     solver = config.resolved(None).build(initial_sae(activation, chosen.d_sae, Batch.of(rows), seed=0), task)
     step = least(lambda: solver.descend(Batch.of(rows)), chosen.steps)
     tensors = [tensor.detach().clone().requires_grad_() for tensor in solver.optimizer.tensors.values()]

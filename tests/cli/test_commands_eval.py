@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.cli.outline import loaded
-from saecli.measure.comparing import LIKE_L0, unbeaten
+from saecli.measure.evaluate import LIKE_L0, unbeaten
 from saecli.sae.activations import JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save

@@ -19,6 +19,7 @@ from saecli.sae.encoding import at
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
+from saecli.train.config import TrainingConfig
 from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
 from saecli.train.rows import initial_sae
 from saecli.train.solver import Task
@@ -64,7 +65,9 @@ def steps(day: Day) -> Figures:
             if precision != "float32" and not multiplies_bf16(rows.device):
                 continue
             sparsity = activation.default_sparsity
-            task = Task(10**6, 10**6, 1e-3, sparsity, activation.default_weight(sparsity, D), precision=precision)
+            task = Task(TrainingConfig(sparsity=sparsity, smoothing=0.0,
+                                       sparsity_weight=activation.default_weight(sparsity, D),
+                                       precision=precision), 10**6, 10**6, 1e-3)
             solving = SOLVERS[solver]().resolved(None).build(initial_sae(activation, F, Batch.of(rows), seed=0), task)
             rate = B / day.seconds(lambda solving=solving: solving.descend(Batch.of(rows)), 10 if day.full else 2)
             found[f"{act}, {solver}, d_sae {F:,}, {precision}: rows/s"] = rate

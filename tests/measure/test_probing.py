@@ -31,7 +31,7 @@ from saecli.measure.probes import CS, dense_score, mean_and_interval, most_diffe
 from saecli.sae.activations import AbsTopK, Relu
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
-from saecli.show.probe_plots import ProbedRun, probes
+from saecli.show.probe_plots import probes
 
 ROOT = Path(__file__).parents[2]
 
@@ -207,10 +207,19 @@ def test_tables_have_the_runs_side_by_side_and_one_set_has_no_interval_over_sets
 
 
 def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list, tmp_path: Path):
-    dense, sets = (0.9, 0.85, 0.95), [0.8, 1.0, 0.9]
-    runs = {"first": ProbedRun([1, 16], [(0.6, 0.5, 0.7), (0.8, 0.7, 0.9)], dense, sets, [0.7, 0.9, 0.8]),
-            "second": ProbedRun([1, 16], [(0.7, 0.7, 0.7), (0.7, 0.6, 0.8)], dense, sets, [0.3, 0.8, 1.0])}
-    probes(tmp_path / "probes.svg", runs)
+    sets, by_set = [0.8, 1.0, 0.9], {"first": [0.7, 0.9, 0.8], "second": [0.3, 0.8, 1.0]}
+    place = {"layer": 2, "site": "resid_post"}
+
+    def line(run: str | None, k: int | None, mean: float, low: float, high: float) -> dict:
+        return {"run": run, **place, "k": k, "auc": mean, "auc_low": low, "auc_high": high}
+
+    document = {"runs": [{"run": run, **place} for run in by_set],
+                "probes": [line("first", 1, 0.6, 0.5, 0.7), line("first", 16, 0.8, 0.7, 0.9),
+                           line("second", 1, 0.7, 0.7, 0.7), line("second", 16, 0.7, 0.6, 0.8),
+                           line(None, None, 0.9, 0.85, 0.95)],
+                "by_set": [{"run": run, **place, "k": run and 16, "auc": auc}
+                           for run, aucs in ({None: sets} | by_set).items() for auc in aucs]}
+    probes(tmp_path / "probes.svg", document)
     left, right = drawn[0].axes
     curves = [container.lines[0] for container in left.containers]
     assert [list(line.get_ydata()) for line in curves] == [[0.6, 0.8], [0.7, 0.7]]
@@ -218,13 +227,19 @@ def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list
     ends = [container.lines[2][0].get_segments()[0][:, 1] for container in left.containers]
     np.testing.assert_allclose(ends, [[0.5, 0.7], [0.7, 0.7]])
     points = [(list(line.get_xdata()), list(line.get_ydata())) for line in right.lines[:2]]
-    assert points == [(sets, run.by_set) for run in runs.values()]
+    assert points == [(sets, aucs) for aucs in by_set.values()]
     low, high = right.get_ylim()
     assert low < 0.3 and high > 1
     names = [text.get_text() for text in drawn[0].legends[0].texts]
     assert names == ["first", "second", "dense probe on the activations"]
     assert [list(line.get_ydata()) for line in left.lines if line.get_linestyle() == ":"] == [[0.9, 0.9]]
-    probes(tmp_path / "places.svg", runs | {"second": runs["second"]._replace(dense=(0.6, 0.6, 0.6))})
+    elsewhere = {"layer": 3}
+    probes(tmp_path / "places.svg", {
+        "runs": [document["runs"][0], document["runs"][1] | elsewhere],
+        "probes": [one | elsewhere if one["run"] == "second" else one for one in document["probes"]]
+        + [line(None, None, 0.6, 0.6, 0.6) | elsewhere],
+        "by_set": [one | elsewhere if one["run"] == "second" else one for one in document["by_set"]]
+        + [one | elsewhere for one in document["by_set"] if one["run"] is None]})
     dense = [line for line in drawn[1].axes[0].lines if line.get_linestyle() == ":"]
     assert [line.get_ydata()[0] for line in dense] == [0.9, 0.6]
     assert [line.get_color() for line in dense] == [line.get_color() for line in curves]

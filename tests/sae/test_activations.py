@@ -20,6 +20,7 @@ from saecli.sae.activations import (
 )
 from saecli.sae.codes import DenseCodes
 from saecli.train.config import TrainingConfig
+from saecli.train.plan import settled
 from saecli.train.sgd import Sgd
 
 B, F, K = 20, 12, 3
@@ -160,7 +161,7 @@ def test_more_latents_kept_than_there_are_is_refused(kind: type[Activation]) -> 
 def test_penalties_and_their_settings_that_do_nothing_are_refused(
         activation: Activation, sparsity: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TrainingConfig(sparsity=sparsity).resolved(activation, Sgd(), 100, 8)
+        settled(TrainingConfig(sparsity=sparsity), activation, Sgd(), 100, 8)
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-300, 9e-7, 1.0, -0.1, 1.5])
@@ -170,8 +171,8 @@ def test_a_target_rate_that_no_rate_can_meet_is_refused(rate: float) -> None:
 
 
 def test_defaults_of_the_penalty_fit_the_activation() -> None:
-    chosen = {str(activation): TrainingConfig().resolved(activation, Sgd(), 100, 64) for activation in
+    chosen = {str(activation): settled(TrainingConfig(), activation, Sgd(), 100, 64) for activation in
               (Relu(), JumpRelu(), JumpRelu(fixed_threshold=True), Swish(), BatchTopK(k=3), SoftTopK(k=3))}
     assert [one.sparsity for one in chosen.values()] == ["l1", "target-l0", "l1", "none", "none", "none"]
-    assert TrainingConfig(sparsity="kl").resolved(Relu(), Sgd(), 100, 64).sparsity_weight == pytest.approx(0.64)
-    assert TrainingConfig().resolved(JumpRelu(), Sgd(), 100, 64).sparsity_weight == pytest.approx(3.2)
+    assert settled(TrainingConfig(sparsity="kl"), Relu(), Sgd(), 100, 64).sparsity_weight == pytest.approx(0.64)
+    assert settled(TrainingConfig(), JumpRelu(), Sgd(), 100, 64).sparsity_weight == pytest.approx(3.2)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tasks import task_of
 from torch import Tensor
 
 from saecli.sae.activations import JumpRelu, activation_from_json
@@ -14,11 +15,13 @@ from saecli.sae.batch import Batch
 from saecli.sae.codes import Codes, DenseCodes, SparseCodes
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import load
-from saecli.train.config import Plan, TrainingConfig
+from saecli.train.array_rows import ArrayRows
+from saecli.train.config import TrainingConfig
 from saecli.train.pam_sgd import PamSgd
-from saecli.train.rows import ArrayRows, initial_sae
+from saecli.train.plan import Plan
+from saecli.train.rows import initial_sae
 from saecli.train.sgd import Sgd
-from saecli.train.solver import Solver, SolverConfig, Task
+from saecli.train.solver import Solver, SolverConfig
 
 B, F, D, L = 40, 60, 12, 5.0
 AIM, MULTIPLIER = 7.0, 0.4
@@ -128,8 +131,8 @@ def sparse_rows(rows: int) -> Tensor:
 def started(config: SolverConfig, x: Tensor, target: float, epochs: int) -> Solver:
     activation = JumpRelu(target_l0=target)
     batches = len(x) // 50
-    task = Task(len(x), epochs * batches, 1e-2, "target-l0", activation.default_weight("target-l0", 8), x, 0.1,
-                batches=batches)
+    task = task_of(len(x), epochs * batches, 1e-2, "target-l0", activation.default_weight("target-l0", 8), sample=x,
+                   smoothing=0.1, batches=batches)
     return config.resolved(None).build(initial_sae(activation, 32, Batch.of(x), seed=1), task)
 
 

@@ -1,7 +1,9 @@
 """When decoder steps are due, what each takes, the release, and the words on the last one."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from grids import grid
@@ -12,16 +14,17 @@ from solver_problems import (
     solve_decoder,
     sparse_mixture,
     started,
-    task_of,
     trained,
 )
+from tasks import task_of
 
 from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu, SoftTopK, TopK
 from saecli.sae.batch import Batch
+from saecli.train.array_rows import ArrayRows
+from saecli.train.config import TrainingConfig
 from saecli.train.pam_sgd import MOST_ROWS, PASS_ROWS, RELEASED_BELOW, PamSgd, batches_between, decoder_steps
 from saecli.train.rows import initial_sae
-from saecli.train.solver import Task
 
 ROWS = RowsInMemory(torch.zeros(40 * F, 2), batch_size=64)  # ten batches
 
@@ -48,7 +51,8 @@ def data() -> RowsInMemory:
 ])
 def test_the_schedule_of_decoder_steps(options, more, expected):
     config = PamSgd(**options).resolved(None)
-    passes = decoder_steps(task_of(config, ROWS, 5, **more), config, F)
+    task = task_of(ROWS.rows, more.get("steps", 50), batches=10, sample=ROWS.x, smoothing=more.get("smoothing", 0.0))
+    passes = decoder_steps(replace(task, B=more.get("B")), config, F)
     assert [one.number for one in passes] == list(range(len(passes)))
     found = " ".join(f"{one.epoch}.{one.after_batch}:{one.rows / F:g}" + "c" * one.chooses + "d" * one.decides
                      + "r" * one.releases + "l" * one.last for one in passes)
@@ -57,7 +61,7 @@ def test_the_schedule_of_decoder_steps(options, more, expected):
 
 def test_alpha_is_chosen_less_and_less_often():
     config = PamSgd(decoder_every=1, release=1.0).resolved(None)
-    passes = decoder_steps(task_of(config, ROWS, 4), config, F)
+    passes = decoder_steps(task_of(ROWS.rows, 40, batches=10), config, F)
     assert [one.number for one in passes if one.chooses] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 18, 22, 27, 33, 39]
     assert (passes[0].rows, passes[-1].rows) == (PASS_ROWS * F, min(ROWS.rows, MOST_ROWS * F))
 
@@ -72,7 +76,7 @@ def test_alpha_is_chosen_less_and_less_often():
     ({"decoder": "free"}, 1_000_000, 2, 512, None), ({"decoder_first": True}, 1_000_000, 2, 512, None)])
 def test_decoder_steps_come_within_epochs_where_those_are_few(options, rows, epochs, d_sae, expected):
     config, batches = PamSgd(**options).resolved(None), -(-rows // 256)
-    task = Task(rows, epochs * batches * config.inner_steps, 1e-2, "none", 0.0, batches=batches)
+    task = task_of(rows, epochs * batches * config.inner_steps, batches=batches)
     assert batches_between(task, config, d_sae) == (expected or batches)
 
 
@@ -154,7 +158,7 @@ def test_a_fixed_alpha_at_the_interpolation_threshold_is_warned_of(rows, alpha, 
     ({"bias": "after"}, "bias"), ({"decoder_first": True, "decoder_every": 5}, "decoder_first")])
 def test_options_that_contradict_each_other_are_refused(options, option):
     with pytest.raises(ConfigError) as refused:
-        PamSgd(**options).check()
+        PamSgd(**options).check(TrainingConfig(), ArrayRows(np.zeros((40, 2), np.float32)))
     assert refused.value.option == option
 
 
@@ -164,7 +168,7 @@ def test_options_that_contradict_each_other_are_refused(options, option):
 def test_an_iteration_without_the_gram_matrix_trains_to_the_same_error(decoder, activation, rows):
     data, errors, d_sae = sparse_mixture(rows), [], 40  # with fewer the Gram matrix takes less than an iteration
     for memory, solve in ((math.inf, "auto"), (math.inf, "iterative"), (0.0, "auto"), (0.0, "direct")):
-        task = Task(rows, 30, 1e-2, "none", 0.0, batches=data.batches, memory=memory)
+        task = task_of(rows, 30, batches=data.batches, memory=memory)
         initial = initial_sae(activation, d_sae, Batch.of(data.x), 1)
         solver = PamSgd(decoder=decoder, solve=solve).resolved(None).build(initial, task)
         sae = trained(solver, data, math.ceil(30 / task.batches))

@@ -26,9 +26,10 @@ from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.split import is_test
 from saecli.train.array_rows import ArrayRows
-from saecli.train.config import Plan, TrainingConfig
+from saecli.train.config import TrainingConfig
 from saecli.train.live import LiveRows
 from saecli.train.loop import Loop
+from saecli.train.plan import Plan
 from saecli.train.solvers import SOLVERS
 from saecli.train.trainer import Record, Trainer
 

@@ -7,19 +7,21 @@ import pytest
 import torch
 from homes import CommandLine, make_store, some_rows
 from safetensors.torch import load_file
+from tasks import task_of
 from torch import Tensor
 
 import saecli
 from saecli.base.precision import multiplies_bf16, products_in
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.batch import Batch
-from saecli.train import config
+from saecli.train import plan
 from saecli.train.config import TrainingConfig
 from saecli.train.pam_sgd import PamSgd
+from saecli.train.plan import settled
 from saecli.train.rows import initial_sae
 from saecli.train.run import RunRecord
 from saecli.train.sgd import Sgd
-from saecli.train.solver import Solver, SolverConfig, Task
+from saecli.train.solver import Solver, SolverConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # whose products are cast, wherever the matrices are
 needs_bf16 = pytest.mark.skipif(not multiplies_bf16(CPU), reason="this processor has no bfloat16 products")
@@ -33,7 +35,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 def solver_in(name: str, config: SolverConfig, activation: Activation, sparsity: str = "none") -> Solver:
     x = torch.randn(256, 48, generator=torch.Generator().manual_seed(0))
-    task = Task(256, 100, 1e-2, sparsity, 0.1, precision=name)
+    task = task_of(256, 100, 1e-2, sparsity, 0.1, precision=name)
     return config.resolved(None).build(initial_sae(activation, 96, Batch.of(x), seed=0), task)
 
 
@@ -109,7 +111,7 @@ def test_bf16_trains_to_other_bits_and_the_same_error_and_leaves_float32_alone(s
 def test_a_run_keeps_the_precision_that_auto_found_and_goes_on_in_it(sae: CommandLine, monkeypatch):
     make_store(sae.home, "rows", some_rows(1000))
     words = ("train", "--d-sae", "24", "--epochs", "4", "--json")
-    monkeypatch.setattr(config, "SMALLEST", 0)
+    monkeypatch.setattr(plan, "SMALLEST", 0)
     assert sae(*words, "--precision", "bf16", "--name", "whole").status == 0
     keep = RunRecord.epoch
 
@@ -124,7 +126,7 @@ def test_a_run_keeps_the_precision_that_auto_found_and_goes_on_in_it(sae: Comman
     folder = sae.home / "runs" / "cut"
     assert json.loads((folder / "run.json").read_text())["training"]["precision"] == "bf16"
     assert tomllib.loads((folder / "config.toml").read_text())["precision"] == "bf16"
-    monkeypatch.setattr(config, "multiplies_bf16", lambda _: False)  # another would not be chosen
+    monkeypatch.setattr(plan, "multiplies_bf16", lambda _: False)  # another would not be chosen
     assert sae("train", "--resume", "--json").status == 0
     one, other = (load_file(folder.with_name(name) / "sae.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -132,13 +134,13 @@ def test_a_run_keeps_the_precision_that_auto_found_and_goes_on_in_it(sae: Comman
 
 @pytest.mark.parametrize("supported", [True, False])
 def test_auto_is_bf16_where_the_device_has_it_and_nothing_more_is_asked_for(monkeypatch, supported: bool):
-    monkeypatch.setattr(config, "multiplies_bf16", lambda _: supported)
-    small = TrainingConfig(d_sae=8, batch_size=1000).resolved(Relu(), Sgd(), 1000, 8)
+    monkeypatch.setattr(plan, "multiplies_bf16", lambda _: supported)
+    small = settled(TrainingConfig(d_sae=8, batch_size=1000), Relu(), 1000, 8)
     assert small.precision == "float32"
-    monkeypatch.setattr(config, "SMALLEST", 64)
+    monkeypatch.setattr(plan, "SMALLEST", 64)
     for options in ({}, {"dtype": "float64"}):
-        settled = TrainingConfig(d_sae=8, batch_size=1000, **options).resolved(Relu(), Sgd(), 1000, 8)
-        assert settled.precision == ("bf16" if supported and not options else "float32")
+        found = settled(TrainingConfig(d_sae=8, batch_size=1000, **options), Relu(), 1000, 8)
+        assert found.precision == ("bf16" if supported and not options else "float32")
 
 
 def test_bf16_is_refused_where_a_processor_has_no_such_products(sae: CommandLine, monkeypatch):

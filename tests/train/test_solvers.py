@@ -22,6 +22,7 @@ from solver_problems import (
     started,
     trained,
 )
+from tasks import task_of
 from torch import Tensor
 
 from saecli.sae.activations import BatchTopK, JumpRelu, Relu, Swish, TopK
@@ -32,7 +33,7 @@ from saecli.train.optimizers import Adam
 from saecli.train.pam_sgd import PamSgd, PamSgdSolver
 from saecli.train.rows import initial_sae
 from saecli.train.sgd import Sgd
-from saecli.train.solver import Solver, SolverConfig, Task
+from saecli.train.solver import Solver, SolverConfig
 from saecli.train.solvers import SOLVERS
 
 FREE = PamSgd(decoder="free", alpha=0.5, revive=False)
@@ -50,7 +51,7 @@ def full_objective(solver: PamSgdSolver, rows: RowsInMemory, W: Tensor, b: Tenso
     target = c * solver.dictionary.W_enc.T if solver.config.decoder == "residual" else 0.0
     total = ((z @ W + b - rows.x) ** 2).sum() + solver.decoder.alpha * ((W - target) ** 2).sum()
     total = total + solver.config.beta * (b**2).sum()
-    if solver.task.sparsity == "l1":
+    if solver.task.training.sparsity == "l1":
         total = total + solver.task.penalty_weight(solver.steps - 1) * (z.abs() * W.norm(dim=1)).sum()
     return total
 
@@ -199,12 +200,12 @@ def test_inner_steps_and_the_step_limit_count_optimiser_steps(data):
     (0.0, 1.0, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
 ])
 def test_learning_rate_rises_and_falls_over_fractions_of_all_steps(rise: float, fall: float, expected: list):
-    task = Task(100, 10, 0.02, "none", 0.0, lr_warm_up=rise, lr_decay=fall)
+    task = task_of(100, 10, 0.02, lr_warm_up=rise, lr_decay=fall)
     assert [task.learning_rate(step) for step in range(10)] == pytest.approx([0.02 * share for share in expected])
 
 
 def test_default_learning_rate_rises_holds_and_falls_to_nearly_zero():
-    task = Task(rows=1, steps=100, lr=2.0, sparsity="none", sparsity_weight=0.0)
+    task = task_of(1, 100, 2.0)
     rates = [task.learning_rate(step) for step in range(100)]
     peak = rates.index(2.0)
     assert all(later >= earlier for earlier, later in pairwise(rates[: peak + 1]))

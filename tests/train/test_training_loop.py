@@ -12,8 +12,8 @@ import saecli
 from saecli.base.errors import ConfigError, TrainingError
 from saecli.measure.api import _planned
 from saecli.store.rows import Rows
+from saecli.train.array_rows import ArrayRows
 from saecli.train.loop import Loop
-from saecli.train.rows import ArrayRows
 from saecli.train.trainer import Record, Trainer
 
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}

@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from ...base.files import write_csv
-from ...measure.controls import SEEDS, controlled, controls_table
+from ...measure.controls import SEEDS, controlled
 from ...measure.evaluate import TOKENS
+from ...show.measures import controls_table
 from ..options import Device, Json, run_names, start
 from .eval import given
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ...base.home import Home, read_settings
 from ...extract.places import TINY_GEMMA2
-from ...measure.comparing import comparison, meaning, read_measures
+from ...show.measures import comparison, meaning, read_measures
 from ..options import Json, start
 
 ROWS = 20_000

@@ -6,17 +6,15 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ...base.files import write_csv
-from ...measure.comparing import draw_frontier, evaluation_tables, flat, marked, meaning, sparsest_first
-from ...measure.evaluate import TOKENS, check_tokens_of_model, evaluated, warnings
+from ...measure.evaluate import TOKENS, check_tokens_of_model, evaluated, marked, warnings
 from ...measure.sae_and_rows import all_measured
 from ...measure.stability import (
     MATCH_THRESHOLD,
     check_comparable,
     check_stability,
-    draw_stability,
     measured_stability,
-    stability_tables,
 )
+from ...show.measures import evaluation_tables, flat, meaning, sparsest_first, stability_tables
 from ..options import Device, Json, Plot, Runs, start, store_names
 
 Data = Annotated[list[str] | None, typer.Option(
@@ -85,9 +83,14 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
         document["stability"] = measured_stability(everything, match_threshold, session.console)
         tables += stability_tables(document["stability"])
     if plot is not None:
-        draw_frontier(plot, ranked, everything)
+        from ...show.run_plots import frontier  # matplotlib takes a second to import
+
+        kinds = {one.subject.name: one.sae.activation.name for one in everything}
+        frontier(plot, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})
         session.console.note(f"drew {plot}")
         if stability:
+            from ...show.stability_plots import draw_stability
+
             session.console.note(f"drew {draw_stability(plot, document['stability'])}")
     if csv is not None:
         write_csv(csv, [flat(run) for run in ranked])

@@ -4,11 +4,13 @@ from typing import Annotated
 
 import typer
 
-from ...geometry.geometry import corners_on, documents_of
+from ...base.errors import ConfigError
+from ...geometry.geometry import found_in
 from ...geometry.measures import Wanted, penalty_of
+from ...geometry.plane_cells import rows_of_slice
 from ...geometry.survey import SAMPLE_ROWS
 from ...measure.sae_and_rows import all_measured
-from ...show.geometry_tables import one_table, several_table
+from ...show.geometry_tables import disagreement, one_table, several_table
 from ..options import Json, Plot, Runs, start
 from .eval import Data, SplitName, given
 
@@ -49,9 +51,33 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     session = start(ctx, json, plot)
     wanted = Wanted(rows, fit_rows, radius, penalty_of(lambda_))
     names = list(dict.fromkeys(runs or ()))
-    corners = corners_on(given(ctx, "slice_"), plot, len(names))
+    if (chosen := given(ctx, "slice_")) is not None:
+        if plot is None:
+            raise ConfigError("--slice does nothing without --plot; leave it out, or name a picture with --plot",
+                              option="slice")
+        if len(names) > 1:
+            raise ConfigError(f"--slice is for the picture of one SAE, got {len(names)} runs; leave it out, or name "
+                              "one", option="slice")
     everything = all_measured(session.home, names, data, split, "cpu", session.console)
-    documents = documents_of(everything, wanted, plot, corners, session.console)
+    marked = rows_of_slice(everything[0].of_store, chosen or "pca")
+    everything_found = found_in(everything, wanted, session.console)
+    if len(everything) == 1:
+        found = next(everything_found)
+        documents = [found.document]
+    else:  # nothing but the documents is kept, so that memory does not grow with the runs
+        documents = [found.document for found in everything_found]
+    if plot is not None:
+        from ...show.geometry_plots import draw_geometry, geometry_runs  # matplotlib takes a second to import
+
+        if len(documents) == 1:
+            draw_geometry(plot, found, marked)
+        else:
+            geometry_runs(plot, documents)
+        session.console.note(f"drew {plot}")
+    for document in documents:
+        if where := disagreement(document["power_diagram"]):
+            session.console.note(f"{document['run']}: the power diagram disagrees {where}; by the theorem it agrees on "
+                                 f"all, so this is a bug or rounding, please report it")
     if len(documents) == 1:
         session.console.result(documents[0], one_table(documents[0]))
     else:

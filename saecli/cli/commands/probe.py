@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from ...base.files import write_csv
-from ...measure.probe import COUNTS, LEAST_ROWS, ROWS, draw_probes, probe_tables, probed
+from ...measure.probe import COUNTS, LEAST_ROWS, ROWS, probed
+from ...show.measures import probe_tables
 from ..options import Device, Json, Plot, Runs, start
 from .steer import Layer, Model, Sites
 
@@ -44,7 +45,9 @@ def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: L
     document = probed(session.home, names, model, layer, site and site.value, sets, rows, k, context, device,
                       session.console)
     if plot is not None:
-        draw_probes(plot, document)
+        from ...show.probe_plots import probes  # matplotlib takes a second to import
+
+        probes(plot, document)
         session.console.note(f"drew {plot}")
     if csv is not None:
         write_csv(csv, [line | {"latents": " ".join(map(str, line.get("latents", ())))} for line in document["by_set"]])

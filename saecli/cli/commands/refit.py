@@ -5,7 +5,8 @@ from typing import Annotated
 import typer
 
 from ...measure.evaluate import TOKENS
-from ...measure.refit import refit_table, refitted_run
+from ...measure.refit import refitted_run
+from ...show.measures import refit_table
 from ..options import Device, Json, Run, start
 from .eval import Data, Model, Target, Tokens, given
 

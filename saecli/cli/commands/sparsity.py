@@ -2,10 +2,9 @@
 
 import typer
 
-from ...measure.comparing import extremes, sparsity_table
-from ...measure.evaluate import draw_sparsity, sparsity_document, tallied
-from ...measure.places import places_table
+from ...measure.evaluate import sparsity_document, tallied
 from ...measure.sae_and_rows import all_measured
+from ...show.measures import extremes, places_table, sparsity_table
 from ..options import Device, Json, Plot, Runs, start
 from .eval import Data, SplitName, Target
 
@@ -29,8 +28,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     tallies = tallied(everything, plot is not None, session.console)
     found = [sparsity_document(one, counts, session.console) for one, counts in zip(everything, tallies, strict=True)]
     if plot is not None:
-        drawn = draw_sparsity(plot, {run["run"]: counts for run, counts in zip(found, tallies, strict=True)},
-                              found)
-        session.console.note(f"drew {', '.join(map(str, drawn))}")
+        from ...show.run_plots import sparsity  # matplotlib takes a second to import
+
+        session.console.note(f"drew {', '.join(map(str, sparsity(plot, tallies, found)))}")
     session.console.result({"runs": found}, sparsity_table(found), *(extremes(run) for run in found),
                            *(places_table(run) for run in found if "places" in run))

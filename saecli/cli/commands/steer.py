@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 import typer
 
 from ...extract.places import SITES
-from ...measure.steer import NEW_TOKENS, steered, steering_tables
+from ...measure.steer import NEW_TOKENS, steered
+from ...show.measures import steering_tables
 from ..options import Device, Json, Run, start
 
 Latents = Annotated[list[int], typer.Option("--latent", help="Number of a latent, from 0; can be given several times.")]

@@ -1,8 +1,9 @@
 """`sae train`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -21,10 +22,12 @@ from ...sae.activations import ACTIVATIONS
 from ...show.training import figures_table, results_table
 from ...store.joined import Joined
 from ...store.opening import open_joined
-from ...train.config import Plan, TrainingConfig
+from ...train.config import TrainingConfig
 from ...train.jobs import Job, claimed_folders, resumed_job
 from ...train.jobs import run_names as names_of
 from ...train.live import LiveRows
+from ...train.logs import read_metrics
+from ...train.plan import Plan
 from ...train.rows import SAMPLED_ROWS
 from ...train.run import Run
 from ...train.runs import train_runs
@@ -122,6 +125,8 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             session.console.note("stopped before training began; nothing was changed")
             raise
         documents, errors = train_runs(jobs, session.console, processes)
+        if processes.is_main:
+            _draw(documents)
         if len(jobs) == 1:
             (document,) = documents
             session.console.result(document, results_table(documents), figures_table(documents),
@@ -135,6 +140,15 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             session.console.note(error.sentence if isinstance(error, SaeError) else str(error))
         if last is not None:
             raise last
+
+
+def _draw(documents: Sequence[Mapping[str, Any]]) -> None:
+    """Draw each run's curves in its folder."""
+    from ...show.run_plots import loss_curves  # matplotlib takes a second to import
+
+    for document in documents:
+        folder = Path(document["path"])
+        loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
 
 
 def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStack,

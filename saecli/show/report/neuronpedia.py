@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from ...base.errors import ConfigError
-from ...sae.fetch import Address
+from ...sae.hub import Address
 
 SITE = "https://www.neuronpedia.org/"
 _SOURCE = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)

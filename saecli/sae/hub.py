@@ -1,0 +1,242 @@
+"""SAEs on the Hugging Face hub: addresses, fetching into its client's cache, uploading, and the client's errors.
+
+The client takes a while to import, and most commands do not need it: each function imports what it uses.
+"""
+
+import glob
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from ..base.errors import ConfigError, HubError, SaeError, one_line
+from ..base.network import LOG_IN, why_refused, why_unreachable
+from .formats import FORMATS, Format, format_of, known_files
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
+
+_PART = r"(?!\.{1,2}(?:/|$))[\w.-]+"  # a name between slashes, neither . nor ..
+_PATH = re.compile(rf"(?:hf://)?({_PART}/{_PART})(?:@(refs/(?:pr/\d+|convert/\w+)|[^/@]+))?"
+                   rf"(?:/({_PART}(?:/{_PART})*))?(?:@(.+))?/?")
+_WEB = re.compile(r"https?://[^/]+/([^/]+/[^/]+)(?:/(?:tree|blob)/([^/]+)(?:/(.*?))?)?/?")
+SHOWN = 8  # folders that a message lists
+
+
+@dataclass(frozen=True)
+class Address:
+    """An SAE's address on the hub.
+
+    Args:
+        repo: the repository's id, `user/repo`.
+        folder: the folder in it; empty for its root.
+        revision: a branch, tag or commit; None for the newest state.
+    """
+
+    repo: str
+    folder: str = ""
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """The address `user/repo[/folder][@revision]` or `user/repo@revision/folder`, also after `hf://`, or the URL of
+        the web page; None for other texts."""
+        if web := _WEB.fullmatch(text):
+            return cls(web[1], web[3] or "", web[2])
+        found = _PATH.fullmatch(text)
+        return None if found is None else cls(found[1], found[3] or "", found[2] or found[4])
+
+    def at(self, folder: str) -> Self:
+        """Another folder of the same repository and revision."""
+        return replace(self, folder=folder)
+
+    def __str__(self) -> str:
+        path = f"{self.repo}/{self.folder}" if self.folder else self.repo
+        return f"{path}@{self.revision}" if self.revision else path
+
+
+class Fetched(NamedTuple):
+    """An SAE in the client's cache: its address, and its folder there, or its file of several layers'."""
+
+    address: Address
+    path: Path
+
+
+def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
+    """Fetch the SAE at an address, or without a network take it from the cache; unchanged files are not fetched again.
+
+    Args:
+        address: a folder that holds an SAE in a known format, or has exactly one such folder below it; or one of
+            several layers' files.
+        note: called with the folder that was found, or why the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    reason = why_unreachable()
+    if reason is None:
+        try:
+            with hub_errors(address):
+                info = HfApi().model_info(address.repo, revision=address.revision, timeout=30)
+        except HubError as error:
+            if not is_passing(error.__cause__) or cached(address) is None:
+                raise
+            reason = one_line(error.__cause__ or error)
+    if reason is None:
+        found, form, names = _choose(address, [file.rfilename for file in info.siblings or ()], note)
+        with hub_errors(address), _bars_on_terminals():
+            for wanted in ([names[:1]] if form.check is not None else []) + [names]:
+                snapshot = Path(snapshot_download(address.repo, revision=address.revision,
+                                                  allow_patterns=[glob.escape(name) for name in wanted]))
+                if form.check is not None:
+                    form.check((snapshot / names[0]).parent)
+        return Fetched(found, snapshot / found.folder)
+    there = cached(address)
+    if there is None:
+        raise HubError(f"{address} is not in the cache, nor can the Hugging Face hub be reached ({reason}): connect to "
+                       f"the network, or name a run or a folder that is here")
+    found, *_ = _choose(address, [path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()],
+                        note)
+    note(f"the Hugging Face hub cannot be reached ({reason}); {found} is taken from the cache, as of {there.name}")
+    return Fetched(found, there / found.folder)
+
+
+def cached(address: Address) -> Path | None:
+    """The client's cached snapshot of a repository, without asking the hub; None if it has none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(address.repo, revision=address.revision, local_files_only=True,
+                                      allow_patterns=[]))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _choose(address: Address, names: Sequence[str], note: Callable[[str], None]) -> tuple[Address, Format, list[str]]:
+    """The SAE at an address, among a repository's files: the address of its folder, or of its file if that is one of
+    several layers'; its format; and its files, in the format's order."""
+    wanted, file = address.folder, None
+    if wanted in names:
+        wanted, _, file = wanted.rpartition("/")
+    folders: dict[str, list[str]] = {}  # the files in each, and in the folders in it
+    for name in names:
+        path = PurePosixPath(name)
+        for folder in [*path.parents][:2]:
+            folders.setdefault("" if folder.name == "" else str(folder), []).append(str(path.relative_to(folder)))
+    inside = {folder: FORMATS[form] for folder, files in sorted(folders.items())
+              if PurePosixPath(folder).is_relative_to(wanted) and (file is None or folder == wanted)
+              and (form := format_of(files, file))}
+    found = wanted if wanted in inside else next(iter(inside)) if len(inside) == 1 else None
+    if found is not None:
+        if found != wanted:
+            note(f"{address} holds one SAE, in {found}")
+        at, form = address if file else address.at(found), inside[found]
+        return at, form, [str(PurePosixPath(found, name)) for name in form.among(folders[found], str(at), file)]
+    if inside:
+        shown = ", ".join(str(address.at(folder)) for folder in list(inside)[:SHOWN])
+        raise HubError(f"{address} holds {len(inside):,} SAEs: name one of them, {shown}"
+                       f"{', ...' if len(inside) > SHOWN else ''}")
+    there = ", ".join(sorted(folder or "files at its top" for folder in folders)[:SHOWN]) or "no file"
+    raise HubError(f"no SAE found in {address}: expected a folder with {known_files()}, got {there}")
+
+
+def writable(address: Address, private: bool) -> "ModelCard | None":
+    """The card of a repository that the user may write to or create; None if it has none.
+
+    Raises:
+        HubError: there is no token, or a read-only one.
+        ConfigError: the repository is public, and `private` is set.
+    """
+    from huggingface_hub import HfApi, ModelCard, get_token
+    from huggingface_hub.constants import REPOCARD_NAME
+
+    if reason := why_unreachable():
+        raise HubError(f"the Hugging Face hub cannot be reached to push to {address.repo}: {reason}; connect to the "
+                       "network")
+    if get_token() is None:
+        raise HubError(f"pushing to {address.repo} needs a token that may write: {LOG_IN}")
+    api = HfApi()
+    with hub_errors(address):
+        if api.whoami().get("auth", {}).get("accessToken", {}).get("role") == "read":
+            raise HubError(f"the token may only read: expected one that may write to {address.repo}, {LOG_IN}")
+        if not api.repo_exists(address.repo):
+            return None
+        if private and not api.model_info(address.repo).private:
+            raise ConfigError(f"{address.repo} exists and is public; leave --private out, push to another, or make it "
+                              "private in its settings on the hub", option="private")
+        return ModelCard.load(address.repo) if api.file_exists(address.repo, REPOCARD_NAME) else None
+
+
+def upload(folder: Path, address: Address, private: bool) -> str:
+    """Upload all files below a local folder to the root of a repository, created if missing; returns the commit's URL.
+
+    Files of an SAE in another format at the address are removed in the same commit, since a reader might take that one;
+    of the same format, circuit-tracer's other layers stay.
+    """
+    from huggingface_hub import HfApi
+
+    own = format_of(path.name for path in (folder / address.folder).iterdir())
+    others = [f"{glob.escape(address.folder)}/{one}" for name, form in FORMATS.items() if name != own
+              for pattern in form.files for one in pattern.split("|")]
+    api = HfApi()
+    with hub_errors(address), _bars_on_terminals():
+        api.create_repo(address.repo, private=private or None, exist_ok=True)
+        return api.upload_folder(repo_id=address.repo, folder_path=folder, delete_patterns=others,
+                                 commit_message=f"Add {address.folder} with sae push").commit_url
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Whether an error comes from the network or a busy hub, not from the request."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code in (408, 425, 429) or error.response.status_code >= 500
+    return isinstance(error, HTTPError | ConnectionError | TimeoutError)
+
+
+@contextmanager
+def hub_errors(address: Address) -> Iterator[None]:
+    """Turn the client's exceptions into a HubError."""
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        yield
+    except SaeError:
+        raise
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # those that the client raises by design
+        if isinstance(error, OSError) and error.errno is not None and not is_passing(error):
+            raise  # from the disk
+        cause = error.__cause__  # of one upload among several
+        said = cause if isinstance(error, RuntimeError) and isinstance(cause, Exception) else error
+        raise HubError(_explained(address, said)) from error
+
+
+def _explained(address: Address, error: Exception) -> str:
+    """Why a request failed, and what to do."""
+    said = getattr(error, "server_message", None) or one_line(error)
+    if is_passing(error):
+        return (f"the Hugging Face hub cannot be reached for {address.repo}: got {said}; connect to the network, or "
+                "try again later")
+    if reason := why_refused(address.repo, error):
+        return reason
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    advice = f"; {LOG_IN}, with a token that has the right" if status in (401, 403) else ""
+    return f"the Hugging Face hub refused a request for {address}: {said}{advice}"
+
+
+@contextmanager
+def _bars_on_terminals() -> Iterator[None]:
+    """Let the client draw progress bars only on a terminal."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

@@ -1,0 +1,228 @@
+"""Tables of the documents that measure returns."""
+
+import csv
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from ..base.errors import printable
+from ..base.tables import table
+from ..base.wording import counted, number
+from ..measure.controls import MEASURES as CONTROLLED
+from ..measure.evaluate import ERRORS, LIKE_L0
+from ..measure.places import EXCLUSIVE
+from ..sae.metrics import DENSE_FREQUENCY
+
+# The most important first: a narrow terminal moves the last ones below.
+RECONSTRUCTION = ("l0", "fvu", "explained_variance", "mse", "cosine", "l1", "silent_fraction", "dead_fraction", "rows",
+                  "split", "data")
+EFFECT = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "tokens")
+FEATURES = ("mcc", "f1", "precision", "recall", "uniqueness", "true_l0")
+SPARSITY = ("l0", "l0_std", "density", "silent", "dense", "dead_fraction", "rows", "split", "data")
+STABILITY_OF_PAIRS = ("pw_mcc", "matched_fraction", "shared_fraction")
+STABILITY_OF_LATENTS = ("matched_in_all", "shared_in_all")
+REFITTED = ("fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "kl")
+LATENTS_LISTED = 12
+SETS_LISTED = 20
+
+
+def sparsest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Measures of runs by L0, of equal ones by FVU."""
+    return sorted(runs, key=lambda run: (run["l0"], math.isnan(run["fvu"]), run["fvu"]))
+
+
+def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> list[RenderableType]:
+    """The tables of `sae eval` from measures, sparsest first: one of reconstruction, one of the known features
+    found, where rows are made of such, and one of the effect on the language model, unless that is None."""
+    order = "sparsest first" if len(ranked) > 1 else None
+    compared = any(run["unbeaten"] is not None for run in ranked)
+    shown = [comparison(ranked, RECONSTRUCTION, f"{order}; {meaning(ranked[0])}" if compared else order)]
+    if nested := [[run["run"], prefix["latents"], prefix["l0"], prefix["fvu"]]
+                  for run in ranked for prefix in run.get("prefixes", ())]:
+        shown.append(table("by the first latents alone", ["run", "latents", "l0", "fvu"], nested))
+    if of_worlds := [run for run in ranked if "mcc" in run]:
+        shown.append(comparison(of_worlds, FEATURES, "known features: f1, precision and recall of latents as detectors "
+                                                     "of the feature nearest to each"))
+    if model is not None:
+        shown.append(comparison(ranked, EFFECT, f"with the SAE's reconstructions in {model}; in nats a token"))
+    return shown
+
+
+def comparison(runs: Sequence[dict[str, Any]], columns: Sequence[str], title: str | None) -> RenderableType:
+    """A table with some of the runs' measures as columns; one line per run in the order given, unbeaten ones marked."""
+    rows = [[run["run"] + " *" * bool(run["unbeaten"]), *(run[column] for column in columns)] for run in runs]
+    return table(title, ["run", *(column.replace("_", " ") for column in columns)], rows)
+
+
+def meaning(run: Mapping[str, Any]) -> str:
+    """The meaning of the mark of an unbeaten run, in a sentence, given the measures of a run."""
+    *others, last = [name.replace("_", " ") for name in ERRORS if name in run]
+    errors = f"{', '.join(others)} or {last}" if others else last
+    return f"unbeaten (*): every other run on the same rows with at most {LIKE_L0:g} times its l0 is worse in {errors}"
+
+
+def flat(run: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's measures as a line of a table: those of a prefix of latents as `l0_first_N` and `fvu_first_N`."""
+    line = dict(run)
+    for prefix in line.pop("prefixes", ()):
+        line |= {f"{name}_first_{prefix['latents']}": prefix[name] for name in ("l0", "fvu")}
+    return line
+
+
+def read_measures(path: Path) -> list[dict[str, Any]]:
+    """The file that `sae eval --csv` wrote, a mapping per run: names as text, `unbeaten` as bool, all else as float."""
+    kinds = {"run": str, "data": str, "split": str, "unbeaten": "True".__eq__}
+    with path.open(encoding="utf-8", newline="") as file:
+        return [{name: kinds.get(name, lambda word: float(word or "nan"))(word) for name, word in line.items()}
+                for line in csv.DictReader(file)]
+
+
+def sparsity_table(runs: Sequence[dict[str, Any]]) -> RenderableType:
+    """The table of `sae sparsity`, one line per run."""
+    rows = [[run["run"], *(run[column] for column in SPARSITY)] for run in runs]
+    return table(None, ["run", *(column.replace("_", " ") for column in SPARSITY)], rows)
+
+
+def extremes(run: dict[str, Any]) -> str:
+    """Two lines that list a run's dense latents, the most frequent first, and its silent ones."""
+    frequency = run["frequency"]
+    dense = sorted((i for i, f in enumerate(frequency) if f > DENSE_FREQUENCY), key=lambda i: -frequency[i])
+    silent = [i for i, f in enumerate(frequency) if f == 0]
+    rows = f"on these {counted(run['rows'], 'row')}"
+    return (f"{run['run']}: dense {rows}: {_listed([f'{i} ({frequency[i]:.0%})' for i in dense])}\n"
+            f"{run['run']}: silent {rows}: {_listed([str(i) for i in silent])}")
+
+
+def _listed(words: list[str]) -> str:
+    if not words:
+        return "none"
+    more = f" and {len(words) - LATENTS_LISTED:,} more" if len(words) > LATENTS_LISTED else ""
+    return ", ".join(words[:LATENTS_LISTED]) + more
+
+
+def places_table(run: Mapping[str, Any]) -> RenderableType:
+    """The table of a crosscoder's places, with the medians of latent scaling over the latents exclusive to each."""
+    places, share = run["places"], run["share"]
+    rows = []
+    for at, place in enumerate(places):
+        others = [[value for index, value in enumerate(row) if index != at and value is not None]
+                  for row, own in zip(run["scaling"], share, strict=True) if own[at] > EXCLUSIVE]
+        found = [max(values, key=abs) for values in others if values]
+        rows.append([place["name"], place["width"], place["fvu"], place["exclusive"],
+                     statistics.median_low(found) if found else None])
+    exclusive = sum(place["exclusive"] for place in places)
+    title = (f"{run['run']}: of {len(share):,} latents {run['shared']:,} are shared by all places, {exclusive:,} "
+             f"exclusive to one ({EXCLUSIVE:g} of the decoder norm there), "
+             f"{len(share) - run['shared'] - exclusive:,} in between")
+    columns = ["place", "width", "fvu", "exclusive"]
+    if all(row[-1] is None for row in rows):
+        return table(title, columns, [row[:-1] for row in rows])
+    return table(f"{title}; scaling: the multiple of an exclusive latent that serves the other places best",
+                 [*columns, "scaling elsewhere"], rows)
+
+
+def stability_tables(document: Mapping[str, Any]) -> list[RenderableType]:
+    """The tables of `sae eval --stability` on what `stability` returned for runs with rows: of pairs, and of runs;
+    figures of the latents that fire stand in them where others do not."""
+    silent = any(run["silent"] for run in document["runs"])
+    empty = {"latents": None, "d_sae": None, "silent": None}
+    pairs = [*({"name": ", ".join(pair["runs"]), **pair} for pair in document["pairs"]),
+             {"name": "all pairs", **empty, **document}]
+    runs = [*({"name": run["run"], **run} for run in document["runs"]), {"name": "all runs", **empty, **document}]
+    return [_table(f"stability; matched: |cosine| of decoder vectors above {document['match_threshold']:g}; shared: of "
+                   "encoder vectors too", "runs", pairs, ("latents",), STABILITY_OF_PAIRS, silent),
+            _table("fraction of latents matched and shared in every other run", "run", runs, ("d_sae", "silent"),
+                   STABILITY_OF_LATENTS, silent)]
+
+
+def _table(title: str, first: str, lines: Sequence[Mapping[str, Any]], columns: Sequence[str], measures: Sequence[str],
+           firing: bool) -> RenderableType:
+    heads = [first, *columns, *(name.replace("_", " ") for name in measures)]
+    heads += [f"{name}, firing".replace("_", " ") for name in measures if firing]
+    return table(title, heads, [[line["name"], *(line[name] for name in (*columns, *measures)),
+                                 *(line["firing"][name] for name in measures if firing)] for line in lines])
+
+
+def probe_tables(document: Mapping[str, Any]) -> list[RenderableType]:
+    """The tables of `sae probe`: AUC, its difference from the dense probe's and accuracy by run and k, over sets; and
+    of few sets the AUC of each."""
+    probes, runs = document["probes"], document["runs"]
+    counts = list(dict.fromkeys(one["k"] for one in probes if one["k"] is not None))
+    sets = counted(probes[0]["sets"], "set")
+    shown = []
+    for name, title in (("auc", f"AUC, mean over {sets}"), ("auc_difference", f"AUC less that of the dense probe, mean "
+                                                                             f"over {sets}"),
+                        ("accuracy", f"accuracy, mean over {sets}")):
+        dense = name != "auc_difference"
+        rows = [[run["run"], *(_with_interval(probe_of(probes, run, k), name) for k in [*counts, *[None] * dense])]
+                for run in runs]
+        shown.append(table(title, ["run", *(f"k = {k}" for k in counts), *["dense"] * dense], rows))
+    names = list(dict.fromkeys(line["set"] for line in document["by_set"]))
+    if len(names) <= SETS_LISTED:
+        shown.append(_table_by_set(document, names, counts[-1]))
+    return shown
+
+
+def _table_by_set(document: Mapping[str, Any], names: Sequence[str], k: int) -> RenderableType:
+    runs = document["runs"]
+    places = {(run["layer"], run["site"]): run for run in runs}
+    rows = []
+    for name in names:
+        lines = [line for line in document["by_set"] if line["set"] == name]
+        cells = [*(probe_of(lines, run, k) for run in runs), *(probe_of(lines, run, None) for run in places.values())]
+        rows.append([name, lines[0]["rows"], *(_with_interval(cell, "auc") for cell in cells)])
+    heads = [f"dense, layer {layer}, {site}" if len(places) > 1 else "dense" for layer, site in places]
+    return table("AUC by set", ["set", "texts", *(f"{run['run']}, k = {k}" for run in runs), *heads], rows)
+
+
+def probe_of(lines: Sequence[Mapping[str, Any]], run: Mapping[str, Any], k: int | None) -> Mapping[str, Any]:
+    """The line of a run's probe; for a k of None of the dense one at its place."""
+    wanted = run | {"k": k} if k is not None else run | {"run": None, "k": None}
+    return next(line for line in lines if all(line[key] == value for key, value in wanted.items()))
+
+
+def _with_interval(line: Mapping[str, Any], name: str) -> str:
+    """A measure with half its interval's width: 0.712 ± 0.031."""
+    half = "" if line[f"{name}_high"] is None else f" ± {line[f'{name}_high'] - line[name]:.3f}"
+    return f"{line[name]:.3f}{half}"
+
+
+def controls_table(document: Mapping[str, Any]) -> RenderableType:
+    """The table of `sae controls`; measures that no training has are left out."""
+    lines = document["controls"]
+    shown = [name for name in CONTROLLED if any(line[name] is not None for line in lines)]
+    rows = [[document["run"] if line["control"] == "none" else line["control"], *(line[name] for name in shown)]
+            for line in lines]
+    return table(f"{document['run']} and its controls, each on its held-out rows", ["training", *(
+        name.replace("_", " ") for name in shown)], rows)
+
+
+def refit_table(document: Mapping[str, Any]) -> RenderableType:
+    """The measures of a refitted SAE before and after, on the held-out rows."""
+    before, after = document["before"], document["after"]
+    rows = [[name.replace("_", " "), before[name], after[name]] for name in REFITTED if name in after]
+    rows += [[f"fvu of the first {first['latents']:,}", first["fvu"], then["fvu"]]
+             for first, then in zip(before.get("prefixes", ()), after.get("prefixes", ()), strict=True)]
+    final = document["final"]
+    rows += [["ridge, over the Gram matrix's mean diagonal", None, final["relative_alpha"]],
+             ["effective degrees of freedom", None, final["dof"]], ["multiple of the old decoder", None, final["c"]]]
+    return table(f"{document['run']}: the decoder for {document['rows_train']:,} training rows of {document['data']}, "
+                 f"on {document['rows_test']:,} held-out rows", ["measure", "before", "after"], rows)
+
+
+def steering_tables(document: Mapping[str, Any]) -> list[RenderableType]:
+    """The output of `sae steer`: a table of latents, and each prompt with both continuations, a line each."""
+    layer, site = (document.get(f"target_{name}", document[name]) for name in ("layer", "site"))
+    scaled = document["method"] != "ablate"
+    title = (f"{document['method']} latents of {document['run']} in {document['model']}, layer {layer}, "
+             f"{site}; activations there have a norm of {number(document['activation_norm'])}")
+    rows = [[str(one["latent"]), *[one["scale"]] * scaled, one["prompt_max"], one["decoder_norm"]]
+            for one in document["latents"]]
+    shown = table(title, ["latent", *["scale"] * scaled, "largest code on the prompt", "decoder norm"], rows)
+    texts = [f"\n{printable(f'{name}: {one[name]}')}" for one in document["continuations"]
+             for name in ("prompt", "plain", "steered")]
+    return [shown, "".join(texts)]

@@ -1,0 +1,202 @@
+"""What to train, every setting resolved, and warnings about settings and results.
+
+A warning is one sentence: the doubtful measure, and the option to change.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from ..base.devices import device_named
+from ..base.errors import ConfigError
+from ..base.precision import multiplies_bf16
+from ..sae.activations import Activation, KeepsK
+from ..sae.metrics import doubts
+from ..store.rows import RowSource
+from .config import (
+    DEFAULT_STEPS,
+    MOST_DEFAULT_EPOCHS,
+    PENALTY_WARM_UP,
+    SMALLEST,
+    TrainingConfig,
+)
+from .smoothing import default_width
+from .solver import SolverConfig
+from .starting import Start
+
+AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
+STORE = "make a store of them by `sae extract`, and train on that"  # advice on rows that come once
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to train, every setting resolved.
+
+    Args:
+        train_rows: the rows to train on.
+        test_rows: the rows to measure on after each epoch; None for none.
+        training: the settings, resolved.
+        solver: the solver and its settings, resolved.
+        activation: the activation and its settings.
+        start: the SAE to start from; None for random directions.
+        held: the weights that keep their start, W_enc or W_dec; None for none. See `Task`.
+    """
+
+    train_rows: RowSource
+    test_rows: RowSource | None
+    training: TrainingConfig
+    solver: SolverConfig
+    activation: Activation
+    start: Start | None = None
+    held: str | None = None
+
+    @classmethod
+    def resolved(cls, train_rows: RowSource, test_rows: RowSource | None, training: TrainingConfig,
+                 solver: SolverConfig, activation: Activation, start: Start | None = None) -> Self:
+        """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
+        together."""
+        if training.skip and not train_rows.d_target:
+            raise ConfigError("--skip does nothing without --target: from rows to themselves it would be all; leave "
+                              "it out, or name the store that is predicted", option="skip")
+        if train_rows.places and training.sparsity == "kl":
+            raise ConfigError(f"--sparsity kl is defined for one place, got {len(train_rows.places)}; use another, "
+                              "such as l1", option="sparsity")
+        if start is not None:
+            training = replace(training, **start.settled(training.d_sae, training.prefixes, training.skip, activation,
+                                                         train_rows))
+        if train_rows.passes == 1 and training.epochs is training.steps is None:
+            training = replace(training, epochs=1)
+        training = settled(training, activation, train_rows.rows, train_rows.d_in)
+        solver.check(training, train_rows)
+        solver = solver.resolved(training.batches(train_rows.rows))
+        activation = activation.resolved(training.sparsity, training.d_sae)
+        plan = cls(train_rows, test_rows, training, solver, activation, start)
+        if train_rows.passes == 1:
+            plan._demand_one_pass()
+        return plan
+
+    @property
+    def batches(self) -> int:
+        """Batches per epoch."""
+        return self.training.epoch_batches(self.train_rows.rows)
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps in all of training."""
+        return self.training.steps or self.training.epochs * self.batches * self.solver.inner_steps
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the rows; of the last one perhaps a part."""
+        return math.ceil(self.steps / (self.batches * self.solver.inner_steps))
+
+    def settings(self) -> dict[str, Any]:
+        """All options, by name."""
+        start = {} if self.start is None else {"init": self.start.name}
+        return {"solver": self.solver.name, "act": self.activation.name, **start, **self.training.to_json(),
+                **self.solver.to_json(), **self.activation.to_json()}
+
+    def _demand_one_pass(self) -> None:
+        """Refuse, by a ConfigError, what takes rows again that come once."""
+        training = self.training
+        if (training.epochs or 1) > 1:
+            raise ConfigError(f"--epochs must be 1 with --model, whose rows come once, got {training.epochs}; {STORE}",
+                              option="epochs")
+        most = self.batches * self.solver.inner_steps
+        if (training.steps or 0) > most:
+            raise ConfigError(f"--steps must be at most {most} with --model, whose rows come once, got "
+                              f"{training.steps}; raise --rows or --inner-steps, or {STORE}", option="steps")
+        if training.precision == "tf32":
+            raise ConfigError("--precision tf32 holds for the whole process, also for --model while it gives the "
+                              f"rows; use --precision float32, or {STORE}", option="precision")
+
+
+def settled(training: TrainingConfig, activation: Activation, rows: int, d_in: int) -> TrainingConfig:
+    """The options with every default filled in that depends on the data or the activation; idempotent.
+    Raises ConfigError if options contradict each other, or do nothing together."""
+    if training.epochs is not None and training.steps is not None:
+        raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
+    training = replace(training, batch_size=min(training.batch_size, rows))
+    sparsity = training.sparsity or activation.default_sparsity
+    activation.check_sparsity(sparsity)
+    if sparsity == "none" and training.sparsity_weight:
+        raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty "
+                          f"({', '.join(name for name in activation.sparsities if name != 'none')})",
+                          option="sparsity_weight")
+    if sparsity == "none" and training.sparsity_warm_up != PENALTY_WARM_UP:
+        raise ConfigError("--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty",
+                          option="sparsity_warm_up")
+    d_sae = training.d_sae or 4 * d_in
+    prefixes = None if training.prefixes is None else _prefixes(training.prefixes, d_sae)
+    activation.check(d_sae)
+    epochs = training.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / training.epoch_batches(rows)))
+    smoothing, weight = training.smoothing, training.sparsity_weight
+    return replace(
+        training, d_sae=d_sae, prefixes=prefixes, precision=_precision(training, d_in * d_sae),
+        sparsity=sparsity, epochs=None if training.steps else epochs,
+        smoothing=default_width(rows, d_in, d_sae) if smoothing == "auto" else smoothing,
+        sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
+
+
+def _prefixes(text: str, d_sae: int) -> str:
+    """The numbers of latents of all prefixes, the last being all; ConfigError if one is larger."""
+    numbers = ([math.ceil(d_sae / latents) for latents in AUTO_PREFIXES] if text == "auto" else
+               [int(word) for word in text.split(",")])
+    if max(numbers) > d_sae:
+        raise ConfigError(f"--prefixes must be at most --d-sae, {d_sae}, got {max(numbers)}", option="prefixes")
+    return ",".join(str(number) for number in sorted({*numbers, d_sae}))
+
+
+def _precision(training: TrainingConfig, weights: int) -> str:
+    """The precision of products; ConfigError if it would undo the precision that other options ask for."""
+    exact = training.dtype == "float64"
+    if training.precision == "auto":
+        rounded = not exact and weights >= SMALLEST and multiplies_bf16(device_named(training.device))
+        return "bf16" if rounded else "float32"
+    if exact and training.precision != "float32":
+        raise ConfigError(f"--precision {training.precision} cannot be used with --dtype float64, which asks for more; "
+                          "leave it out", option="precision")
+    return training.precision
+
+
+def doubts_at_start(plan: Plan) -> list[str]:
+    """Warnings about settings."""
+    d_in, d_sae, activation = plan.train_rows.d_in, plan.training.d_sae, plan.activation
+    if not isinstance(activation, KeepsK) or activation.k < min(d_in, d_sae):
+        return []
+    words = f"is all of d_sae, {d_sae}" if activation.k == d_sae else f"is not below d_in, {d_in}"
+    return [f"--k {activation.k} {words}, so codes are not sparse; lower --k"]
+
+
+def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any]) -> list[str]:
+    """Warnings about measures, without those of `doubts_at_start`.
+
+    Args:
+        plan: what was trained.
+        train: `metrics.reconstruction` on training rows.
+        test: the same on held-out rows; if these do not vary, so that their FVU is not finite, `train` is used.
+    """
+    which, measures = ("held-out", test) if math.isfinite(test["fvu"]) else ("train", train)
+    advice = {"fvu": _for_less_error(plan, overfitted=train["fvu"] <= 1, l0=measures["l0"]),
+              "l0": _for_fewer_active(plan)}
+    found = doubts(measures, plan.train_rows.d_in, plan.training.d_sae)
+    if doubts_at_start(plan):
+        found.pop("l0", None)
+    return [*plan.train_rows.warnings, *(f"{which} {words}; {advice[name]}" for name, words in found.items())]
+
+
+def _for_less_error(plan: Plan, overfitted: bool, l0: float) -> str:
+    if l0 < 1 and plan.training.sparsity != "none":
+        return "fewer than one latent is active per row: lower --sparsity-weight"
+    if overfitted:
+        return "train FVU is not: lower --d-sae, or train on more rows"
+    return "lower --lr" + (" or --sparsity-weight" if plan.training.sparsity != "none" else "")
+
+
+def _for_fewer_active(plan: Plan) -> str:
+    if not plan.activation.exact_zeros:
+        return f"hardly a code of --act {plan.activation.name} is exactly zero: use another --act, such as topk"
+    if isinstance(plan.activation, KeepsK):
+        return "lower --k"
+    return "use --sparsity l1" if plan.training.sparsity == "none" else "raise --sparsity-weight"
