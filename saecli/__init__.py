@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .base.errors import SaeError
     from .extract.extraction import extract
     from .geometry.geometry import geometry
-    from .measure.api import fit, join, load_sae, open_store, save_sae
+    from .measure.api import fit, join, open_store
     from .measure.controls import controls
     from .measure.evaluate import compare, evaluate, sparsity
     from .measure.export import export
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .measure.steer import steer
     from .measure.steering import steering
     from .sae.dictionary import SAE
+    from .sae.library import load_sae, save_sae
     from .show.drawing import draw
     from .show.report.report import report
     from .store.import_arrays import import_array
@@ -62,13 +63,13 @@ _MODULES = {
     "import_synthetic": "store.import_worlds",
     "join": "measure.api",
     "list_home": "store.listing",
-    "load_sae": "measure.api",
+    "load_sae": "sae.library",
     "open_store": "measure.api",
     "probe": "measure.probe",
     "push": "measure.push",
     "refit": "measure.refit",
     "report": "show.report.report",
-    "save_sae": "measure.api",
+    "save_sae": "sae.library",
     "sparsity": "measure.evaluate",
     "stability": "measure.stability",
     "steer": "measure.steer",

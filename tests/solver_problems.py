@@ -12,8 +12,9 @@ from saecli.sae.activations import ACTIVATIONS, Activation
 from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
 from saecli.train.decoder_step import Pass
+from saecli.train.options import SolverConfig
 from saecli.train.rows import initial_sae
-from saecli.train.solver import Solver, SolverConfig, StepReport
+from saecli.train.solver import Solver, StepReport
 
 D, F = 6, 16
 EVERY_ACTIVATION = [kind(k=3) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]

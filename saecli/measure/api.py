@@ -1,4 +1,4 @@
-"""saecli from Python: open stores, load, fit and save SAEs.
+"""saecli from Python: open stores, and fit SAEs.
 
 `saecli/__init__.py` exports these functions, and imports them on first use. Options have the names, meanings and checks
 of the command line's; see `sae train --help`.
@@ -9,17 +9,14 @@ Shapes: N rows, D = d_in, F = d_sae.
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..base.console import listening
-from ..base.errors import ConfigError, did_you_mean, flag_of, unknown_choice
-from ..base.home import RUN_MARKER, Home
+from ..base.errors import ConfigError, did_you_mean, flag_of
+from ..base.home import Home
 from ..base.options import choose, options_of
 from ..base.other_names import in_place_of
-from ..sae import formats
 from ..sae.activations import ACTIVATIONS
 from ..sae.dictionary import SAE
-from ..sae.formats import WRITABLE, SavedSAE
+from ..sae.library import origin_of
 from ..store.joined import Joined, JoinedRows
 from ..store.opening import found_store
 from ..store.reader import ActivationStore
@@ -28,12 +25,9 @@ from ..train.array_rows import ArrayLike, ArrayRows
 from ..train.config import TrainingConfig
 from ..train.loop import Loop
 from ..train.plan import Plan
-from ..train.run import origin_of, settings_in
 from ..train.solvers import SOLVERS
 from ..train.starting import Start
 from ..train.trainer import Record, Trainer
-from .sae_and_rows import ORIGIN, find_subject
-from .starts import start_of
 
 # Training options on files, and on the choice of a store's rows.
 OF_FOLDERS, OF_SPLITS = ("keep_every", "log_to"), ("fraction", "split_seed")
@@ -54,54 +48,6 @@ def open_store(store: str | Path | None = None, home: str | Path | None = None) 
         StoreError: there is none, or its `store.json` is damaged.
     """
     return found_store(Home.at(home), None if store is None else str(store))
-
-
-def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> SAE:
-    """Load an SAE trained by `sae train` or another library.
-
-    Args:
-        run: a run's name in the home, else a folder with an SAE saved by this tool or another, or one of several
-            layers' files there, else such a folder or file on the Hugging Face hub, as `user/repo/folder@revision`;
-            None for the newest run.
-        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-
-    Returns:
-        The SAE, on the CPU, in the precision it was saved in. It acts on raw activations: `encode` maps (..., D) to
-        codes (..., F), `decode` codes to reconstructions (..., D), from any floating-point type to the SAE's own.
-        `cfg` has its settings, those of its run and the place in its model as far as its folder names them.
-
-    Raises:
-        RunError: there is no such run or folder, or the run has no SAE yet.
-        FormatError: the folder holds no SAE in a known format.
-        HubError: there is none here, and none on the hub, or the hub cannot be reached.
-    """
-    folder = find_subject(Home.at(home), None if run is None else str(run)).folder
-    saved = formats.load(folder)
-    saved.sae.metadata = saved.origin | (settings_in(folder) if (folder / RUN_MARKER).exists() else {})
-    return saved.sae
-
-
-def save_sae(sae: SAE, folder: str | Path, format: str = "native",
-             store: ActivationStore | Joined | None = None) -> None:
-    """Save an SAE in a folder, which appears whole or not at all, in float32.
-
-    Args:
-        sae: the SAE.
-        folder: new or empty; its parents are created.
-        format: native, saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2 or circuit-tracer, all of
-            which `load_sae` reads; also with _ for -.
-        store: the store that it was trained on, for an SAE that does not know: the files name it, model, layer, site.
-
-    Raises:
-        ConfigError: there is no such format.
-        FormatError: the folder is in use, or the format cannot express the SAE.
-    """
-    if formats.named(format) not in WRITABLE:
-        raise unknown_choice("format", format, WRITABLE)
-    origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
-    if store:
-        origin = origin_of(store if isinstance(store, Joined) else Joined((store,)))
-    formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin), formats.named(format), Path(folder))
 
 
 def join(*inputs: ActivationStore | str | Path, target: ActivationStore | str | Path | None = None) -> Joined:
@@ -170,7 +116,7 @@ def fit(rows: str | Path | ActivationStore | Joined | Rows | JoinedRows | ArrayL
     """
     if isinstance(rows, str | Path):
         rows = open_store(rows)
-    start = None if init is None else start_of(Home.at(None), init, listening(progress))
+    start = None if init is None else Start.open(Home.at(None), init, listening(progress))
     act = act or (start.sae.activation.name if start else "relu")
     trainer = Trainer(_planned(rows, target, solver, act, options, start), Record())
     listener = listening(progress)

@@ -1,7 +1,7 @@
 """Runs to train: new ones, in folders named and claimed here, or one to resume."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -83,7 +83,7 @@ def _new_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> P
 
 
 def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack, communicator: Communicator,
-                start_of: Callable[[str], Start], epochs: int | None = None) -> Job:
+                epochs: int | None = None) -> Job:
     """A run to resume, whose folder rank 0 claims.
 
     Args:
@@ -92,7 +92,6 @@ def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitSt
         listener: receives notes.
         claims: until it is closed the folder is claimed.
         communicator: of the processes that take part.
-        start_of: opens the SAE of a name again, which a run without a checkpoint starts from anew.
         epochs: how many it is to have in all, more than it had; None to leave them as they are.
 
     Raises:
@@ -106,7 +105,7 @@ def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitSt
     plan = job.run.plan
     if plan.start is None or communicator.broadcast_object((job.folder / CHECKPOINT).exists):
         return job
-    start = communicator.broadcast_object(lambda: plan.start.again(start_of(plan.start.name)))
+    start = communicator.broadcast_object(lambda: plan.start.again(home, listener))
     return replace(job, run=replace(job.run, plan=replace(plan, start=start)))
 
 

@@ -8,8 +8,6 @@ from torch.optim.adam import adam
 
 from .ridge import AllReduce
 
-VECTORS = 2  # numbers kept per trained weight, besides the weight and its gradient
-
 
 class Adam:
     """`torch.optim.Adam` with its defaults, fused.

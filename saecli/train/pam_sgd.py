@@ -19,20 +19,15 @@ far from the tie, and it is held to the end (`--release`). A transcoder's is rel
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..base.distributed import ALONE, Communicator
-from ..base.errors import ConfigError, flag_of
-from ..base.options import PAPER, option
 from ..sae.batch import Batch
-from ..sae.codes import Codes, Prefixes
+from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Coupled
-from ..store.rows import RowSource
-from .config import TrainingConfig
 from .decoder_step import (
     DecoderPass,
     Observed,
@@ -40,97 +35,24 @@ from .decoder_step import (
     balance,
     broadcast,
     penalty_places,
-    sampled_bytes,
     silence,
     solved,
     useful,
 )
-from .optimizers import VECTORS
+from .options import DECODER_STEPS, RELEASE, RELEASED_BELOW, PamSgd
 from .ridge import TOLERANCE, DecoderState, Terms, plan
-from .solver import DECODER_STEP, Solver, SolverConfig, Task
+from .solver import DECODER_STEP, Solver, Task
 
 # Rows per latent of a decoder step, resampled for each. Using all 117 took 1.4 times as long on tiny-gemma2, and was no
 # better: FVU 0.1346 instead of 0.1333, in a world of known features 0.148 instead of 0.145.
 PASS_ROWS = 32
 MOST_ROWS = 256  # of the step that decides on the release, and of the last
-DECODER_STEPS = 16  # least number in training, while their passes take no more than a fraction of its rows
 PASS_FRACTION = 1 / 3
 CHOICE_GROWTH = 1.25  # ratio of the decoder steps at which alpha is chosen anew, once there are several
-RELEASE = 0.5  # fraction of all steps after which the decoder may be released
-RELEASED_BELOW = 0.3  # alpha over the mean Gram diagonal, above which the decoder is held to the end
 # A given alpha is warned about if rows and latents are within this ratio, and degrees of freedom above this fraction
 # of the rows.
 THRESHOLD_RATIO, THRESHOLD_FRACTION = 2, 0.8
 NUMBERS = ("c", "alpha", "relative_alpha", "ridge", "condition", "residual", "dof")  # of a decoder, in a checkpoint
-
-
-@dataclass(frozen=True)
-class PamSgd(SolverConfig):
-    """Options of PAM-SGD; penalties are in the units of a sum of squared errors over all training rows."""
-
-    name: ClassVar[str] = "pam-sgd"
-    memory_advice: ClassVar[str] = "use a smaller --d-sae, or --solver sgd, which solves for no decoder"
-
-    decoder: str = option("residual", "Unknown of the decoder step: residual, Delta in W_dec = c W_enc' + Delta; free, "
-                                      "W_dec itself, as in the paper.", choices=("residual", "free"), **PAPER)
-    alpha: float | str = option("auto", "Ridge of the decoder step: weight of ||W_dec - c W_enc'||^2, with --decoder "
-                                        "free of ||W_dec||^2, next to the squared error summed over all rows. auto: "
-                                        "the best by leave-one-out.",
-                                choices=("auto",), minimum=0)
-    beta: float = option(0.0, "Weight of ||b_dec||^2, next to the squared error summed over all rows.", minimum=0,
-                         **PAPER)
-    bias: str = option("joint", "How the decoder step finds b_dec: joint, together with W_dec; after, as the mean of "
-                                "what a W_dec solved without bias leaves, as in the paper's code, for which --alpha "
-                                "must be a number.", choices=("joint", "after"), **PAPER)
-    mu_dec: float = option(0.0, "Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", minimum=0, **PAPER)
-    nu_dec: float = option(0.0, "Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", minimum=0, **PAPER)
-    decoder_every: int | str = option("auto", "Extra decoder steps: one every N batches, besides one after each epoch. "
-                                              f"auto: about {DECODER_STEPS} in all. epoch: none.",
-                                      choices=("auto", "epoch"), minimum=1, metavar="auto|epoch|N", advanced=True)
-    release: float | str = option("auto", "Fraction of steps after which W_dec is also trained by gradient. auto: "
-                                          f"{RELEASE} with --decoder residual if alpha is then below "
-                                          f"{RELEASED_BELOW} of the mean Gram diagonal, else never; 0 for transcoders. "
-                                          "1: never.",
-                                  choices=("auto",), minimum=0, maximum=1, advanced=True)
-    decoder_first: bool = option(False, "Solve for the decoder before the encoder steps of each epoch, not after them, "
-                                        "as in the paper's code for language models.", **PAPER)
-    solve: str = option("auto", "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix in "
-                                "float64, slow on consumer GPUs; iterative, without it, to a residual of 1e-4. auto: "
-                                "direct where it fits in memory.", choices=("auto", "direct", "iterative"),
-                                advanced=True)
-
-    def check(self, training: TrainingConfig, rows: RowSource) -> None:
-        if rows.ready < rows.rows and self._takes_all:
-            name = "decoder_first" if self.decoder_first else "decoder"
-            raise ConfigError(f"{flag_of(name)} needs all rows in memory, at most {rows.ready:,} with --model, got "
-                              f"{rows.rows:,}; lower --rows, or make a store by `sae extract`", option=name)
-        if self.bias == "after" and self.alpha == "auto":
-            raise ConfigError("--bias after cannot be used with --alpha auto, which chooses for the bias that is "
-                              "joint with W_dec; give a number, such as --alpha 1, or use --bias joint", option="bias")
-        if self.decoder_first and not isinstance(self.decoder_every, str):
-            raise ConfigError("--decoder-first cannot be used with --decoder-every, which adds decoder steps after "
-                              "encoder steps; use one of them", option="decoder_first")
-
-    @property
-    def _takes_all(self) -> bool:
-        """Whether every decoder step takes all rows, as the paper's do."""
-        return self.decoder_first or self.decoder == "free"
-
-    def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "PamSgdSolver":
-        return PamSgdSolver(initial, task, self, communicator)
-
-    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
-        """The decoder step's memory, solved in the way that takes least, and `beside`."""
-        ways = (self.solve,) if self.solve != "auto" else ("direct", "iterative")
-        solving = min(plan(rows, d_sae, d_in, solve=way, prefixes=prefixes).bytes for way in ways)
-        return solving + self.beside(rows, batch_size, d_in, d_sae)
-
-    def beside(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
-        """Bytes besides the decoder step's: the sample on which alpha is chosen, the encoder's weights and optimiser,
-        and the window in which inner steps mix rows."""
-        moved = 1 if self.release == 1 else 2  # matrices that have a gradient and an optimiser's state
-        weights = 4 * (3 + moved * (1 + VECTORS)) * d_in * d_sae
-        return sampled_bytes(rows, d_in, d_sae) + weights + self.window(rows, batch_size, d_in)
 
 
 def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
@@ -162,7 +84,7 @@ def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
             chooses = number == choice or (turns and asks) or last
             if number == choice:
                 choice = max(choice + 1, math.floor(CHOICE_GROWTH * choice))
-            rows = (task.rows if config._takes_all
+            rows = (task.rows if config.takes_all_rows
                     else min(task.rows, (MOST_ROWS if last or (turns and asks) else PASS_ROWS) * d_sae))
             passes.append(Pass(
                 number, epoch, batch, rows, last=last, decides=turns and asks, releases=turns and not asks,
@@ -174,7 +96,7 @@ def batches_between(task: Task, config: PamSgd, d_sae: int) -> int:
     """The number of batches between decoder steps within an epoch; an epoch's for none."""
     if isinstance(config.decoder_every, int):
         return config.decoder_every
-    if config.decoder_every == "epoch" or config._takes_all:
+    if config.decoder_every == "epoch" or config.takes_all_rows:
         return task.batches
     epochs = task.steps / (task.batches * config.inner_steps)
     affordable = PASS_FRACTION * task.steps * task.rows / task.batches / (PASS_ROWS * d_sae)

@@ -21,8 +21,8 @@ from .config import (
     SMALLEST,
     TrainingConfig,
 )
+from .options import SolverConfig
 from .smoothing import default_width
-from .solver import SolverConfig
 from .starting import Start
 
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ..base.console import Listener
 from ..base.files import write_json
-from ..base.home import KEPT, RUN_MARKER, RUN_VERSION, read_settings
+from ..base.home import KEPT, RUN_MARKER, RUN_VERSION
 from ..extract.streaming import Streamed
 from ..sae.activations import activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
+from ..sae.library import origin_of
 from ..store.joined import Joined
 from .checkpoints import Progress, load_checkpoint, save_checkpoint
 from .logs import Log, Logged, demand_trackers, logs_of
@@ -21,16 +22,6 @@ from .plan import Plan
 from .trainer import Measures, Record
 
 CONFIG = "config.toml"  # of a run: the options that repeat it
-# Of the rows' source, kept in an SAE's file.
-SOURCE = ("model", "layer", "site", "dataset", "context", "prepend_bos", "target_layer", "target_site", "inputs")
-
-
-def origin_of(stores: Joined | Streamed, split_seed: int = 0, fraction: float = 1.0) -> dict[str, Any]:
-    """The stores, the source of their rows and the split that was trained on, for an SAE's file: fields of `Origin`."""
-    source = {key: stores.origin[key] for key in SOURCE if key in stores.origin}
-    if isinstance(stores, Joined):
-        source |= stores.names() | {"split_seed": split_seed, "fraction": fraction}
-    return source
 
 
 @dataclass(frozen=True)
@@ -114,12 +105,3 @@ class RunRecord(Record):
         training = self.run.plan.training
         origin = origin_of(self.run.stores, training.split_seed, training.fraction)
         save_native(SavedSAE(sae.copy_to(torch.float32), origin), folder)
-
-
-def settings_in(folder: Path) -> dict[str, Any]:
-    """All options of the run in a folder, by name, as of `Plan.settings`, and its stores'."""
-    document = read_settings(folder / RUN_MARKER)
-    solver, activation = dict(document["solver"]), dict(document["activation"])
-    named = {name: document[name] for name in ("data", "beside", "target") if name in document}
-    return {"solver": solver.pop("name"), "act": activation.pop("name"), **named, **document["training"], **solver,
-            **activation}

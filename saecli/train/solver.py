@@ -4,30 +4,24 @@ Shapes: B rows, n sampled rows, D = d_in, E = d_out, F = d_sae. All rows are nor
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..base.distributed import ALONE, Communicator
-from ..base.options import PAPER, Config, option
 from ..base.precision import products_in
 from ..sae.batch import Batch, mixed
-from ..sae.codes import Codes, Prefixes
+from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Dictionary
-from ..store.rows import RowSource
-from .config import DEFAULT_STEPS, TrainingConfig
+from .config import TrainingConfig
 from .decoder_step import Pass, directions_of_worst, revive
 from .optimizers import Adam
+from .options import REVIVAL_ROWS, WINDOW, SolverConfig
 from .smoothing import Smoothing
 
-WINDOW = 16  # batches among which inner steps mix rows
-MOST_INNER_STEPS = 10
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
-REVIVAL_ROWS = 2  # least rows per latent for revival: with fewer, latents stay idle for lack of rows
 DECODER_STEP, REVIVING, MIXING, CALIBRATING = 1, 2, 3, 4  # kinds of draws besides those of steps
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
 
@@ -120,7 +114,7 @@ class Solver:
 
     passes: Mapping[tuple[int, int], Pass] = {}
 
-    def __init__(self, dictionary: Dictionary, held: Collection[str], task: Task, config: "SolverConfig", every: int,
+    def __init__(self, dictionary: Dictionary, held: Collection[str], task: Task, config: SolverConfig, every: int,
                  communicator: Communicator = ALONE) -> None:
         self.dictionary, self.task, self.config, self.communicator = dictionary, task, config, communicator
         self.every = every
@@ -310,51 +304,3 @@ class Solver:
         self.optimizer.restore(state)
         self.hold_encoder()
 
-
-@dataclass(frozen=True)
-class SolverConfig(Config, ABC):
-    """A solver's options; `build` makes the solver."""
-
-    panel: ClassVar[str] = "Solver"
-    name: ClassVar[str]
-    memory_advice: ClassVar[str] = "use a smaller --d-sae"
-
-    clip_norm: float | None = option(None, "Clip the gradient of a batch's mean loss to this norm.", above=0, **PAPER)
-    weight_decay: float = option(0.0, "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, next to the squared error "
-                                      "summed over all rows.", minimum=0, **PAPER)
-    mu_enc: float = option(0.0, "Proximal weight of ||W_enc - W_enc^t||^2, next to the squared error summed over all "
-                                "rows; t counts decoder steps, with sgd epochs.", minimum=0, **PAPER)
-    nu_enc: float = option(0.0, "Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", minimum=0, **PAPER)
-
-    inner_steps: int | str = option("auto", f"Optimiser steps per batch. auto: about {DEFAULT_STEPS} in all of "
-                                            f"training, at most {MOST_INNER_STEPS} per batch; with --steps, 1.",
-                                    choices=("auto",), minimum=1)
-    revive: bool = option(True, "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
-                                f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent.",
-                          advanced=True)
-
-    def resolved(self, batches: int | None) -> Self:
-        """The same with `inner_steps` a number: little data is no reason for few steps.
-
-        Args:
-            batches: the number of batches in all of training; None if training is given in optimiser steps.
-        """
-        if self.inner_steps != "auto":
-            return self
-        wanted = round(DEFAULT_STEPS / batches) if batches else 1
-        return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
-
-    def check(self, training: TrainingConfig, rows: RowSource) -> None:
-        """Refuse training settings, or rows, that cannot work with the solver's options, by a ConfigError."""
-
-    def window(self, rows: int, batch_size: int, d_in: int) -> int:
-        """Bytes of the window in which inner steps mix rows: apart, joined, mixed."""
-        return 0 if self.inner_steps == 1 else 3 * 4 * min(rows, WINDOW * batch_size) * d_in
-
-    @abstractmethod
-    def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> Solver:
-        """A solver that starts from a copy of `initial`, alone or with the communicator's other processes."""
-
-    @abstractmethod
-    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
-        """The solver's peak memory per process in bytes, without the codes of a batch."""

@@ -6,16 +6,20 @@ Shapes: n rows, D = d_in, F = d_sae.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from ..base.console import Listener
 from ..base.errors import ConfigError, RunError
 from ..base.files import to_json
+from ..base.home import Home
 from ..sae.activations import Activation, JumpRelu, activation_to_json
 from ..sae.codes import Prefixes
 from ..sae.dictionary import SAE
+from ..sae.library import lasting_name, open_sae
 from ..store.rows import RowSource
 from .normalisation import Normalisation
 
@@ -35,12 +39,14 @@ class Start:
     sae: SAE | None
 
     @classmethod
-    def of(cls, name: str, sae: SAE) -> Self:
-        """A start from an SAE of that name."""
-        return cls(name, fingerprint(sae), sae)
+    def open(cls, home: Home, sae: SAE | str | Path, listener: Listener) -> Self:
+        """A start from an SAE, a run's name or whatever else `load_sae` takes."""
+        subject, saved = open_sae(home, sae, listener)
+        return cls(lasting_name(home, sae, subject), fingerprint(saved.sae), saved.sae)
 
-    def again(self, found: "Start") -> Self:
-        """The same with its SAE, which was opened again; RunError if that is another now."""
+    def again(self, home: Home, listener: Listener) -> Self:
+        """The same with its SAE, opened again; RunError if that is another now."""
+        found = Start.open(home, self.name, listener)
         if found.hash != self.hash:
             raise RunError(f"{self.name} is not the SAE that this run was begun from, though it has its name; train "
                            "anew")

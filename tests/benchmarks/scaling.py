@@ -35,7 +35,8 @@ from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
 from saecli.train.config import TrainingConfig
 from saecli.train.loop import Loop
-from saecli.train.pam_sgd import PamSgd, PamSgdSolver
+from saecli.train.options import PamSgd
+from saecli.train.pam_sgd import PamSgdSolver
 from saecli.train.plan import Plan
 from saecli.train.trainer import Record, Trainer
 

@@ -18,7 +18,8 @@ from test_train import assert_same_weights
 from saecli.base.console import Silent
 from saecli.base.errors import ConfigError, ModelError
 from saecli.base.home import Home
-from saecli.extract.config import ExtractConfig, StoreRequest
+from saecli.extract.config import StoreRequest
+from saecli.extract.options import ExtractConfig
 from saecli.extract.places import Place
 from saecli.extract.streaming import Streamed, open_stream
 from saecli.sae.activations import ACTIVATIONS

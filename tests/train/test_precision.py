@@ -16,12 +16,11 @@ from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.batch import Batch
 from saecli.train import plan
 from saecli.train.config import TrainingConfig
-from saecli.train.pam_sgd import PamSgd
+from saecli.train.options import PamSgd, Sgd, SolverConfig
 from saecli.train.plan import settled
 from saecli.train.rows import initial_sae
 from saecli.train.run import RunRecord
-from saecli.train.sgd import Sgd
-from saecli.train.solver import Solver, SolverConfig
+from saecli.train.solver import Solver
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # whose products are cast, wherever the matrices are
 needs_bf16 = pytest.mark.skipif(not multiplies_bf16(CPU), reason="this processor has no bfloat16 products")

@@ -155,7 +155,7 @@ def test_measuring_a_store_does_not_wait_per_batch(run: Path, stores: list[saecl
                                                    monkeypatch: pytest.MonkeyPatch):
     waits = []
     for rows in (64, 16):
-        monkeypatch.setattr("saecli.measure.sae_and_rows.BATCH_ROWS", rows)
+        monkeypatch.setattr("saecli.measure.measured.BATCH_ROWS", rows)
         with simulated_gpu.waits_within() as found:
             saecli.evaluate(run, stores[0], split="train", device=GPU)
         waits.append(found)

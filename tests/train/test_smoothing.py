@@ -11,11 +11,10 @@ from saecli.sae.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.batch import Batch
 from saecli.train import decoder_step
 from saecli.train.decoder_step import directions_of_worst, useful
-from saecli.train.pam_sgd import PamSgd
+from saecli.train.options import MOST_INNER_STEPS, PamSgd, Sgd, SolverConfig
 from saecli.train.rows import HIGHEST_RATE, fitted_learning_rate
-from saecli.train.sgd import Sgd
 from saecli.train.smoothing import WIDEST, Smoothing, default_width
-from saecli.train.solver import MOST_INNER_STEPS, Solver, SolverConfig
+from saecli.train.solver import Solver
 
 DEAD = [2, 5]
 

@@ -30,10 +30,10 @@ from saecli.sae.batch import Batch
 from saecli.sae.metrics import reconstruction
 from saecli.train.decoder_step import balance
 from saecli.train.optimizers import Adam
-from saecli.train.pam_sgd import PamSgd, PamSgdSolver
+from saecli.train.options import PamSgd, Sgd, SolverConfig
+from saecli.train.pam_sgd import PamSgdSolver
 from saecli.train.rows import initial_sae
-from saecli.train.sgd import Sgd
-from saecli.train.solver import Solver, SolverConfig
+from saecli.train.solver import Solver
 from saecli.train.solvers import SOLVERS
 
 FREE = PamSgd(decoder="free", alpha=0.5, revive=False)

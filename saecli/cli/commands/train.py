@@ -14,10 +14,9 @@ from ...base.distributed import Communicator, communicator
 from ...base.errors import ConfigError, SaeError, flag_of
 from ...base.home import checked_name, now
 from ...base.options import options_of
-from ...extract.config import ExtractConfig
+from ...extract.options import ExtractConfig
 from ...extract.places import SITES, TINY_GEMMA2
 from ...extract.streaming import Streamed, open_stream
-from ...measure.starts import start_of
 from ...sae.activations import ACTIVATIONS
 from ...show.training import figures_table, results_table
 from ...store.joined import Joined
@@ -102,14 +101,12 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
         try:
             if resume:
                 _demand_no_others(ctx)
-                jobs = [resumed_job(session.home, name, session.console, claims, processes,
-                                    lambda sae: start_of(session.home, sae, session.console),
-                                    ctx.params["epochs"])]
+                jobs = [resumed_job(session.home, name, session.console, claims, processes, ctx.params["epochs"])]
             else:
                 names = names_of(name, [each.varied for each in options])
                 stores, rows = _rows(ctx, session, options[0], claims, processes)
                 begun = None if init is None else processes.broadcast_object(
-                    lambda: start_of(session.home, init, session.console))
+                    lambda: Start.open(session.home, init, session.console))
                 if begun is not None and ctx.get_parameter_source("act").name == "DEFAULT":
                     act = begun.sae.activation.name
                 runs = [_planned(stores, rows, each, solver, act, begun) for each in options]
