@@ -14,7 +14,8 @@ from saecli.sae.dictionary import SAE
 from saecli.train.decoder_step import Pass
 from saecli.train.options import SolverConfig
 from saecli.train.rows import initial_sae
-from saecli.train.solver import Solver, StepReport
+from saecli.train.solver import Solver
+from saecli.train.task import StepReport
 
 D, F = 6, 16
 EVERY_ACTIVATION = [kind(k=3) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]

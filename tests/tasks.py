@@ -8,7 +8,7 @@ from torch import Tensor
 
 from saecli.sae.batch import Batch
 from saecli.train.config import TrainingConfig
-from saecli.train.solver import Task
+from saecli.train.task import Task
 
 
 def task_of(rows: int, steps: int, lr: float = 1e-2, sparsity: str = "none", weight: float = 0.0, *,

@@ -49,7 +49,7 @@ from ..base.distributed import ALONE, Communicator
 from ..sae.dictionary import SAE, Dictionary
 from .options import Sgd
 from .sgd import SgdSolver
-from .solver import Task
+from .task import Task
 
 
 class UnitNorm(Dictionary):

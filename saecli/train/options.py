@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..sae.codes import Prefixes
     from ..sae.dictionary import SAE
     from ..store.rows import RowSource
-    from .solver import Task
+    from .task import Task
 
 WINDOW = 16  # batches among which inner steps mix rows
 MOST_INNER_STEPS = 10

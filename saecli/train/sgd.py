@@ -9,7 +9,8 @@ from ..sae.batch import Batch
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Coupled, Dictionary
 from .options import Sgd
-from .solver import Solver, StepReport, Task
+from .solver import Solver
+from .task import StepReport, Task
 
 REVIVALS = 20  # times that dead latents are looked for in all of training, at least once per epoch
 

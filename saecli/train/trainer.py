@@ -23,7 +23,8 @@ from .checkpoints import Progress
 from .normalisation import Normalisation, fit_normalisation, on_raw_rows
 from .plan import Plan, doubts_at_end, doubts_at_start
 from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae
-from .solver import Solver, StepReport, Task
+from .solver import Solver
+from .task import StepReport, Task
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
 

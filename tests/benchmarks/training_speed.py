@@ -28,7 +28,7 @@ from saecli.sae.batch import Batch
 from saecli.train.config import TrainingConfig
 from saecli.train.options import PamSgd, Sgd, SolverConfig
 from saecli.train.rows import initial_sae
-from saecli.train.solver import Task
+from saecli.train.task import Task
 
 SAELENS = "sae-lens==6.54.12"
 CASES: dict[str, tuple[Activation, SolverConfig, str, int]] = {
