@@ -15,8 +15,7 @@ from ..sae.codes import Prefixes, rise
 from ..store.joined import Joined, JoinedRows
 from ..store.reader import ActivationStore
 from ..store.rows import Rows as StoredRows
-from .logs import TRACKERS, check_trackers
-from .normalisation import NORMALISATIONS
+from .files import TRACKERS, check_trackers
 from .smoothing import WIDEST
 
 DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
@@ -85,7 +84,7 @@ class TrainingConfig(Config):
     shuffle_seed: int = option(0, "Seed of the order of the rows.", minimum=0, once=True, advanced=True)
     normalize: str = option("scale", "Normalisation of the rows, folded into the saved weights: scale centres them and "
                                      "divides by one number; standardize gives each dimension unit variance.",
-                            choices=NORMALISATIONS, once=True, advanced=True)
+                            choices=("scale", "standardize", "none"), once=True, advanced=True)
     keep_every: int | None = option(None, "Also keep the SAE of every N-th epoch, as RUN/kept/epoch-N, which eval, "
                                           "sparsity and geometry take.",
                                     minimum=1, once=True, metavar="N", advanced=True)

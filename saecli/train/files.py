@@ -1,26 +1,68 @@
-"""Where a run's figures are written, line by line: `metrics.jsonl`, and the trackers that `--log-to` names.
+"""The files of a run folder, and the trackers that `--log-to` names.
 
-To add a tracker, write a class with the methods of `MetricsLog`, and a line in `TRACKERS`.
+    run.json                  configuration, data, state, result; written first, and again at the end
+    config.toml               the options of `sae train` that repeat the training
+    metrics.jsonl             one JSON object per line: `loss, batch_fvu, batch_l0`, means over some training batches,
+                              and at the end of each epoch `test_fvu, test_l0` of all held-out rows
+    checkpoint.safetensors    all state needed to resume, from the end of the last complete epoch
+    sae.safetensors           the SAE at that time, acting on raw activations
+    wandb/                    with --log-to wandb, its own files
+    kept/epoch-N              with --keep-every, the SAE of an earlier epoch, with a run.json
+
+Each file but `metrics.jsonl` appears whole or not at all; lines of `metrics.jsonl` newer than the checkpoint are
+dropped on resuming.
 """
 
 import contextvars
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..base.console import Listener
-from ..base.documents import parse_json
-from ..base.errors import ConfigError, RunError, one_line
-from ..base.files import appearing_whole, regular, to_json
+from torch import Tensor
 
-METRICS = "metrics.jsonl"
+from ..base.console import Listener
+from ..base.documents import parse_json, read_json
+from ..base.errors import ConfigError, RunError, one_line
+from ..base.files import appearing_whole, lock_folder, regular, to_json
+from ..base.home import RUN_MARKER, Marker
+from ..sae.formats.common import read_safetensors, write_safetensors
+
+CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
 PROJECT = "saecli"  # of runs in Weights & Biases and trackio, unless the environment names another
+
+
+@dataclass
+class Progress:
+    """Epochs and optimiser steps done, rows seen, seconds spent."""
+
+    epoch: int = 0
+    step: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+
+
+def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
+    """Replace a run's checkpoint by the tensors needed to resume, by name, and the progress."""
+    write_safetensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
+    """What `save_checkpoint` wrote last, None if it never did; RunError if the file is damaged."""
+    path = folder / CHECKPOINT
+    if not path.exists():
+        return None
+    try:
+        tensors, metadata = read_safetensors(path)
+        return tensors, parse_json(metadata.get("progress", ""), Progress)
+    except ValueError as error:
+        raise RunError(f"cannot read {path}: {error}; remove it to train this run from the start") from error
 
 
 @dataclass(frozen=True)
@@ -29,7 +71,7 @@ class Logged:
 
     Args:
         folder: its folder.
-        created: when it was begun, by which a later run of its name is told apart.
+        created: time of its start, which tells it from a later run of the same name.
         settings: its options, by name.
         step: the last that counts; lines of later steps, left by a stopped run, are void.
         listener: receives notes.
@@ -43,18 +85,18 @@ class Logged:
 
     @property
     def identity(self) -> str:
-        """Its name and the second it was begun in."""
+        """Its name and the second of its start."""
         return f"{self.folder.name}-{self.created[:19].translate(str.maketrans('T:', '--'))}"
 
 
 class Log(Protocol):
-    """What figures are written to."""
+    """Where figures are written."""
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line, which has a `step`."""
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Finish: nothing more is written."""
 
 
 class MetricsLog:
@@ -68,18 +110,21 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line, which has a `step`."""
         self._file.write(to_json(line) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
+@dataclass(frozen=True)
+class _Step:
+    step: int
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`, without a last line cut off by a kill. Raises RunError if another line is
-    no JSON object with a step."""
+    """The lines of a run's `metrics.jsonl`, without a last line cut off by a kill; RunError if another line is no JSON
+    object with a step."""
     path = folder / METRICS
     if not path.exists():
         return []
@@ -98,38 +143,9 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
-@dataclass(frozen=True)
-class _Step:
-    step: int
-
-
-class EventFiles:
-    """Appends to TensorBoard's event files, in the run's folder `tensorboard`."""
-
-    def __init__(self, run: Logged) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a second to import, and an extra
-
-        # It purges events of later steps, left by a stopped run: TensorBoard ignores them.
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Append each number in a line under its name, at the line's step."""
-        for name, value in _numbers(line).items():
-            self._writer.add_scalar(name, value, line["step"])
-        self._writer.flush()  # now: events before a checkpoint must not be lost with the process
-
-    def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
-
-
 class WandbRun:
-    """A run in Weights & Biases, which keeps its own files in the run's folder `wandb`. Its process sends them, and
-    training does not wait for it. Where it cannot be reached at the start, the run is kept there alone.
-
-    Raises:
-        ConfigError: it refuses the run, e.g. as nobody has logged in.
-    """
+    """A run in Weights & Biases, sent by a process of its own; offline if the server cannot be reached at the start.
+    ConfigError if it refuses the run, e.g. without login."""
 
     def __init__(self, run: Logged) -> None:
         import wandb
@@ -140,7 +156,7 @@ class WandbRun:
                               settings=wandb.Settings(silent=True, console="off"))
 
         try:
-            with _told_apart():
+            with redirect_stdout(sys.stderr):  # stdout holds the command's result alone
                 self._run = begun(run.identity, None)
         except wandb.errors.CommError as error:
             run.listener.note(f"warning: Weights & Biases cannot be reached ({one_line(error)}); the run is kept in "
@@ -151,39 +167,34 @@ class WandbRun:
                               "set WANDB_MODE=offline", option="log_to") from error
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append the numbers in a line, at its step; steps that were logged before a resumption are not again."""
-        if line["step"] >= self._run.step:
+        if line["step"] >= self._run.step:  # those logged before a resumption are not again
             self._run.log(_numbers(line), step=line["step"])
 
     def close(self) -> None:
-        """Send what has not been sent."""
         self._run.finish()
 
 
 class TrackioRun:
-    """A run in trackio, on this machine, where `trackio show` shows it."""
+    """A run in trackio, on this machine, shown by `trackio show`."""
 
     def __init__(self, run: Logged) -> None:
         import trackio
 
-        # A context of its own, since there trackio finishes the run that was begun before.
-        with _told_apart():
+        # A context of its own, since in one context trackio finishes the run begun before.
+        with redirect_stdout(sys.stderr):
             self._run = contextvars.Context().run(
                 trackio.init, project=os.environ.get("TRACKIO_PROJECT", PROJECT), name=run.identity,
                 config=run.settings, resume="allow", embed=False)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append the numbers in a line, at its step."""
         self._run.log(_numbers(line), step=line["step"])
 
     def close(self) -> None:
-        """Write what has not been written."""
-        with _told_apart():
+        with redirect_stdout(sys.stderr):
             self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[Logged], Log]] = {
-    "trackio": TrackioRun, "wandb": WandbRun, "tensorboard": EventFiles}
+TRACKERS: dict[str, Callable[[Logged], Log]] = {"trackio": TrackioRun, "wandb": WandbRun}
 
 
 def check_trackers(text: str) -> None:
@@ -203,7 +214,7 @@ def demand_trackers(names: str | None) -> None:
 
 
 def logs_of(run: Logged, names: str | None) -> Iterator[Log]:
-    """What a run's figures are written to, begun one after the other: its `metrics.jsonl`, and the trackers named."""
+    """A run's `metrics.jsonl` and the trackers named, opened one after the other."""
     yield MetricsLog(run)
     yield from (TRACKERS[name](run) for name in (names.split(",") if names else ()))
 
@@ -212,8 +223,54 @@ def _numbers(line: dict[str, Any]) -> dict[str, int | float]:
     return {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
 
 
+BEFORE_MARKER = {CONFIG}  # files that a run writes before its run.json, and before its first checkpoint
+BEFORE_CHECKPOINT = {*BEFORE_MARKER, RUN_MARKER, METRICS, *TRACKERS, "sae.safetensors"}
+
+
 @contextmanager
-def _told_apart() -> Iterator[None]:
-    """What a tracker prints goes to stderr: stdout holds the command's result alone."""
-    with redirect_stdout(sys.stderr):
-        yield
+def claimed(folder: Path, new: bool = True) -> Iterator[None]:
+    """Lock a run's folder, and remove it at the end unless it has a checkpoint to resume from.
+
+    Args:
+        folder: made if need be.
+        new: whether the run is new, not resumed; leftovers of a run killed before its first checkpoint are then
+            removed.
+
+    Raises:
+        FileExistsError: the name of a new run is taken.
+        RunError: another process is training it.
+    """
+    if new and not _is_free(folder):
+        raise FileExistsError(folder)
+    try:
+        lock = lock_folder(folder)
+    except BlockingIOError as error:
+        raise RunError(f"another process is training {folder.name}; wait for it, or stop it") from error
+    try:
+        if new:
+            if not _is_free(folder):  # by now
+                raise FileExistsError(folder)
+            for path in folder.glob("[!.]*"):  # not its lock
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+        try:
+            yield
+        finally:
+            if not (folder / CHECKPOINT).exists():
+                shutil.rmtree(folder)
+    finally:
+        os.close(lock)
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether a folder is empty, or holds only leftovers of a run that cannot be resumed."""
+    if not folder.is_dir():
+        return not folder.exists()
+    names = {path.name for path in folder.glob("[!.]*")}
+    if names <= BEFORE_MARKER:
+        return True
+    with suppress(OSError, ValueError):
+        return names <= BEFORE_CHECKPOINT and not read_json(folder / RUN_MARKER, Marker).complete
+    return False
