@@ -25,8 +25,8 @@ from saecli.sae.batch import Batch
 from saecli.show.style import COLOURS, figure, legend_below, log_scale
 from saecli.train.config import TrainingConfig
 from saecli.train.pam_sgd import PamSgd
-from saecli.train.rows import initial_sae
 from saecli.train.solver import Solver
+from saecli.train.start import initial_sae
 from saecli.train.task import Task
 
 ROWS, LATENTS, OUTERS = 100, 16, 120

@@ -1,100 +1,27 @@
-"""The options of an extraction, the stores that it fills, and which rank stores which documents.
+"""The stores that an extraction fills, and which rank stores which documents.
 
 Rank r stores the documents i with i mod world_size = r.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..base.distributed import Communicator
-from ..base.errors import ConfigError, flag_of
 from ..base.home import Shelf, checked_name
-from ..base.options import Config, option
-from ..store.admission import MAX_NORM_HELP
-from ..store.dtypes import DTYPES
 from ..store.opening import DERIVED
 from ..store.schema import hash_request
-from .places import MODEL_DTYPES, TINY_GEMMA2, Place
+from .options import ExtractConfig
+from .places import Place
 from .steady import Document
-from .texts import LOCAL_SUFFIXES, STDLIB_DOCS, TextSource
-from .token_windows import POSITIONS, Windows
+from .texts import TextSource
+from .token_windows import Windows
 
 if TYPE_CHECKING:
     from .model_source import ModelSource
-
-DEFAULT_DATASET = "Salesforce/wikitext"
-DEFAULT_CONTEXT = 128
-MOST = 2**31 - 1  # of any count, so that PyTorch and HDF5 can index with it
-
-
-@dataclass(frozen=True)
-class ExtractConfig(Config):
-    """The options that determine an extraction's rows."""
-
-    panel: ClassVar[str] = "Rows"
-
-    model: str = option("google/gemma-2-2b", f"Hub id or folder of a causal language model, or {TINY_GEMMA2}, which "
-                                             "is bundled and needs no network.")
-    dataset: str | None = option(None, "Text: a hub dataset id, streamed; a .txt file (blank lines separate "
-                                       f"documents), .jsonl or .parquet file; or {STDLIB_DOCS}, the docstrings of "
-                                       f"Python's standard library; default: {DEFAULT_DATASET}, or with {TINY_GEMMA2} "
-                                       f"{STDLIB_DOCS}.")
-    dataset_config: str | None = option(None, "Configuration of a hub dataset; default: its own, for wikitext "
-                                              "wikitext-103-raw-v1.")
-    dataset_split: str = option("train", "Split of a hub dataset.")
-    dataset_revision: str | None = option(None, "Commit, branch or tag of a hub dataset; default: its newest state; "
-                                                "the store records the commit.")
-    text_column: str = option("text", "Column that holds the text.")
-    rows: int = option(100_000, "Rows to store; fewer if the text ends first.", minimum=1, maximum=MOST)
-    min_tokens: int = option(1, "Texts of fewer tokens are skipped and counted.", minimum=1, maximum=MOST)
-    context: int | None = option(None, "Most tokens in a window, including those before the text (BOS); default: "
-                                       f"{DEFAULT_CONTEXT}, or the model's limit if lower.", minimum=1, maximum=MOST)
-    packed: bool = option(False, "Concatenate documents into full windows, separated by BOS (by EOS where the "
-                                 "tokenizer sets no BOS); a token then attends to all before it in its window, other "
-                                 "documents' too. Without it, documents are cut into windows and never mixed.")
-    positions: str = option("all", "all: one row per token that is not special; last: one row per document, its first "
-                                   "window's last token, as in the paper.", choices=POSITIONS)
-    max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
-    dtype: str = option("bfloat16", "Precision of the stored rows.", choices=tuple(DTYPES))
-    model_dtype: str = option("auto", "Precision of weights and forward pass; auto: float32 on a CPU, elsewhere the "
-                                      "checkpoint's own.", choices=("auto", *MODEL_DTYPES))
-    batch_size: int | str = option("auto", "Windows of --context tokens per forward pass, or more windows that are "
-                                           "shorter; halved if they do not fit in memory; auto: what fits on a CUDA "
-                                           "device, elsewhere a fixed number. Rows depend on it only in their last "
-                                           "bits.", choices=("auto",), minimum=1, maximum=MOST)
-    shard_rows: int = option(32_768, "Rows in a shard file.", minimum=1, maximum=MOST)
-
-    def text(self, given: Set[str]) -> TextSource:
-        """Where the documents come from.
-
-        Args:
-            given: the options that the user set, as opposed to left at their defaults.
-
-        Raises:
-            ConfigError: the dataset's name is empty, or an option does nothing with the others.
-        """
-        dataset = self.dataset
-        if dataset is None:
-            dataset = STDLIB_DOCS if self.model == TINY_GEMMA2 else DEFAULT_DATASET
-        if not dataset.strip():
-            raise ConfigError("--dataset is empty: expected a hub dataset id, a .txt, .jsonl or .parquet file, or "
-                              f"{STDLIB_DOCS}; name one, or leave it out", option="dataset")
-        kind = STDLIB_DOCS if dataset == STDLIB_DOCS else Path(dataset).suffix.lower()
-        unused = {"text_column"} if kind in (STDLIB_DOCS, ".txt") else set()
-        if kind in (STDLIB_DOCS, *LOCAL_SUFFIXES):
-            unused |= {"dataset_config", "dataset_split", "dataset_revision"}
-        if refused := sorted(unused & given):
-            raise ConfigError(f"{flag_of(refused[0])} does nothing with the dataset {dataset}; leave it out",
-                              option=refused[0])
-        if self.packed and self.positions == "last":
-            raise ConfigError("--packed does nothing with --positions last, which takes one row from each document's "
-                              "own window; leave it out", option="packed")
-        return TextSource(dataset, self.dataset_config, self.dataset_split, self.text_column, self.dataset_revision)
-
 
 # Options that determine the rows, beside model, text, layer and site; batch size and device do not.
 DECIDING = ("rows", "min_tokens", "context", "packed", "positions", "dtype", "model_dtype", "shard_rows")

@@ -23,9 +23,10 @@ from ..store.ranks import RankedStore, joining_began, rank_folder, rank_meta
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta
 from ..store.writer import StoreWriter
-from .config import DEFAULT_CONTEXT, ExtractConfig, Quota, StoreRequest, rows_by_rank, store_requests
+from .config import Quota, StoreRequest, rows_by_rank, store_requests
 from .fill import COLUMNS, Ahead, Progress, Target, demand_some, fill
 from .forward import Forward, batch_tokens
+from .options import DEFAULT_CONTEXT, ExtractConfig
 from .places import SITES, Place
 from .steady import Document
 from .texts import TextSource

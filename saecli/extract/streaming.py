@@ -12,8 +12,9 @@ from ..base.devices import device_named
 from ..base.distributed import ALONE
 from ..base.home import Home
 from ..store.schema import StoreMeta
-from .config import ExtractConfig, StoreRequest, store_requests
+from .config import StoreRequest, store_requests
 from .extraction import Extraction, settled
+from .options import ExtractConfig
 from .places import TINY_GEMMA2
 from .texts import STDLIB_DOCS
 

@@ -18,8 +18,6 @@ import torch
 from ..base.errors import ConfigError
 from .steady import Document
 
-POSITIONS = ("all", "last")
-
 
 class Spot(NamedTuple):
     """A position in the text.

@@ -6,7 +6,8 @@ from typing import Any
 
 from ..base.console import Listener, listening
 from ..base.home import Home
-from ..measure.sae_and_rows import Measured, RowsLike, SAELike, measured
+from ..measure.measured import Measured, RowsLike, measured
+from ..sae.library import SAELike
 from .measures import Bridges, Found, Wanted, find_out, penalty_of
 from .partition import check_cells
 from .survey import SAMPLE_ROWS

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..base.console import Listener
 from ..base.errors import ConfigError, flag_of
-from ..measure.sae_and_rows import Measured
+from ..measure.measured import Measured
 from ..store.rows import Rows
 from .bridge import Bridge, Visited
 from .census import describe

@@ -35,22 +35,22 @@ from ..base.home import KEPT, Home, read_settings
 from ..base.wording import counted
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
+from ..sae.library import open_sae
 from ..sae.metrics import reconstruction
 from ..store.joined import JoinedRows
 from ..store.rows import RowSource
 from ..train.array_rows import ArrayRows
-from ..train.jobs import run_again
-from ..train.loop import Loop
+from ..train.loop import Loop, Record, start_training
 from ..train.plan import Plan
 from ..train.rows import raw_batches
+from ..train.runs import run_again
 from ..train.sgd import Sgd
 from ..train.solver import SolverConfig
 from ..train.solvers import SOLVERS
-from ..train.trainer import Record, Trainer
 from .control_rows import demand_memory, shuffled
 from .evaluate import check_model, check_tokens_of_model, evaluated
 from .matching import matching
-from .sae_and_rows import Measured, opened
+from .measured import Measured
 
 SEEDS = 2  # trainings of the run and of each control
 MEASURES = ("fvu", "l0", "dead_fraction", "mcc", "f1", "ce_recovered", "kl", "stability")
@@ -139,7 +139,7 @@ def controlled(home: Home, run: str | Path | None, model: str | None, tokens: in
 def _original(home: Home, name: str | Path | None, device: str, listener: Listener) -> tuple[Measured, Plan]:
     """The SAE of that run with its held-out rows, on the device, and what was trained; RunError for what has no
     controls."""
-    subject, saved = opened(home, name, listener)
+    subject, saved = open_sae(home, name, listener)
     marker = subject.folder / home.runs.marker
     expected = f"{subject.name} has no controls: expected a finished run of `sae train`, got"
     if not marker.is_file():
@@ -252,9 +252,9 @@ class _Work:
         """The SAEs of a plan, one per seed, on raw rows. One after another, so that the memory of the run suffices."""
         found = []
         for seed in seeds:
-            trainer = Trainer(replace(plan, training=replace(plan.training, seed=seed)), Record())
-            with self.listener.progress(f"training {name}, seed {seed}", trainer.steps, "steps") as trainer.show:
-                found += Loop([trainer]).train()
+            seeded = replace(plan, training=replace(plan.training, seed=seed))
+            with self.listener.progress(f"training {name}, seed {seed}", plan.steps, "steps") as show:
+                found += Loop([start_training(seeded, Record(), show)]).train()
         return found
 
     def _stability(self, name: str, saes: Sequence[SAE]) -> float | None:

@@ -13,12 +13,13 @@ from ..base.console import Listener, listening
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.wording import counted
+from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
 from ..store.joined import JoinedRows
 from ..store.rows import Rows
 from ..train.array_rows import ArrayLike
+from .measured import Measured, RowsLike, all_measured, by_rows, measured
 from .places import places_document
-from .sae_and_rows import Measured, RowsLike, SAELike, all_measured, by_rows, measured
 from .worlds import FeatureScores
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from ..sae import formats
 from ..sae.batch import Batch
 from ..sae.dictionary import SAE
 from ..sae.formats import FORMATS, WRITABLE, SavedSAE, stand_in
+from ..sae.library import SAELike, open_sae
 from ..sae.metrics import Reconstruction
-from .sae_and_rows import Measured, RowsLike, SAELike, measured, opened
+from .measured import Measured, RowsLike, measured
 
 CLIPPING = ("the topk of {to} applies a ReLU to the k largest pre-activations, and topk here keeps their "
             "signs")  # why `stand_in` stands in
@@ -123,7 +124,7 @@ def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, hom
     if (to := formats.named(to)) not in WRITABLE:
         raise ConfigError(f"--to must be one of {', '.join(WRITABLE)}, got {to!r}", option="to")
     home, listener, out = Home.at(home), listening(progress), Path(out)
-    subject, saved = opened(home, sae, listener)
+    subject, saved = open_sae(home, sae, listener)
     found = converted(saved, to, lambda: measured(home, sae, data, "test", "auto", listener), listener)
     if found.deviation is None and data is not None:
         raise ConfigError(f"--data does nothing here: {to} expresses {saved.sae.activation.name} exactly; leave it "

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..base.console import Listener
 from ..sae.dictionary import SAE
 from ..store.statistics import Spread
-from .sae_and_rows import Measured
+from .measured import Measured
 
 EXCLUSIVE = 0.9  # least share of a latent that counts as its place's alone
 SHARED = 0.6  # least smallest share, over 1/P, of one that counts as shared by all

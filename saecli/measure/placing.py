@@ -10,7 +10,7 @@ from ..extract.model_source import ModelSource, find_model
 from ..extract.places import SITES, Place
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
-from .sae_and_rows import SAELike, Subject, opened
+from ..sae.library import SAELike, Subject, open_sae
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def placed(home: Home, sae: SAELike, layer: int | None, site: str | None, what: 
         RunError, FormatError, HubError: it is missing or cannot be read.
         ConfigError: it is a crosscoder, its places are unknown, or others than those given.
     """
-    subject, saved = opened(home, sae, listener)
+    subject, saved = open_sae(home, sae, listener)
     origin = saved.origin
     if saved.sae.widths:
         raise ConfigError(f"{what} with {subject.name} is not defined: expected an SAE or a transcoder, which read "

@@ -15,11 +15,11 @@ from ..base.errors import ConfigError
 from ..base.home import Home
 from ..extract.language_model import LanguageModel
 from ..extract.places import Place
+from ..sae.library import SAELike
 from .placing import Placed, model_of, placed
 from .probe_sets import LabelledSet, Sets
 from .probed_rows import CONTEXT, LastTokens, codes_of
 from .probes import FOLDS, Score, dense_score, mean_and_interval, most_different, sparse_scores
-from .sae_and_rows import SAELike
 
 COUNTS = (1, 2, 5, 16)  # latents of a probe
 ROWS, LEAST_ROWS = 200, 20  # texts of a set

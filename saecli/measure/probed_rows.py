@@ -16,7 +16,7 @@ from ..extract.language_model import LanguageModel
 from ..extract.places import Place
 from ..extract.token_windows import Windows
 from ..sae.dictionary import SAE
-from .sae_and_rows import BATCH_CODES
+from .measured import BATCH_CODES
 from .splice import in_batches, padded
 
 CONTEXT = 1024  # of sae-probes

@@ -15,9 +15,10 @@ from ..sae import formats
 from ..sae.dictionary import SAE
 from ..sae.formats import WRITABLE
 from ..sae.hub import Address, upload, writable
+from ..sae.library import SAELike
 from .evaluate import check_tokens_of_model, evaluated
 from .export import Conversion, can_be_written, converted
-from .sae_and_rows import Measured, RowsLike, SAELike, measured
+from .measured import Measured, RowsLike, measured
 
 LOCAL = ("data", "data_hash", "beside", "target")  # of an origin: names in the home
 MEASURES = ("rows", "l0", "fvu", "explained_variance", "cosine", "dead_fraction", "ce_recovered", "kl")

@@ -13,15 +13,16 @@ from ..base.home import RUN_MARKER, RUN_VERSION, Home, checked_name, now
 from ..sae.activations import activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
+from ..sae.library import SAELike
 from ..store.joined import Joined
 from ..store.reader import ActivationStore
 from ..store.rows import RowSource
 from ..train.array_rows import ArrayLike
 from ..train.refit_decoder import Refitted, refitted
 from ..train.ridge import TOLERANCE
-from ..train.run import origin_of
+from ..train.runs import origin_of
 from .evaluate import check_model, check_tokens_of_model, evaluated, warnings
-from .sae_and_rows import Measured, RowsLike, SAELike, measured
+from .measured import Measured, RowsLike, measured
 
 HELD = 100  # ridge over the Gram matrix's mean diagonal from which on the old decoder is kept but for its scale
 WORSE = 1.001  # ratio of FVUs from which on a decoder is worse than the one before, not equal to it

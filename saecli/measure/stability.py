@@ -16,9 +16,10 @@ from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..sae.dictionary import SAE
+from ..sae.library import SAELike, Subject, open_sae
 from .evaluate import tallied
 from .matching import Matching, matching
-from .sae_and_rows import Measured, RowsLike, SAELike, Subject, all_measured, opened
+from .measured import Measured, RowsLike, all_measured
 
 MATCH_THRESHOLD = 0.7  # that of Paulo and Belrose
 OVER_PAIRS = ("pw_mcc", "matched_fraction", "shared_fraction")
@@ -83,7 +84,7 @@ def stability(saes: Sequence[SAELike], data: RowsLike = None, *, match_threshold
     check_stability(True, len(saes), match_threshold)
     listener = listening(progress)
     if data is None:
-        found = [opened(Home.at(home), sae, listener) for sae in saes]
+        found = [open_sae(Home.at(home), sae, listener) for sae in saes]
         subjects, models = [subject for subject, _ in found], [saved.sae for _, saved in found]
         check_comparable(subjects, models)
         models = [sae.copy_to(device_named(device)) for sae in models]

@@ -18,8 +18,8 @@ from ..base.home import Home
 from ..extract.generation import continuation
 from ..extract.language_model import LanguageModel
 from ..extract.tokens import TokenTexts
+from ..sae.library import SAELike
 from .placing import Placed, model_of, placed
-from .sae_and_rows import SAELike
 from .steering import Change, changed
 
 NEW_TOKENS = 40  # of a continuation

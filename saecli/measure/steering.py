@@ -31,8 +31,8 @@ from ..extract.language_model import intercepted
 from ..extract.places import Place
 from ..extract.weights import blocks_of
 from ..sae.dictionary import SAE
+from ..sae.library import SAELike
 from .placing import Placed, check_width, placed
-from .sae_and_rows import SAELike
 
 METHODS = ("add", "clamp", "ablate")
 

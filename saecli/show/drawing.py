@@ -11,10 +11,11 @@ from ..geometry.geometry import found_in
 from ..geometry.measures import Wanted, penalty_of
 from ..geometry.plane_cells import rows_of_slice
 from ..measure.evaluate import evaluated, marked, sparsity_document, tallied
-from ..measure.sae_and_rows import RowsLike, SAELike, all_measured, measured
+from ..measure.measured import RowsLike, all_measured, measured
 from ..measure.stability import check_stability, stability
 from ..sae.dictionary import SAE
-from ..train.logs import read_metrics
+from ..sae.library import SAELike
+from ..train.files import read_metrics
 from .measures import sparsest_first
 
 NOWHERE = Path("figure.png")  # a path for what draws, of which no file is written

@@ -18,7 +18,7 @@ def places(path: Path, title: str, names: Sequence[str], share: ArrayLike, scali
         path: PNG, PDF or SVG by its ending.
         title: the run's name.
         names: of the places.
-        share: (F, P), in [0, 1]; see `evaluation/places.py`.
+        share: (F, P), in [0, 1]; see `measure/places.py`.
         scaling: (F, P), NaN where unknown.
 
     Raises:

@@ -2,9 +2,8 @@
 
 import hashlib
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -12,36 +11,14 @@ from ..base.console import Listener, Step, listening
 from ..base.errors import StoreError
 from ..base.files import file_sha256
 from ..base.home import STORE_MARKER, Home, checked_name
-from ..base.options import Config, option
 from ..base.wording import counted, size_words
-from .admission import MAX_NORM_HELP
-from .array_opening import FLATTEN, open_array
+from .array_opening import open_array
 from .arrays import ArraySource
-from .dtypes import DTYPES
 from .opening import DERIVED, filling, finished_store, told_when_stopped
+from .options import ImportConfig
 from .reader import ActivationStore
 from .schema import COLUMNS, StoreMeta, hash_request, rows_per_shard
 from .writer import StoreWriter
-
-
-@dataclass(frozen=True)
-class ImportConfig(Config):
-    """The options that determine the rows of an import, beside the file."""
-
-    panel: ClassVar[str] = "Rows"
-
-    key: str | None = option(None, "Which array of the file; needed if it holds several.")
-    labels: str | None = option(None, "A label for each row: a file with one array of whole numbers, or the key of one "
-                                      "in the same file.", metavar="FILE|KEY")
-    flatten: str | None = option(None, "Rows of an array of more than two dimensions: positions, each vector along the "
-                                       "last of (batch, position, width), split into training and test rows by whole "
-                                       "sequences; features, each element of the first dimension, such as an image. "
-                                       "Default: features for idx files, others are refused.", choices=FLATTEN)
-    max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
-    dtype: str | None = option(None, "Precision of the stored rows; default: the file's own if it is float16 or "
-                                     "bfloat16, else float32.", choices=tuple(DTYPES))
-    shard_rows: int | None = option(None, "Rows in a shard file; default: 256 MiB of them, with synthetic about "
-                                          "32,768.", minimum=1, maximum=2**31 - 1)
 
 
 def import_array(file: str | Path, name: str | None = None, *, key: str | None = None, labels: str | None = None,

@@ -13,12 +13,13 @@ from ..base.files import file_sha256
 from ..base.home import Home, checked_name
 from ..base.options import options_of
 from .checks import damaged_world
-from .import_arrays import ImportConfig, check_room
+from .import_arrays import check_room
 from .opening import DERIVED, filling, finished_store, told_when_stopped
+from .options import ImportConfig, SyntheticConfig
 from .reader import ActivationStore
 from .schema import StoreMeta, WorldRecord, hash_request, rows_per_chunk, rows_per_shard
 from .sparse_rows import CODES, INDEX, OFFSET, VALUE, SparseRows
-from .synthetic import SyntheticConfig
+from .synthetic import world_of
 from .worlds import World
 from .worlds_saelens import is_saved_world, read_saelens, world_files
 from .writer import StoreWriter
@@ -99,7 +100,7 @@ def imported_world(source: str, config: SyntheticConfig, shape: ImportConfig, gi
         there = finished_store(folder, request, listener)
         if there is not None and not damaged_world(there.path, there.meta):
             return there, True
-        world = read_saelens(source, config.seed) if is_saved_world(source) else config.world()
+        world = read_saelens(source, config.seed) if is_saved_world(source) else world_of(config)
         content = world.to_bytes()
         record = WorldRecord(world.features, hashlib.sha256(content).hexdigest())
         shard_rows = shape.shard_rows or _shard_rows(world.d_in, dtype)

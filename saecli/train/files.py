@@ -13,6 +13,8 @@ Each file but `metrics.jsonl` appears whole or not at all; lines of `metrics.jso
 dropped on resuming.
 """
 
+from __future__ import annotations
+
 import contextvars
 import importlib.util
 import json
@@ -23,16 +25,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..base.console import Listener
 from ..base.documents import parse_json, read_json
 from ..base.errors import ConfigError, RunError, one_line
 from ..base.files import appearing_whole, lock_folder, regular, to_json
 from ..base.home import RUN_MARKER, Marker
-from ..sae.formats.common import read_safetensors, write_safetensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
 PROJECT = "saecli"  # of runs in Weights & Biases and trackio, unless the environment names another
@@ -50,11 +52,15 @@ class Progress:
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
     """Replace a run's checkpoint by the tensors needed to resume, by name, and the progress."""
+    from ..sae.formats.common import write_safetensors  # imports torch
+
     write_safetensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
     """What `save_checkpoint` wrote last, None if it never did; RunError if the file is damaged."""
+    from ..sae.formats.common import read_safetensors  # imports torch
+
     path = folder / CHECKPOINT
     if not path.exists():
         return None

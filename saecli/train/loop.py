@@ -23,7 +23,6 @@ from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction, reconstructions
 from ..store.rows import RowSource
 from .array_rows import HeldRows
-from .config import DTYPES
 from .files import Progress
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
@@ -208,7 +207,11 @@ def start_training(plan: Plan, record: Record, show: Step = lambda done, words="
     if state:
         demand_shapes(state, {name: tuple(own.shape) for name, own in solver.state().items()})
         solver.restore(state)
-    record.begin(progress.step, plan.epochs)
+    try:
+        record.begin(progress.step, plan.epochs)
+    except BaseException:
+        record.end()
+        raise
     worst = DIVERGED * max(1.0, (sample.y.square().sum(1).mean() / normalisation.variance).item())
     return Training(plan, record, show, rows, solver, replace(progress), worst)
 
@@ -223,7 +226,7 @@ def _normalised(plan: Plan, state: Mapping[str, Tensor], holds: bool, communicat
         normalisation = Normalisation(**{name: state[f"normalisation.{name}"] for name in shapes}, d_in=rows.d_in)
     else:
         spread = communicator.broadcast_object(rows.spread)
-        normalisation = fit_normalisation(training.normalize, spread, DTYPES[training.dtype], rows.widths,
+        normalisation = fit_normalisation(training.normalize, spread, getattr(torch, training.dtype), rows.widths,
                                           rows.d_target)
     # A GPU gets the rows as stored, and converts them.
     stored = rows if device.type == "cpu" else HeldRows(rows, device) if holds else rows.as_stored()
@@ -235,15 +238,17 @@ class Loop:
 
     Args:
         trainings: one per SAE; their plans have the same rows, normalisation, batch size and order.
+        alone: whether to raise the error of a training, rather than continue with the others.
 
     Attributes:
-        errors: with several trainings, the errors of those that failed; the others continue.
+        errors: of trainings that failed while others continued.
     """
 
-    def __init__(self, trainings: Sequence[Training]) -> None:
-        self.trainings = trainings
+    def __init__(self, trainings: Sequence[Training], alone: bool = True) -> None:
+        self.trainings, self.alone = trainings, alone
         self.errors: dict[Training, Exception] = {}
         self._tests: dict[Training, Measures] = {}
+        self._began = 0.0  # of the epoch
 
     def train(self) -> list[SAE]:
         """Train to the end.
@@ -255,23 +260,27 @@ class Loop:
             TrainingError: the only one diverged: the loss or a weight became NaN or infinite, or the reconstructions
                 are far worse than none; its last checkpoint is from before that.
         """
-        for epoch in range(min(one.progress.epoch for one in self.trainings),
-                           max(one.plan.epochs for one in self.trainings)):
-            running = [one for one in self.live() if one.progress.epoch == epoch < one.plan.epochs]
-            if not running:
-                break
-            began = time.monotonic()
-            self._each(lambda one: one.solver.begin_epoch(), running)
-            self._decoder_steps(epoch, 0, running, began)
-            with closing(running[0].rows.shuffled(epoch)) as batches:
-                for number, batch in enumerate(batches, 1):
-                    self._each(lambda one, batch: one.look(one.solver.step(batch), began), running, batch)
-                    self._decoder_steps(epoch, number, running, began)
-                    if all(one.solver.finished for one in self.live(running)):
-                        break
-            self._each(lambda one: one.look(one.solver.end_epoch(), began, now=True), running)
-            self._decoder_steps(epoch, running[0].plan.batches, running, began)
-            self._keep(running, began)
+        try:
+            for epoch in range(min((one.progress.epoch for one in self.trainings), default=0),
+                               max((one.plan.epochs for one in self.trainings), default=0)):
+                running = [one for one in self.live() if one.progress.epoch == epoch < one.plan.epochs]
+                if not running:
+                    break
+                self._began = time.monotonic()
+                self._each(lambda one: one.solver.begin_epoch(), running)
+                self._decoder_steps(epoch, 0, running)
+                with closing(running[0].rows.shuffled(epoch)) as batches:
+                    for number, batch in enumerate(batches, 1):
+                        self._each(lambda one, batch: one.look(one.solver.step(batch), self._began), running, batch)
+                        self._decoder_steps(epoch, number, running)
+                        if all(one.solver.finished for one in self.live(running)):
+                            break
+                self._each(lambda one: one.look(one.solver.end_epoch(), self._began, now=True), running)
+                self._decoder_steps(epoch, running[0].plan.batches, running)
+                self._keep(running)
+        finally:
+            for one in self.trainings:
+                one.record.end()
         return [one.sae for one in self.live()]
 
     def results(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
@@ -289,7 +298,7 @@ class Loop:
         """Those that have not failed."""
         return [one for one in (self.trainings if trainings is None else trainings) if one not in self.errors]
 
-    def _decoder_steps(self, epoch: int, number: int, running: Sequence[Training], began: float) -> None:
+    def _decoder_steps(self, epoch: int, number: int, running: Sequence[Training]) -> None:
         """Make the decoder steps due after a batch of an epoch; solvers that need equally many rows share a pass."""
         order = epoch * (running[0].plan.batches + 1) + number  # other rows for each pass, if not all are taken
         while due := {one.solver.due for one in self.live(running)} - {None}:
@@ -299,9 +308,9 @@ class Loop:
             self._each(lambda one, again: one.solver.begin_pass(again), members, again)
             for batch in again():
                 self._each(lambda one, batch: one.solver.observe(batch), members, batch)
-            self._each(lambda one: one.end_pass(began), members)
+            self._each(lambda one: one.end_pass(self._began), members)
 
-    def _keep(self, running: Sequence[Training], began: float) -> None:
+    def _keep(self, running: Sequence[Training]) -> None:
         """Keep the epoch, after its decoder step: SAEs, checkpoints, and measures on the test rows."""
         saes = {one: one.sae for one in self.live(running)}
         self._each(lambda one: one.demand_convergence(saes[one]), running)
@@ -310,7 +319,7 @@ class Loop:
             measured = self._measured([saes[one] for one in live], live[0].plan.test_rows)
             tests = dict(zip(live, measured, strict=True))
         self._tests |= tests
-        self._each(lambda one: one.keep(saes[one], tests.get(one), began), live)
+        self._each(lambda one: one.keep(saes[one], tests.get(one), self._began), live)
 
     def _each(self, action: Callable[..., None], trainings: Sequence[Training], *given: Any) -> None:
         """Call `action(training, *given)` for each that has not failed; with several, an error ends only its own."""
@@ -318,7 +327,7 @@ class Loop:
             try:
                 action(one, *given)
             except Exception as error:  # reported at the end, when the others have finished
-                if len(self.trainings) == 1:
+                if self.alone:
                     raise
                 self.errors[one] = error
 

@@ -1,7 +1,7 @@
 """Training runs, each in its own folder; several together from one reading of the rows."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -23,6 +23,7 @@ from ..extract.streaming import Streamed
 from ..sae.activations import activation_from_json, activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
+from ..sae.library import origin_of
 from ..store.joined import Joined
 from ..store.opening import open_joined
 from .config import TrainingConfig
@@ -42,17 +43,6 @@ from .loop import Loop, Measures, Record, Training, start_training
 from .plan import Plan, doubts_at_start
 from .solvers import SOLVERS
 from .start import Start
-
-# Of the rows' source, kept in an SAE's file.
-SOURCE = ("model", "layer", "site", "dataset", "context", "prepend_bos", "target_layer", "target_site", "inputs")
-
-
-def origin_of(stores: Joined | Streamed, split_seed: int = 0, fraction: float = 1.0) -> dict[str, Any]:
-    """The stores, the source of their rows and the split that was trained on, for an SAE's file: fields of `Origin`."""
-    source = {key: stores.origin[key] for key in SOURCE if key in stores.origin}
-    if isinstance(stores, Joined):
-        source |= stores.names() | {"split_seed": split_seed, "fraction": fraction}
-    return source
 
 
 @dataclass(frozen=True)
@@ -96,15 +86,6 @@ class Run:
                  "", "# Not given, and so by default:", *(f"# {line}" for line in toml_lines(filled))]
         with appearing_whole(folder / CONFIG) as temporary:
             temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def settings_in(folder: Path) -> dict[str, Any]:
-    """All options of the run in a folder, by name, as of `Plan.settings`, and its stores'."""
-    document = read_settings(folder / RUN_MARKER)
-    solver, activation = dict(document["solver"]), dict(document["activation"])
-    named = {name: document[name] for name in ("data", "beside", "target") if name in document}
-    return {"solver": solver.pop("name"), "act": activation.pop("name"), **named, **document["training"], **solver,
-            **activation}
 
 
 class RunRecord(Record):
@@ -204,14 +185,13 @@ def _new_folder(runs: Path, name: str | None, stem: str, claims: ExitStack) -> P
     return runs / str(name)
 
 
-def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack, communicator: Communicator,
-                start_of: Callable[[str], Start]) -> Job:
+def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack,
+                communicator: Communicator) -> Job:
     """A run to resume, whose folder rank 0 claims.
 
     Args:
         name: the run's; by default the newest unfinished one.
         claims: until it is closed the folder is claimed.
-        start_of: opens the SAE of a name again, which a run without a checkpoint starts from anew.
 
     Raises:
         RunError: there is none, it is finished, or it is being trained; or its settings, its store or the SAE that it
@@ -223,7 +203,7 @@ def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitSt
     plan, begun = job.run.plan, job.run.plan.start
     if begun is None or communicator.broadcast_object((job.folder / CHECKPOINT).exists):
         return job
-    start = communicator.broadcast_object(lambda: begun.again(start_of(begun.name)))
+    start = communicator.broadcast_object(lambda: begun.again(home, listener))
     return replace(job, run=replace(job.run, plan=replace(plan, start=start)))
 
 
@@ -338,15 +318,16 @@ def _announce(job: Job, listener: Listener, communicator: Communicator) -> None:
 def _trained(jobs: Sequence[Job], listener: Listener,
              communicator: Communicator) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
     """Train to the end, and finish the run folders; as of `train_runs`."""
-    one, trainings, errors = len(jobs) == 1, dict[str, Training](), dict[str, Exception]()
+    one = len(jobs) == 1
+    trainings: dict[str, Training] = {}
+    errors: dict[str, Exception] = {}
     title, total = ("training", jobs[0].run.plan.steps) if one else (f"training {len(jobs)} SAEs", None)
-    with ExitStack() as records, listener.progress(title, total, "steps") as show:
+    with listener.progress(title, total, "steps") as show:
         progress = _Progress(show)
         for job in jobs:
             name = job.folder.name
             try:
                 record = RunRecord(job.run, job.folder, listener) if communicator.is_main else Record()
-                records.callback(record.end)
                 shared = next((training.rows for training in trainings.values()), None)
                 trainings[name] = start_training(job.run.plan, record, show if one else progress.of(name), len(jobs),
                                                  communicator, shared)

@@ -7,17 +7,21 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from ..base.console import Listener
 from ..base.errors import ConfigError, RunError
 from ..base.files import to_json
+from ..base.home import Home
 from ..sae.activations import Activation, JumpRelu, activation_to_json
 from ..sae.batch import Batch
 from ..sae.codes import Prefixes
 from ..sae.dictionary import SAE
+from ..sae.library import lasting_name, open_sae
 from ..store.rows import RowSource
 from .rows import Normalisation
 
@@ -110,11 +114,24 @@ class Start:
     sae: SAE | None
 
     @classmethod
-    def of(cls, name: str, sae: SAE) -> Self:
-        return cls(name, fingerprint(sae), sae)
+    def open(cls, home: Home, sae: SAE | str | Path, listener: Listener) -> Self:
+        """A start from an SAE, a run's name or anything else that `load_sae` takes."""
+        subject, saved = open_sae(home, sae, listener)
+        return cls(lasting_name(home, sae, subject), fingerprint(saved.sae), saved.sae)
 
-    def again(self, found: "Start") -> Self:
+    @property
+    def activation(self) -> str:
+        """The name of the SAE's activation."""
+        return self._sae.activation.name
+
+    @property
+    def _sae(self) -> SAE:
+        assert self.sae is not None, "a training that resumes from a checkpoint has no start"
+        return self.sae
+
+    def again(self, home: Home, listener: Listener) -> Self:
         """The same with its SAE, opened again; RunError if that has changed."""
+        found = Start.open(home, self.name, listener)
         if found.hash != self.hash:
             raise RunError(f"{self.name} is not the SAE that this run was begun from, though it has its name; train "
                            "anew")
@@ -122,7 +139,7 @@ class Start:
 
     def settings(self, act: str) -> dict[str, Any]:
         """The settings, such as `k`, of an activation that has the SAE's name; none for another."""
-        own = self.sae.activation
+        own = self._sae.activation
         return {name: getattr(own, name) for name in own.of_codes} if own.name == act else {}
 
     def settled(self, d_sae: int | None, prefixes: str | None, skip: bool, activation: Activation,
@@ -133,7 +150,7 @@ class Start:
             ConfigError: the rows or their targets have another width than the SAE's, another `d_sae` is given, or
                 initial thresholds are given and the SAE has its own.
         """
-        sae = self.sae
+        sae = self._sae
         for what, wanted, got in (("rows", sae.d_in, rows.d_in), ("targets", sae.d_out, rows.d_target or rows.d_in)):
             if wanted != got:
                 raise ConfigError(f"--init {self.name} cannot be trained on these rows: expected {what} of {wanted} "
@@ -161,7 +178,7 @@ class Start:
             ConfigError: the activation's target for L0 cannot be reached from there.
         """
         mean, scale, target_mean, target_scale = (part.double() for part in normalisation.of_sae())
-        own = self.sae.copy_to(torch.float64).copy_to(sample.device)
+        own = self._sae.copy_to(torch.float64).copy_to(sample.device)
         # Raw rows are normalised ones, normalised by these.
         own = balanced(own.on_raw_rows(-mean / scale, 1 / scale, -target_mean / target_scale, 1 / target_scale))
         start = activation.parameters(own.d_sae) | activation.training_parameters(own.d_sae)
@@ -182,10 +199,11 @@ class Start:
         """Refuse a target for L0 above the number of positive pre-activations per row, which thresholds of 0 reach."""
         if isinstance(activation, JumpRelu) and activation.target_l0 is not None and positive < activation.target_l0:
             raise ConfigError(f"--target-l0 must be at most {positive:.1f}, the positive pre-activations per row of "
-                              f"--init {self.name}, got {activation.target_l0:g}; lower --target-l0, or use another --act", option="target_l0")
+                              f"--init {self.name}, got {activation.target_l0:g}; lower it, or use another --act",
+                              option="target_l0")
 
     def _has_parameters(self, activation: Activation) -> bool:
-        return type(activation) is type(self.sae.activation)
+        return type(activation) is type(self._sae.activation)
 
 
 def fingerprint(sae: SAE) -> str:

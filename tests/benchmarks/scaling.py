@@ -34,10 +34,9 @@ from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
 from saecli.train.config import TrainingConfig
-from saecli.train.loop import Loop
+from saecli.train.loop import Loop, Record
 from saecli.train.pam_sgd import PamSgd, PamSgdSolver
 from saecli.train.plan import Plan
-from saecli.train.trainer import Record, Trainer
 
 ROWS, BATCH, SEED = 24_576, 2_048, 0
 COUNTED = ("all_reduce", "reduce", "broadcast", "send", "recv")

@@ -14,8 +14,9 @@ from storing import collect
 import saecli
 from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
+from saecli.store.options import SyntheticConfig
 from saecli.store.reader import ActivationStore
-from saecli.store.synthetic import SyntheticConfig
+from saecli.store.synthetic import world_of
 from saecli.store.worlds import World
 
 G, D, ROWS = 64, 8, 3000
@@ -43,7 +44,7 @@ def test_rows_and_true_codes_are_those_of_the_world_and_stay_together_through_th
     document = sae("import", "synthetic", *SMALL, "--shard-rows", "700", "--json").json
     assert (document["name"], document["rows"], document["d_in"], document["shards"]) == ("synthetic", ROWS, D, 5)
     assert document["source"]["features"] == G and not document["cached"]
-    store, world = opened(sae), CONFIG.world()
+    store, world = opened(sae), world_of(CONFIG)
     codes = world.codes(0, 0)[:ROWS]
     np.testing.assert_array_equal(collect(store.split("all").sequential(100)), world.rows(codes))
     np.testing.assert_array_equal(truth_of(store), codes.active(G))
@@ -125,7 +126,7 @@ def perfect(world: World) -> SAE:
 
 def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):
     sae("import", "synthetic", *SMALL)
-    make_run(sae.home, "run", perfect(CONFIG.world()), data="synthetic")
+    make_run(sae.home, "run", perfect(world_of(CONFIG)), data="synthetic")
     make_run(sae.home, "random", random_sae(d_in=D), data="synthetic")
     done = sae("eval", "run", "random", "--json").json["runs"]
     assert done[0]["mcc"] == pytest.approx(1) and done[0]["uniqueness"] == 1

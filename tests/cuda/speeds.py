@@ -21,8 +21,8 @@ from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
 from saecli.train.config import TrainingConfig
 from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
-from saecli.train.rows import initial_sae
 from saecli.train.solvers import SOLVERS
+from saecli.train.start import initial_sae
 from saecli.train.task import Task
 
 PRECISIONS = ("float32", "tf32", "bf16")

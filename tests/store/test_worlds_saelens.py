@@ -30,7 +30,7 @@ def codes_of(store: ActivationStore, which: str, features: int) -> np.ndarray:
     return np.concatenate([dense(codes, features) for codes in store.split(which).codes(1000)])
 
 
-def test_every_score_agrees_with_saelens_scorer_on_the_same_sae_and_rows(sae: CommandLine, tmp_path: Path):
+def test_every_score_agrees_with_saelens_scorer_on_the_same_measured(sae: CommandLine, tmp_path: Path):
     python_with("saelens")
     words = ["--features", str(G), "--d-in", "40", "--l0", "6", "--rows", "12000"]
     assert sae("import", "synthetic", *words, "--name", "world").status == 0

@@ -20,7 +20,7 @@ from torch import Tensor
 from saecli.sae.activations import Activation, SoftTopK, Swish
 from saecli.sae.batch import Batch
 from saecli.train.pam_sgd import PamSgd, PamSgdSolver
-from saecli.train.rows import initial_sae
+from saecli.train.start import initial_sae
 
 ALPHA, BETA, MU, NU = 2.0, 1.0, 10.0, 10.0
 OUTER = 60

@@ -17,9 +17,10 @@ from saecli.sae.activations import ACTIVATIONS, AbsTopK, Activation, BatchTopK, 
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
 from saecli.store.statistics import Spread
-from saecli.train.logs import read_metrics
-from saecli.train.normalisation import NORMALISATIONS, fit_normalisation
-from saecli.train.starting import Start, fingerprint
+from saecli.train.config import NORMALISATIONS
+from saecli.train.files import read_metrics
+from saecli.train.rows import fit_normalisation
+from saecli.train.start import Start, fingerprint
 
 STILL = ("--solver", "sgd", "--steps", "1", "--lr", "1e-12", "--smoothing", "0", "--json")
 
@@ -47,7 +48,7 @@ def test_on_normalised_rows_the_start_has_the_codes_it_has_on_raw_ones_up_to_one
     rows = torch.from_numpy(30 * some_rows(500)).double() * torch.linspace(0.5, 2, 8)
     normalisation = fit_normalisation(normalize, Spread.measured([rows.numpy()], 8), torch.float64)
     sample = normalisation(rows)
-    begun = Start.of("sae", sae).initial(sae.activation, sample, normalisation, ())
+    begun = Start("sae", fingerprint(sae), sae).initial(sae.activation, sample, normalisation, ())
     z, codes = sae.encode(rows), begun.encode(sample)
     factor = (codes.norm() / z.norm()).item()
     torch.testing.assert_close(codes, factor * z)

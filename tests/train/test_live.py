@@ -18,7 +18,8 @@ from test_train import assert_same_weights
 from saecli.base.console import Silent
 from saecli.base.errors import ConfigError, ModelError
 from saecli.base.home import Home
-from saecli.extract.config import ExtractConfig, StoreRequest
+from saecli.extract.config import StoreRequest
+from saecli.extract.options import ExtractConfig
 from saecli.extract.places import Place
 from saecli.extract.streaming import Streamed, open_stream
 from saecli.sae.activations import ACTIVATIONS
@@ -28,10 +29,9 @@ from saecli.store.split import is_test
 from saecli.train.array_rows import ArrayRows
 from saecli.train.config import TrainingConfig
 from saecli.train.live import LiveRows
-from saecli.train.loop import Loop
+from saecli.train.loop import Loop, Record
 from saecli.train.plan import Plan
 from saecli.train.solvers import SOLVERS
-from saecli.train.trainer import Record, Trainer
 
 D = 6
 TRAIN = ("train", "--model", "tiny-gemma2", "--layer", "2")

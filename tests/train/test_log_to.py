@@ -15,8 +15,8 @@ from environments import python_with
 from homes import CommandLine, make_store, some_rows
 
 import saecli
-from saecli.train.logs import read_metrics
-from saecli.train.run import RunRecord
+from saecli.train.files import read_metrics
+from saecli.train.runs import RunRecord
 
 QUICK = ("--d-sae", "24", "--epochs", "4", "--batch-size", "64", "--inner-steps", "2", "--name", "run")
 installed = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None,

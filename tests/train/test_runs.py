@@ -8,10 +8,10 @@ import torch
 
 from saecli.base.errors import FormatError, RunError
 from saecli.base.home import Home
-from saecli.measure.sae_and_rows import Subject, find_subject
 from saecli.sae.activations import Relu, activation_to_json
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save, save_native
+from saecli.sae.library import Subject, find_subject
 
 
 def small_sae() -> SAE:

@@ -14,7 +14,8 @@ from device_cases import ACTS, ROWS, SOLVERS, trained
 
 from saecli.measure.worlds import Alignment, FeatureScores
 from saecli.sae.metrics import firing, reconstruction
-from saecli.store.synthetic import SyntheticConfig
+from saecli.store.options import SyntheticConfig
+from saecli.store.synthetic import world_of
 from saecli.train.optimizers import Adam
 from saecli.train.solver import Solver
 
@@ -98,7 +99,7 @@ def test_measuring_does_not_wait_for_the_device() -> None:
 
 @pytest.mark.parametrize("act", ["relu", "topk"])
 def test_known_features_are_scored_on_a_device_as_on_the_cpu(act: str) -> None:
-    world = SyntheticConfig(features=40, d_in=ROWS.shape[1], l0=4).world()
+    world = world_of(SyntheticConfig(features=40, d_in=ROWS.shape[1], l0=4))
     truth = world.codes(0, 0)[:600]
     sae, _ = trained("cpu", "sgd", act, {})
     found = []

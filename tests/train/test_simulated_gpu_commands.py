@@ -15,13 +15,15 @@ from test_held import rows_of  # noqa: E402
 
 import saecli  # noqa: E402
 from saecli.base import precision  # noqa: E402
-from saecli.measure.api import _planned  # noqa: E402
 from saecli.sae.codes import DenseCodes, SparseCodes  # noqa: E402
 from saecli.store.dtypes import DTYPES  # noqa: E402
 from saecli.store.joined import Joined  # noqa: E402
 from saecli.train.array_rows import HeldRows  # noqa: E402
-from saecli.train.loop import Loop  # noqa: E402
-from saecli.train.trainer import Record, Trainer  # noqa: E402
+from saecli.train.fit import planned  # noqa: E402
+from saecli.train.loop import (  # noqa: E402
+    Loop,
+    Record,
+)
 
 dense = simulated.dense  # products as a device takes them
 GPU = simulated_gpu.NAME
@@ -155,7 +157,7 @@ def test_measuring_a_store_does_not_wait_per_batch(run: Path, stores: list[saecl
                                                    monkeypatch: pytest.MonkeyPatch):
     waits = []
     for rows in (64, 16):
-        monkeypatch.setattr("saecli.measure.sae_and_rows.BATCH_ROWS", rows)
+        monkeypatch.setattr("saecli.measure.measured.BATCH_ROWS", rows)
         with simulated_gpu.waits_within() as found:
             saecli.evaluate(run, stores[0], split="train", device=GPU)
         waits.append(found)
@@ -197,7 +199,7 @@ def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str, kept:
     monkeypatch.setattr("saecli.train.trainer.MOST_TAKEN", 0.8 if kept else 0.0)
     rows, saes = rows_of(tmp_path / "store", dtype), []
     for where in ("cpu", GPU):
-        plan = _planned(rows, None, "pam-sgd", "relu", {"d_sae": 16, "epochs": 2, "batch_size": 100, "device": where})
+        plan = planned(rows, "pam-sgd", "relu", {"d_sae": 16, "epochs": 2, "batch_size": 100, "device": where})
         trainer = Trainer(plan, Record())
         (sae,) = Loop([trainer]).train()
         saes.append(sae)

@@ -15,10 +15,10 @@ from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
 from saecli.sae.metrics import reconstruction
 from saecli.train.pam_sgd import PamSgd, PamSgdSolver
-from saecli.train.rows import initial_sae
 from saecli.train.sgd import Sgd
 from saecli.train.solver import Solver, SolverConfig
 from saecli.train.solvers import SOLVERS
+from saecli.train.start import initial_sae
 from saecli.train.task import StepReport
 
 D, F = 6, 16

@@ -26,13 +26,14 @@ from saecli.base.errors import ConfigError
 from saecli.sae.activations import JumpRelu, Relu, SoftTopK, TopK
 from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
-from saecli.train.checkpoints import Progress
-from saecli.train.optimizers import OPTIMIZERS, outer_iterations, weight_at
+from saecli.train.files import Progress
+from saecli.train.optimizers import OPTIMIZERS, outer_iterations
+from saecli.train.options import weight_at
 from saecli.train.pam_sgd import PamSgd, PamSgdSolver, batches_between_decoder_steps
-from saecli.train.rows import initial_sae
-from saecli.train.run import RunRecord
+from saecli.train.runs import RunRecord
 from saecli.train.sgd import Sgd
 from saecli.train.solver import SolverConfig
+from saecli.train.start import initial_sae
 
 WHOLE = ("--optimizer", "lbfgs", "--batch-size", "1000")
 PAPER = ("--decoder", "free", "--alpha", "1e-3", "--bias", "after", "--decoder-first", "--clip-norm", "1", "--mu-enc",

@@ -15,9 +15,9 @@ from saecli.sae.activations import BatchTopK, Relu, TopK
 from saecli.sae.batch import Batch
 from saecli.train.optimizers import OPTIMIZERS
 from saecli.train.pam_sgd import PamSgd
-from saecli.train.rows import initial_sae
 from saecli.train.sgd import Sgd
 from saecli.train.solver import Solver, SolverConfig
+from saecli.train.start import initial_sae
 
 FREE = PamSgd(decoder="free", alpha=0.5, revive=False)
 

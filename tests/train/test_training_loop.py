@@ -10,11 +10,10 @@ from homes import make_store, some_rows
 
 import saecli
 from saecli.base.errors import ConfigError, TrainingError
-from saecli.measure.api import _planned
 from saecli.store.rows import Rows
 from saecli.train.array_rows import ArrayRows
-from saecli.train.loop import Loop
-from saecli.train.trainer import Record, Trainer
+from saecli.train.fit import planned
+from saecli.train.loop import Loop, Record
 
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
 KINDS = [("pam-sgd", "topk", {"k": 3}), ("sgd", "jumprelu", {}), ("pam-sgd", "batchtopk", {"k": 2, "inner_steps": 2}),
@@ -55,7 +54,7 @@ class Failing(Lines):
 def trainer(rows: Any, solver: str = "sgd", act: str = "topk", record: Record | None = None,
             **options: Any) -> Trainer:
     given = QUICK | ({"k": 3} if act == "topk" else {}) | options
-    return Trainer(_planned(rows, None, solver, act, given), record or Lines())
+    return Trainer(planned(rows, solver, act, given), record or Lines())
 
 
 def same(one: saecli.SAE, other: saecli.SAE) -> bool:

@@ -7,7 +7,7 @@ import typer
 
 from ...base.files import write_csv
 from ...measure.evaluate import TOKENS, check_tokens_of_model, evaluated, marked, warnings
-from ...measure.sae_and_rows import all_measured
+from ...measure.measured import all_measured
 from ...measure.stability import (
     MATCH_THRESHOLD,
     check_comparable,

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from ...base.distributed import communicator
-from ...extract.config import ExtractConfig
 from ...extract.extraction import extract_stores
+from ...extract.options import ExtractConfig
 from ...extract.places import SITES
 from ...store.listing import stored
 from ...store.opening import told_when_stopped

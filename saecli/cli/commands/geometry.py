@@ -9,7 +9,7 @@ from ...geometry.geometry import found_in
 from ...geometry.measures import Wanted, penalty_of
 from ...geometry.plane_cells import rows_of_slice
 from ...geometry.survey import SAMPLE_ROWS
-from ...measure.sae_and_rows import all_measured
+from ...measure.measured import all_measured
 from ...show.geometry_tables import disagreement, one_table, several_table
 from ..options import Json, Plot, Runs, start
 from .eval import Data, SplitName, given

@@ -3,7 +3,7 @@
 import typer
 
 from ...measure.evaluate import sparsity_document, tallied
-from ...measure.sae_and_rows import all_measured
+from ...measure.measured import all_measured
 from ...show.measures import extremes, places_table, sparsity_table
 from ..options import Device, Json, Plot, Runs, start
 from .eval import Data, SplitName, Target

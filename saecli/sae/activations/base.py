@@ -1,21 +1,26 @@
 """The base of all activations: a configuration that owns its parameters, its gradient and its penalties.
 
+Modules of activations import torch inside functions: help pages list their options without it.
+
 Shapes: B rows, D = d_in, F = d_sae. Latent i is active on a row when its code is not zero.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
 from ...base.errors import ConfigError
 from ...base.options import Config, option
-from ..codes import Codes
 
-Parameters = dict[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..codes import Codes
+
+Parameters: TypeAlias = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ class Activation(Config):
             codes: codes of some rows, (B, F).
             W_dec: decoder weights, (F, D).
         """
-        return codes.map(torch.abs).sums() if sparsity == "l1" else W_dec.new_zeros(len(W_dec))
+        return codes.map(abs).sums() if sparsity == "l1" else W_dec.new_zeros(len(W_dec))
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
         """The parameters with which pre-activations scaled by `factor` > 0 give codes scaled by it; None if there are
@@ -141,7 +146,7 @@ class Activation(Config):
     def penalty_l1(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """Scale-free L1, `mean over rows of sum_i |z_i| ||W_dec_i||`: shrinking codes against a growing decoder
         gains nothing."""
-        return (codes.map(torch.abs).sums() / len(pre)) @ W_dec.norm(dim=1)
+        return (codes.map(abs).sums() / len(pre)) @ W_dec.norm(dim=1)
 
     def penalty_l1_codes(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """L1 of the codes alone, `mean over rows of sum_i |z_i|`, independent of the decoder's norms."""
@@ -227,7 +232,7 @@ class TargetsRate(Activation):
         size, norms = codes.values.abs(), codes.by_latent(W_dec.norm(dim=1))
         rise = codes.with_values(size * half / (size * norms + half).square()).sums()  # of B rho_i with the norm
         pull = ((1 - rho) / (1 - rates) - rho / rates) * rise
-        return torch.where((rates > rho) & (rates < 1 - LEAST_RATE), pull, 0.0)
+        return pull.where((rates > rho) & (rates < 1 - LEAST_RATE), 0.0)
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
         """A nat of divergence costs a hundredth of a row's mean squared norm."""

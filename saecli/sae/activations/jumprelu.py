@@ -17,20 +17,22 @@ Sparsity via Constrained Optimization" (2022), for multipliers on L0.
 Shapes: B rows, F = d_sae, n entries of codes.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from ...base.errors import ConfigError
 from ...base.options import option
-from ..codes import Codes
-from ..encoding import selected
 from .base import Parameters, TargetsRate
 from .thresholded import Thresholded
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..codes import Codes
 
 TARGET_L0, MOST_TARGETED = 32.0, 1 / 8  # the default target, and the largest fraction of the latents that it may be
 THRESHOLD = 0.1  # at the start, unless fitted to a target
@@ -44,44 +46,6 @@ THRESHOLD_RATE = 0.05  # relative change of all thresholds per step, over the sa
 # Smoothing at which training rows have about as many active latents as rows held out. Wider smoothing activates more:
 # where it is 0.31 in training (6,000 rows, 2,048 latents), held-out rows had 0.84 of the target.
 HELD_OUT_WIDTH = 0.2
-
-
-class _Gate(torch.autograd.Function):
-    """`pre * H(pre - threshold)`, elementwise, with straight-through gradients: of the threshold, and, if `to_pre`, of
-    the step in the pre-activation."""
-
-    @staticmethod
-    def forward(ctx, pre: Tensor, threshold: Tensor, width: Tensor | float, to_pre: bool) -> Tensor:
-        active = pre > threshold
-        ctx.save_for_backward(active, _kernel(pre, threshold, width) * threshold)
-        ctx.to_pre = to_pre
-        return pre * active
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        active, jump = ctx.saved_tensors
-        step = jump * gradient
-        return gradient * active + step if ctx.to_pre else gradient * active, -step, None, None
-
-
-class _Step(torch.autograd.Function):
-    """`H(pre - threshold)`, elementwise, with straight-through gradients of both."""
-
-    @staticmethod
-    def forward(ctx, pre: Tensor, threshold: Tensor, width: Tensor | float) -> Tensor:
-        ctx.save_for_backward(_kernel(pre, threshold, width))
-        return (pre > threshold).to(pre.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        step = ctx.saved_tensors[0] * gradient
-        return step, -step, None
-
-
-def _kernel(pre: Tensor, threshold: Tensor, width: Tensor | float) -> Tensor:
-    """The rectangular kernel that stands for the derivative of the step, 1 / width where `|pre - threshold| < width /
-    2`."""
-    return torch.where((pre - threshold).abs() < width / 2, 1 / torch.as_tensor(width).to(pre), 0.0)
 
 
 @dataclass(frozen=True)
@@ -148,10 +112,14 @@ class JumpRelu(Thresholded, TargetsRate):
 
     def parameters(self, d_sae: int) -> Parameters:
         """The thresholds, (F,)."""
+        import torch
+
         return {"threshold": torch.full((d_sae,), THRESHOLD if self.threshold is None else self.threshold)}
 
     def training_parameters(self, d_sae: int) -> Parameters:
         """The controller's state, if there is a target: the current `aim` for L0, and the `multiplier` m; scalars."""
+        import torch
+
         if self.target_l0 is None:
             return {}
         return {"aim": torch.tensor(self._aim(0.0, d_sae)), "multiplier": torch.zeros(())}
@@ -174,7 +142,7 @@ class JumpRelu(Thresholded, TargetsRate):
             return parameters
         kept = min(max(1, round(parameters["aim"].item() * len(pre))), pre.numel())
         lowest = pre.flatten().topk(kept).values[-1].clamp(min=1e-3 * pre.std())
-        return parameters | {"threshold": torch.full_like(parameters["threshold"], lowest.item())}
+        return parameters | {"threshold": parameters["threshold"].new_full((pre.shape[1],), lowest.item())}
 
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
         """The thresholds, (F,), clamped at zero."""
@@ -183,12 +151,14 @@ class JumpRelu(Thresholded, TargetsRate):
     def _width(self, thresholds: Tensor) -> Tensor:
         """The width of each latent's kernel, (F,)."""
         if self.bandwidth is not None or self.target_l0 is None:
-            return torch.full_like(thresholds, self.bandwidth or BANDWIDTH)
+            return thresholds.new_full(thresholds.shape, self.bandwidth or BANDWIDTH)
         # Relative, since pre-activations, and thresholds with them, grow severalfold in training.
         return RELATIVE_BANDWIDTH * thresholds.detach()
 
     def _near(self, pre: Tensor, parameters: Parameters) -> tuple[Codes, Tensor, Tensor]:
         """The pre-activations that are active or have a gradient, their thresholds and the widths of their kernels."""
+        from ..encoding import selected
+
         thresholds = self.thresholds(parameters, pre.shape[-1])
         width = self._width(thresholds)
         # Pre-activations just below their threshold give zero codes, but contribute to gradients.
@@ -198,8 +168,10 @@ class JumpRelu(Thresholded, TargetsRate):
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`pre` where it exceeds its latent's threshold, else 0, (B, F)."""
+        from .gates import Gate
+
         near, thresholds, width = self._near(pre, parameters)
-        return near.with_values(_Gate.apply(near.values, thresholds, width, self.target_l0 is not None))
+        return near.with_values(Gate.apply(near.values, thresholds, width, self.target_l0 is not None))
 
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
         """With a target, the controller's step: thresholds and multiplier follow the excess of L0 over the aim."""
@@ -207,7 +179,7 @@ class JumpRelu(Thresholded, TargetsRate):
         if self.target_l0 is None:
             return {}
         aim = parameters["aim"]
-        excess = (codes.count() / (rows * aim) - 1).clamp(max=1.0) if rows else torch.zeros_like(aim)
+        excess = (codes.count() / (rows * aim) - 1).clamp(max=1.0) if rows else aim.new_zeros(())
         return {"threshold": parameters["threshold"] * (THRESHOLD_RATE * excess).exp(),
                 "multiplier": parameters["multiplier"] + MULTIPLIER_RATE * excess,
                 "aim": aim.clamp(max=self._aim(progress, d_sae))}  # which may have begun lower
@@ -215,6 +187,8 @@ class JumpRelu(Thresholded, TargetsRate):
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
         """With a target, the thresholds times the factor that leaves as many active on rows smoothed as little as rows
         held out seem, as were on rows smoothed as in training, whose L0 the controller holds."""
+        import torch
+
         if self.target_l0 is None:
             return {}
         thresholds = self.thresholds(parameters, pre.shape[-1])
@@ -249,5 +223,7 @@ class JumpRelu(Thresholded, TargetsRate):
 
     def _l0(self, pre: Tensor, parameters: Parameters) -> Tensor:
         """Mean number of active latents."""
+        from .gates import Step
+
         near, thresholds, width = self._near(pre, parameters)
-        return _Step.apply(near.values, thresholds, width).sum() / len(pre)
+        return Step.apply(near.values, thresholds, width).sum() / len(pre)

@@ -1,16 +1,18 @@
 """Activations that keep the largest pre-activations of each row: topk and its kin. Shapes: B rows, F = d_sae."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from ...base.errors import ConfigError
 from ...base.options import option
-from ..codes import Codes
-from ..encoding import at
 from .base import Activation, Parameters
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..codes import Codes
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Largest(KeepsK):
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`pre` at the `k` latents that rank highest, else 0, (B, F)."""
+        from ..encoding import at
+
         return at(pre, self.ranking(pre.detach()).topk(self.k, dim=-1, sorted=False).indices)
 
 
@@ -61,7 +65,7 @@ class ReluTopK(Largest):
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`max(pre, 0)` at the `k` latents that rank highest, else 0, (B, F)."""
-        return super().__call__(pre, parameters).map(torch.relu)
+        return super().__call__(pre, parameters).map(lambda values: values.relu())
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,20 @@
 """Activations whose latents switch independently: relu, batchtopk; jumprelu is in `jumprelu.py`. Shapes: B rows,
 F = d_sae."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
-from ..codes import Codes
-from ..encoding import at_entries, selected, where
 from .base import Activation, Parameters, TargetsRate
 from .largest import KeepsK
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..codes import Codes
 
 # Weight of the newest batch in batchtopk's threshold. A slower mean lags behind growing pre-activations; PAM-SGD's
 # decoder is then fitted to denser codes than in training, which makes pre-activations grow faster (digits, k = 16: FVU
@@ -25,6 +28,8 @@ class Thresholded(Activation):
 
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
         """The pre-activation above which each latent is active, (F,)."""
+        import torch
+
         return torch.zeros(d_sae)
 
 
@@ -38,7 +43,9 @@ class Relu(Thresholded, TargetsRate):
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`max(pre, 0)`, (B, F)."""
-        return selected(pre, pre > 0).map(torch.relu)
+        from ..encoding import selected
+
+        return selected(pre, pre > 0).map(lambda values: values.relu())
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,8 @@ class BatchTopK(Thresholded, KeepsK):
 
     def parameters(self, d_sae: int) -> Parameters:
         """The threshold, a scalar; 0 before the first batch."""
+        import torch
+
         return {"threshold": torch.zeros(())}
 
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
@@ -68,12 +77,17 @@ class BatchTopK(Thresholded, KeepsK):
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`pre` where it exceeds the threshold, else 0, (B, F)."""
+        from ..encoding import where
+
         return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
 
     def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`max(pre, 0)` at the batch's `B k` largest entries, else 0, (B, F); with several processes, each takes its
         own rows as the batch."""
-        return at_entries(pre, pre.detach().flatten().topk(self.k * len(pre), sorted=False).indices).map(torch.relu)
+        from ..encoding import at_entries
+
+        kept = pre.detach().flatten().topk(self.k * len(pre), sorted=False).indices
+        return at_entries(pre, kept).map(lambda values: values.relu())
 
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
         """The running mean of the smallest positive code, which the first one sets; unchanged by a batch without
@@ -81,15 +95,15 @@ class BatchTopK(Thresholded, KeepsK):
         values, threshold = codes.values, parameters["threshold"]
         if not values.numel():
             return {"threshold": threshold}
-        smallest = torch.where(values > 0, values, torch.inf).amin()
-        moved = torch.where(threshold > 0, threshold.lerp(smallest, THRESHOLD_RATE), smallest)
-        return {"threshold": torch.where(smallest.isfinite(), moved, threshold)}
+        smallest = values.where(values > 0, math.inf).amin()
+        moved = threshold.lerp(smallest, THRESHOLD_RATE).where(threshold > 0, smallest)
+        return {"threshold": moved.where(smallest.isfinite(), threshold)}
 
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
         """The threshold that `k` pre-activations per row exceed, on average; 0 if fewer are positive."""
         kept = self.k * len(pre)
         if kept >= pre.numel():
-            return {"threshold": torch.zeros_like(parameters["threshold"])}
+            return {"threshold": parameters["threshold"].new_zeros(())}
         largest = pre.flatten().topk(kept + 1).values
         return {"threshold": ((largest[-2] + largest[-1]) / 2).clamp(min=0)}
 

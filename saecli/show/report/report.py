@@ -25,9 +25,10 @@ from ...measure.cofiring import CoFiring
 from ...measure.evaluate import evaluated
 from ...measure.latent_examples import COLUMNS, Examples, at_random, in_blocks
 from ...measure.latents import neighbours, survey
+from ...measure.measured import Measured, RowsLike, held_out, measured
 from ...measure.places import places_document
-from ...measure.sae_and_rows import Measured, RowsLike, SAELike, held_out, measured
-from ...train.logs import read_metrics
+from ...sae.library import SAELike
+from ...train.files import read_metrics
 from .details import Details, Readings, Texts, TokenNumbers
 from .neuronpedia import neuronpedia_url
 from .overview import overview

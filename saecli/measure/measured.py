@@ -1,14 +1,11 @@
-"""Finding the SAE that a user names, and the rows to measure it on.
-
-A run folder holds `run.json` (`format_version`, `created`, `complete`, `data`: the store's name, `training`,
-`solver`, `activation`, `result`), `config.toml`, `metrics.jsonl`, and from the first checkpoint on `sae.safetensors`.
+"""An SAE with the rows that it is measured on.
 
 Shapes: N rows, B rows of a batch, D = d_in.
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +14,12 @@ from torch import Tensor
 
 from ..base.console import Listener
 from ..base.devices import carried, device_named
-from ..base.documents import Origin
-from ..base.errors import ConfigError, HubError, RunError
-from ..base.home import KEPT, Home, read_run
+from ..base.errors import ConfigError
+from ..base.home import Home
 from ..base.options import words_of
-from ..sae import formats
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
-from ..sae.hub import Address, cached, fetch
+from ..sae.library import SAELike, Subject, open_sae
 from ..store.joined import Joined, JoinedRows, in_words
 from ..store.opening import open_joined
 from ..store.reader import ActivationStore
@@ -33,106 +28,10 @@ from ..store.worlds import World
 from ..train.array_rows import ArrayLike, ArrayRows
 from .worlds import Alignment
 
-
-@dataclass(frozen=True)
-class Subject:
-    """Where an SAE comes from.
-
-    Args:
-        name: for tables: its run's name, its path below the runs, or the path that was given.
-        folder: that holds it, or of several layers' files its own; None for an SAE in memory.
-        data: name of the store that it was trained on; None if unknown.
-        split_seed: seed of the split into training and held-out rows.
-        fraction: fraction of the training rows that it was trained on, in (0, 1].
-        complete: whether its training was finished.
-        data_hash: request hash of the store that it was trained on; None if unknown.
-        dead_fraction: fraction of its latents that fire on none of its training rows, in [0, 1], counted by training;
-            None if unknown.
-        beside: names of further stores that it was trained on.
-        target: name of the store of its targets; None if these are the rows.
-        streamed: the options of the rows that a model gave it without a store; none if there was one.
-    """
-
-    name: str
-    folder: Path | None = None
-    data: str | None = None
-    split_seed: int = 0
-    fraction: float = 1.0
-    complete: bool = True
-    data_hash: str | None = None
-    dead_fraction: float | None = None
-    beside: tuple[str, ...] = ()
-    target: str | None = None
-    streamed: Mapping[str, Any] | None = None
-
-
-def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lambda _: None) -> Subject:
-    """The SAE that a user names.
-
-    Args:
-        home: the folder of stores and runs.
-        text: name of a run in the home, else a folder that holds an SAE in any known format, or one of several layers'
-            files there, else an address on the Hugging Face hub (see `hub.Address`; with `hf://` only that); None for
-            the newest run.
-        note: called with the choice made if the text is ambiguous.
-
-    Raises:
-        RunError: there is no such run or folder, and the message names the nearest runs; or the run has no SAE yet, or
-            was written by a newer version.
-        FormatError: it is a folder, but holds no SAE in a known format.
-        HubError: there is none here, and the hub has none at that address, or cannot be reached.
-    """
-    marker = home.runs.marker
-    if text is None or text in home.runs.names():
-        folder = home.runs.find(text)
-        return _run(folder, marker, folder.name)
-    address = Address.parse(text)
-    if address is not None and text.startswith(("hf://", "https://")):
-        return _hosted(address, note)
-    kept = home.runs.path / text  # RUN/kept/epoch-N
-    folder = kept if kept.parts[-2:-1] == (KEPT,) and (kept / marker).is_file() else Path(text).expanduser()
-    if folder.is_file() and formats.recognise(folder) is None:
-        raise RunError(f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
-                       f"folder, {folder.parent}")
-    if address is not None and folder.is_dir() and cached(address) is not None:
-        note(f"{text} is a folder here, which is taken; hf://{text} is what the hub has")
-    if (folder / marker).is_file():
-        inside = folder.resolve().is_relative_to(home.runs.path.resolve())  # an epoch that a run has kept
-        name = str(folder.resolve().relative_to(home.runs.path.resolve())) if inside else text
-        return _run(folder, marker, name)
-    if formats.recognise(folder) is not None:
-        return Subject(text, folder)
-    if folder.is_dir():
-        formats.load(folder)  # raises, with the files expected
-    if address is not None:
-        try:
-            return _hosted(address, note)
-        except HubError as error:
-            raise HubError(f"no run and no folder here is named {text!r}, and {error}") from error
-    raise RunError(f"there is no run and no folder named {text!r}; {home.runs.instead_of(text)}")
-
-
-def _hosted(address: Address, note: Callable[[str], None]) -> Subject:
-    found = fetch(address, note)
-    return Subject(str(found.address), found.path)
-
-
-def _run(folder: Path, marker: str, name: str) -> Subject:
-    run = read_run(folder / marker)
-    if formats.recognise(folder) is None:
-        raise RunError(f"the run {name!r} holds no SAE yet: expected {formats.native.FILE_NAME} in {folder}, which the "
-                       f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`")
-    dead = run.result.final.get("dead_fraction") if run.result else None
-    return Subject(name, folder, run.data, run.training.split_seed, run.training.fraction, run.complete, run.data_hash,
-                   dead, run.beside, run.target, run.streamed)
-
-
-SAELike = SAE | str | Path | None  # an SAE, a run's name or anything that `load_sae` takes; None for the newest run
 # A store, stores joined, or rows of these, rows in memory (N, D), or a store's name in the home, or several side by
 # side; None for the stores that the run was trained on, else the newest.
 RowsLike = ActivationStore | Joined | Rows | JoinedRows | ArrayLike | str | Sequence[str] | None
 
-ORIGIN = {field.name for field in fields(Origin)}
 BATCH_CODES, BATCH_ROWS = 1 << 24, 1024  # at a time: at most 64 MB of codes; smaller batches are faster
 
 
@@ -249,7 +148,7 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, 
         RunError, FormatError, HubError, StoreError: one of them is missing or cannot be read.
         ConfigError: the rows do not have the SAE's width, or lack its targets, or there is no such device or split.
     """
-    subject, saved = opened(home, sae, listener)
+    subject, saved = open_sae(home, sae, listener)
     rows = _rows(home, subject, data, target, split, listener)
     name = "these rows" if isinstance(rows, ArrayRows) else name_of(rows)
     if not isinstance(rows, ArrayRows):
@@ -266,32 +165,6 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: str, device: str, 
                           f"dimensions, got {rows.d_in}; name another store with --data")
     found = Measured(subject, replace(saved, sae=saved.sae.copy_to(device_named(device))), None, rows)
     return found if isinstance(rows, ArrayRows) else replace(found, split=found.of_store.split.which)
-
-
-def opened(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:
-    """An SAE and its subject; see `measured`."""
-    if isinstance(sae, SAE):
-        origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
-        return _known(home, Subject("sae"), origin), SavedSAE(sae.copy_to(sae.W_enc.device), origin)
-    subject = find_subject(home, None if sae is None else str(sae), listener.note)
-    if sae is None:
-        listener.note(f"using the newest run, {subject.name}")
-    if not subject.complete:
-        listener.note(f"{subject.name} is not finished; this is its last checkpoint")
-    saved = formats.load(subject.folder)
-    if subject.data is None:
-        subject = _known(home, subject, saved.origin)
-    return subject, saved if subject.target is None else replace(saved, transcodes=True)
-
-
-def _known(home: Home, subject: Subject, origin: Mapping[str, Any]) -> Subject:
-    """The subject with the stores and the split that an SAE's origin names, if the stores are there."""
-    names = [origin[key] for key in ("data", "target") if key in origin] + [*origin.get("beside", ())]
-    if "data" not in origin or not all(name in home.stores.names() or Path(name).is_dir() for name in names):
-        return subject
-    return replace(subject, data=origin["data"], data_hash=origin.get("data_hash"), target=origin.get("target"),
-                   beside=tuple(origin.get("beside", ())), split_seed=origin.get("split_seed", 0),
-                   fraction=origin.get("fraction", 1.0))
 
 
 def _compare_places(name: str, origin: Mapping[str, Any], stores: Joined, listener: Listener) -> None:

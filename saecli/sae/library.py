@@ -1,0 +1,221 @@
+"""The SAE that a user names: an SAE in memory, a run, a folder, or an address on the Hugging Face hub.
+
+A run folder holds `run.json` (`base.home.RunDocument`), `config.toml`, `metrics.jsonl`, and from the first checkpoint
+on `sae.safetensors`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ..base.console import Listener
+from ..base.documents import Origin
+from ..base.errors import HubError, RunError, unknown_choice
+from ..base.home import KEPT, RUN_MARKER, Home, read_run, read_settings
+from ..store.joined import Joined
+from ..store.reader import ActivationStore
+from . import formats
+from .dictionary import SAE
+from .formats import WRITABLE, SavedSAE
+from .hub import Address, cached, fetch
+
+SAELike = SAE | str | Path | None  # an SAE, a run's name or anything that `load_sae` takes; None for the newest run
+ORIGIN = {field.name for field in fields(Origin)}
+# Of the rows' source, kept in an SAE's file.
+SOURCE = ("model", "layer", "site", "dataset", "context", "prepend_bos", "target_layer", "target_site", "inputs")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Where an SAE comes from.
+
+    Args:
+        name: for tables: its run's name, its path below the runs, or the path that was given.
+        folder: its folder, or of several layers' files its own file; None for an SAE in memory.
+        data: name of the store that it was trained on; None if unknown.
+        split_seed: seed of the split into training and held-out rows.
+        fraction: fraction of the training rows that it was trained on, in (0, 1].
+        complete: whether its training was finished.
+        data_hash: request hash of that store; None if unknown.
+        dead_fraction: fraction of latents that fire on none of the training rows, counted by training; None if unknown.
+        beside: names of a crosscoder's further stores.
+        target: name of the store of a transcoder's targets.
+        streamed: the options of rows that came from a model without a store; None if there was a store.
+    """
+
+    name: str
+    folder: Path | None = None
+    data: str | None = None
+    split_seed: int = 0
+    fraction: float = 1.0
+    complete: bool = True
+    data_hash: str | None = None
+    dead_fraction: float | None = None
+    beside: tuple[str, ...] = ()
+    target: str | None = None
+    streamed: Mapping[str, Any] | None = None
+
+
+def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> SAE:
+    """Load an SAE trained by `sae train` or another library.
+
+    Args:
+        run: a run's name in the home; or a folder with an SAE in any known format, or one of several layers' files
+            there; or such a folder or file on the Hugging Face hub, as `user/repo/folder@revision`; None for the newest
+            run.
+        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+
+    Returns:
+        The SAE, on the CPU, in the precision of its file. It acts on raw activations: `encode` maps (..., D) to codes
+        (..., F), `decode` codes to reconstructions (..., D), from any floating-point type to the SAE's own. `cfg` has
+        its settings, its run's, and its hook point if the folder names it.
+
+    Raises:
+        RunError: there is no such run or folder, or the run has no SAE yet.
+        FormatError: the folder holds no SAE in a known format.
+        HubError: it is neither here nor on the hub, or the hub cannot be reached.
+    """
+    subject = find_subject(Home.at(home), None if run is None else str(run))
+    saved = formats.load(subject.folder)
+    saved.sae.metadata = saved.origin | (_settings(subject.folder) if (subject.folder / RUN_MARKER).exists() else {})
+    return saved.sae
+
+
+def save_sae(sae: SAE, folder: str | Path, format: str = "native",
+             store: ActivationStore | Joined | None = None) -> None:
+    """Save an SAE in a folder, which appears whole or not at all, in float32.
+
+    Args:
+        sae: the SAE.
+        folder: new or empty; its parents are created.
+        format: native, saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2 or circuit-tracer, all of
+            which `load_sae` reads; also with _ for -.
+        store: the training store of an SAE that does not name its own: the files name it, model, layer and site.
+
+    Raises:
+        ConfigError: there is no such format.
+        FormatError: the folder is in use, or the format cannot express the SAE.
+    """
+    if formats.named(format) not in WRITABLE:
+        raise unknown_choice("format", format, WRITABLE)
+    origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
+    if store:
+        origin = origin_of(store if isinstance(store, Joined) else Joined((store,)))
+    formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin), formats.named(format), Path(folder))
+
+
+class Sourced(Protocol):
+    """Stores, or a model whose rows nothing stores."""
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """See `Joined.origin`."""
+
+
+def origin_of(stores: Sourced, split_seed: int = 0, fraction: float = 1.0) -> dict[str, Any]:
+    """The fields of `Origin` for an SAE's file: the rows' source, their stores, and the split that was trained on."""
+    source = {key: stores.origin[key] for key in SOURCE if key in stores.origin}
+    if isinstance(stores, Joined):
+        source |= stores.names() | {"split_seed": split_seed, "fraction": fraction}
+    return source
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """All options of the run in a folder, by name, and its stores."""
+    document = read_settings(folder / RUN_MARKER)
+    solver, activation = dict(document["solver"]), dict(document["activation"])
+    named = {name: document[name] for name in ("data", "beside", "target") if name in document}
+    return {"solver": solver.pop("name"), "act": activation.pop("name"), **named, **document["training"], **solver,
+            **activation}
+
+
+def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:
+    """An SAE, on the device where it is (a file's on the CPU), with where it comes from.
+
+    Tensors are row-major, so that an SAE in memory and the same one from its file give the same bits.
+    """
+    if isinstance(sae, SAE):
+        origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
+        return _known(home, Subject("sae"), origin), SavedSAE(sae.copy_to(sae.W_enc.device), origin)
+    subject = find_subject(home, None if sae is None else str(sae), listener.note)
+    if sae is None:
+        listener.note(f"using the newest run, {subject.name}")
+    if not subject.complete:
+        listener.note(f"{subject.name} is not finished; this is its last checkpoint")
+    saved = formats.load(subject.folder)
+    if subject.data is None:
+        subject = _known(home, subject, saved.origin)
+    return subject, saved if subject.target is None else replace(saved, transcodes=True)
+
+
+def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:
+    """The name by which an SAE is opened again from any working folder: a folder's path is absolute, and an address on
+    the hub names the revision if the one given did."""
+    if isinstance(sae, SAE) or str(sae) in home.runs.names():
+        return subject.name
+    folder = Path(str(sae)).expanduser()
+    here = folder.is_dir() and subject.folder.resolve() == folder.resolve()
+    return str(folder.resolve()) if here else f"hf://{subject.name}"
+
+
+def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lambda _: None) -> Subject:
+    """The SAE that a user names, as of `load_sae`; with `hf://` only an address on the hub.
+
+    `note` is called with the choice made if the text is ambiguous. The error on an unknown name lists the nearest runs.
+    """
+    marker = home.runs.marker
+    if text is None or text in home.runs.names():
+        folder = home.runs.find(text)
+        return _run(folder, marker, folder.name)
+    address = Address.parse(text)
+    if address is not None and text.startswith(("hf://", "https://")):
+        return _hosted(address, note)
+    kept = home.runs.path / text  # RUN/kept/epoch-N
+    folder = kept if kept.parts[-2:-1] == (KEPT,) and (kept / marker).is_file() else Path(text).expanduser()
+    if folder.is_file() and formats.recognise(folder) is None:
+        raise RunError(f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
+                       f"folder, {folder.parent}")
+    if address is not None and folder.is_dir() and cached(address) is not None:
+        note(f"{text} is a folder here, which is taken; hf://{text} is what the hub has")
+    if (folder / marker).is_file():
+        inside = folder.resolve().is_relative_to(home.runs.path.resolve())  # an epoch that a run has kept
+        name = str(folder.resolve().relative_to(home.runs.path.resolve())) if inside else text
+        return _run(folder, marker, name)
+    if formats.recognise(folder) is not None:
+        return Subject(text, folder)
+    if folder.is_dir():
+        formats.load(folder)  # raises, with the files expected
+    if address is not None:
+        try:
+            return _hosted(address, note)
+        except HubError as error:
+            raise HubError(f"no run and no folder here is named {text!r}, and {error}") from error
+    raise RunError(f"there is no run and no folder named {text!r}; {home.runs.instead_of(text)}")
+
+
+def _hosted(address: Address, note: Callable[[str], None]) -> Subject:
+    found = fetch(address, note)
+    return Subject(str(found.address), found.path)
+
+
+def _run(folder: Path, marker: str, name: str) -> Subject:
+    run = read_run(folder / marker)
+    if formats.recognise(folder) is None:
+        raise RunError(f"the run {name!r} holds no SAE yet: expected {formats.native.FILE_NAME} in {folder}, which the "
+                       f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`")
+    dead = run.result.final.get("dead_fraction") if run.result else None
+    return Subject(name, folder, run.data, run.training.split_seed, run.training.fraction, run.complete, run.data_hash,
+                   dead, run.beside, run.target, run.streamed)
+
+
+def _known(home: Home, subject: Subject, origin: Mapping[str, Any]) -> Subject:
+    """The subject with the stores and the split that an SAE's origin names, if the stores are there."""
+    names = [origin[key] for key in ("data", "target") if key in origin] + [*origin.get("beside", ())]
+    if "data" not in origin or not all(name in home.stores.names() or Path(name).is_dir() for name in names):
+        return subject
+    return replace(subject, data=origin["data"], data_hash=origin.get("data_hash"), target=origin.get("target"),
+                   beside=tuple(origin.get("beside", ())), split_seed=origin.get("split_seed", 0),
+                   fraction=origin.get("fraction", 1.0))

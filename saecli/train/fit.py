@@ -1,0 +1,162 @@
+"""Training from Python: `saecli.open_store`, `join` and `fit`.
+
+Options have the names, meanings and checks of the command line's; see `sae train --help`.
+
+Shapes: N rows, D = d_in, E the width of targets, F = d_sae.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..base.console import listening
+from ..base.errors import ConfigError, did_you_mean, flag_of
+from ..base.home import Home
+from ..base.options import choose, options_of
+from ..base.other_names import in_place_of
+from ..sae.activations import ACTIVATIONS
+from ..sae.dictionary import SAE
+from ..sae.library import origin_of
+from ..store.joined import Joined, JoinedRows
+from ..store.opening import found_store
+from ..store.reader import ActivationStore
+from ..store.rows import Rows
+from .array_rows import ArrayLike, ArrayRows
+from .config import TrainingConfig
+from .loop import Loop, Record, start_training
+from .plan import Plan
+from .solvers import SOLVERS
+from .start import Start
+
+# Training options on files, and on the choice of a store's rows.
+OF_FOLDERS, OF_SPLITS = ("keep_every", "log_to"), ("fraction", "split_seed")
+Fitted = ActivationStore | Joined | Rows | JoinedRows | ArrayLike
+
+
+def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
+    """Open an activation store.
+
+    Args:
+        store: its name in the home, else its folder; None for the newest.
+        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+
+    Returns:
+        The store. `store.split("train" | "test" | "all")` chooses rows as the commands do; their
+        `batches(B, seed=, epoch=)` and `sequential(B)` yield float32 arrays (B, D), each valid until the next.
+
+    Raises:
+        StoreError: there is none, or its `store.json` is damaged.
+    """
+    return found_store(Home.at(home), None if store is None else str(store))
+
+
+def join(*inputs: ActivationStore | str | Path, target: ActivationStore | str | Path | None = None) -> Joined:
+    """Stores of the same tokens side by side, for a crosscoder, or with a target, for a transcoder.
+
+    Args:
+        *inputs: at least one store, its name in the home, or its folder.
+        target: what is predicted from them; None for the inputs themselves.
+
+    Returns:
+        Stores for `fit` and `evaluate`; rows of their `split` come in batches (B, D + E).
+
+    Raises:
+        ConfigError: they are not row for row the same tokens, or none.
+        StoreError: one is missing.
+    """
+    if not inputs:
+        raise ConfigError("join takes stores: expected at least one, got none; give join(first, second)")
+    joined = Joined(tuple(_store(one) for one in inputs), None if target is None else _store(target))
+    joined.demand_alike()
+    return joined
+
+
+def _store(one: ActivationStore | str | Path) -> ActivationStore:
+    if isinstance(one, ActivationStore):
+        return one
+    if isinstance(one, str | Path):
+        return open_store(one)
+    raise ConfigError(f"expected a store or its name, got a {type(one).__name__}; give each by itself, join(first, "
+                      "second)")
+
+
+def fit(rows: str | Path | Fitted, *, target: ArrayLike | None = None, solver: str = "pam-sgd",
+        act: str | None = None, init: SAE | str | Path | None = None, progress: bool = False, **options: Any) -> SAE:
+    """Train an SAE, and write no files.
+
+    The loss per row is `||x_hat - x||^2 + sparsity_weight * penalty`, with rows normalised to a mean squared norm of D.
+    PAM-SGD alternates descent on the encoder with the decoder's closed-form optimum; see `saecli/train/pam_sgd.py`.
+
+    Args:
+        rows: a store or its name; rows of one (`store.split("all")`); or raw activations in memory, (N, D), all of
+            which are trained on. Given a store, it returns bit for bit the SAE that `sae train` writes.
+        solver: pam-sgd or sgd.
+        act: relu, jumprelu, topk, relu-topk, abs-topk, batchtopk, swish or soft-topk; None for that of `init`, or relu.
+        target: with rows in memory, what is predicted from them, (N, E), for a transcoder; stores take `join`.
+        init: an SAE to start from instead of random directions, or whatever `load_sae` takes; `d_sae`, `prefixes`, and
+            with its activation `k` are inherited.
+        progress: show progress and the solver's notes on stderr.
+        **options: the training options of `sae train`: `d_sae` (F; 4 D by default), `k`, `epochs`, `lr`,
+            `sparsity_weight`, `seed`, `device` and so on.
+
+    Returns:
+        The SAE, acting on raw activations, on the device that it was trained on.
+
+    Raises:
+        ConfigError: an option that is unknown, invalid, or does nothing with the others.
+        StoreError: a shard is missing or damaged.
+        RunError, FormatError, HubError: `init` is missing or cannot be read.
+        TrainingError: it diverged.
+
+    Source: the paper "SplInterp: Improving our Understanding and Training of Sparse Autoencoders", Algorithm 3.1.
+    """
+    if isinstance(rows, str | Path):
+        rows = open_store(rows)
+    listener = listening(progress)
+    start = None if init is None else Start.open(Home.at(None), init, listener)
+    act = act or ("relu" if start is None else start.activation)
+    plan = planned(rows, solver, act, options, target=target, start=start)
+    with listener.progress("training", plan.steps, "steps") as show:
+        training = start_training(plan, Record(), show)
+        (sae,) = Loop([training]).train()
+    for note in training.solver.notes():
+        listener.note(note)
+    sae.metadata = plan.settings() | _origin(rows, plan.training)
+    return sae
+
+
+def _origin(rows: Fitted, training: TrainingConfig) -> dict[str, Any]:
+    """The origin of rows, as of `origin_of`; empty for rows in memory."""
+    if isinstance(rows, ActivationStore | Joined):
+        stores = rows if isinstance(rows, Joined) else Joined((rows,))
+        return origin_of(stores, training.split_seed, training.fraction)
+    if isinstance(rows, Rows | JoinedRows):
+        split = rows.inputs[0].split
+        return origin_of(Joined.of(rows), split.seed, split.fraction)
+    return {}
+
+
+def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, target: ArrayLike | None = None,
+            start: Start | None = None) -> Plan:
+    """The plan of `fit` with these arguments; ConfigError for an option that is unknown, invalid or does nothing."""
+    of_store, chosen = isinstance(rows, ActivationStore | Joined), isinstance(rows, Rows | JoinedRows)
+    if target is not None and (of_store or chosen):
+        raise ConfigError("--target goes with rows in memory; give fit the stores as one, by `saecli.join(store, "
+                          "target=other)`", option="target")
+    known = {name for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
+             for name in options_of(config)}
+    idle = dict.fromkeys(OF_FOLDERS, ", which writes no files")
+    if not of_store:
+        idle |= dict.fromkeys(OF_SPLITS, " with rows that are chosen already")
+    for name in options:
+        if name not in known:
+            taken = {*known, "solver", "act"}
+            advice = in_place_of(name, taken) or did_you_mean(name, taken) or "expected one of `sae train`'s"
+            raise ConfigError(f"fit has no option {name}; {advice}")
+        if name in idle:
+            raise ConfigError(f"{flag_of(name)} does nothing in fit{idle[name]}; leave it out", option=name)
+    training = TrainingConfig(**{name: options[name] for name in options_of(TrainingConfig) if name in options})
+    settings = {**(start.settings(act) if start else {}), **options}
+    source = training.rows_of(rows) if of_store else rows if chosen else ArrayRows(rows, target)
+    return Plan.resolved(source, None, training, choose(SOLVERS, "solver", solver, options, options.keys()),
+                         choose(ACTIVATIONS, "act", act, settings, settings.keys()), start)
