@@ -1,8 +1,8 @@
 """Running a language model over text and storing its activations, by one process or by several ranks."""
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,17 +16,16 @@ from ..base.distributed import Communicator, communicator
 from ..base.errors import ConfigError, StoreError, did_you_mean
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..store.admission import Admission
-from ..store.claim import other_number
 from ..store.dtypes import DTYPES
 from ..store.opening import filling, finished_store
 from ..store.ranks import RankedStore, joining_began, rank_folder, rank_meta
 from ..store.reader import ActivationStore
-from ..store.schema import StoreMeta
-from ..store.writer import StoreWriter
+from ..store.schema import StoreMeta, rows_per_shard
+from ..store.writer import StoreWriter, other_number
 from .config import Quota, StoreRequest, rows_by_rank, store_requests
 from .fill import COLUMNS, Ahead, Progress, Target, demand_some, fill
 from .forward import Forward, batch_tokens
-from .options import DEFAULT_CONTEXT, ExtractConfig
+from .options import DEFAULT_CONTEXT, SHARD_ROWS, ExtractConfig
 from .places import SITES, Place
 from .steady import Document
 from .texts import TextSource
@@ -112,7 +111,7 @@ def extract_stores(config: ExtractConfig, *, given: Set[str], layers: Sequence[i
                               home.stores)
     begin([request.folder for request in requests])
     there = communicator.broadcast_object(lambda: {request.place for request in requests
-                                              if finished_store(request.folder, request.hash, listener)})
+                                              if finished_store(request.folder, request.hash)})
     if len(there) < len(requests):
         from .language_model import LanguageModel  # transformers takes seconds to import
 
@@ -137,31 +136,6 @@ def settled(config: ExtractConfig, given: Set[str], where: torch.device, listene
     config = replace(config, context=context, model_dtype=source.dtype_on(where, config.model_dtype))
     source.check_context(context)
     return config, source, communicator.broadcast_object(lambda: text.pinned(listener.note))
-
-
-@dataclass(frozen=True)
-class OpenedStore:
-    """A store, or this rank's part of one, open for writing.
-
-    Args:
-        place: its layer and site.
-        writer: writes it.
-        own: the rows that this rank stores, while it is unfinished.
-    """
-
-    place: Place
-    writer: StoreWriter
-    own: Quota
-
-    @property
-    def quota(self) -> Quota:
-        """The quota that the next rows count towards: for a damaged shard, that of the rank which wrote it."""
-        ranks = self.writer.meta.ranks
-        return Quota(self.writer.rank, len(ranks), ranks[self.writer.rank].rows) if ranks else self.own
-
-    def target(self) -> Target:
-        """The store, to be filled from its cursor on."""
-        return Target(self.place, self.writer)
 
 
 class Extraction:
@@ -205,12 +179,7 @@ class Extraction:
         for request in requests if unfinished else ():  # the number of processes decides on the order of the rows
             if (begun := complete.get(request.place, world_size)) != world_size:
                 raise other_number(request.folder, begun, world_size)
-        if world_size == 1:
-            return self._alone(missing)
-        # To rewrite a damaged shard takes the medians of all places, which `_by_rank` finds.
-        finished = self._by_rank(unfinished)
-        return finished | self._communicator.broadcast_object(lambda: self._alone(
-            [request for request in missing if request.place in complete]))
+        return self._alone(missing) if world_size == 1 else self._by_rank(missing)
 
     def prepare(self, requests: Sequence[StoreRequest]) -> dict[Place, StoreMeta]:
         """Measure what the model gives at some places, which stores of it would record; returns that."""
@@ -224,8 +193,9 @@ class Extraction:
         self._metas = {
             request.place: StoreMeta(
                 source={**request.source, "layers": self._model.source.layers, "prepend_bos": bool(prefix)},
-                request_hash=request.hash, dtype=self._config.dtype, d_in=width, shard_rows=self._config.shard_rows,
-                columns=COLUMNS, max_norm_multiple=self._config.max_norm_multiple)
+                request_hash=request.hash, dtype=self._config.dtype, d_in=width, columns=COLUMNS,
+                shard_rows=self._config.shard_rows or rows_per_shard(width, self._config.dtype, SHARD_ROWS),
+                max_norm_multiple=self._config.max_norm_multiple)
             for request, width in zip(requests, widths, strict=True)}
         return self._metas
 
@@ -250,19 +220,17 @@ class Extraction:
                 yield rows if rows.dtype == dtype.storage else dtype.encode_rows(rows), columns["document"]
 
     def _alone(self, requests: Sequence[StoreRequest]) -> set[Place]:
-        """Write stores by this process alone; of finished ones, their damaged shards."""
-        whole = Quota(0, 1, self._config.rows)
+        """Write stores by this process alone."""
         with ExitStack() as held:
-            opened = [OpenedStore(request.place, held.enter_context(
-                StoreWriter.open(request.folder, self._metas[request.place], limit=self._config.rows)), whole)
+            targets = [Target(request.place, held.enter_context(
+                StoreWriter.open(request.folder, self._metas[request.place], limit=self._config.rows)))
                 for request in requests]
-            missing = [one for one in opened if not one.writer.complete]
+            missing = [target for target in targets if not target.writer.complete]
             if missing:
-                start = _first_cursor([one.target() for one in missing])
-                left = max(0, self._config.rows - start.offered)
-                with filling([one.writer for one in opened], "extracting", left, self._listener) as show:
-                    self._fill(opened, show)
-        return {one.place for one in opened} - {one.place for one in missing}
+                left = max(0, self._config.rows - _first_cursor(missing).offered)
+                with filling([target.writer for target in missing], "extracting", left, self._listener) as show:
+                    self._fill(missing, Quota(0, 1, self._config.rows), show)
+        return {target.place for target in targets} - {target.place for target in missing}
 
     def _by_rank(self, requests: Sequence[StoreRequest]) -> set[Place]:
         """Write stores with all ranks, each its own documents' rows; rank 0 joins them."""
@@ -317,13 +285,13 @@ class Extraction:
         """Write this rank's rows, for each store into the rank's own."""
         rank, world_size = self._communicator.rank, self._communicator.world_size
         with ExitStack() as held:
-            opened = []
+            targets, quota = [], Quota(rank, world_size, 0)
             for request, meta in stores:
-                own = Quota(rank, world_size, meta.ranks[rank].rows)
-                if own.rows and not joining_began(request.folder):
-                    writer = StoreWriter.open(rank_folder(request.folder, rank), rank_meta(meta), limit=own.rows)
-                    opened.append(OpenedStore(request.place, held.enter_context(writer), own))
-            of_ranks = self._communicator.all_gather_object({one.place: one.writer.rows for one in opened})
+                quota = Quota(rank, world_size, meta.ranks[rank].rows)
+                if quota.rows and not joining_began(request.folder):
+                    writer = StoreWriter.open(rank_folder(request.folder, rank), rank_meta(meta), limit=quota.rows)
+                    targets.append(Target(request.place, held.enter_context(writer)))
+            of_ranks = self._communicator.all_gather_object({target.place: target.rows for target in targets})
             stored = {request.folder.name: sum(rows.get(request.place, 0) for rows in of_ranks)
                       for request, _ in stores}
             for name, rows in stored.items():
@@ -331,31 +299,29 @@ class Extraction:
                     self._listener.note(f"{name}: going on after {rows:,} rows")
             left = max(0, self._config.rows - min(stored.values(), default=0))
             with self._listener.progress("extracting", left, "rows") as show:
-                self._fill(opened, show, world_size)
+                self._fill([target for target in targets if not target.writer.complete], quota, show,
+                           {target.place: target.admission for target in targets})
 
-    def _fill(self, opened: Sequence[OpenedStore], show: Step, world_size: int = 1) -> None:
-        """Fill stores; each damaged shard takes a pass of its own, with the documents of the rank that wrote it."""
-        while missing := [one for one in opened if not one.writer.complete]:
-            quota = missing[0].quota
-            targets = [one.target() for one in missing if one.quota == quota]
-            progress = Progress(show, targets, world_size)
-            fill(targets, self._blocks(_first_cursor(targets), quota), self._forward, quota.rows, progress,
-                 self._beside(opened, targets))
-            for target in targets:
-                target.finish()
+    def _fill(self, targets: Sequence[Target], quota: Quota, show: Step,
+              others: Mapping[Place, Admission] | None = None) -> None:
+        """Fill stores of a rank's documents, in one pass; `others`: the admissions of its finished stores."""
+        if not targets:
+            return
+        fill(targets, self._blocks(_first_cursor(targets), quota), self._forward, quota.rows,
+             Progress(show, targets, quota.world_size), self._beside(targets, others or {}))
+        for target in targets:
+            target.writer.finish()
 
-    def _beside(self, opened: Sequence[OpenedStore], targets: Sequence[Target]) -> dict[Place, Admission]:
-        """The places whose stores are not filled in a pass, and what decides which rows these can store.
+    def _beside(self, targets: Sequence[Target], others: Mapping[Place, Admission]) -> dict[Place, Admission]:
+        """The places whose stores are not filled, and what decides which rows these can store.
 
         Where they need a median, their stores have recorded it: a store that has no rows yet is filled in each pass,
         from the text's beginning.
         """
         filled = {target.place for target in targets}
-        found = {one.place: one.writer.admission for one in opened}
-        for request in self._requests:
-            if request.place not in found:
-                found[request.place] = Admission(request.folder, ActivationStore.open(request.folder).meta)
-        return {place: admission for place, admission in found.items() if place not in filled}
+        return {request.place: others.get(request.place) or Admission(request.folder,
+                                                                      ActivationStore.open(request.folder).meta)
+                for request in self._requests if request.place not in filled}
 
     def _blocks(self, cursor: Cursor, quota: Quota) -> Iterator[Block]:
         """The blocks of a rank's documents from a cursor on."""

@@ -100,23 +100,23 @@ class Target:
     """
 
     def __init__(self, place: Place, writer: StoreWriter) -> None:
-        self.place, self.admission, self._writer = place, writer.admission, writer
+        self.place, self.admission, self.writer = place, writer.admission, writer
         self.cursor = Cursor.from_json(writer.cursor)
 
     @property
     def rows(self) -> int:
         """Rows stored, including the unfinished shard's."""
-        return self._writer.rows
+        return self.writer.rows
 
     @property
     def bytes(self) -> int:
         """Bytes of these rows."""
-        return self.rows * self._writer.meta.row_bytes
+        return self.rows * self.writer.meta.row_bytes
 
     @property
     def full(self) -> bool:
         """Whether the store needs no more rows."""
-        return self._writer.full
+        return self.writer.full
 
     def wants(self, block: Block) -> bool:
         """Whether the store needs rows of a block."""
@@ -125,7 +125,7 @@ class Target:
     @property
     def dtype(self) -> str:
         """The stored type."""
-        return self._writer.meta.dtype
+        return self.writer.meta.dtype
 
     def append(self, block: Block, found: Found | None, verdict: np.ndarray | None) -> None:
         """Store a block's rows.
@@ -139,14 +139,10 @@ class Target:
             StoreError: a write fails, or the text differs from an interrupted store's.
         """
         dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
-        rows = np.empty((0, self._writer.meta.d_in), np.float32)
+        rows = np.empty((0, self.writer.meta.d_in), np.float32)
         if found is not None:
             rows, dropped = found.rows, dropped | {"special": found.special_norms}
-        self._writer.append(rows, block.columns, block.cursor.to_json(), dropped, block.end.to_json(), verdict)
-
-    def finish(self) -> None:
-        """End the pass; see `StoreWriter.finish`."""
-        self._writer.finish()
+        self.writer.append(rows, block.columns, block.cursor.to_json(), dropped, verdict)
 
 
 class Progress:

@@ -14,6 +14,7 @@ from .texts import LOCAL_SUFFIXES, STDLIB_DOCS, TextSource
 DEFAULT_DATASET = "Salesforce/wikitext"
 DEFAULT_CONTEXT = 128
 POSITIONS = ("all", "last")
+SHARD_ROWS = 32_768  # most rows in a shard by default
 MOST = 2**31 - 1  # of any count, so that PyTorch and HDF5 can index with it
 
 
@@ -52,7 +53,8 @@ class ExtractConfig(Config):
                                            "shorter; halved if they do not fit in memory; auto: what fits on a CUDA "
                                            "device, elsewhere a fixed number. Rows depend on it only in their last "
                                            "bits.", choices=("auto",), minimum=1, maximum=MOST)
-    shard_rows: int = option(32_768, "Rows in a shard file.", minimum=1, maximum=MOST)
+    shard_rows: int | None = option(None, f"Rows in a shard file. Default: 64 MiB, {SHARD_ROWS:,} rows at most.",
+                                    minimum=1, maximum=MOST)
 
     def text(self, given: Set[str]) -> TextSource:
         """Where the documents come from.

@@ -1,9 +1,5 @@
-"""From rows to pre-activations to codes, with gradients as sparse as the codes.
-
-The gradient of selected pre-activations is a sparse tensor, which the backward pass of `pre_activations` multiplies as
-it is.
-
-Shapes: B rows, n entries, D = d_in, F = d_sae.
+"""From rows to pre-activations to codes, with gradients as sparse as the codes: the backward pass of `pre_activations`
+multiplies the sparse gradient of selected pre-activations. Shapes: B rows, n entries, D = d_in, F = d_sae.
 """
 
 from typing import Any
@@ -61,7 +57,7 @@ class _Taken(torch.autograd.Function):
 
 
 def at(pre: Tensor, indices: Tensor) -> Codes:
-    """The pre-activations, (B, F), at given latents of each row, (B, K), distinct; all others zero."""
+    """Codes that keep the pre-activations, (B, F), of some distinct latents of each row, (B, K)."""
     count = indices.shape[1]
     if count > DENSITY * pre.shape[1]:
         return DenseCodes(torch.zeros_like(pre).scatter(1, indices, pre.gather(1, indices)))
@@ -71,8 +67,7 @@ def at(pre: Tensor, indices: Tensor) -> Codes:
 
 
 def at_entries(pre: Tensor, entries: Tensor) -> Codes:
-    """The pre-activations, (B, F), at some entries, given by their flat indices, (n,), distinct, in any order; all
-    others zero."""
+    """Codes that keep some entries of the pre-activations, (B, F), by distinct flat indices, (n,)."""
     if len(entries) > DENSITY * pre.numel():
         flat = pre.flatten()
         return DenseCodes(torch.zeros_like(flat).scatter(0, entries, flat.gather(0, entries)).view_as(pre))
@@ -80,18 +75,17 @@ def at_entries(pre: Tensor, entries: Tensor) -> Codes:
 
 
 def where(pre: Tensor, active: Tensor) -> Codes:
-    """`pre` where a mask is true and else 0, (B, F) each; no gradient flows through the zeros."""
+    """Codes that keep `pre` where a mask is true, (B, F) each; no gradient flows through the zeros."""
     found = selected(pre, active)
     return found if isinstance(found, SparseCodes) else DenseCodes(pre * active)
 
 
 def selected(pre: Tensor, active: Tensor) -> Codes:
-    """`pre` where a mask is true, if few of its entries are; else all of `pre`, (B, F), for an activation that zeroes
-    the others itself."""
+    """As `where`, but all of `pre` unless few entries of the mask are true; for activations that zero the others."""
     few = few_entries(active)
     return DenseCodes(pre) if few is None else _at_ascending(pre, few)
 
 
 def _at_ascending(pre: Tensor, entries: Tensor) -> SparseCodes:
-    offsets, rows, indices = located(entries, tuple(pre.shape))
+    offsets, rows, indices = located(entries, (pre.shape[0], pre.shape[1]))
     return SparseCodes(offsets, indices, _Taken.apply(pre, rows, indices), pre.shape[1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.console import Listener, Step, listening
+from ..base.console import Listener, listening
 from ..base.errors import StoreError
 from ..base.files import file_sha256
 from ..base.home import STORE_MARKER, Home, checked_name
@@ -35,7 +35,7 @@ def import_array(file: str | Path, name: str | None = None, *, key: str | None =
         flatten: the rows of an array of more than two dimensions, `positions` or `features`.
         max_norm_multiple: rows whose norm exceeds this multiple of the median norm are dropped; at least 1.
         dtype: of the stored rows, float32, float16 or bfloat16; by default the file's own.
-        shard_rows: rows in a shard file; by default 256 MiB of them.
+        shard_rows: rows in a shard file; by default 64 MiB of them.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
         progress: show progress on stderr.
 
@@ -70,13 +70,15 @@ def imported(file: str, config: ImportConfig, name: str | None, home: Home,
         meta = _meta(file, array, config)
         beside = sum(COLUMNS[name].itemsize for name in meta.columns)
         check_room(folder, array.rows, meta, beside)
-        if (finished := finished_store(folder, meta.request_hash, listener)) is not None:
+        if (finished := finished_store(folder, meta.request_hash)) is not None:
             return finished, True
         with (StoreWriter.open(folder, meta) as writer,
               filling([writer], "importing", array.rows, listener) as show):
-            while not writer.complete:
-                _fill(writer, array, show)
-                writer.finish()
+            start = writer.cursor["row"] if writer.cursor else 0
+            for begin, rows in () if writer.complete else array.blocks(start):
+                writer.append(rows, array.columns(begin, begin + len(rows)), {"row": begin})
+                show(writer.rows)
+            writer.finish()
     return ActivationStore.open(folder), False
 
 
@@ -127,12 +129,3 @@ def _identity(file: str, array: ArraySource) -> dict[str, Any]:
 
 def _hash(numbers: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(numbers).data).hexdigest()
-
-
-def _fill(writer: StoreWriter, array: ArraySource, show: Step) -> None:
-    for begin, rows in array.blocks(writer.cursor["row"] if writer.cursor else 0):
-        end = begin + len(rows)
-        writer.append(rows, array.columns(begin, end), {"row": begin}, after={"row": end})
-        show(writer.rows)
-        if writer.full:
-            break

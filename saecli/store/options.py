@@ -28,7 +28,7 @@ class ImportConfig(Config):
     max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
     dtype: str | None = option(None, "Precision of the stored rows; default: the file's own if it is float16 or "
                                      "bfloat16, else float32.", choices=DTYPES)
-    shard_rows: int | None = option(None, "Rows in a shard file; default: 256 MiB of them, with synthetic about "
+    shard_rows: int | None = option(None, "Rows in a shard file. Default: 64 MiB, of synthetic rows at most "
                                           "32,768.", minimum=1, maximum=2**31 - 1)
 
 
