@@ -6,6 +6,7 @@ A warning is one sentence: the doubtful measure, and the option to change.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -85,17 +86,17 @@ class Plan:
             plan._demand_one_pass()
         return plan
 
-    @property
+    @cached_property  # as rows of a model are fewer once the text has ended
     def batches(self) -> int:
         """Batches per epoch."""
         return self.training.epoch_batches(self.train_rows.rows)
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Optimiser steps in all of training."""
         return self.training.steps or self.training.epochs * self.batches * self.solver.inner_steps
 
-    @property
+    @cached_property
     def epochs(self) -> int:
         """Passes over the rows; of the last one perhaps a part."""
         return math.ceil(self.steps / (self.batches * self.solver.inner_steps))
