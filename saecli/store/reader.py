@@ -23,7 +23,12 @@ class ActivationStore(Chunks):
         path: the store's folder.
         meta: its `store.json`.
         homed: whether it is in the home, where its name finds it.
+
+    Attributes:
+        cached: whether `extract` found it finished.
     """
+
+    cached = False
 
     def __init__(self, path: Path, meta: StoreMeta, homed: bool = True) -> None:
         super().__init__(path, meta)
@@ -47,15 +52,6 @@ class ActivationStore(Chunks):
         unfinished = "" if self.complete else ", unfinished"
         return (f"ActivationStore({self.name!r}, rows={self.rows}, d_in={self.d_in}, {self.dtype}{unfinished}, "
                 f"path={str(self.path)!r})")
-
-    def _repr_html_(self) -> str:
-        from ..base.tables import html_table  # rich takes a while to import
-
-        meta = self.meta
-        return html_table(f"activation store {self.name}", {
-            "rows": f"{self.rows:,}", "d_in": self.d_in, "dtype": self.dtype, "shards": len(meta.shards),
-            "state": "complete" if self.complete else "unfinished", "begun": meta.created, **meta.source,
-            "path": str(self.path)})
 
     @property
     def name(self) -> str:

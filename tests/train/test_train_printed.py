@@ -7,7 +7,7 @@ import pytest
 from homes import CommandLine, make_store, some_rows
 from rich.console import Console
 
-from saecli.show.training import figures_table
+from saecli.show.tables import figures_table
 
 QUICK = ("--d-sae", "24", "--epochs", "2")
 
