@@ -41,11 +41,10 @@ from ..store.joined import JoinedRows
 from ..store.rows import RowSource
 from ..train.array_rows import ArrayRows
 from ..train.loop import Loop, Record, start_training
+from ..train.options import Sgd, SolverConfig
 from ..train.plan import Plan
 from ..train.rows import raw_batches
 from ..train.runs import run_again
-from ..train.sgd import Sgd
-from ..train.solver import SolverConfig
 from ..train.solvers import SOLVERS
 from .control_rows import demand_memory, shuffled
 from .evaluate import check_model, check_tokens_of_model, evaluated

@@ -7,7 +7,7 @@ results as alone.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -123,10 +123,10 @@ class Training:
         self.show(self.solver.steps, f"loss {line['loss']:.4g} fvu {line['batch_fvu']:.4f} l0 {line['batch_l0']:.1f} "
                                      f"{rate:,.0f} rows/s")
 
-    def end_pass(self, began: float) -> None:
-        """End a decoder step's pass."""
+    def end_pass(self, began: float) -> bool:
+        """End a decoder step's pass; False if it has to be made again."""
         try:
-            self.solver.end_pass()
+            return self.solver.end_pass()
         except TrainingError:
             if self.rows.communicator.world_size == 1:  # else the others, which have not failed, would not all-reduce
                 self.look([], began, now=True)  # a NaN loss explains the failure better
@@ -155,8 +155,8 @@ class Training:
         """The results, given the SAE's measures on the training and the test rows.
 
         Returns:
-            `rows_train, rows_counted, rows_test, epochs, steps, seconds, rows_per_second, warnings, notes, final`;
-            rows counted are those measured in `train`, the last ones where a model gives them.
+            `rows_train, rows_counted, rows_test, epochs, steps, seconds, rows_per_second, warnings, notes,
+            decoder_steps, final`; rows counted are those measured in `train`, the last ones where a model gives them.
         """
         solver, progress, plan = self.solver, self.progress, self.plan
         return {
@@ -164,6 +164,7 @@ class Training:
             "epochs": progress.epoch, "steps": progress.step, "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9),
             "warnings": [*doubts_at_start(plan), *doubts_at_end(plan, train, test)], "notes": solver.notes(),
+            "decoder_steps": [asdict(one) for one in solver.passes.values()],
             "final": {"test_fvu": test["fvu"], "test_mse": test["mse"], "test_l0": test["l0"],
                       "train_fvu": train["fvu"], "dead_fraction": train["silent_fraction"], "lr": solver.task.lr,
                       **solver.record()}}
@@ -272,7 +273,8 @@ class Loop:
                 with closing(running[0].rows.shuffled(epoch)) as batches:
                     for number, batch in enumerate(batches, 1):
                         self._each(lambda one, batch: one.look(one.solver.step(batch), self._began), running, batch)
-                        self._decoder_steps(epoch, number, running)
+                        if number < running[0].plan.batches:
+                            self._decoder_steps(epoch, number, running)
                         if all(one.solver.finished for one in self.live(running)):
                             break
                 self._each(lambda one: one.look(one.solver.end_epoch(), self._began, now=True), running)
@@ -299,16 +301,22 @@ class Loop:
         return [one for one in (self.trainings if trainings is None else trainings) if one not in self.errors]
 
     def _decoder_steps(self, epoch: int, number: int, running: Sequence[Training]) -> None:
-        """Make the decoder steps due after a batch of an epoch; solvers that need equally many rows share a pass."""
+        """Make the decoder steps after a batch of an epoch; solvers that need equally many rows share a pass."""
         order = epoch * (running[0].plan.batches + 1) + number  # other rows for each pass, if not all are taken
-        while due := {one.solver.due for one in self.live(running)} - {None}:
-            count = due.pop()
-            members = [one for one in self.live(running) if one.solver.due == count]
+        due = {one: now for one in self.live(running) if (now := one.solver.passes.get((epoch, number)))}
+
+        def end(one: Training) -> None:
+            if one.end_pass(self._began):
+                del due[one]
+
+        while due := {one: now for one, now in due.items() if one not in self.errors}:
+            count = next(iter(due.values())).rows
+            members = [one for one, now in due.items() if now.rows == count]
             again: Callable[[], Iterable[Batch]] = partial(members[0].rows.some, count, order)
-            self._each(lambda one, again: one.solver.begin_pass(again), members, again)
+            self._each(lambda one, again: one.solver.begin_pass(due[one], again), members, again)
             for batch in again():
                 self._each(lambda one, batch: one.solver.observe(batch), members, batch)
-            self._each(lambda one: one.end_pass(self._began), members)
+            self._each(end, members)
 
     def _keep(self, running: Sequence[Training]) -> None:
         """Keep the epoch, after its decoder step: SAEs, checkpoints, and measures on the test rows."""
