@@ -18,8 +18,8 @@ from saecli.measure import cofiring
 from saecli.measure.cofiring import LEAST, CoFiring
 from saecli.measure.latent_examples import BEFORE, TOKENS, Block, Examples, at_random, in_blocks
 from saecli.measure.latents import Magnitudes, bin_edges, neighbours
+from saecli.sae.activations.selection import where
 from saecli.sae.codes import DenseCodes, SparseCodes
-from saecli.sae.encoding import where
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.split import is_test
