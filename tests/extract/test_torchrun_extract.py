@@ -182,7 +182,7 @@ def test_control_c_keeps_the_whole_shards_of_all_processes(whole: Path, monkeypa
     listed = next(store for store in alone("list", "--json").json["stores"] if store["name"] == "stopped")
     assert (listed["rows"], listed["state"]) == (rows, "unfinished")
     refused = alone(*words)
-    assert "expected the number of processes that began it, 2, got 1; run the command with torchrun" in refused.err
+    assert "expected the number of processes that began it, 2, got 1; run the command with `torchrun" in refused.err
     again = together(2, "--home", whole, *words)
     assert own_words(again.err) == [f"stopped: going on after {rows:,} rows"]
     (x, columns, _), (wanted, wanted_columns, _) = by_document(whole, "stopped"), by_document(whole, "alone")
