@@ -6,28 +6,34 @@ A warning is one sentence: the doubtful measure, and the option to change.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
-from ..base.devices import device_named
-from ..base.errors import ConfigError, flag_of
-from ..base.precision import multiplies_bf16
+import torch
+
+from ..base.devices import device_named, free_memory
+from ..base.distributed import Communicator
+from ..base.errors import ConfigError
+from ..base.precision import demand_precision, multiplies_bf16
+from ..base.torchrun import local_world
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
 from ..store.rows import RowSource
+from .array_rows import held_bytes
 from .config import (
-    DECAY,
     DEFAULT_STEPS,
     MOST_DEFAULT_EPOCHS,
     PENALTY_WARM_UP,
     SMALLEST,
-    WARM_UP,
     TrainingConfig,
 )
 from .options import SolverConfig
-from .starting import Start
+from .rows import SUMMED_ROWS
+from .smoothing import default_width
+from .start import Start
 
-SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # fractions of all steps
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
+MOST_TAKEN = 0.8  # of a device's free memory, by the solver and rows that are kept there
 STORE = "make a store of them by `sae extract`, and train on that"  # advice on rows that come once
 
 
@@ -69,7 +75,7 @@ class Plan:
                                                          train_rows))
         if train_rows.passes == 1 and training.epochs is training.steps is None:
             training = replace(training, epochs=1)
-        training = settled(training, activation, solver, train_rows.rows, train_rows.d_in)
+        training = settled(training, activation, train_rows.rows, train_rows.d_in)
         solver.check(training, train_rows)
         solver = solver.resolved(training.batches(train_rows.rows))
         activation = activation.resolved(training.sparsity, training.d_sae)
@@ -78,17 +84,17 @@ class Plan:
             plan._demand_one_pass()
         return plan
 
-    @property
+    @cached_property  # as rows of a model are fewer once the text has ended
     def batches(self) -> int:
         """Batches per epoch."""
         return self.training.epoch_batches(self.train_rows.rows)
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Optimiser steps in all of training."""
         return self.training.steps or self.training.epochs * self.batches * self.solver.inner_steps
 
-    @property
+    @cached_property
     def epochs(self) -> int:
         """Passes over the rows; of the last one perhaps a part."""
         return math.ceil(self.steps / (self.batches * self.solver.inner_steps))
@@ -114,9 +120,8 @@ class Plan:
                               f"rows; use --precision float32, or {STORE}", option="precision")
 
 
-def settled(training: TrainingConfig, activation: Activation, solver: SolverConfig, rows: int,
-            d_in: int) -> TrainingConfig:
-    """The options with every default filled in that depends on the data, the activation or the solver; idempotent.
+def settled(training: TrainingConfig, activation: Activation, rows: int, d_in: int) -> TrainingConfig:
+    """The options with every default filled in that depends on the data or the activation; idempotent.
     Raises ConfigError if options contradict each other, or do nothing together."""
     if training.epochs is not None and training.steps is not None:
         raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
@@ -133,17 +138,12 @@ def settled(training: TrainingConfig, activation: Activation, solver: SolverConf
     d_sae = training.d_sae or 4 * d_in
     prefixes = None if training.prefixes is None else _prefixes(training.prefixes, d_sae)
     activation.check(d_sae)
-    for name, default in SCHEDULE.items():
-        if getattr(training, name) != default and solver.to_tolerance:
-            raise ConfigError(f"{flag_of(name)} does nothing with --optimizer {solver.optimizer}, whose problem "
-                              "stays the same from step to step; leave it out, or use --optimizer adam or sgd",
-                              option=name)
     epochs = training.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / training.epoch_batches(rows)))
     smoothing, weight = training.smoothing, training.sparsity_weight
     return replace(
-        training, d_sae=d_sae, prefixes=prefixes, precision=_precision(training, solver, d_in * d_sae),
+        training, d_sae=d_sae, prefixes=prefixes, precision=_precision(training, d_in * d_sae),
         sparsity=sparsity, epochs=None if training.steps else epochs,
-        smoothing=solver.default_smoothing(rows, d_in, d_sae) if smoothing == "auto" else smoothing,
+        smoothing=default_width(rows, d_in, d_sae) if smoothing == "auto" else smoothing,
         sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
 
 
@@ -156,17 +156,63 @@ def _prefixes(text: str, d_sae: int) -> str:
     return ",".join(str(number) for number in sorted({*numbers, d_sae}))
 
 
-def _precision(training: TrainingConfig, solver: SolverConfig, weights: int) -> str:
+def _precision(training: TrainingConfig, weights: int) -> str:
     """The precision of products; ConfigError if it would undo the precision that other options ask for."""
-    exact = "float64" if training.dtype == "float64" else "lbfgs" if solver.to_tolerance else ""
+    exact = training.dtype == "float64"
     if training.precision == "auto":
         rounded = not exact and weights >= SMALLEST and multiplies_bf16(device_named(training.device))
         return "bf16" if rounded else "float32"
     if exact and training.precision != "float32":
-        other = "--dtype float64" if exact == "float64" else f"--optimizer {solver.optimizer}"
-        raise ConfigError(f"--precision {training.precision} cannot be used with {other}, which asks for more; leave "
-                          "it out", option="precision")
+        raise ConfigError(f"--precision {training.precision} cannot be used with --dtype float64, which asks for more; "
+                          "leave it out", option="precision")
     return training.precision
+
+
+def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> tuple[int, bool]:
+    """Refuse a plan that needs more memory than is free for one of `trainings`, a precision the device lacks, or what
+    several processes cannot do together.
+
+    Returns:
+        The bytes that are free for the solver, and whether the device keeps the rows besides.
+    """
+    training, solver, rows, d_sae = plan.training, plan.solver, plan.train_rows, plan.training.d_sae
+    device = device_named(training.device)
+    demand_precision(training.precision, device)
+    if communicator.world_size > 1:
+        _demand_processes(plan, trainings, communicator.world_size)
+
+    def with_batches(batch_size: int) -> tuple[int, int]:
+        batch = 3 * 4 * max(batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
+        width = max(rows.d_in, rows.d_target)
+        return batch, batch + solver.memory(rows.rows, batch_size, width, d_sae, training.nested)
+
+    batch, needed = with_batches(training.batch_size)
+    free = free_memory(device, local_world() if communicator.world_size > 1 else 1)
+    free = int(communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min").item()) // trainings
+    if needed > free:
+        each = "" if trainings == 1 else f" for each of {trainings} trainings"
+        sizes = (f"with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are "
+                 f"free{each}")
+        if training.batch_size > SUMMED_ROWS and with_batches(SUMMED_ROWS)[1] <= free:
+            raise ConfigError(f"--batch-size {training.batch_size:,} {sizes}; lower it", option="batch_size")
+        raise ConfigError(f"--solver {solver.name} {sizes}; {solver.memory_advice}", option="solver")
+    held = held_bytes(rows) // trainings
+    holds = (device.type != "cpu" and communicator.world_size == 1 and held > 0
+             and needed + held <= MOST_TAKEN * free)
+    return free - batch - holds * held, holds
+
+
+def _demand_processes(plan: Plan, trainings: int, world_size: int) -> None:
+    if trainings > 1:
+        raise ConfigError(f"options given several times train {trainings} SAEs in one process: expected one, got "
+                          f"{world_size}; run it without torchrun, or give each value to a command of its own")
+    if plan.training.batch_size < world_size:
+        raise ConfigError(f"--batch-size must be at least the number of processes, {world_size}, which share every "
+                          f"batch, got {plan.training.batch_size}", option="batch_size")
+    if plan.training.sparsity == "kl":
+        raise ConfigError("--sparsity kl takes each batch as a whole, since its firing rates are those of one: "
+                          f"expected one process, got {world_size}; run it without torchrun, or use another penalty",
+                          option="sparsity")
 
 
 def doubts_at_start(plan: Plan) -> list[str]:
@@ -200,9 +246,7 @@ def _for_less_error(plan: Plan, overfitted: bool, l0: float) -> str:
         return "fewer than one latent is active per row: lower --sparsity-weight"
     if overfitted:
         return "train FVU is not: lower --d-sae, or train on more rows"
-    options = [] if plan.solver.to_tolerance else ["--lr"]
-    options += ["--sparsity-weight"] if plan.training.sparsity != "none" else []
-    return f"lower {' or '.join(options)}" if options else "use another --optimizer"
+    return "lower --lr" + (" or --sparsity-weight" if plan.training.sparsity != "none" else "")
 
 
 def _for_fewer_active(plan: Plan) -> str:

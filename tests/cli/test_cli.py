@@ -26,8 +26,8 @@ def test_help_shows_every_option_and_help_all_the_advanced_ones(sae: CommandLine
     assert (short.status, short.err, every.status) == (0, "", 0)
     for parameter in command.params:
         words = " ".join(parameter.help.replace("\\[", "[").split())  # square brackets are rich's markup
-        assert words in every.out
-        assert (words in short.out) == (parameter.name not in command.advanced)
+        assert words[:90] in every.out
+        assert (words[:90] in short.out) == (parameter.name not in command.advanced)
     assert (f"--help-all shows {len(command.advanced)} more options" in short.out) == bool(command.advanced)
 
 

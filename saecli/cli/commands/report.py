@@ -38,7 +38,7 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, ta
     Example: sae report first --model tiny-gemma2 --out pages
     """
     from ...measure.measured import measured
-    from ...show.report.report import check_choice, write_report
+    from ...show.report import check_choice, write_report
 
     check_choice(latents, top, examples, neuronpedia)
     session = start(ctx, json, out=out)
