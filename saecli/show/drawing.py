@@ -10,11 +10,12 @@ from ..base.home import Home
 from ..geometry.geometry import found_in
 from ..geometry.measures import Wanted, penalty_of
 from ..geometry.plane_cells import rows_of_slice
-from ..measure.evaluate import evaluated, marked, sparsity_document, tallied
+from ..measure.evaluate import compare, sparsity_document
 from ..measure.measured import RowsLike, all_measured, measured
-from ..measure.stability import check_stability, stability
+from ..measure.stability import stability
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike
+from ..sae.metrics import firing
 from ..train.logs import read_metrics
 from .measures import sparsest_first
 
@@ -67,7 +68,7 @@ def _frontier(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dic
     from .run_plots import frontier
 
     everything = all_measured(home, saes, listener=listener, **rows, **options)
-    ranked = sparsest_first(marked(evaluated(everything, None, None, listener), everything))
+    ranked = sparsest_first(compare(everything, progress=listener))
     kinds = {one.subject.name: one.sae.activation.name for one in everything}
     frontier(NOWHERE, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})
 
@@ -76,7 +77,7 @@ def _sparsity(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dic
     from .run_plots import sparsity
 
     everything = all_measured(home, saes, listener=listener, **rows, **options)
-    tallies = tallied(everything, True, listener)
+    tallies = [firing(one.sae, one.inputs(listener), 200) for one in everything]
     found = [sparsity_document(one, counts, listener) for one, counts in zip(everything, tallies, strict=True)]
     sparsity(NOWHERE, tallies, found)
 
@@ -93,9 +94,8 @@ def _geometry(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dic
 
 
 def _stability(saes: Sequence[SAELike], home: Home, listener: Listener, rows: dict[str, Any], options: Any) -> None:
-    from .stability_plots import draw_stability
+    from .stability_plots import stability as draw_stability
 
-    check_stability(True, len(saes), None)
     draw_stability(NOWHERE, stability(saes, home=home.path, **rows, **options))
 
 

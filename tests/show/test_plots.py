@@ -24,6 +24,14 @@ PERFECT = {"step": 1, "batch_fvu": 0.0, "batch_l0": 0.0}
 NO_NUMBER = {"step": 1, "batch_fvu": float("nan"), "batch_l0": None}
 MAGIC = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 
+
+
+def alike(**runs: tuple[list, list]) -> dict:
+    """What `saecli.stability` returns for runs of these cosines and frequencies."""
+    return {"match_threshold": 0.7, "runs": [{"run": name, "cosine": cosine, "frequency": frequency}
+                                             for name, (cosine, frequency) in runs.items()]}
+
+
 DRAW: dict[str, Callable[[Path], None]] = {
     "loss curves": lambda path: loss_curves(path, {"one": LINES, "two": LINES[:1]}),
     "loss curves of none": lambda path: loss_curves(path, {}),
@@ -43,10 +51,10 @@ DRAW: dict[str, Callable[[Path], None]] = {
     "frontier of none": lambda path: frontier(path, {}),
     "frontier of no number": lambda path: frontier(path, {"one": (32.0, float("nan"), "relu", False),
                                                            "two": (0.0, 0.0, "relu", True)}),
-    "stability": lambda path: stability(path, {"one": ([0.5, None], [1, 0], [0.1, 0]), "two": ([1], [1], [1])}, 0.7),
-    "stability of none": lambda path: stability(path, {}, 0.7),
-    "stability of silent latents": lambda path: stability(path, {"one": ([0.5, 0.1], [0, 0], [0, 0])}, 0),
-    "stability of no counterparts": lambda path: stability(path, {"one": ([None], [0], [0.5])}, 0.7),
+    "stability": lambda path: stability(path, alike(one=([0.5, None], [0.1, 0]), two=([1], [1]))),
+    "stability of none": lambda path: stability(path, alike()),
+    "stability of silent latents": lambda path: stability(path, alike(one=([0.5, 0.1], [0, 0]))),
+    "stability of no counterparts": lambda path: stability(path, alike(one=([None], [0.5]))),
 }
 
 
@@ -135,16 +143,16 @@ def test_frontier_draws_beaten_runs_hollow_and_joins_families(drawn: list[Figure
     assert labels == ["1 a (topk)", "2 b (topk)", "3 c (relu)", "4 d (relu)", "hollow: beaten by another run"]
 
 
-def test_stability_draws_every_latent_with_a_counterpart_and_mean_match_fractions_of_like_frequencies(
+def test_stability_draws_cosines_and_their_means_by_frequency(
         drawn: list[Figure], tmp_path: Path) -> None:
     frequency = np.repeat([0, 0.01, 0.02, 0.5], [5, 30, 30, 40])
-    matched = np.where(frequency == 0.02, 0.25, np.where(frequency == 0.5, np.arange(105) % 2, 0))
-    stability(tmp_path / "x.png", {"one": ([*np.linspace(0, 1, 100), *[None] * 5], matched, frequency)}, 0.7)
+    cosine = np.where(frequency == 0.02, 0.25, np.where(frequency == 0.5, np.arange(105) % 2, 0))
+    stability(tmp_path / "x.png", alike(one=([*cosine, *[None] * 5], [*frequency, *[0.3] * 5])))
     left, right = drawn[0].axes
-    assert left.patches[0].get_data().values.sum() == pytest.approx(100 / 105)
+    assert left.patches[0].get_data().values.sum() == pytest.approx(105 / 110)
     (line,) = right.lines
     np.testing.assert_allclose(line.get_xydata(), [[0.01, 0], [0.02, 0.25], [0.5, 0.5]])
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["one (105 latents, 5 silent)"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["one (110 latents, 5 silent)"]
 
 
 @pytest.mark.slow
