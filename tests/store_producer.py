@@ -50,17 +50,15 @@ def blocks(since: dict | None) -> Iterator[tuple[dict, np.ndarray, dict, dict]]:
         yield {"block": number}, rows, columns, {"special": rng.lognormal(size=rng.integers(0, 3))}
 
 
-def write(path: Path, limit: int | None = None, save_seconds: float = 60.0) -> None:
+def write(path: Path, limit: int | None = None) -> None:
     """Write the store, from its beginning or from where it was interrupted."""
-    with StoreWriter.open(path, META, limit=limit, save_seconds=save_seconds) as writer:
-        while not writer.complete:
-            for cursor, rows, columns, dropped in blocks(writer.cursor):
-                sys.audit("store_producer.block")
-                after = {"block": cursor["block"] + 1} if cursor["block"] % 3 else None
-                writer.append(rows, columns, cursor, dropped, after)
-                if writer.full:
-                    break
-            writer.finish()
+    with StoreWriter.open(path, META, limit=limit) as writer:
+        for cursor, rows, columns, dropped in blocks(writer.cursor):
+            if writer.full:
+                break
+            sys.audit("store_producer.block")
+            writer.append(rows, columns, cursor, dropped)
+        writer.finish()
 
 
 class Producer:
@@ -106,7 +104,7 @@ def _child(order: dict) -> None:
         if order.get("words"):
             _command(["sae", "--home", str(Path(order["path"]).parents[1]), *order["words"]])
         else:
-            write(Path(order["path"]), order.get("limit"), order.get("save_seconds", 60.0))
+            write(Path(order["path"]), order.get("limit"))
         if order.get("cuts"):
             disk.cut(last=True)
     except StoreError as error:

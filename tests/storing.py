@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,3 +43,11 @@ def make_store(path: Path, rows: np.ndarray, dtype: str = "float32", *, block: i
 def collect(batches: Iterator[np.ndarray]) -> np.ndarray:
     """All rows of a stream; each batch is copied, as its memory is used again."""
     return np.concatenate([batch.copy() for batch in batches])
+
+
+def stored_contents(path: Path) -> dict[str, Any]:
+    """All that a store says and holds, but for when it was begun."""
+    store = ActivationStore.open(path)
+    assert store.verify() == []
+    rows = collect(store.split("all").sequential(64)) if store.rows else np.empty((0, store.d_in), np.float32)
+    return {"meta": store.meta.to_json() | {"created": ""}, "rows": rows}

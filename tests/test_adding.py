@@ -20,7 +20,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..codes import Codes
-from ..encoding import where
+from .selection import where
 from .base import Activation, Parameters
 
 
@@ -47,7 +47,8 @@ from torch.nn import Parameter
 
 from ..base.distributed import ALONE, Communicator
 from ..sae.dictionary import SAE, Dictionary
-from .sgd import Sgd, SgdSolver
+from .options import Sgd
+from .sgd import SgdSolver
 from .task import Task
 
 
@@ -130,7 +131,7 @@ def added(root: Path) -> dict[str, str]:
     line("sae/activations/__init__.py", "from .smooth", "from .cubed import Cubed\nfrom .smooth")
     write("train/unit_sgd.py", SOLVER)
     line("train/solvers.py", "(Sgd, PamSgd)}", "(Sgd, PamSgd, UnitSgd)}")
-    line("train/solvers.py", "from .solver ", "from .unit_sgd import UnitSgd\nfrom .solver ")
+    line("train/solvers.py", "from .options ", "from .unit_sgd import UnitSgd\nfrom .options ")
     write("sae/formats/npz.py", FORMAT)
     line("sae/formats/__init__.py", '    "native": ',
          '    "npz": Format(("sae.npz",), npz.load, npz.save, ACTIVATIONS.values()),\n    "native": ')

@@ -5,20 +5,21 @@ whose operations return their arguments. All processes must make the same calls 
 gloo. When a process has ended, the calls of the others raise `PeerError`.
 """
 
+from __future__ import annotations
+
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import ConfigError, PeerError
 from .torchrun import local_rank, local_world, rank, world
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Value = TypeVar("Value")
 
@@ -49,7 +50,7 @@ class Communicator:
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Replace a contiguous tensor by its `sum`, `min` or `max` over all processes; returns it."""
         if self.world_size > 1:
-            with _peers():
+            with _peers() as dist:
                 dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()))
         return tensor
 
@@ -60,7 +61,7 @@ class Communicator:
     def reduce(self, tensor: Tensor) -> Tensor:
         """Replace a contiguous tensor by its sum over all processes on rank 0, by zero on the others; returns it."""
         if self.world_size > 1:
-            with _peers():
+            with _peers() as dist:
                 dist.reduce(tensor, 0)
             if not self.is_main:
                 tensor.zero_()
@@ -69,7 +70,7 @@ class Communicator:
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Replace a contiguous tensor by rank 0's; returns it."""
         if self.world_size > 1:
-            with _peers():
+            with _peers() as dist:
                 dist.broadcast(tensor, 0)
         return tensor
 
@@ -78,7 +79,7 @@ class Communicator:
         if self.world_size == 1:
             return rows
         counts = self.all_gather_object(len(rows))
-        with _peers():
+        with _peers() as dist:
             if not self.is_main:
                 if len(rows):
                     dist.send(rows.contiguous(), 0)
@@ -89,6 +90,8 @@ class Communicator:
                 if len(part):
                     dist.recv(part, other)
                 parts.append(part)
+        import torch
+
         return torch.cat(parts)
 
     def all_gather_object(self, value: Value) -> list[Value]:
@@ -96,7 +99,7 @@ class Communicator:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with _peers():
+        with _peers() as dist:
             dist.all_gather_object(values, value)
         return values
 
@@ -105,7 +108,7 @@ class Communicator:
         if self.world_size == 1:
             return find()
         values = [find() if self.is_main else None]
-        with _peers():
+        with _peers() as dist:
             dist.broadcast_object_list(values, 0)
         return values[0]
 
@@ -136,6 +139,8 @@ def join() -> None:
         ConfigError: this machine has fewer GPUs than processes.
         PeerError: the others cannot be reached.
     """
+    import torch
+
     signal.signal(signal.SIGTERM, _terminated)
     if torch.cuda.is_available():
         if local_world() > torch.cuda.device_count():
@@ -143,7 +148,7 @@ def join() -> None:
                               "GPUs: expected one GPU for each; lower --nproc-per-node of torchrun, or hide the GPUs "
                               "by CUDA_VISIBLE_DEVICES= to compute on the CPU")
         torch.cuda.set_device(local_rank())
-    with _peers():
+    with _peers() as dist:
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
         _launcher.append(store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -153,7 +158,8 @@ def join() -> None:
 
 def leave() -> None:
     """Leave the process group, which all processes must do; not after a failure, since it waits for the others."""
-    dist.destroy_process_group()
+    with _peers() as dist:
+        dist.destroy_process_group()
 
 
 def is_first_to_say(sentence: str, blames_another: bool) -> bool:
@@ -185,10 +191,12 @@ def _terminated(number: int, frame: Any) -> None:
 
 
 @contextmanager
-def _peers() -> Iterator[None]:
-    """Around calls of torch.distributed: raises `PeerError` if another process has ended."""
+def _peers() -> Iterator[Any]:
+    """Yields torch.distributed; raises `PeerError` if another process has ended."""
+    import torch.distributed as dist  # a second, which help pages and commands alone need not wait
+
     try:
-        yield
+        yield dist
     except RuntimeError as error:  # the base class of torch.distributed's errors
         raise PeerError(f"lost the others of {world()} processes, one of which has ended; run the same command "
                         f"again to go on from what was saved (`sae train` with --resume)") from error

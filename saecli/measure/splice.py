@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ..base.console import Listener
 from ..base.errors import ConfigError, StoreError
+from ..extract.hook_points import HookPoint
 from ..extract.language_model import LanguageModel
 from ..extract.model_source import ModelSource, find_model
-from ..extract.places import Place
-from ..extract.token_windows import Windows
+from ..extract.windows import Windows
 from ..sae.dictionary import SAE
 from ..store.rows import Rows
 from ..store.split import window_starts
@@ -48,8 +48,8 @@ class Splice:
     model: LanguageModel
     rows: Rows
     cutter: Windows
-    read: Place
-    written: Place
+    read: HookPoint
+    written: HookPoint
 
     def effects(self, saes: Sequence[SAE], tokens: int, listener: Listener) -> list[dict[str, Any]]:
         """`effects` of SAEs over the first tokens."""
@@ -80,7 +80,7 @@ def splices(everything: Sequence[Measured], name: str, listener: Listener) -> li
         next(stored_windows(rows, cutter.prefix, 1))  # raises if no window is whole
         if origin["model"] != source.identity()["model"]:
             listener.note(f"{rows.name} came from {origin['model']}, and is run through {name}")
-        places = [Place(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends]
+        places = [HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends]
         found.append(Splice(members, model, rows, cutter, places[0], places[-1]))
     return found
 
@@ -161,7 +161,7 @@ def _spans(rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
 
 
 @torch.no_grad()
-def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor, read: Place, written: Place,
+def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor, read: HookPoint, written: HookPoint,
             saes: Sequence[SAE], show: Callable[[int], None]) -> list[dict[str, Any]]:
     """Splice SAEs, or transcoders, into a model, one at a time.
 

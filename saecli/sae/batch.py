@@ -1,7 +1,4 @@
-"""Batches of rows, as solvers take them.
-
-Shapes: B rows in a batch, b of them in this process, D = d_in, E the width of the targets.
-"""
+"""Batches of rows. Shapes: B rows in a batch, b in this process, D = d_in, E the width of the targets."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,13 +13,13 @@ from ..base.devices import moved
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows and their targets; with several processes each holds a part of the batch.
+    """Rows and their targets; each process holds a part of the batch.
 
     Args:
-        x: the rows of this process, (b, D).
+        x: this process' rows, (b, D).
         y: their targets, (b, E); x itself for reconstruction.
         size: B.
-        index: the positions of this process' rows in the batch, ascending, (b,), on the CPU; None for all.
+        index: ascending positions of this process' rows in the batch, (b,), on the CPU; None for all.
     """
 
     x: Tensor
@@ -32,8 +29,8 @@ class Batch:
 
     @classmethod
     def of(cls, rows: Tensor, d_in: int | None = None, size: int | None = None, index: Tensor | None = None) -> Self:
-        """A batch of rows to reconstruct, (b, D); or if they are wider than `d_in`, of rows with their targets beside
-        them, (b, D + E). Without a size it is whole."""
+        """A batch of rows to reconstruct, (b, D), or if they are wider than `d_in`, of rows and targets, (b, D + E),
+        concatenated. Without a size it is whole."""
         size = len(rows) if size is None else size
         if d_in is None or rows.shape[1] == d_in:
             return cls(rows, rows, size, index)
@@ -41,7 +38,7 @@ class Batch:
 
     @classmethod
     def joined(cls, batches: Sequence[Self]) -> Self:
-        """Several batches, concatenated into one."""
+        """Several batches as one."""
         x = torch.cat([batch.x for batch in batches])
         y = x if all(batch.y is batch.x for batch in batches) else torch.cat([batch.y for batch in batches])
         *before, size = accumulate((batch.size for batch in batches), initial=0)
@@ -51,11 +48,10 @@ class Batch:
 
     @property
     def numbers(self) -> Tensor:
-        """The positions of this process' rows in the batch, (b,), on the CPU."""
+        """Positions of this process' rows in the batch, (b,), on the CPU."""
         return torch.arange(self.size) if self.index is None else self.index
 
     def first(self, count: int) -> "Batch":
-        """The first `count` rows of the batch."""
         own = min(count, self.size) if self.index is None else int((self.index < count).sum())
         x = self.x[:own]
         return Batch(x, x if self.y is self.x else self.y[:own], min(count, self.size),
@@ -63,7 +59,7 @@ class Batch:
 
 
 def mixed(whole: Batch, order: Tensor, size: int) -> Iterator[Batch]:
-    """A batch's rows in another order, (B,), in batches of `size`; each process keeps its own rows."""
+    """A batch's rows in a given order, (B,), in batches of `size`; each process keeps its own rows."""
     here = torch.full((whole.size,), -1)
     here[whole.numbers] = torch.arange(len(whole.x))
     for numbers in order.split(size):

@@ -1,9 +1,8 @@
 """Codes: an activation's output, and every product with it.
 
-Dense codes are a matrix. Sparse codes are offsets, indices and values, as for `torch.nn.functional.embedding_bag`; topk
-and batchtopk know theirs without a search. With sparse codes a training step costs 2 D F operations per row, for the
-pre-activations, instead of 10 D F. Non-zeros are searched for on a CPU only, and used if they are few: on a GPU the
-host would have to wait for their count.
+Sparse codes are offsets, indices and values, as for `torch.nn.functional.embedding_bag`; with them a training step
+costs 2 D F operations per row, for the pre-activations, instead of 10 D F. Non-zeros are searched for on a CPU only: on
+a GPU the host would have to wait for their count.
 
 Shapes: B rows, n entries, D = d_in, F = d_sae, C columns of a right side, L prefixes.
 """
@@ -19,16 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from ..base.devices import add_at
-from .pairs import add_pairs, pairs_of
+from ..base.devices import add_at, moved
 
 DENSITY = 0.1  # fraction of non-zeros above which dense products are faster
-PAIRS_FRACTION = 0.2  # number of pairs over the Gram matrix' size, up to which products are added pair by pair
+PAIRS_FRACTION = 0.2  # pairs of entries over the Gram matrix' size up to which products are added pair by pair
+PAIRS, DEVICE_PAIRS = 1 << 19, 1 << 23  # pairs multiplied at a time, on a CPU and on a GPU
 CACHED_CODES = 1 << 18  # 1 MiB in float32
 PANEL, SPARSE_PANEL = 256, 1024  # columns of a Gram matrix at a time; wider panels pay off for sparse codes
 
-
-Prefixes = tuple[int, ...]  # numbers of leading latents, ascending, the last being F; none if there is but one
+Prefixes = tuple[int, ...]  # numbers of leading latents, ascending, the last being F; empty if not nested
 
 
 def rise(prefixes: Sequence[int]) -> bool:
@@ -37,13 +35,9 @@ def rise(prefixes: Sequence[int]) -> bool:
 
 
 class Codes(ABC):
-    """Codes z of a batch, (B, F).
+    """Codes z of a batch, (B, F)."""
 
-    Args:
-        values: all codes, (B, F), or the entries of sparse codes, (n,); differentiable in the pre-activations.
-    """
-
-    values: Tensor
+    values: Tensor  # all codes, (B, F), or the entries of sparse codes, (n,); differentiable in the pre-activations
 
     @property
     @abstractmethod
@@ -56,7 +50,7 @@ class Codes(ABC):
 
     @abstractmethod
     def dense_rows(self, numbers: Tensor) -> Tensor:
-        """The rows of the matrix with these numbers, (m,), distinct: (m, F)."""
+        """Some rows of the matrix, (m, F), by their distinct numbers, (m,)."""
 
     @abstractmethod
     def times(self, right: Tensor) -> Tensor:
@@ -67,26 +61,23 @@ class Codes(ABC):
         """`z' right`, (F, C), for (B, C)."""
 
     def prefix_times(self, right: Tensor, prefixes: Prefixes) -> Tensor:
-        """`z[:, :m] right[:m]` for each prefix of m latents, (B, L, C), for (F, C); differentiable in both. Without
-        prefixes `z right`, (B, 1, C).
-
-        Cost: that of `times`, since a prefix adds to the one before.
-        """
+        """`z[:, :m] right[:m]` for each prefix of m latents, (B, L, C), for (F, C); differentiable in both; (B, 1, C)
+        without prefixes. Costs as much as `times`, since each prefix adds to the one before."""
         return self._block_times(right, prefixes).cumsum(1) if prefixes else self.times(right)[:, None]
 
     def prefix_transposed_times(self, right: Tensor, prefixes: Prefixes) -> Tensor:
-        """`sum_l Z_l' right_l`, (F, C), for (B, L, C): Z_l are the codes with those outside prefix l set to zero."""
+        """`sum_l Z_l' right_l`, (F, C), for (B, L, C); Z_l: the codes, zero outside prefix l."""
         if not prefixes:
             return self.transposed_times(right[:, 0])
         return self._block_transposed_times(right.flip(1).cumsum(1).flip(1), prefixes)
 
     @abstractmethod
     def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
-        """What the latents of each block, which end before `ends`, contribute to `z right`, (B, L, C), for (F, C)."""
+        """The part of `z right` from each block of latents, (B, L, C), for (F, C); `ends`: where blocks end."""
 
     @abstractmethod
     def _block_transposed_times(self, right: Tensor, ends: Prefixes) -> Tensor:
-        """`z' right` with a right side for each block of latents, (F, C), for (B, L, C)."""
+        """`z' right` with another right side for each block of latents, (F, C), for (B, L, C)."""
 
     @abstractmethod
     def sums(self) -> Tensor:
@@ -94,31 +85,26 @@ class Codes(ABC):
 
     @abstractmethod
     def add_gram(self, gram: Tensor) -> None:
-        """Add `z' z` to the lower triangle of `gram`, (F, F), which may be the left part of a wider array.
-
-        Products are computed in the codes' precision and added in the precision of `gram`. Entries above the diagonal
-        may be overwritten.
-        """
+        """Add `z' z` to the lower triangle of `gram`, (F, F), a view of a wider array or not; entries above the
+        diagonal may be overwritten. Products have the codes' precision, sums the precision of `gram`."""
 
     @abstractmethod
     def by_latent(self, vector: Tensor) -> Tensor:
-        """The entry of a vector, (F,), for the latent of each value; broadcasts against `values`."""
+        """A vector's entry, (F,), for the latent of each value; broadcasts against `values`."""
+
+    @abstractmethod
+    def with_values(self, values: Tensor) -> "Codes":
+        """The same entries with other values."""
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients flow through the codes."""
         return self.values.requires_grad
-
-    def with_values(self, values: Tensor) -> "Codes":
-        """The same entries with other values; all other codes stay zero."""
-        return replace(self, values=values)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Codes":
         """The codes under an elementwise function that takes 0 to 0."""
         return self.with_values(function(self.values))
 
     def detach(self) -> "Codes":
-        """The same without gradients."""
         return self.map(Tensor.detach)
 
     def count(self) -> Tensor:
@@ -160,6 +146,9 @@ class DenseCodes(Codes):
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
+    def with_values(self, values: Tensor) -> "DenseCodes":
+        return DenseCodes(values)
+
     def dense(self) -> Tensor:
         return self.values
 
@@ -187,7 +176,6 @@ class DenseCodes(Codes):
         return self.values.sum(0)
 
     def add_gram(self, gram: Tensor) -> None:
-        """Add `z' z`, panel by panel."""
         if self._few is not None:
             self._few.add_gram(gram)
             return
@@ -197,7 +185,6 @@ class DenseCodes(Codes):
             gram[begin:end, :end] += z[:, begin:end].T @ z[:, :end]
 
     def by_latent(self, vector: Tensor) -> Tensor:
-        """The vector itself."""
         return vector
 
     def latent_counts(self) -> Tensor:
@@ -210,19 +197,18 @@ class DenseCodes(Codes):
         return torch.cat([(rows != 0).sum(1, dtype=torch.int32) for rows in in_cache(self.values)]).long()
 
     def l1(self) -> Tensor:
-        """The sum of all codes' magnitudes; each row is summed in its own precision, since converting every code to
-        float64 takes as long as encoding."""
+        # Each row is summed in its own precision: converting every code to float64 takes as long as encoding.
         precision = torch.promote_types(self.values.dtype, torch.float32)
         return torch.stack([rows.abs().sum(1, dtype=precision).sum(dtype=torch.float64)
                             for rows in in_cache(self.values)]).sum()
 
     def compact(self) -> Codes:
-        """The non-zeros alone, if they are few; the host waits for their number."""
+        """The same, sparse if few codes are non-zero; the host waits for their number."""
         return self._searched(wait=True) or self
 
     @cached_property
     def _few(self) -> "SparseCodes | None":
-        """The non-zeros, searched for once; None if gradients flow through zeros or dense products are faster."""
+        """The non-zeros; None if gradients flow through zeros or dense products are faster."""
         return None if self.requires_grad else self._searched()
 
     def _searched(self, wait: bool = False) -> "SparseCodes | None":
@@ -238,11 +224,11 @@ class SparseCodes(Codes):
     """Some entries of a matrix, row after row; all others are zero.
 
     Args:
-        offsets: where each row begins among the entries, (B,).
+        offsets: first entry of each row, (B,).
         indices: the latent of each entry, (n,), distinct within a row, in any order.
         values: the entries, (n,); some may be zero.
         width: F.
-        each: number of entries of every row, where they have as many.
+        each: entries per row, if all rows have equally many.
     """
 
     offsets: Tensor
@@ -255,16 +241,18 @@ class SparseCodes(Codes):
     def shape(self) -> tuple[int, int]:
         return len(self.offsets), self.width
 
+    def with_values(self, values: Tensor) -> "SparseCodes":
+        return replace(self, values=values)
+
     def dense(self) -> Tensor:
-        """The matrix, (B, F), zero where there is no entry."""
         flat = self.values.new_zeros(self.shape[0] * self.width)
         return flat.scatter(0, self.rows * self.width + self.indices, self.values).view(self.shape)
 
     def dense_rows(self, numbers: Tensor) -> Tensor:
-        places = self.rows.new_full((len(self.offsets),), len(numbers))  # one row more, for all that are not wanted
-        places[numbers] = torch.arange(len(numbers), device=places.device)
+        to = self.rows.new_full((len(self.offsets),), len(numbers))  # one row more, for all that are not wanted
+        to[numbers] = torch.arange(len(numbers), device=to.device)
         found = self.values.new_zeros((len(numbers) + 1) * self.width)
-        found.scatter_(0, places[self.rows] * self.width + self.indices, self.values)
+        found.scatter_(0, to[self.rows] * self.width + self.indices, self.values)
         return found.view(-1, self.width)[:-1]
 
     def times(self, right: Tensor) -> Tensor:
@@ -281,7 +269,7 @@ class SparseCodes(Codes):
         return self._by_block(ends).transposed_times(right.flatten(0, 1))
 
     def _by_block(self, ends: Prefixes) -> "SparseCodes":
-        """Each row split into one for each block of latents, (B L, F)."""
+        """The codes with a row for each row and block of latents, (B L, F)."""
         blocks = torch.bucketize(self.indices, self.indices.new_tensor(ends), right=True)
         rows, order = (self.rows * len(ends) + blocks).sort(stable=True)
         return SparseCodes(offsets_of(rows, len(self.offsets) * len(ends)), self.indices[order], self.values[order],
@@ -293,7 +281,6 @@ class SparseCodes(Codes):
         return sums
 
     def by_latent(self, vector: Tensor) -> Tensor:
-        """The vector's entry for each value, (n,)."""
         return vector[self.indices]
 
     def latent_counts(self) -> Tensor:
@@ -307,8 +294,7 @@ class SparseCodes(Codes):
     def l1(self) -> Tensor:
         return self.values.double().abs().sum()
 
-    def bytes(self) -> int:
-        """Rows, indices and values of the entries by row, and their rows and values by latent."""
+    def bytes(self) -> int:  # entries by row (row, index, value) and by latent (row, value)
         return len(self.values) * (3 * 8 + 2 * self.values.element_size())
 
     @cached_property
@@ -324,16 +310,13 @@ class SparseCodes(Codes):
 
     @cached_property
     def _by_latent(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and values, (n,) each, sorted by latent, and the offset of each latent, (F,)."""
+        """Rows and values by latent, (n,) each, and the offset of each latent, (F,)."""
         indices, order = self.indices.sort(stable=True)
         return self.rows[order], self.values[order], offsets_of(indices, self.width)
 
     def add_gram(self, gram: Tensor) -> None:
-        """Add `z' z`: for each pair of entries in a row if pairs are few, else panel by panel.
-
-        Cost: some 25 ns per pair on a CPU, since writes are scattered. On a GPU the host waits once, for the rows'
-        numbers of entries, where they differ.
-        """
+        """As in `Codes`, pair by pair if pairs of entries are few, at 25 ns per pair on a CPU; else panel by panel. On
+        a GPU the host waits once unless `each` is known."""
         sizes = self._sizes.cpu() if self.each is None else torch.full((len(self.offsets),), self.each)
         if int(pairs_of(sizes).sum()) <= PAIRS_FRACTION * gram.numel():
             add_pairs(gram, self.indices, self.values, sizes)
@@ -347,39 +330,71 @@ class SparseCodes(Codes):
 
 
 def offsets_of(bags: Tensor, count: int) -> Tensor:
-    """The offset of each of `count` bags, given the bag of each entry, (n,), ascending."""
+    """The first entry of each of `count` bags, given each entry's bag, (n,), ascending."""
     return torch.searchsorted(bags, torch.arange(count, device=bags.device))
 
 
 def in_cache(values: Tensor) -> tuple[Tensor, ...]:
-    """Blocks of a matrix's rows, (B, F), small enough that intermediate results stay in a CPU core's own cache."""
+    """A matrix, (B, F), in blocks of rows whose intermediate results fit a CPU core's cache."""
     return values.split(max(1, CACHED_CODES // values.shape[1] if values.device.type == "cpu" else len(values)))
 
 
 def few_entries(mask: Tensor, wait: bool = False) -> Tensor | None:
-    """The flat indices of a mask's entries, (n,), ascending, for a mask (B, F); None if dense products are faster, and
-    on a GPU unless the host may wait."""
+    """The ascending flat indices, (n,), of a mask's true entries; None if dense products are faster, and on a GPU
+    unless the host may wait."""
     if mask.device.type != "cpu":
         flat = mask.flatten().nonzero()[:, 0] if wait else None
         return None if flat is None or len(flat) > DENSITY * mask.numel() else flat
     # NumPy counts and finds true entries several times faster than PyTorch.
-    flat = mask.detach().flatten().numpy()
-    return None if np.count_nonzero(flat) > DENSITY * len(flat) else torch.from_numpy(np.flatnonzero(flat))
+    found = mask.detach().flatten().numpy()
+    return None if np.count_nonzero(found) > DENSITY * len(found) else torch.from_numpy(np.flatnonzero(found))
 
 
 def located(flat: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """The offsets, (B,), rows, (n,), and latents, (n,), of entries of a matrix (B, F), given their flat indices, (n,),
-    row after row."""
+    """The row offsets, (B,), rows, (n,), and latents, (n,), of ascending flat indices, (n,), into a matrix (B, F)."""
     rows = flat.div(shape[1], rounding_mode="floor")
     return offsets_of(rows, shape[0]), rows, flat - rows * shape[1]
 
 
 def joined(blocks: Sequence[Codes]) -> Codes:
-    """The codes of several batches, one below the other; sparse if all of them are."""
-    if not all(isinstance(block, SparseCodes) for block in blocks):
+    """The codes of several batches as one; sparse if all are."""
+    sparse = [block for block in blocks if isinstance(block, SparseCodes)]
+    if len(sparse) < len(blocks):
         return DenseCodes(torch.cat([block.dense() for block in blocks]))
-    *before, _ = accumulate((len(block.values) for block in blocks), initial=0)
-    offsets = [block.offsets + begin for block, begin in zip(blocks, before, strict=True)]
-    return SparseCodes(torch.cat(offsets), torch.cat([block.indices for block in blocks]),
-                       torch.cat([block.values for block in blocks]), blocks[0].width,
-                       blocks[0].each if len({block.each for block in blocks}) == 1 else None)
+    *before, _ = accumulate((len(block.values) for block in sparse), initial=0)
+    offsets = [block.offsets + begin for block, begin in zip(sparse, before, strict=True)]
+    return SparseCodes(torch.cat(offsets), torch.cat([block.indices for block in sparse]),
+                       torch.cat([block.values for block in sparse]), sparse[0].width,
+                       sparse[0].each if len({block.each for block in sparse}) == 1 else None)
+
+
+def pairs_of(sizes: Tensor) -> Tensor:
+    """Pairs of entries in rows of these sizes, an entry with itself included."""
+    return sizes * (sizes + 1) // 2
+
+
+def add_pairs(gram: Tensor, indices: Tensor, values: Tensor, sizes: Tensor) -> None:
+    """Add `z' z` to the lower triangle of `gram`, (F, F), pair of entries by pair, some rows at a time; `sizes`, on the
+    CPU: the entries of each row, (B,)."""
+    device, most = gram.device, PAIRS if gram.device.type == "cpu" else DEVICE_PAIRS
+    ends, pairs = sizes.cumsum(0), pairs_of(sizes).cumsum(0)
+    flat = gram.as_strided((len(gram) * gram.stride(0),), (1,))
+    begun = 0
+    while begun < len(sizes):
+        seen = int(pairs[begun - 1]) if begun else 0
+        stop = max(int(torch.searchsorted(pairs, seen + most, right=True)), begun + 1)
+        begin, end = int(ends[begun] - sizes[begun]), int(ends[stop - 1])
+        chosen, factors = indices[begin:end], values[begin:end]
+        left, right = _within_rows(moved(sizes[begun:stop], device), end - begin, int(pairs[stop - 1]) - seen)
+        low, high = torch.aminmax(torch.stack([chosen[left], chosen[right]]), dim=0)
+        add_at(flat, high * gram.stride(0) + low, (factors[left] * factors[right]).to(gram.dtype))
+        begun = stop
+
+
+def _within_rows(sizes: Tensor, entries: int, pairs: int) -> tuple[Tensor, Tensor]:
+    """The numbers of both entries of each pair, (pairs,), for rows with these numbers of entries."""
+    firsts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes, output_size=entries)  # of each entry's row, (n,)
+    numbers = torch.arange(entries, device=sizes.device)
+    partners = numbers + 1 - firsts  # number of entries of its row up to itself, (n,)
+    left = numbers.repeat_interleave(partners, output_size=pairs)
+    return left, torch.arange(pairs, device=sizes.device) - (partners.cumsum(0) - partners - firsts)[left]

@@ -2,22 +2,18 @@
 
     z = act(x @ W_enc + b_enc)        y_hat = z @ W_dec + b_dec  [+ x @ W_skip]
 
-The targets y are the rows x themselves, or for a transcoder what is to be predicted from them, with or without an
-affine skip. Source: Dunefsky, Chlenski and Nanda, "Transcoders Find Interpretable LLM Feature Circuits" (2024); with a
-skip Paulo, Shabalin and Belrose, "Transcoders Beat Sparse Autoencoders for Interpretability" (2025).
-
 The encoder does not subtract `b_dec`, so that the decoder step changes no code. `SAE` holds W_dec itself; `Coupled`,
-used in training, derives it from W_enc. To add a kind, subclass `Dictionary` and write its `decoder`.
+used in training, derives it from W_enc. To add a kind, subclass `Dictionary` and write its `decoder`. A dictionary is
 
-Rows of several places side by side make a crosscoder, whose penalties weigh a latent by the sum of its decoder norms
-there. Source: Lindsey et al., "Sparse Crosscoders for Cross-Layer Features and Model Diffing" (2024).
+- a transcoder if its targets y are not its rows x, with or without the affine skip: Dunefsky, Chlenski and Nanda,
+  "Transcoders Find Interpretable LLM Feature Circuits" (2024); Paulo, Shabalin and Belrose, "Transcoders Beat Sparse
+  Autoencoders for Interpretability" (2025);
+- a crosscoder if its rows join several hook points: penalties weigh a latent by the sum of its decoder norms there.
+  Lindsey et al., "Sparse Crosscoders for Cross-Layer Features and Model Diffing" (2024);
+- nested if several prefixes of its latents are each trained to reconstruct the rows: Bussmann, Nabeshima, Karvonen and
+  Nanda, "Learning Multi-Level Features with Matryoshka Sparse Autoencoders" (2025), equation 5.
 
-A dictionary may be nested: each of some prefixes of its latents is then trained to reconstruct the rows by itself.
-Source: Bussmann, Nabeshima, Karvonen and Nanda, "Learning Multi-Level Features with Matryoshka Sparse Autoencoders"
-(2025), equation 5.
-
-Shapes: B rows, D = d_in, E = d_out, F = d_sae, P places, L prefixes; one, of all latents, if the dictionary is not
-nested.
+Shapes: B rows, D = d_in, E = d_out, F = d_sae, L prefixes; one, of all latents, unless nested.
 """
 
 import math
@@ -29,23 +25,22 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import Module, Parameter
 
 from ..base.errors import ConfigError
 from .activations import Activation, KeepsK, Parameters
 from .batch import Batch
-from .codes import Codes, Prefixes
-from .encoding import pre_activations
+from .codes import Codes, DenseCodes, Prefixes, SparseCodes, offsets_of
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a batch; with several processes, this process' part, and the parts sum to the batch's.
+    """The loss of a batch, or this process' part of it: parts sum to the batch's.
 
     Args:
-        value: squared error, of a nested dictionary its mean over prefixes, plus weighted penalty, mean over the rows
-            of the batch.
-        squared_error: mean over rows of `||y_hat - y||^2`.
+        value: squared error, averaged over prefixes, plus weighted penalty; mean over rows.
+        squared_error: mean over rows of `||y_hat - y||^2`, by all latents.
         codes: of this process' rows, (b, F).
     """
 
@@ -54,23 +49,52 @@ class Loss:
     codes: Codes
 
 
+class PreActivations(torch.autograd.Function):
+    """`x W_enc + b_enc`, (B, F); the sparse gradient of selected entries (`activations/selection.py`) is multiplied as
+    sparse codes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:
+        ctx.save_for_backward(x, W_enc)
+        return torch.addmm(b_enc, x, W_enc)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, W_enc = ctx.saved_tensors
+        if gradient.layout == torch.strided:
+            codes: Codes = DenseCodes(gradient)
+            W_gradient = (gradient.T @ x).T if ctx.needs_input_grad[1] else None
+            x_gradient = gradient @ W_enc.T if ctx.needs_input_grad[0] else None
+        else:
+            rows, columns = gradient._indices()
+            codes = SparseCodes(offsets_of(rows, len(gradient)), columns, gradient._values(), gradient.shape[1])
+            W_gradient = codes.transposed_times(x).T if ctx.needs_input_grad[1] else None
+            x_gradient = codes.times(W_enc.T) if ctx.needs_input_grad[0] else None
+        return x_gradient, W_gradient, codes.sums() if ctx.needs_input_grad[2] else None
+
+
 class Dictionary(Module, ABC):
     """Encoder, activation and decoder bias; subclasses define the decoder weights.
 
     Its tensors are parameters, frozen until `requires_grad_` lets descent move them.
 
     Args:
-        W_enc: encoder weights, (D, F).
-        b_enc: encoder bias, (F,).
-        b_dec: decoder bias, (E,).
-        activation: maps pre-activations to codes.
-        activation_parameters: the activation's parameters, by names that differ from the other tensors'.
-        prefixes: of a nested dictionary, the number of latents in each prefix, ascending, the last being F.
-        W_skip: weights of the affine skip, (D, E); None for none.
-        widths: of the places that stand side by side in the targets, of a crosscoder; none for one.
+        W_enc: (D, F).
+        b_enc: (F,).
+        b_dec: (E,).
+        activation_parameters: by names that differ from the other tensors'.
+        prefixes: numbers of latents, ascending, the last being F; empty unless nested.
+        W_skip: weights of the affine skip, (D, E).
+        widths: of a crosscoder's hook points, in the order of the targets; empty for others.
     """
 
     LATENT_DIMENSIONS: ClassVar[dict[str, int]] = {"W_enc": 1, "b_enc": 0, "W_dec": 0, "Delta": 0}
+
+    W_enc: Tensor
+    b_enc: Tensor
+    b_dec: Tensor
+    W_skip: Tensor | None
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, activation: Activation,
                  activation_parameters: Parameters | None = None, prefixes: Prefixes = (),
@@ -84,75 +108,69 @@ class Dictionary(Module, ABC):
 
     @abstractmethod
     def decoder(self) -> Tensor:
-        """Decoder weights, one dictionary vector per row, (F, E); differentiable in the parameters."""
+        """W_dec, one dictionary vector per row, (F, E); differentiable in the parameters."""
 
     @property
     def d_in(self) -> int:
-        """Width of the rows."""
         return self.W_enc.shape[0]
 
     @property
     def d_out(self) -> int:
-        """Width of the targets."""
         return len(self.b_dec)
 
     @property
     def d_sae(self) -> int:
-        """Number of latents."""
         return self.W_enc.shape[1]
 
     @property
     def places(self) -> list[slice]:
-        """Where each place is in the targets; one for all, if it is no crosscoder."""
+        """The columns of each hook point in the targets."""
         return [slice(begin, end) for begin, end in pairwise(accumulate(self.widths or (self.d_out,), initial=0))]
 
     def weighed(self, W_dec: Tensor) -> Tensor:
-        """What penalties take for decoder weights, whose norms they weigh: W_dec, (F, E), or of a crosscoder the sum of
-        the norms over places, (F, 1)."""
+        """A matrix whose row norms penalties weigh latents by: W_dec, (F, E), or for a crosscoder the sums over hook
+        points of its norms, (F, 1)."""
         if not self.widths:
             return W_dec
         return torch.stack([W_dec[:, place].norm(dim=1) for place in self.places]).sum(0)[:, None]
 
     @property
     def activation_parameters(self) -> Parameters:
-        """The activation's parameters, by name."""
         return {name: getattr(self, name) for name in self._learned}
 
     def latent_dimension(self, name: str) -> int | None:
-        """The latent dimension of a parameter; None if it has none, as b_dec."""
+        """The dimension of a parameter that counts latents; None if it has none, as b_dec."""
         if name in self._learned:
             return 0 if getattr(self, name).shape == (self.d_sae,) else None
         return self.LATENT_DIMENSIONS.get(name)
 
     def pre_activations(self, x: Tensor) -> Tensor:
         """`x @ W_enc + b_enc`, (B, F), of rows x, (B, D)."""
-        return pre_activations(x, self.W_enc, self.b_enc)
+        return PreActivations.apply(x, self.W_enc, self.b_enc)
 
     def codes(self, x: Tensor) -> Codes:
-        """The codes of rows x, (B, D), in the dictionary's dtype and on its device."""
+        """The codes of rows x, (B, D), in the dictionary's dtype and on its device; see `encode` for others."""
         return self.activation(self.pre_activations(x), self.activation_parameters)
 
     def predicted(self, x: Tensor, codes: Codes) -> Tensor:
-        """The predictions by each prefix of the codes of rows x, (B, L, E), the last by all latents."""
+        """The predictions y_hat by each prefix, (B, L, E), the last by all latents."""
         return codes.prefix_times(self.decoder(), self.prefixes) + self._base(x)[..., None, :]
 
     def squared_errors(self, batch: Batch, codes: Codes, W_dec: Tensor) -> Tensor:
-        """`||y_hat - y||^2` of each prefix, a sum over a batch's rows, (L,)."""
+        """`||y_hat - y||^2` of each prefix, summed over rows, (L,)."""
         offset = (self._base(batch.x) - batch.y)[:, None]
         return (codes.prefix_times(W_dec, self.prefixes) + offset).square().sum(-1).sum(0)
 
     def _base(self, x: Tensor) -> Tensor:
-        """What is predicted from rows x without codes: `b_dec`, (E,), or with a skip `x @ W_skip + b_dec`, (B, E)."""
+        """The prediction without codes: `b_dec`, (E,), or with a skip `x @ W_skip + b_dec`, (B, E)."""
         return self.b_dec if self.W_skip is None else torch.addmm(self.b_dec, x, self.W_skip)
 
     def loss(self, batch: Batch, sparsity: str = "none", weight: float = 0.0) -> Loss:
-        """`mean over rows of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters; of a nested
-        dictionary, the first term is the mean over its prefixes, each of which reconstructs by its own latents alone.
+        """`mean over rows and prefixes of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters.
 
         Args:
-            batch: of which this process may hold no rows.
+            batch: may be empty in this process.
             sparsity: the penalty, one of the activation's, or `none`.
-            weight: of the penalty.
         """
         pre = self.pre_activations(batch.x)
         codes = self.activation.training_codes(pre, self.activation_parameters)
@@ -168,37 +186,18 @@ class Dictionary(Module, ABC):
         return Loss(value, errors[-1], codes)
 
     def encode(self, x: Tensor) -> Tensor:
-        """The codes of raw activations, `act(x @ W_enc + b_enc)`.
-
-        Args:
-            x: (..., D), of any floating-point dtype, on the dictionary's device.
-
-        Returns:
-            (..., F), in the dictionary's dtype.
-
-        Raises:
-            ConfigError: x is anything else.
-        """
+        """The codes `act(x @ W_enc + b_enc)`, (..., F), in the dictionary's dtype, of raw activations x, (..., D), of
+        any floating-point dtype, on its device."""
         codes = self.codes(self._rows("encode", x, self.d_in)).dense()
         return codes.reshape(*x.shape[:-1], self.d_sae)
 
     def decode(self, z: Tensor) -> Tensor:
-        """The predictions from codes, `z @ W_dec + b_dec`, without a skip's part.
-
-        Args:
-            z: (..., F), of any floating-point dtype, on the dictionary's device.
-
-        Returns:
-            (..., E), in the dictionary's dtype.
-
-        Raises:
-            ConfigError: z is anything else.
-        """
+        """The predictions `z @ W_dec + b_dec`, (..., E), from codes z, (..., F); a skip's part is left out."""
         y_hat = torch.addmm(self.b_dec, self._rows("decode", z, self.d_sae), self.decoder())
         return y_hat.reshape(*z.shape[:-1], len(self.b_dec))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The predictions, (..., E), from raw activations x, (..., D): `decode(encode(x))`, and a skip's part."""
+        """The predictions, (..., E), from raw activations x, (..., D): `decode(encode(x))` plus a skip's part."""
         rows = self._rows("encode", x, self.d_in)
         return self.predicted(rows, self.codes(rows))[:, -1].reshape(*x.shape[:-1], self.d_out)
 
@@ -207,7 +206,7 @@ class Dictionary(Module, ABC):
         def copy(tensor: Tensor) -> Tensor:
             return tensor.detach().clone(memory_format=torch.contiguous_format)
 
-        return SAE(*map(copy, (self.W_enc, self.b_enc, self.decoder(), self.b_dec)), self.activation,
+        return SAE(copy(self.W_enc), copy(self.b_enc), copy(self.decoder()), copy(self.b_dec), self.activation,
                    {name: copy(tensor) for name, tensor in self.activation_parameters.items()}, self.prefixes,
                    None if self.W_skip is None else copy(self.W_skip), self.widths)
 
@@ -226,7 +225,6 @@ class Dictionary(Module, ABC):
                 f"{skip}, {dtype}, {self.W_enc.device})")
 
     def _rows(self, verb: str, given: Tensor, width: int) -> Tensor:
-        """A given tensor, (..., width), as rows, (B, width), in the dictionary's dtype."""
         device = self.W_enc.device
         if not isinstance(given, Tensor):
             got = f"{type(given).__name__}; make it one by `torch.as_tensor`"
@@ -243,22 +241,14 @@ class Dictionary(Module, ABC):
 
 
 class SAE(Dictionary):
-    """A sparse autoencoder, or a transcoder, that acts on raw activations.
-
-    Args:
-        W_enc: encoder weights, (D, F).
-        b_enc: encoder bias, (F,).
-        W_dec: decoder weights, one dictionary vector per row, (F, E).
-        b_dec: decoder bias, (E,).
-        activation: maps pre-activations to codes.
-        activation_parameters: the activation's parameters, by name.
-        prefixes: of a nested SAE, the number of latents in each prefix, ascending, the last being F.
-        W_skip: of a transcoder with a skip, its weights, (D, E).
-        widths: of a crosscoder's places.
+    """A sparse autoencoder, transcoder or crosscoder on raw activations; arguments as of `Dictionary`, and W_dec,
+    (F, E), one dictionary vector per row.
 
     Attributes:
-        metadata: where it comes from, as far as that is known: the settings of its run, the place in its model.
+        metadata: its origin, as far as known: the settings of its run, the hook point in its model.
     """
+
+    W_dec: Tensor
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, W_dec: Tensor, b_dec: Tensor, activation: Activation,
                  activation_parameters: Parameters | None = None, prefixes: Prefixes = (),
@@ -269,56 +259,52 @@ class SAE(Dictionary):
 
     @property
     def cfg(self) -> dict[str, Any]:
-        """What it is: its `metadata`, activation, sizes, dtype and device."""
+        """Its `metadata`, activation, sizes, dtype and device."""
         shape = {"act": self.activation.name, **self.activation.to_json(), "d_in": self.d_in, "d_out": self.d_out,
                  "d_sae": self.d_sae, "prefixes": self.prefixes, "widths": self.widths, "skip": self.W_skip is not None}
         return self.metadata | shape | {"dtype": str(self.W_enc.dtype).removeprefix("torch."),
                                         "device": str(self.W_enc.device)}
 
-    def _repr_html_(self) -> str:
-        from ..base.tables import html_table  # rich takes a while to import
-
-        return html_table(type(self).__name__, self.cfg)
-
     def decoder(self) -> Tensor:
         return self.W_dec
 
     def tensors(self) -> dict[str, Tensor]:
-        """All parameters by name, detached: W_enc, b_enc, W_dec, b_dec, the activation's, and W_skip if it has one."""
+        """All parameters by name, detached; W_skip only if it has one."""
         names = ("W_enc", "b_enc", "W_dec", "b_dec", *self._learned, *(["W_skip"] * (self.W_skip is not None)))
         return {name: getattr(self, name).detach() for name in names}
 
     def changed(self, activation: Activation | None = None, **tensors: Tensor) -> Self:
-        """The same with another activation or other tensors, named as in `tensors`."""
+        """The same with another activation or other tensors, by their names in `tensors`."""
         new = self.tensors() | tensors
         learned = {name: new.pop(name) for name in self._learned}
-        changed = type(self)(**new, activation=activation or self.activation, activation_parameters=learned,
-                             prefixes=self.prefixes, widths=self.widths)
+        changed = type(self)(new["W_enc"], new["b_enc"], new["W_dec"], new["b_dec"], activation or self.activation,
+                             learned, self.prefixes, new.get("W_skip"), self.widths)
         changed.metadata = self.metadata
         return changed
 
     def without_training_parameters(self) -> Self:
-        """The same without the activation's parameters that only training needs."""
+        """The same without the activation's `training_parameters`."""
         kept = {name: getattr(self, name) for name in self.activation.parameters(1)}
         return type(self)(self.W_enc, self.b_enc, self.W_dec, self.b_dec, self.activation, kept, self.prefixes,
                           self.W_skip, self.widths)
 
-    def copy_to(self, *args: torch.device | torch.dtype | str) -> Self:
-        """A copy on another device or in another dtype; arguments as of `Tensor.to`.
-
-        Its tensors are row-major, as from a file: products of other strides differ in their last bits."""
-        return self.changed(**{name: tensor.to(*args).contiguous() for name, tensor in self.tensors().items()})
+    def copy_to(self, *where: torch.device | torch.dtype | str) -> Self:
+        """A copy on another device or in another dtype, row-major as from a file: products of other strides differ in
+        their last bits."""
+        tensors = self.tensors()
+        for one in where:
+            tensors = {name: tensor.to(one) for name, tensor in tensors.items()}
+        return self.changed(None, **{name: tensor.contiguous() for name, tensor in tensors.items()})
 
     def on_raw_rows(self, mean: Tensor, scale: Tensor, target_mean: Tensor | None = None,
                     target_scale: Tensor | None = None) -> Self:
-        """This SAE, which acts on rows normalised to `(x - mean) / scale`, with the normalisation folded in.
-
-        On raw rows the result has the same codes, and predicts `target_scale * y_hat + target_mean`.
+        """Fold a normalisation into this SAE, which acts on `(x - mean) / scale`: on raw rows the result has the same
+        codes, and predicts `target_scale * y_hat + target_mean`.
 
         Args:
             mean: (D,).
             scale: positive, (D,).
-            target_mean: of the targets, (E,); None for `mean`, where these are the rows.
+            target_mean: of the targets, (E,); None for `mean`.
             target_scale: likewise, (E,).
         """
         target_mean = mean if target_mean is None else target_mean
@@ -329,21 +315,18 @@ class SAE(Dictionary):
         if self.W_skip is not None:
             W_skip = self.W_skip / scale[:, None] * target_scale
             tensors |= {"W_skip": W_skip, "b_dec": tensors["b_dec"] - mean @ W_skip}
-        return self.changed(**tensors)
+        return self.changed(None, **tensors)
 
 
 class Coupled(Dictionary):
     """A dictionary whose decoder follows the encoder, `W_dec = c W_enc' B + Delta`.
 
-    B is the identity where the targets are the rows, and else their linear regression on the rows. With c = 1 and no
-    Delta the weights are tied. Delta stays fixed while descent moves the encoder.
-
-    Args:
-        start: its encoder, biases and activation are taken over.
-        c: the multiple of the encoder.
-        Delta: the residual, (F, E); None for none.
-        B: (D, E); None for the identity.
+    B, (D, E), is the linear regression of targets on rows, None for the identity. With c = 1 and no Delta, (F, E), the
+    weights are tied. Delta stays fixed while descent moves the encoder. The rest is taken over from `start`.
     """
+
+    Delta: Tensor | None
+    B: Tensor | None
 
     def __init__(self, start: SAE, c: float, Delta: Tensor | None, B: Tensor | None = None) -> None:
         super().__init__(start.W_enc, start.b_enc, start.b_dec, start.activation, start.activation_parameters,
@@ -353,16 +336,16 @@ class Coupled(Dictionary):
         self.register_buffer("B", B)
 
     def direction(self) -> Tensor:
-        """`W_enc' B`, (F, E), which the decoder follows."""
+        """`W_enc' B`, (F, E)."""
         return self.W_enc.T if self.B is None else self.W_enc.T @ self.B
 
     def decoder(self) -> Tensor:
-        """`c W_enc' B + Delta`, (F, E)."""
         if self.Delta is None:
             return self.c * self.direction() if self.c != 1 else self.direction()
         return torch.add(self.Delta, self.direction(), alpha=self.c) if self.c else self.Delta
 
     @torch.no_grad()
     def untie(self) -> None:
-        """Let Delta be all of the decoder, with c = 0, so that it no longer follows the encoder."""
+        """Make Delta the whole decoder, with c = 0, so that it no longer follows the encoder."""
+        assert self.Delta is not None  # tied weights, without a residual, are never untied
         self.Delta.data, self.c = self.decoder().contiguous(), 0.0

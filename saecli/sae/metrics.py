@@ -1,8 +1,8 @@
 """How well an SAE reconstructs, and how often its latents fire, accumulated over batches of rows.
 
-Each accumulator takes any number of batches in constant memory; its result is that of one batch of all rows, to
-rounding. Sums are float64 and stay on the device of the first batch: nothing synchronises with it until `result`.
-Shapes: B rows, D = d_in, F = d_sae, L prefixes. A latent fires on a row when its code is not zero.
+An accumulator takes any number of batches in constant memory. Sums are float64 and stay on the device of the first
+batch: nothing synchronises with it until `result`. A latent fires on a row if its code is not zero.
+Shapes: B rows, D = d_in, F = d_sae, L prefixes.
 """
 
 import math
@@ -28,14 +28,9 @@ class Reconstruction:
 
         fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
 
-    The denominator is the sum of squared distances from the running mean, merged batch by batch (Chan, Golub and
-    LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), which stays precise
-    if the mean is large compared to the deviation.
-
-    Args:
-        d_in: width of the rows.
-        d_sae: number of latents.
-        prefixes: of a nested SAE; none otherwise.
+    The denominator is merged batch by batch about the running mean, which stays precise if the mean is large compared
+    to the deviation (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances", 1979).
     """
 
     def __init__(self, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> None:
@@ -48,8 +43,8 @@ class Reconstruction:
 
     @torch.no_grad()
     def update(self, x: Tensor, x_hat: Tensor, z: Codes, by_prefix: Tensor | None = None) -> None:
-        """Count a batch of rows and their reconstructions, (B, D) each, and codes, (B, F); of a nested SAE also the
-        reconstructions by each prefix, (B, L, D)."""
+        """Count rows and reconstructions, (B, D) each, codes, (B, F), and for a nested SAE the reconstructions by each
+        prefix, (B, L, D)."""
         if not len(x):
             return
         if not self.rows:
@@ -63,7 +58,7 @@ class Reconstruction:
         counts = z.latent_counts()
         self._sums += torch.stack([scatter, (x_hat - x).square().sum(), ((x * x_hat).sum(1) / norms).sum(),
                                    counts.sum().double(), z.l1()])
-        if self._prefixes:
+        if self._prefixes and by_prefix is not None:
             errors = (by_prefix.double() - x[:, None]).square().sum((0, 2))
             last = counts.new_tensor(self._prefixes) - 1
             self._nested += torch.stack([errors, counts.cumsum(0)[last].double()])
@@ -72,7 +67,7 @@ class Reconstruction:
         self.rows = total
 
     def all_reduce(self, communicator: Communicator, device: torch.device) -> None:
-        """Merge the counts of all processes, on each of them; sums move to this device."""
+        """Merge the counts of all processes, on each; sums move to this device."""
         if communicator.world_size == 1:
             return
         self._to(device)
@@ -85,22 +80,18 @@ class Reconstruction:
         self._fired = communicator.all_reduce(self._fired.to(torch.int32)) > 0
 
     def result(self) -> dict[str, Any]:
-        """The measures over all rows so far.
+        """The measures over all rows so far; ConfigError if there are none.
 
         Returns:
             rows: number of rows.
-            mse: squared error, mean over rows and dimensions.
-            fvu: fraction of the variance unexplained; infinite or NaN if the rows do not vary.
+            mse: mean over rows and dimensions.
+            fvu: fraction of variance unexplained; infinite or NaN if the rows do not vary.
             explained_variance: `1 - fvu`.
-            cosine: cosine between row and reconstruction, mean over rows; 0 for a row if either is zero.
+            cosine: of row and reconstruction, mean over rows; 0 for a row if either is zero.
             l0: latents that fire, mean over rows.
             l1: sum of the codes' magnitudes, mean over rows.
-            silent_fraction: fraction of the latents that fire on none of these rows; on training rows, dead latents.
-            prefixes: of a nested SAE, for each prefix its number of `latents`, its `l0`, and its `fvu` without the
-                other latents.
-
-        Raises:
-            ConfigError: no row was counted.
+            silent_fraction: of the latents, those that fire on no row; on training rows, dead latents.
+            prefixes: of a nested SAE, for each prefix its number of `latents`, `l0`, and `fvu` by itself.
         """
         _demand_rows(self.rows)
         by_prefix = zip(self._prefixes, (self._nested[1] / self.rows).tolist(),
@@ -120,9 +111,8 @@ class Reconstruction:
 @torch.no_grad()
 def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Communicator = ALONE,
                    watch: Watch | None = None) -> dict[str, Any]:
-    """`Reconstruction.result` of an SAE over batches of rows, (B, D), of a transcoder with their targets beside them,
-    (B, D + E), of its dtype and device, and over all processes of the communicator; one pass. `watch` is called with
-    the codes of each batch."""
+    """`Reconstruction.result` of an SAE over batches of rows, (B, D), for a transcoder with targets, (B, D + E), and
+    over all processes; one pass. `watch` is called with the codes of each batch."""
     (found,) = reconstructions([sae], batches, communicator, watch)
     return found
 
@@ -130,7 +120,7 @@ def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Com
 @torch.no_grad()
 def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
                     communicator: Communicator = ALONE, watch: Watch | None = None) -> list[dict[str, Any]]:
-    """`reconstruction` of each of several SAEs, in one pass; batches are converted to each SAE's dtype and device."""
+    """`reconstruction` of several SAEs in one pass; batches are converted to each SAE's dtype and device."""
     found = [Reconstruction(sae.d_out, sae.d_sae, sae.prefixes) for sae in saes]
     for batch in batches:
         for sae, own in zip(saes, found, strict=True):
@@ -146,7 +136,7 @@ def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
 
 
 def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]:
-    """Warnings about an SAE's measures, `fvu` and `l0` of `Reconstruction.result`: one clause for each doubtful one."""
+    """A warning for each doubtful measure of `Reconstruction.result`: `fvu`, `l0`."""
     found, fvu, l0 = {}, measures["fvu"], measures["l0"]
     if math.isfinite(fvu) and fvu > 1:
         found["fvu"] = f"FVU {fvu:.4g} is above 1, so the mean of the rows would reconstruct them better"
@@ -157,12 +147,8 @@ def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]
 
 
 class Firing:
-    """How often each latent fires, and how many fire per row.
-
-    Args:
-        d_sae: number of latents.
-        keep: number of first rows whose codes are kept, for a picture of the activation patterns.
-    """
+    """How often each latent fires, and how many fire per row; the codes of the first `keep` rows are kept, for a
+    picture."""
 
     def __init__(self, d_sae: int, keep: int = 0) -> None:
         self.rows = 0
@@ -173,7 +159,6 @@ class Firing:
 
     @torch.no_grad()
     def update(self, z: Codes) -> None:
-        """Count a batch of codes, (B, F)."""
         device = z.values.device
         if not self.rows:
             self._counts, self._histogram = self._counts.to(device), self._histogram.to(device)
@@ -186,33 +171,30 @@ class Firing:
 
     @property
     def l0_histogram(self) -> Tensor:
-        """Numbers of rows on which 0, 1, ..., F latents fire, (F + 1,), int64, on the CPU."""
+        """Rows on which 0, 1, ..., F latents fire, (F + 1,), int64, on the CPU."""
         return self._histogram.cpu()
 
     @property
     def frequency(self) -> Tensor:
-        """Fraction of the rows on which each latent fires, (F,), float64, on the CPU."""
+        """Fraction of rows on which each latent fires, (F,), float64, on the CPU."""
         return self._counts.cpu().double() / max(self.rows, 1)
 
     @property
     def patterns(self) -> Tensor:
-        """The codes of the first rows, at most `keep` of them, (rows, F), on the CPU."""
+        """The codes of the first rows, (at most `keep`, F), on the CPU."""
         return torch.cat(self._kept) if self._kept else torch.zeros(0, len(self._counts))
 
     def result(self) -> dict[str, Any]:
-        """The measures over all rows so far.
+        """The measures over all rows so far; ConfigError if there are none.
 
         Returns:
             rows: number of rows.
             l0: latents that fire, mean over rows.
             l0_std: its standard deviation over these rows, not an estimate for others.
             density: `l0 / d_sae`.
-            silent: number of latents that fired on none of these rows.
-            dense: number of latents that fired on more than a fraction `DENSE_FREQUENCY` of the rows.
-            frequency: fraction of the rows on which each latent fires.
-
-        Raises:
-            ConfigError: no row was counted.
+            silent: number of latents that fire on no row.
+            dense: number of latents that fire on more than a fraction `DENSE_FREQUENCY` of the rows.
+            frequency: fraction of rows on which each latent fires.
         """
         _demand_rows(self.rows)
         fractions = self.l0_histogram.double() / self.rows  # (F + 1,)
@@ -226,7 +208,7 @@ class Firing:
 
 @torch.no_grad()
 def firing(sae: Dictionary, batches: Iterable[Tensor], keep: int = 0) -> Firing:
-    """`Firing` of an SAE over batches of rows, (B, D), of its dtype and device; one pass."""
+    """`Firing` of an SAE over batches of rows, (B, D), in its dtype and on its device; one pass."""
     found = Firing(sae.d_sae, keep)
     for x in batches:
         found.update(sae.codes(x))

@@ -18,9 +18,6 @@ from .statistics import Dropped, row_norms
 
 ADMITTED, NONFINITE, HIGH_NORM, BESIDE = range(4)
 REASONS = {NONFINITE: "nonfinite", HIGH_NORM: "high_norm", BESIDE: "beside"}
-MAX_NORM_HELP = ("Drop and count rows whose norm exceeds this multiple of the median norm of the first block (up to "
-                 "about 10,000 rows, or 16 MiB of an imported file), which the store records; dictionary_learning's "
-                 "max_activation_norm_multiple; default: no limit.")
 
 Columns = Mapping[str, np.ndarray | SparseRows]
 Key = TypeVar("Key")

@@ -15,7 +15,6 @@ from .arrays import BLOCK_BYTES, REAL_NUMBERS, Array, Arrays, ArraySource, check
 from .hdf5 import Link
 from .samples import SAMPLES
 
-FLATTEN = ("positions", "features")
 LONGEST = 2**31 - 1  # most positions per document
 NAMED = 20  # most keys that a message lists
 

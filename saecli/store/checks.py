@@ -1,19 +1,12 @@
-"""Checksums of shards: which shards need checking, and whether their bytes are as recorded.
-
-There are two kinds of damage. A shard that was changed, as by a copy or an editor, has a later `ctime` than
-`store.json`, which is written after every shard; finding it costs one `stat` per shard. A shard whose bytes decayed
-on disk is found when it is read, by its chunks' checksums; `suspect` then gives it a later `ctime` too, so that the
-command that made the store rewrites it.
-"""
+"""Checksums of shards, and the errors for shards that are missing or damaged."""
 
 import hashlib
 import io
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +14,8 @@ from xxhash import xxh3_64
 
 from ..base.errors import StoreError
 from ..base.files import file_sha256
-from ..base.home import STORE_MARKER
 from .schema import SHARDS, WORLD_FILE, StoreMeta
 
-MEND_SHARD = "run the command that made the store again, which rewrites that shard"
-MEND_WORLD = "run the command that made the store again, which rewrites that file"
 PIECE_BYTES = 4 << 20
 THREADS = 4
 
@@ -34,36 +24,22 @@ def no_show(done: float) -> None:
     """Shows no progress."""
 
 
-def changed(store: Path, meta: StoreMeta) -> list[int]:
-    """The numbers of the shards that are missing, or may have changed since `store.json` was last written."""
-    since = (store / STORE_MARKER).stat().st_ctime_ns
-    found = []
-    for index, shard in enumerate(meta.shards):
-        try:
-            # Equal times mean one clock tick, some milliseconds, within which the order of writes is unknown.
-            if (store / SHARDS / shard.file).stat().st_ctime_ns >= since:
-                found.append(index)
-        except OSError:
-            found.append(index)
-    return found
+def make_anew(store: Path) -> str:
+    """What to do about a damaged store."""
+    return f"remove it with `sae rm {store.name}` and run the command that made it again"
 
 
-def find_damage(store: Path, meta: StoreMeta, shards: Iterable[int],
-                show: Callable[[float], None] = no_show) -> dict[int, str]:
-    """Read shards whole, compare them with their checksums, and record the outcome in their `ctime`.
+def find_damage(store: Path, meta: StoreMeta, show: Callable[[float], None] = no_show) -> list[str]:
+    """Read all shards and compare them with their checksums.
 
     Args:
-        store: the store's folder.
-        meta: its `store.json`.
-        shards: the numbers of the shards to read.
         show: called with the number of bytes read so far.
 
     Returns:
-        Shard number -> a sentence, for each shard that is missing or damaged.
+        A sentence for each shard that is missing or damaged.
 
     Cost: SHA-256, 2 GB/s per core, on at most `THREADS` cores.
     """
-    shards = list(shards)
     done, lock = 0, threading.Lock()
 
     def read(count: int) -> None:
@@ -74,20 +50,14 @@ def find_damage(store: Path, meta: StoreMeta, shards: Iterable[int],
 
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="sae-check")
     try:
-        sentences = pool.map(partial(_problem, store, meta, read), shards)
-        damaged = {index: sentence for index, sentence in zip(shards, sentences, strict=True) if sentence}
+        sentences = list(pool.map(partial(_problem, store, meta, read), range(len(meta.shards))))
+        return [sentence for sentence in sentences if sentence]
     finally:
         pool.shutdown(cancel_futures=True)  # an interrupt waits only for the shards being read
-    if set(changed(store, meta)) <= set(shards):
-        suspect(store / STORE_MARKER)  # later than every whole shard, and earlier than the damaged ones
-    for index in damaged:
-        suspect(store / SHARDS / meta.shards[index].file)
-    return damaged
 
 
 def damaged_world(store: Path, meta: StoreMeta) -> list[str]:
-    """A sentence if the file of the features that a store's rows are made of is missing or damaged; none if it is
-    whole, or the store has no such file.
+    """A sentence if `world.safetensors` is missing or damaged; none without known features.
 
     Cost: one read of the file.
     """
@@ -97,32 +67,16 @@ def damaged_world(store: Path, meta: StoreMeta) -> list[str]:
     try:
         got = file_sha256(path)
     except OSError as error:
-        return [f"cannot read {path}: {error.strerror or error}; {MEND_WORLD}"]
+        return [f"cannot read {path}: {error.strerror or error}; {make_anew(store)}"]
     if got == meta.world.sha256:
         return []
-    return [f"{path} is damaged: expected SHA-256 {meta.world.sha256}, got {got}; {MEND_WORLD}"]
-
-
-def remembers(store: Path) -> bool:
-    """Whether this user may record the outcome of a check, so that it is not repeated every time."""
-    return os.access(store, os.W_OK) and (store / STORE_MARKER).stat().st_uid == os.geteuid()
-
-
-def suspect(path: Path) -> None:
-    """Set a file's `ctime` to now, and change nothing else."""
-    with suppress(OSError):  # missing, or another user's: then each read finds the damage again
-        path.chmod(stat.S_IMODE(path.stat().st_mode))
+    return [f"{path} is damaged: expected SHA-256 {meta.world.sha256}, got {got}; {make_anew(store)}"]
 
 
 def open_shard(path: Path) -> io.FileIO:
-    """Open a shard to read its bytes.
-
-    Raises:
-        StoreError: it is missing, or not a regular file.
-        OSError: the system refuses to open it.
-    """
+    """Open a shard to read its bytes; StoreError if it is missing or not a regular file."""
     if not stat.S_ISREG(found_file(path).st_mode):  # opening a pipe would block
-        raise StoreError(f"cannot read shard {path}: expected a file, got something else; {MEND_SHARD}")
+        raise unreadable(path, "expected a file, got something else")
     return path.open("rb", buffering=0)
 
 
@@ -131,13 +85,17 @@ def found_file(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except FileNotFoundError as error:
-        raise StoreError(f"shard {path} is missing; {MEND_SHARD}") from error
+        raise StoreError(f"shard {path} is missing; {make_anew(path.parents[1])}") from error
+
+
+def unreadable(path: Path, why: str) -> StoreError:
+    """The error for a shard that cannot be read."""
+    return StoreError(f"cannot read shard {path}: {why}; {make_anew(path.parents[1])}")
 
 
 def damage(path: Path, what: str, expected: str, got: str) -> StoreError:
-    """The error for a shard whose bytes differ from those recorded; marks the shard suspect."""
-    suspect(path)
-    return StoreError(f"shard {path} is damaged: expected {what} {expected}, got {got}; {MEND_SHARD}")
+    """The error for a shard whose bytes differ from those recorded."""
+    return StoreError(f"shard {path} is damaged: expected {what} {expected}, got {got}; {make_anew(path.parents[1])}")
 
 
 def frame_checksum(file: io.FileIO, start: int, end: int) -> str:
@@ -161,7 +119,7 @@ def _problem(store: Path, meta: StoreMeta, read: Callable[[int], None], index: i
     except StoreError as error:
         return str(error)
     except OSError as error:
-        return f"cannot read shard {path}: {error.strerror}; {MEND_SHARD}"
+        return str(unreadable(path, error.strerror or str(error)))
     if digest.hexdigest() == record.sha256:
         return None
     return str(damage(path, "SHA-256", record.sha256, digest.hexdigest()))

@@ -51,11 +51,15 @@ class Chunks:
     def chunk_sizes(self) -> np.ndarray:
         """(chunks,) rows of each chunk, in stored order."""
         meta = self.meta
-        for shard in meta.shards:  # before arrays are made from counts that a damaged `store.json` may exaggerate
-            demand_room(self.path / SHARDS / shard.file, meta, shard)
+        self.demand_shards()  # before arrays are made from counts that a damaged `store.json` may exaggerate
         sizes = [np.minimum(meta.chunk_rows, shard.rows - np.arange(0, shard.rows, meta.chunk_rows))
                  for shard in meta.shards]
         return np.concatenate(sizes) if sizes else np.empty(0, np.int64)
+
+    def demand_shards(self) -> None:
+        """Refuse a store with a shard that is missing or truncated. Cost: one `stat` per shard."""
+        for shard in self.meta.shards:
+            demand_room(self.path / SHARDS / shard.file, self.meta, shard)
 
     def chunk(self, chunk: int) -> np.ndarray:
         """The rows of a chunk, by its number within the store, in the storage dtype; a read-only view."""

@@ -2,46 +2,23 @@
 
 import hashlib
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from ..base.console import Listener, Step, listening
+from ..base.console import Listener, listening
 from ..base.errors import StoreError
 from ..base.files import file_sha256
 from ..base.home import STORE_MARKER, Home, checked_name
-from ..base.options import Config, option
 from ..base.wording import counted, size_words
-from .admission import MAX_NORM_HELP
-from .array_opening import FLATTEN, open_array
+from .array_opening import open_array
 from .arrays import ArraySource
-from .dtypes import DTYPES
 from .opening import DERIVED, filling, finished_store, told_when_stopped
+from .options import ImportConfig
 from .reader import ActivationStore
 from .schema import COLUMNS, StoreMeta, hash_request, rows_per_shard
 from .writer import StoreWriter
-
-
-@dataclass(frozen=True)
-class ImportConfig(Config):
-    """The options that determine the rows of an import, beside the file."""
-
-    panel: ClassVar[str] = "Rows"
-
-    key: str | None = option(None, "Which array of the file; needed if it holds several.")
-    labels: str | None = option(None, "A label for each row: a file with one array of whole numbers, or the key of one "
-                                      "in the same file.", metavar="FILE|KEY")
-    flatten: str | None = option(None, "Rows of an array of more than two dimensions: positions, each vector along the "
-                                       "last of (batch, position, width), split into training and test rows by whole "
-                                       "sequences; features, each element of the first dimension, such as an image. "
-                                       "Default: features for idx files, others are refused.", choices=FLATTEN)
-    max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
-    dtype: str | None = option(None, "Precision of the stored rows; default: the file's own if it is float16 or "
-                                     "bfloat16, else float32.", choices=tuple(DTYPES))
-    shard_rows: int | None = option(None, "Rows in a shard file; default: 256 MiB of them, with synthetic about "
-                                          "32,768.", minimum=1, maximum=2**31 - 1)
 
 
 def import_array(file: str | Path, name: str | None = None, *, key: str | None = None, labels: str | None = None,
@@ -58,7 +35,7 @@ def import_array(file: str | Path, name: str | None = None, *, key: str | None =
         flatten: the rows of an array of more than two dimensions, `positions` or `features`.
         max_norm_multiple: rows whose norm exceeds this multiple of the median norm are dropped; at least 1.
         dtype: of the stored rows, float32, float16 or bfloat16; by default the file's own.
-        shard_rows: rows in a shard file; by default 256 MiB of them.
+        shard_rows: rows in a shard file; by default 64 MiB of them.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
         progress: show progress on stderr.
 
@@ -93,13 +70,15 @@ def imported(file: str, config: ImportConfig, name: str | None, home: Home,
         meta = _meta(file, array, config)
         beside = sum(COLUMNS[name].itemsize for name in meta.columns)
         check_room(folder, array.rows, meta, beside)
-        if (finished := finished_store(folder, meta.request_hash, listener)) is not None:
+        if (finished := finished_store(folder, meta.request_hash)) is not None:
             return finished, True
         with (StoreWriter.open(folder, meta) as writer,
               filling([writer], "importing", array.rows, listener) as show):
-            while not writer.complete:
-                _fill(writer, array, show)
-                writer.finish()
+            start = writer.cursor["row"] if writer.cursor else 0
+            for begin, rows in () if writer.complete else array.blocks(start):
+                writer.append(rows, array.columns(begin, begin + len(rows)), {"row": begin})
+                show(writer.rows)
+            writer.finish()
     return ActivationStore.open(folder), False
 
 
@@ -150,12 +129,3 @@ def _identity(file: str, array: ArraySource) -> dict[str, Any]:
 
 def _hash(numbers: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(numbers).data).hexdigest()
-
-
-def _fill(writer: StoreWriter, array: ArraySource, show: Step) -> None:
-    for begin, rows in array.blocks(writer.cursor["row"] if writer.cursor else 0):
-        end = begin + len(rows)
-        writer.append(rows, array.columns(begin, end), {"row": begin}, after={"row": end})
-        show(writer.rows)
-        if writer.full:
-            break

@@ -13,12 +13,13 @@ from ..base.files import file_sha256
 from ..base.home import Home, checked_name
 from ..base.options import options_of
 from .checks import damaged_world
-from .import_arrays import ImportConfig, check_room
+from .import_arrays import check_room
 from .opening import DERIVED, filling, finished_store, told_when_stopped
+from .options import ImportConfig, SyntheticConfig
 from .reader import ActivationStore
-from .schema import StoreMeta, WorldRecord, hash_request, rows_per_chunk, rows_per_shard
+from .schema import StoreMeta, WorldRecord, hash_request, rows_per_shard
 from .sparse_rows import CODES, INDEX, OFFSET, VALUE, SparseRows
-from .synthetic import SyntheticConfig
+from .synthetic import world_of
 from .worlds import World
 from .worlds_saelens import is_saved_world, read_saelens, world_files
 from .writer import StoreWriter
@@ -96,13 +97,14 @@ def imported_world(source: str, config: SyntheticConfig, shape: ImportConfig, gi
         dtype = shape.dtype or "float32"
         request = hash_request({**wanted, "dtype": dtype, "shard_rows": shape.shard_rows})
         folders.append(folder)
-        there = finished_store(folder, request, listener)
-        if there is not None and not damaged_world(there.path, there.meta):
+        if (there := finished_store(folder, request)) is not None:
+            if problems := damaged_world(there.path, there.meta):
+                raise StoreError(problems[0])
             return there, True
-        world = read_saelens(source, config.seed) if is_saved_world(source) else config.world()
+        world = read_saelens(source, config.seed) if is_saved_world(source) else world_of(config)
         content = world.to_bytes()
         record = WorldRecord(world.features, hashlib.sha256(content).hexdigest())
-        shard_rows = shape.shard_rows or _shard_rows(world.d_in, dtype)
+        shard_rows = shape.shard_rows or rows_per_shard(world.d_in, dtype, SHARD_ROWS)
         meta = StoreMeta(wanted, request, dtype, world.d_in, shard_rows, world=record)
         entries = world.firing_probabilities.sum()  # of a row, in the mean, or in a saved world more
         check_room(folder, config.rows, meta, OFFSET.itemsize + int(entries * (INDEX.itemsize + VALUE.itemsize)))
@@ -112,13 +114,10 @@ def imported_world(source: str, config: SyntheticConfig, shape: ImportConfig, gi
                 raise StoreError(f"cannot go on with {folder}: expected a world of SHA-256 {writer.meta.world}, got "
                                  f"{record}, as another machine may round differently; remove that store")
             world.save(folder, content)
-            while not writer.complete:
-                for cursor, rows, codes in _blocks(world, config, writer.cursor):
-                    writer.append(rows, {CODES: codes}, {"row": cursor}, after={"row": cursor + len(rows)})
-                    show(writer.rows)
-                    if writer.full:
-                        break
-                writer.finish()
+            for cursor, rows, codes in () if writer.complete else _blocks(world, config, writer.cursor):
+                writer.append(rows, {CODES: codes}, {"row": cursor})
+                show(writer.rows)
+            writer.finish()
     return ActivationStore.open(folder), False
 
 
@@ -147,12 +146,6 @@ def _source(source: str, config: SyntheticConfig) -> dict[str, Any]:
         return {"kind": "world", "file": SYNTHETIC, **config.to_json()}
     hashes = {path.name: file_sha256(path) for path in world_files(source)}
     return {"kind": "world", "file": _folder(source).name, "sha256": hashes, "rows": config.rows, "seed": config.seed}
-
-
-def _shard_rows(d_in: int, dtype: str) -> int:
-    """Rows in a shard when the user names no number: whole chunks, so that none is padded."""
-    chunk = rows_per_chunk(d_in, dtype)
-    return min(rows_per_shard(d_in, dtype), max(1, SHARD_ROWS // chunk) * chunk)
 
 
 def _blocks(world: World, config: SyntheticConfig,

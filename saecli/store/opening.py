@@ -9,7 +9,6 @@ from ..base.console import Listener, Step
 from ..base.errors import ConfigError, PeerError, StoreError
 from ..base.home import STORE_MARKER, Home
 from ..base.wording import counted
-from .checks import remembers
 from .joined import Joined
 from .ranks import saved_rows
 from .reader import ActivationStore
@@ -27,16 +26,13 @@ def found_store(home: Home, name: str | None) -> ActivationStore:
 
 
 def open_store(home: Home, name: str | None, listener: Listener) -> ActivationStore:
-    """As `found_store`, with a note that names the newest; StoreError also if a shard that changed since the store was
-    written is damaged."""
+    """As `found_store`, with a note that names the newest; StoreError also if a shard is missing or truncated."""
     store = found_store(home, name)
     if name is None:
         listener.note(f"using the newest store, {store.name}")
     if not store.complete:
         listener.note(f"{store.name} is not finished; its whole shards hold {counted(store.rows, 'row')} so far")
-    # If its outcome cannot be recorded, every command would repeat the check; and reading verifies checksums anyway.
-    if remembers(store.path) and (problems := _check_changed(store, listener)):
-        raise StoreError(first_of(problems))
+    store.demand_shards()
     return store
 
 
@@ -57,14 +53,11 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
     return joined
 
 
-def finished_store(folder: Path, request_hash: str, listener: Listener) -> ActivationStore | None:
-    """The store in a folder, if it is finished.
-
-    Returns:
-        None if it, or a shard of it, is yet to be written.
+def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
+    """The store in a folder; None if it is yet to be finished.
 
     Raises:
-        StoreError: the folder holds something else.
+        StoreError: the folder holds something else, or a shard is missing or truncated.
     """
     if not (folder / STORE_MARKER).exists():
         return None
@@ -72,21 +65,8 @@ def finished_store(folder: Path, request_hash: str, listener: Listener) -> Activ
     if store.meta.request_hash != request_hash:
         raise StoreError(f"there is a store named {folder.name!r} already, made from something else; give another "
                          "--name")
-    problems = _check_changed(store, listener)
-    if problems:
-        listener.note(first_of(problems).partition(";")[0])
-    return store if store.complete and not problems else None
-
-
-def _check_changed(store: ActivationStore, listener: Listener) -> list[str]:
-    """A sentence for each damaged shard among those that may have changed since the store was written."""
-    shards = store.changed()
-    if not shards:
-        return []
-    rows = sum(store.meta.shards[index].rows for index in shards)
-    with listener.progress(f"checking {store.name}, which has changed", rows * store.meta.row_bytes,
-                           "bytes") as show:
-        return store.verify(shards, show)
+    store.demand_shards()
+    return store if store.complete else None
 
 
 def first_of(problems: list[str]) -> str:
@@ -118,20 +98,9 @@ def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
 
 @contextmanager
 def filling(writers: Sequence[StoreWriter], label: str, rows: int, listener: Listener) -> Iterator[Step]:
-    """Show progress up to `rows` while stores are filled, with notes on where they resume and on rewritten shards."""
+    """Show progress up to `rows` while stores are filled, with notes on where they resume."""
     for writer in writers:
-        if writer.damaged:
-            listener.note(f"{writer.path.name}: rewriting {_named(writer.damaged)}")
-        elif writer.rows:
+        if writer.rows:
             listener.note(f"{writer.path.name}: going on after {writer.rows:,} rows")
     with listener.progress(label, rows, "rows") as show:
         yield show
-    for writer in writers:
-        if writer.altered:
-            listener.note(f"{writer.path.name}: {_named(writer.altered)} came out with other bytes than recorded, as "
-                          f"another machine or library version may round differently")
-
-
-def _named(shards: list[str]) -> str:
-    """The names of at most three shards, and the number of the others."""
-    return f"{', '.join(shards[:3])}" + (f" and {len(shards) - 3} more shards" if len(shards) > 3 else "")

@@ -1,30 +1,27 @@
 """A store written by several ranks: each writes its own store in `ranks/NNNNN`, and rank 0 joins the complete ones.
 
 Rank 0 locks the store and records how many rows each rank is to store. Each rank then writes its own with a plain
-`StoreWriter`, which saves, resumes and checks it like any other. Joining renames the ranks' shards, rank by rank, and
+`StoreWriter`, which resumes and checks it like any other. Joining renames the ranks' shards, rank by rank, and
 then marks the store complete in `store.json`; a killed join resumes with the shards that remain.
 """
 
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ..base.errors import StoreError
 from ..base.files import flush_to_disk, lock_folder, make_folder
 from ..base.home import STORE_MARKER
-from .checks import no_show
-from .claim import ClaimedStore, claim, no_rows, other_number, remove_empty
 from .schema import RANKS, SHARDS, RankShards, ShardRecord, StoreMeta, read_meta, shard_name, write_meta
 from .shard_statistics import norm_fields, stored_statistics
 from .statistics import Dropped
+from .writer import ClaimedStore, claim, no_rows, other_number, remove_empty
 
-WAIT_SECONDS = 10.0  # how long an interrupted rank 0 waits for the others to save their rows
+WAIT_SECONDS = 10.0  # how long an interrupted rank 0 waits for the others to end
 POLL_SECONDS = 0.05
 
 
@@ -44,13 +41,12 @@ def joining_began(store: Path) -> bool:
 
 
 def saved_rows(store: Path) -> int:
-    """Rows of a store, complete or not, including all ranks' and unfinished shards'; StoreError if there is no store,
-    or its `store.json` is damaged."""
+    """Rows in the whole shards of a store, including all ranks'."""
     meta = read_meta(store)
     if meta.complete or not meta.ranks:
-        return meta.saved_rows
+        return meta.rows
     folders = [rank_folder(store, rank) for rank in range(len(meta.ranks))]
-    return sum(read_meta(folder).saved_rows for folder in folders if (folder / STORE_MARKER).exists())
+    return sum(read_meta(folder).rows for folder in folders if (folder / STORE_MARKER).exists())
 
 
 def wait_for_ranks(store: Path) -> None:
@@ -69,20 +65,19 @@ class RankedStore(ClaimedStore):
     """Rank 0's lock on a store that several ranks write; leaving the `with` removes a store without rows."""
 
     @classmethod
-    def open(cls, path: Path, meta: StoreMeta, *, world_size: int, show: Callable[[float], None] = no_show) -> Self:
+    def open(cls, path: Path, meta: StoreMeta, *, world_size: int) -> Self:
         """Begin or resume a store.
 
         Args:
             path: the store's folder; created if missing.
             meta: what it is to hold; see `StoreWriter.open`.
             world_size: the number of ranks.
-            show: called with the number of bytes read to check shards that may have changed since they were written.
 
         Raises:
             StoreError: another command is writing it, it holds something else, or another number of processes began it.
         """
-        lock, there, _ = claim(path, meta, show)
-        begun = len(there.ranks) or (1 if there.saved_rows else world_size)
+        lock, there = claim(path, meta)
+        begun = len(there.ranks) or (1 if there.rows else world_size)
         if not there.complete and begun != world_size:
             os.close(lock)
             raise other_number(path, begun, world_size)
@@ -134,9 +129,7 @@ class RankedStore(ClaimedStore):
                           for noted, part in zip(self._meta.ranks, parts, strict=True))
             meta = replace(self._meta, complete=True, shards=tuple(shards), ranks=ranks, dropped=dict(dropped.counts),
                            dropped_norms=dict(dropped.norms))
-            with suppress(StoreError):  # a damaged shard is rewritten when the store is next opened
-                meta = replace(meta, **norm_fields(stored_statistics(self.path, meta)))
-            self._write(meta)
+            self._write(replace(meta, **norm_fields(stored_statistics(self.path, meta))))
             shutil.rmtree(self.path / RANKS)
 
     def _write(self, meta: StoreMeta) -> None:

@@ -3,12 +3,12 @@
 Legend: R rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from ..base.errors import StoreError
-from .checks import changed, damaged_world, find_damage, no_show
+from .checks import damaged_world, find_damage, no_show
 from .chunks import Chunks
 from .rows import Rows
 from .schema import SHARDS, StoreMeta, read_meta
@@ -23,7 +23,12 @@ class ActivationStore(Chunks):
         path: the store's folder.
         meta: its `store.json`.
         homed: whether it is in the home, where its name finds it.
+
+    Attributes:
+        cached: whether `extract` found it finished.
     """
+
+    cached = False
 
     def __init__(self, path: Path, meta: StoreMeta, homed: bool = True) -> None:
         super().__init__(path, meta)
@@ -97,27 +102,9 @@ class ActivationStore(Chunks):
         """
         return Rows.chosen(self, Split(which, fraction, seed, test_fraction))
 
-    def changed(self) -> list[int]:
-        """The numbers of the shards that are missing, or may have changed since the store was written or last checked.
-
-        Cost: one `stat` per shard.
-        """
-        return changed(self.path, self.meta)
-
-    def verify(self, shards: Sequence[int] | None = None, show: Callable[[float], None] = no_show) -> list[str]:
-        """Read shards whole and compare them with their checksums.
-
-        Args:
-            shards: the numbers of the shards to read; None for all.
-            show: called with the number of bytes read so far.
-
-        Returns:
-            One sentence per missing or damaged shard, which names its file.
-
-        Cost: that of `find_damage`.
-        """
-        chosen = range(len(self.meta.shards)) if shards is None else shards
-        return list(find_damage(self.path, self.meta, chosen, show).values())
+    def verify(self, show: Callable[[float], None] = no_show) -> list[str]:
+        """A sentence for each missing or damaged shard; see `find_damage`."""
+        return find_damage(self.path, self.meta, show)
 
     def misfits(self) -> list[str]:
         """A sentence for the first shard, or for `world.safetensors`, if it differs from its description in

@@ -35,9 +35,6 @@ The format, version 1:
   `value[j] directions[index[j]]` over j in [`offset[i]`, `offset[i + 1]`).
 - `store.json` MAY lack `max_norm_multiple`, `median_norm`, `norms`, `norm_quantiles`, `dropped_norms` and a shard's
   `frame`: older versions wrote none of them.
-- `store.json` MAY have a `partial`: a `shard`, in the form of the other shards' entries, that holds the first rows of
-  the next shard in a file `NNNNN-ROWS.h5`, and `onward`, where a producer resumes. A reader MUST ignore it; a writer
-  that resumes SHOULD use it.
 - `store.json` MAY have `ranks`, where several processes wrote the store: rank r stored the documents whose number is r
   modulo the number of ranks. Each entry, in order of rank, gives the rows the rank was to store and the number of
   shards it wrote, which are consecutive. An unfinished store of several ranks has no shards: each rank writes its own
@@ -81,7 +78,7 @@ COLUMNS: dict[str, np.dtype] = {
 
 MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
 CHUNK_BYTES = 1 << 20
-SHARD_BYTES = 256 << 20
+SHARD_BYTES = 64 << 20
 
 
 def rows_per_chunk(d_in: int, dtype: str) -> int:
@@ -89,9 +86,10 @@ def rows_per_chunk(d_in: int, dtype: str) -> int:
     return max(1, CHUNK_BYTES // (d_in * DTYPES[dtype].storage.itemsize))
 
 
-def rows_per_shard(d_in: int, dtype: str) -> int:
-    """The default number of rows in a shard: about 256 MiB, in whole chunks, so that none is padded."""
-    return rows_per_chunk(d_in, dtype) * (SHARD_BYTES // CHUNK_BYTES)
+def rows_per_shard(d_in: int, dtype: str, most: int = MOST) -> int:
+    """The default number of rows in a shard: about 64 MiB, or `most` rows, in whole chunks, so that none is padded."""
+    chunk = rows_per_chunk(d_in, dtype)
+    return chunk * max(1, min(SHARD_BYTES // CHUNK_BYTES, most // chunk))
 
 
 def hash_request(request: Mapping[str, Any]) -> str:
@@ -155,24 +153,6 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
-class Partial:
-    """The first rows of an unfinished shard.
-
-    Args:
-        shard: where they are; it counts the rows dropped in blocks that end before `onward`.
-        onward: where the producer resumes.
-    """
-
-    shard: ShardRecord
-    onward: Resume
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return self.shard.rows
-
-
-@dataclass(frozen=True)
 class RankShards:
     """The rows and shards of one of several ranks.
 
@@ -219,7 +199,6 @@ class StoreMeta:
         norms: norms of the rows stored; None where an earlier version wrote some of them.
         norm_quantiles: fraction -> quantile of the norms, within 0.87%.
         shards: the finished shards, in the order of their rows.
-        partial: the stored rows of the next shard, while the store is not complete.
         ranks: each rank's rows and shards, where several write the store; see `ranks.py`.
         world: the known features that the rows are made of, whose true codes are stored too; None if there are none.
         format_version: version of the format.
@@ -241,7 +220,6 @@ class StoreMeta:
     norms: Norms | None = None
     norm_quantiles: dict[str, float] = field(default_factory=dict)
     shards: tuple[ShardRecord, ...] = ()
-    partial: Partial | None = None
     ranks: tuple[RankShards, ...] = ()
     world: WorldRecord | None = None
     format_version: int = FORMAT_VERSION
@@ -269,11 +247,6 @@ class StoreMeta:
         return sum(shard.rows for shard in self.shards)
 
     @property
-    def saved_rows(self) -> int:
-        """Rows stored, including an unfinished shard's."""
-        return self.rows + (self.partial.rows if self.partial else 0)
-
-    @property
     def row_bytes(self) -> int:
         """Bytes per row of activations as stored."""
         return self.d_in * DTYPES[self.dtype].storage.itemsize
@@ -283,22 +256,9 @@ class StoreMeta:
         """The names of the values stored beside each row: the columns, and true codes."""
         return (*self.columns, CODES) if self.world else self.columns
 
-    def rank_of(self, shard: int) -> int:
-        """The rank that wrote a shard; 0 where there is one process."""
-        return next((rank for rank, end in enumerate(self._ends) if shard < end), 0)
-
-    def before(self, shard: int) -> ShardRecord | None:
-        """The shard that the same rank wrote before this one; None for a rank's first."""
-        return None if shard in (0, *self._ends) else self.shards[shard - 1]
-
     def is_last(self, shard: int) -> bool:
         """Whether a shard is its rank's last, and so may be short."""
-        return shard + 1 in (len(self.shards), *self._ends)
-
-    @property
-    def _ends(self) -> list[int]:
-        """For each rank, the number of the shard after its last."""
-        return list(accumulate(rank.shards for rank in self.ranks))
+        return shard + 1 in (len(self.shards), *accumulate(rank.shards for rank in self.ranks))
 
     def request(self) -> dict[str, Any]:
         """The entries that must agree for an interrupted store to be resumed."""
@@ -309,7 +269,7 @@ class StoreMeta:
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `store.json`."""
         document = dataclasses.asdict(self)
-        for name in ("partial", "ranks", "world"):
+        for name in ("ranks", "world"):
             if not document[name]:
                 del document[name]
         return {name: document[name] for name in ("format_version", "created", "complete", *document)}
@@ -335,10 +295,6 @@ class StoreMeta:
                 raise ValueError(f"expected shard {shard.file} to hold a row or more, got {shard.rows}")
             if shard.rows > meta.shard_rows or (shard.rows < meta.shard_rows and not meta.is_last(index)):
                 raise ValueError(f"expected {meta.shard_rows} rows in shard {shard.file}, got {shard.rows}")
-        if meta.partial and (not 0 < meta.partial.rows < meta.shard_rows
-                             or meta.partial.shard.file != partial_name(len(meta.shards), meta.partial.rows)):
-            raise ValueError(f"expected a partial shard named {partial_name(len(meta.shards), meta.partial.rows)}, got "
-                             f"{meta.partial.shard.file!r:.60}")
         return meta
 
 
@@ -358,11 +314,6 @@ class _Demanded:
 def shard_name(index: int) -> str:
     """File name of a shard."""
     return f"{index:05d}.h5"
-
-
-def partial_name(index: int, rows: int) -> str:
-    """File name of the first rows of an unfinished shard."""
-    return f"{index:05d}-{rows}.h5"
 
 
 def read_meta(store: Path) -> StoreMeta:

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from ..base.errors import StoreError
 from ..base.home import STORE_MARKER, UNREADABLE
-from .checks import MEND_SHARD, damage, found_file, frame_checksum, open_shard
+from .checks import damage, found_file, frame_checksum, make_anew, open_shard, unreadable
 from .dtypes import DTYPES
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, ShardRecord, StoreMeta
 from .sparse_rows import CODES, INDEX, OFFSET, VALUE, SparseRows
@@ -86,7 +86,7 @@ def _read(path: Path, meta: StoreMeta, record: ShardRecord, found: tuple[int, in
         # HDF5's message gives addresses and times even where the system has a plain reason, such as a directory.
         number = getattr(error, "errno", None)
         if number:
-            raise StoreError(f"cannot read shard {path}: {os.strerror(number)}; {MEND_SHARD}") from error
+            raise unreadable(path, os.strerror(number)) from error
         raise StoreError(f"{path.parents[1] / STORE_MARKER} does not fit shard {path}, which is as it was written: "
                          f"{' '.join(str(error).split())}; {UNREADABLE}") from error
 
@@ -122,7 +122,8 @@ def demand_room(path: Path, meta: StoreMeta, record: ShardRecord, start: int = 0
     size = found_file(path).st_size
     if size < end:
         _demand_fit(path, meta, record)
-        raise StoreError(f"shard {path} is truncated: expected {end} bytes or more, got {size}; {MEND_SHARD}")
+        raise StoreError(f"shard {path} is truncated: expected {end} bytes or more, got {size}; "
+                         f"{make_anew(path.parents[1])}")
     return end
 
 
@@ -222,7 +223,7 @@ class MappedShards:
     """
 
     # Each map holds a file descriptor, and many systems allow a process only 1024.
-    MAPS = 256
+    MAPS = 512
 
     def __init__(self, store: Path, meta: StoreMeta) -> None:
         self._folder, self._meta = store / SHARDS, meta
@@ -320,7 +321,7 @@ class MappedShards:
             # Reading a map past the end of its file would kill the process.
             if there.st_ino == layout.file[0] and there.st_size < layout.end:
                 raise StoreError(f"shard {self.path(shard)} was cut short: expected {layout.end} bytes, got "
-                                 f"{there.st_size}; {MEND_SHARD}")
+                                 f"{there.st_size}; {make_anew(self._folder.parent)}")
         return layout, mapped
 
     def _map(self, shard: int, path: Path) -> mmap.mmap:

@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 
 from ..base.errors import StoreError
-from .checks import MEND_SHARD
+from .checks import make_anew
 from .schema import SHARDS, ShardRecord, StoreMeta
 from .shard import HDF5_ERRORS, hdf5_file, read_layout
 from .statistics import BINS, QUANTILES, Norms, Spread, Statistics
@@ -44,11 +44,11 @@ def _read(path: Path, meta: StoreMeta, record: ShardRecord) -> Statistics | None
             counts[bins] = number
     except (*HDF5_ERRORS, IndexError) as error:
         raise StoreError(f"cannot read the statistics of shard {path}: {' '.join(str(error).split())}; "
-                         f"{MEND_SHARD}") from error
+                         f"{make_anew(path.parents[1])}") from error
     if not (mean.shape == scatter.shape == (meta.d_in,) and (scatter >= 0).all() and counts.sum() == record.rows
             and np.isfinite([*mean, *scatter, norms.mean, norms.max]).all()):
         raise StoreError(f"cannot use the statistics of shard {path}: expected those of {record.rows} rows of "
-                         f"{meta.d_in} dimensions, got others; {MEND_SHARD}")
+                         f"{meta.d_in} dimensions, got others; {make_anew(path.parents[1])}")
     return Statistics(Spread(record.rows, mean, scatter), norms, counts)
 
 
@@ -74,24 +74,6 @@ def stored_statistics(path: Path, meta: StoreMeta) -> Statistics | None:
             return None
         total = found if total is None else total + found
     return total
-
-
-def with_shard(path: Path, meta: StoreMeta, before: Statistics | None, found: Statistics | None) -> Statistics | None:
-    """The statistics of a store with one more shard.
-
-    Args:
-        path: the store's folder.
-        meta: its `store.json`, without the shard.
-        before: the store's statistics; None to read them from its shards.
-        found: the shard's statistics.
-
-    Returns:
-        None if an earlier version wrote some of the shards.
-    """
-    if not meta.shards:
-        return found
-    before = before or stored_statistics(path, meta)
-    return before + found if before and found else None
 
 
 def norm_fields(statistics: Statistics | None) -> dict[str, Any]:

@@ -1,18 +1,15 @@
-"""Writing one shard, and saving an unfinished one about every minute, so that a kill loses no more.
+"""Writing one shard.
 
 The HDF5 library never writes to disk here: on a full disk it has been seen to crash the process. It writes its few
 kilobytes of headers, and the columns, into memory; the activations go into the file at the offset that the headers
 give, by plain writes whose failure is an ordinary OSError.
 
-The rows of an unfinished shard are saved as a shard of their own, which only the next writer reads.
-
 Legend: R rows, D = d_in.
 """
 
-import dataclasses
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,28 +17,13 @@ import h5py
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from ..base.errors import StoreError
 from ..base.files import file_sha256, make_folder, partial_path, settle
 from .checks import frame_checksum
 from .dtypes import DTYPES
-from .schema import (
-    ACTIVATIONS,
-    CHECKSUM,
-    CHUNK_CHECKSUMS,
-    COLUMNS,
-    SHARDS,
-    Frame,
-    Partial,
-    Resume,
-    ShardRecord,
-    StoreMeta,
-    partial_name,
-    shard_name,
-)
-from .shard import MappedShards
+from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, Frame, StoreMeta
 from .shard_statistics import put_statistics
 from .sparse_rows import CODES, INDEX, OFFSET, VALUE, SparseRows, stacked
-from .statistics import Dropped, Statistics
+from .statistics import Statistics
 
 ALIGNMENT = 64  # bytes; NumPy is slow on unaligned numbers
 
@@ -128,15 +110,6 @@ class ShardWriter:
             frame = Frame(start, frame_checksum(file, start, self._end))
         settle(self._file_path, self.path)
         return digest, frame
-
-    def parts(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray | SparseRows]]]:
-        """The rows appended so far and their columns, chunk by chunk: (R, D) in the storage dtype, and (R,) each."""
-        shape = (self.rows - self._filled, self._meta.d_in)
-        whole = np.memmap(self._file_path, self._chunk.dtype, "r", self._start, shape) if shape[0] else self._chunk[:0]
-        columns = {name: stacked(parts) for name, parts in self._columns.items()}
-        for begin in range(0, self.rows, len(self._chunk)):
-            rows = whole[begin : begin + len(self._chunk)] if begin < len(whole) else self._chunk[: self._filled]
-            yield rows, {name: column[begin : begin + len(rows)] for name, column in columns.items()}
 
     def abandon(self) -> None:
         """Remove the hidden file; does nothing after `commit`."""
@@ -265,60 +238,3 @@ def _create(file: h5py.File, name: str, kind: h5py.h5t.TypeID, shape: tuple[int,
         layout.set_chunk(chunk)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     return h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), layout)
-
-
-SAVE_SECONDS = 60.0  # copying a shard takes half a second at most
-
-
-def store_partial(path: Path, meta: StoreMeta, shard: ShardWriter, last: Resume, onward: Resume,
-                  ended: Dropped) -> Partial:
-    """Save the rows of an unfinished shard, to which more can be appended.
-
-    Args:
-        path: the store's folder.
-        meta: its `store.json`.
-        shard: the shard, of one row or more.
-        last: where its last row came from.
-        onward: where the producer resumes.
-        ended: rows dropped in the blocks that ended between the previous shard and `onward`.
-
-    Returns:
-        The entry for `store.json`.
-
-    Raises:
-        OSError: the write fails.
-    """
-    copy = ShardWriter(path / SHARDS / partial_name(len(meta.shards), shard.rows), meta)
-    try:
-        for rows, columns in shard.parts():
-            copy.append(rows, columns)
-        digest, frame = copy.commit()
-    except BaseException:
-        copy.abandon()
-        raise
-    record = ShardRecord(copy.path.name, shard.rows, digest, dict(ended.counts), last, dict(ended.norms), frame)
-    return Partial(record, onward)
-
-
-def taken_up(path: Path, meta: StoreMeta) -> ShardWriter | None:
-    """A shard to append to, with the rows of the partial shard that `store.json` names; None if that is damaged."""
-    assert meta.partial is not None
-    record = meta.partial.shard
-    stored = MappedShards(path, dataclasses.replace(meta, shards=(record,)))
-    shard = ShardWriter(path / SHARDS / shard_name(len(meta.shards)), meta)
-    try:
-        columns = {name: stored.column(0, name) for name in meta.row_values}
-        for chunk, begin in enumerate(range(0, record.rows, meta.chunk_rows)):
-            rows = stored.chunk(0, chunk)
-            shard.append(rows, {name: column[begin : begin + len(rows)] for name, column in columns.items()})
-    except StoreError:  # then the producer gives its rows again
-        shard.abandon()
-        return None
-    return shard
-
-
-def remove_partials(path: Path, kept: Partial | None = None) -> None:
-    """Remove a store's partial shards but the one kept; a kill can leave others."""
-    for file in (path / SHARDS).glob("*-*.h5"):
-        if kept is None or file.name != kept.shard.file:
-            file.unlink()

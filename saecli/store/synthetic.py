@@ -3,13 +3,10 @@
 Shapes: G features, D = d_in, R rank of the correlations.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import numpy as np
 
 from ..base.errors import ConfigError
-from ..base.options import Config, option
+from .options import SyntheticConfig
 from .worlds import World
 
 MOST_OFTEN = 0.4  # no feature fires on more of the rows
@@ -21,68 +18,37 @@ TIGHT, STEPS = 1e-6, 500  # to a tight frame: largest change of an entry in the 
 DIRECTIONS, CORRELATIONS, MAGNITUDES = 1, 2, 3  # streams of random numbers
 
 
-@dataclass(frozen=True)
-class SyntheticConfig(Config):
-    """What decides the rows of `sae import synthetic`.
+def world_of(config: SyntheticConfig) -> World:
+    """The world of some options, a function of all but rows; ConfigError if so many features cannot be active."""
+    firing = zipfian(config.features, config.zipf, config.l0)
+    parents = forest(config.features) if config.hierarchy else np.full(config.features, -1)
+    own = np.where(parents >= 0, firing / firing[parents], firing)
+    directions, bias = _directions(config)
+    random = np.random.default_rng((config.seed, MAGNITUDES))
+    std = np.abs(random.normal(STD_MEAN, STD_STD, config.features))
+    columns = {"firing_probabilities": firing, "own_probabilities": own, "mean": np.full(config.features, MEAN),
+               "std": std, "directions": directions, "bias": bias, "factor": _factor(config)}
+    return World(**{name: column.astype(np.float32) for name, column in columns.items()},
+                 parents=parents.astype(np.int32), groups=np.full(config.features, -1, np.int32),
+                 scaled=np.zeros(config.features, bool))
 
-    The structure is SynthSAEBench's: Zipfian firing probabilities (exponent 0.5, at most 0.4, both as there), trees of
-    which a feature fires only with its parent (4 children each, two thirds of all features in trees, as there), a
-    Gaussian copula of rank 25, unit directions made nearly orthogonal, noisy magnitudes (of mean 1 and of a standard
-    deviation |N(0.2, 0.1)|, another for each feature), a bias of norm 1. Other than there, trees end two levels below
-    their roots, siblings do not exclude each other, and a feature's Gaussian is uncorrelated with those of its
-    ancestors: so each fires as often as Zipf's law says, and as many as are asked for are active in the mean.
 
-    Source: D. Chanin and A. Garriga-Alonso, "SynthSAEBench: Evaluating Sparse Autoencoders on Scalable Realistic
-    Synthetic Data", 2026, arXiv:2602.14687.
-    """
+def _directions(config: SyntheticConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Directions and bias, (G, D) and (D,), float64."""
+    random = np.random.default_rng((config.seed, DIRECTIONS))
+    directions = tight_frame(random.standard_normal((config.features, config.d_in)))
+    bias = random.standard_normal(config.d_in)
+    return directions, bias * (BIAS_NORM / np.linalg.norm(bias))
 
-    panel: ClassVar[str] = "Options of synthetic, --rows and --seed of a saved world too"
 
-    features: int = option(1024, "Known features that rows are made of.", minimum=2, maximum=2**20)
-    d_in: int = option(128, "Dimensions of a row.", minimum=1, maximum=2**20)
-    rows: int = option(100_000, "Rows to store.", minimum=1, maximum=2**31 - 1)
-    seed: int = option(0, "Another seed gives other rows and another world.", minimum=0)
-    l0: float = option(10.0, "Features active on a row, in the mean.", above=0)
-    zipf: float = option(0.5, "Exponent s: the i-th most frequent feature fires on c / i^s of the rows, at most on "
-                              "0.4.", minimum=0, maximum=10)
-    hierarchy: bool = option(True, "Let two thirds of the features stand in trees: one root in 32 features, two levels "
-                                   "below it, 4 children to a parent; a child fires only with its parent.")
-    correlation: float = option(0.25, "Fraction of the variance of each feature's Gaussian that comes from 25 shared "
-                                      "ones; a feature fires where its Gaussian is high.", minimum=0, below=1)
-
-    def world(self) -> World:
-        """The world, a function of the options but for rows.
-
-        Raises:
-            ConfigError: so many features cannot be active in the mean.
-        """
-        firing = zipfian(self.features, self.zipf, self.l0)
-        parents = forest(self.features) if self.hierarchy else np.full(self.features, -1)
-        own = np.where(parents >= 0, firing / firing[parents], firing)
-        directions, bias = self._directions()
-        random = np.random.default_rng((self.seed, MAGNITUDES))
-        std = np.abs(random.normal(STD_MEAN, STD_STD, self.features))
-        columns = {"firing_probabilities": firing, "own_probabilities": own, "mean": np.full(self.features, MEAN),
-                   "std": std, "directions": directions, "bias": bias, "factor": self._factor()}
-        return World(**{name: column.astype(np.float32) for name, column in columns.items()},
-                     parents=parents.astype(np.int32), groups=np.full(self.features, -1, np.int32),
-                     scaled=np.zeros(self.features, bool))
-
-    def _directions(self) -> tuple[np.ndarray, np.ndarray]:
-        """Directions and bias, (G, D) and (D,), float64."""
-        random = np.random.default_rng((self.seed, DIRECTIONS))
-        directions = tight_frame(random.standard_normal((self.features, self.d_in)))
-        bias = random.standard_normal(self.d_in)
-        return directions, bias * (BIAS_NORM / np.linalg.norm(bias))
-
-    def _factor(self) -> np.ndarray:
-        """Loadings of the shared Gaussians, (G, R), each row of squared norm `correlation`; R is 0 without any."""
-        if not self.correlation:
-            return np.empty((self.features, 0))
-        factor = np.random.default_rng((self.seed, CORRELATIONS)).standard_normal((self.features, RANK))
-        if self.hierarchy:
-            _part_from_ancestors(factor, forest(self.features))
-        return factor * (np.sqrt(self.correlation) / np.linalg.norm(factor, axis=1, keepdims=True))
+def _factor(config: SyntheticConfig) -> np.ndarray:
+    """Loadings of the shared Gaussians, (G, R), each row of squared norm `correlation`; R is 0 without any."""
+    if not config.correlation:
+        return np.empty((config.features, 0))
+    factor = np.random.default_rng((config.seed, CORRELATIONS)).standard_normal((config.features, RANK))
+    if config.hierarchy:
+        _part_from_ancestors(factor, forest(config.features))
+    return factor * (np.sqrt(config.correlation) / np.linalg.norm(factor, axis=1, keepdims=True))
 
 
 def zipfian(features: int, exponent: float, l0: float) -> np.ndarray:

@@ -1,30 +1,31 @@
-"""The options of training that are common to all solvers."""
+"""The options of training that are common to all solvers. Imports no torch, so that help pages are fast."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
-
-import torch
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..base.errors import ConfigError
 from ..base.options import Config, option
-from ..base.precision import PRECISIONS
 from ..sae.activations import sparsity_names
-from ..sae.codes import Prefixes, rise
-from ..store.joined import Joined, JoinedRows
-from ..store.reader import ActivationStore
-from ..store.rows import Rows as StoredRows
 from .logs import TRACKERS, check_trackers
-from .normalisation import NORMALISATIONS
-from .smoothing import WIDEST
+
+if TYPE_CHECKING:
+    from ..sae.codes import Prefixes
+    from ..store.joined import Joined, JoinedRows
+    from ..store.reader import ActivationStore
+    from ..store.rows import Rows as StoredRows
 
 DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 100
 WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
 DECAY = 0.5  # last fraction of all steps, over which it falls to zero
 PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+WIDEST = 0.55  # width of smoothing if rows are few
+NORMALISATIONS = ("scale", "standardize", "none")
 SMALLEST = 2**18  # encoder weights from which auto picks bf16
 MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
 
@@ -34,7 +35,8 @@ def check_prefixes(text: str) -> None:
     must be"."""
     words = text.split(",")
     numbers = [int(word) for word in words if word.strip().isdecimal()]
-    if text != "auto" and (len(numbers) < len(words) or not rise(numbers)):
+    rise = all(before < after for before, after in pairwise((0, *numbers)))
+    if text != "auto" and (len(numbers) < len(words) or not rise):
         raise ValueError("auto, or numbers of latents with commas between, each larger than the one before")
 
 
@@ -94,12 +96,12 @@ class TrainingConfig(Config):
                                 check=check_trackers, metavar="NAME,...", once=True, advanced=True)
     device: str = option("auto", "Where to train: cpu, cuda, cuda:1. auto: cuda where there is one.", once=True)
     dtype: str = option("float32", "Precision of weights and steps; the decoder step sums in float64 in any case.",
-                        choices=tuple(DTYPES), once=True, advanced=True)
+                        choices=("float32", "float64"), once=True, advanced=True)
     precision: str = option("auto", "Precision in which descent steps multiply matrices: float32; tf32; bf16, with "
                                     "sums in float32. All else is in float32, decoder steps and measures too. auto: "
                                     f"bf16 where the device has it and d_in d_sae is at least {SMALLEST:,}, else "
                                     "float32.",
-                            choices=PRECISIONS, once=True, advanced=True)
+                            choices=("float32", "tf32", "bf16", "auto"), once=True, advanced=True)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:

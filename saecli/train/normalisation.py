@@ -13,7 +13,6 @@ from ..base.errors import ConfigError
 from ..sae.dictionary import SAE
 from ..store.statistics import Spread
 
-NORMALISATIONS = ("scale", "standardize", "none")
 LEAST_SCALE = 1e-35  # weights for raw rows are divided by the scale, and float32's maximum is 3.4e38
 
 

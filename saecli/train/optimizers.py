@@ -19,36 +19,6 @@ from ..base.errors import ConfigError
 from .ridge import AllReduce
 
 CHOICE_GROWTH = 1.25  # ratio of the outer iterations at which alpha is chosen anew, once there are several
-SPELLING = "a number, FIRST:LAST with both above 0, or numbers of at least 0 with commas between them"
-
-
-def check_schedule(text: str) -> None:
-    """Refuse a text that is no schedule, by a ValueError whose message completes "the option must be"."""
-    try:
-        values = _values(text)
-    except ValueError:
-        raise ValueError(SPELLING) from None
-    if not all(math.isfinite(value) and (value > 0 or (value == 0 and ":" not in text)) for value in values):
-        raise ValueError(SPELLING)
-
-
-def weight_at(schedule: float | str, outer: int, outers: int) -> float:
-    """The weight at outer iteration `outer` of `outers`, by a number or a schedule that passes `check_schedule`."""
-    if not isinstance(schedule, str):
-        return schedule
-    values = _values(schedule)
-    if ":" not in schedule:
-        return values[min(outer, len(values) - 1)]
-    first, last = values
-    progress = min(1.0, outer / (outers - 1)) if outers > 1 else 0.0
-    return math.exp((1 - progress) * math.log(first) + progress * math.log(last))
-
-
-def _values(text: str) -> list[float]:
-    values = [float(part) for part in text.split(":" if ":" in text else ",")]
-    if len(values) < 2 or (":" in text and len(values) != 2):
-        raise ValueError(text)
-    return values
 
 
 def is_choosing_step(outer: int) -> bool:

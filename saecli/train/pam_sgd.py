@@ -20,110 +20,29 @@ don't support a decoder far from the tie, and it is held to the end (`--release`
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..base.distributed import ALONE, Communicator
-from ..base.errors import ConfigError, flag_of
-from ..base.options import PAPER, option
 from ..sae.batch import Batch
-from ..sae.codes import Codes, Prefixes
+from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Coupled
-from ..store.rows import RowSource
-from .config import TrainingConfig
-from .decoder_pass import DecoderPass, Observed, broadcast, choosing_bytes, notes_on
+from .decoder_pass import DecoderPass, Observed, broadcast, notes_on
 from .maintenance import balance, least_useful, penalty_decay, silence
-from .optimizers import OPTIMIZERS, is_choosing_step, outer_iterations
+from .optimizers import is_choosing_step, outer_iterations
+from .options import DECODER_STEPS, RELEASE, RELEASED_BELOW, PamSgd, takes_all_rows
 from .ridge import DecoderState, Place, Plan, Terms, by_place, choose_alpha, plan, solve
-from .solver import DECODER_STEP, Solver, SolverConfig, proximal
+from .solver import DECODER_STEP, Solver
 from .task import StepReport, Task
 
 # Rows per latent that a decoder step takes, other ones each time. All of 117 took 1.4 times as long on tiny-gemma2, and
 # were no better: FVU 0.1346 for 0.1333, in a world of known features 0.148 for 0.145.
 PASS_ROWS = 32
 MOST_ROWS = 256  # of the step that decides on the release, and of the last
-DECODER_STEPS = 16  # in training, at least, as long as their passes take no more than a fraction of its rows
 PASS_FRACTION = 1 / 3
-RELEASE = 0.5  # fraction of all steps after which the decoder may be released
-RELEASED_BELOW = 0.3  # alpha over the Gram matrix's mean diagonal, from which up it is held to the end
 DOF_ROWS = 512  # sample of rows for the effective degrees of freedom
-
-
-@dataclass(frozen=True)
-class PamSgd(SolverConfig):
-    """Options of PAM-SGD; penalties are in the units of a sum of squared errors over all training rows."""
-
-    name: ClassVar[str] = "pam-sgd"
-    memory_advice: ClassVar[str] = "use a smaller --d-sae, or --solver sgd, which solves for no decoder"
-
-    decoder: str = option("residual", "Unknown of the decoder step: residual, Delta in W_dec = c W_enc' + Delta; free, "
-                                      "W_dec itself, as in the paper.", choices=("residual", "free"), **PAPER)
-    alpha: float | str = option("auto", "Ridge of the decoder step, beside the squared error summed over all rows: "
-                                        "weight of ||W_dec - c W_enc'||^2, with --decoder free of ||W_dec||^2. auto: "
-                                        "the best by leave-one-out.",
-                                choices=("auto",), minimum=0)
-    beta: float = option(0.0, "Weight of ||b_dec||^2, beside the squared error summed over all rows.", minimum=0,
-                         **PAPER)
-    bias: str = option("joint", "How the decoder step finds b_dec: joint, together with W_dec; after, as the mean of "
-                                "what a W_dec solved without bias leaves, as in the paper's code, for which --alpha "
-                                "must be a number.", choices=("joint", "after"), **PAPER)
-    mu_dec: float | str = proximal("W_dec - W_dec^t", ", as --mu-enc")
-    nu_dec: float | str = proximal("b_dec - b_dec^t", ", as --mu-enc")
-    decoder_every: int | str = option("auto", "When to solve for the decoder besides after each epoch: every N "
-                                              "batches. auto: where epochs are few, so that it is about "
-                                              f"{DECODER_STEPS} times in all. epoch: never.",
-                                      choices=("auto", "epoch"), minimum=1, metavar="auto|epoch|N", advanced=True)
-    release: float | str = option("auto", "Fraction of the steps after which the decoder descends beside the encoder, "
-                                          "untied, and is solved for after each epoch as before. auto: "
-                                          f"{RELEASE}, with --decoder residual and if alpha is then below "
-                                          f"{RELEASED_BELOW} of the Gram matrix's mean diagonal; of a transcoder 0. 1: "
-                                          "never.",
-                                  choices=("auto",), minimum=0, maximum=1, advanced=True)
-    decoder_first: bool = option(False, "Solve for the decoder before the encoder steps of each epoch, not after them, "
-                                        "as in the paper's code for language models.", **PAPER)
-    solve: str = option("auto", "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix in "
-                                "float64, slow on consumer GPUs; iterative, without it, to a residual of 1e-4. auto: "
-                                "direct where it fits in memory.", choices=("auto", "direct", "iterative"),
-                                advanced=True)
-
-    def check(self, training: TrainingConfig, rows: RowSource) -> None:
-        super().check(training, rows)
-        if rows.ready < rows.rows and (self.decoder_first or takes_all_rows(self)):
-            name = "decoder_first" if self.decoder_first else "decoder"
-            raise ConfigError(f"{flag_of(name)} needs all rows in memory, at most {rows.ready:,} with --model, got "
-                              f"{rows.rows:,}; lower --rows, or make a store by `sae extract`", option=name)
-        if self.bias == "after" and self.alpha == "auto":
-            raise ConfigError("--bias after cannot be used with --alpha auto, which chooses for the bias that is "
-                              "joint with W_dec; give a number, such as --alpha 1, or use --bias joint", option="bias")
-        if self.decoder_first and not isinstance(self.decoder_every, str):
-            raise ConfigError("--decoder-first cannot be used with --decoder-every, which adds decoder steps after "
-                              "encoder steps; use one of them", option="decoder_first")
-
-    def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "PamSgdSolver":
-        return PamSgdSolver(initial, task, self, communicator)
-
-    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
-        """The decoder step's memory, solved in the way that takes least, and `beside`."""
-        ways = (self.solve,) if self.solve != "auto" else ("direct", "iterative")
-        solving = min(plan(rows, d_sae, d_in, solve=way, prefixes=prefixes).bytes for way in ways)
-        return solving + self.beside(rows, batch_size, d_in, d_sae)
-
-    def beside(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
-        """Bytes besides the decoder step's: the sample on which alpha is chosen, the encoder's weights and optimiser,
-        and the window in which inner steps mix rows."""
-        choosing = choosing_bytes(rows, d_in, d_sae)
-        moved = 1 if self.release == 1 else 2  # matrices that have a gradient and an optimiser's state
-        weights = 4 * (3 + moved * (1 + OPTIMIZERS[self.optimizer].vectors)) * d_in * d_sae
-        return choosing + weights + self.window(rows, batch_size, d_in)
-
-
-def takes_all_rows(config: PamSgd) -> bool:
-    """Whether every decoder step takes all rows, as the paper's theorem wants it: where the decoder is its, or the
-    encoder step is solved to tolerance."""
-    return config.decoder == "free" or OPTIMIZERS[config.optimizer].to_tolerance
 
 
 def batches_between_decoder_steps(task: Task, config: PamSgd, d_sae: int) -> float:

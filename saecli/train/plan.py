@@ -23,8 +23,7 @@ from .config import (
     WARM_UP,
     TrainingConfig,
 )
-from .optimizers import OPTIMIZERS
-from .solver import SolverConfig
+from .options import SolverConfig
 from .starting import Start
 
 SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # fractions of all steps
@@ -135,7 +134,7 @@ def settled(training: TrainingConfig, activation: Activation, solver: SolverConf
     prefixes = None if training.prefixes is None else _prefixes(training.prefixes, d_sae)
     activation.check(d_sae)
     for name, default in SCHEDULE.items():
-        if getattr(training, name) != default and OPTIMIZERS[solver.optimizer].to_tolerance:
+        if getattr(training, name) != default and solver.to_tolerance:
             raise ConfigError(f"{flag_of(name)} does nothing with --optimizer {solver.optimizer}, whose problem "
                               "stays the same from step to step; leave it out, or use --optimizer adam or sgd",
                               option=name)
@@ -159,7 +158,7 @@ def _prefixes(text: str, d_sae: int) -> str:
 
 def _precision(training: TrainingConfig, solver: SolverConfig, weights: int) -> str:
     """The precision of products; ConfigError if it would undo the precision that other options ask for."""
-    exact = "float64" if training.dtype == "float64" else "lbfgs" if OPTIMIZERS[solver.optimizer].to_tolerance else ""
+    exact = "float64" if training.dtype == "float64" else "lbfgs" if solver.to_tolerance else ""
     if training.precision == "auto":
         rounded = not exact and weights >= SMALLEST and multiplies_bf16(device_named(training.device))
         return "bf16" if rounded else "float32"
@@ -201,7 +200,7 @@ def _for_less_error(plan: Plan, overfitted: bool, l0: float) -> str:
         return "fewer than one latent is active per row: lower --sparsity-weight"
     if overfitted:
         return "train FVU is not: lower --d-sae, or train on more rows"
-    options = [] if OPTIMIZERS[plan.solver.optimizer].to_tolerance else ["--lr"]
+    options = [] if plan.solver.to_tolerance else ["--lr"]
     options += ["--sparsity-weight"] if plan.training.sparsity != "none" else []
     return f"lower {' or '.join(options)}" if options else "use another --optimizer"
 

@@ -1,40 +1,24 @@
 """SGD: encoder and decoder trained together by descent; the baseline of the paper and of the field's tools."""
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from ..base.distributed import ALONE, Communicator
-from ..base.options import option
 from ..sae.batch import Batch
-from ..sae.codes import Codes, Prefixes
+from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Coupled, Dictionary
-from .optimizers import OPTIMIZERS
-from .solver import Solver, SolverConfig
+from .options import Sgd
+from .solver import Solver
 from .task import StepReport, Task
 
 REVIVALS = 20  # times that dead latents are looked for in all of training, at least once per epoch
 
 
-@dataclass(frozen=True)
-class Sgd(SolverConfig):
-    """Options of SGD."""
-
-    name: ClassVar[str] = "sgd"
-
-    tied: bool = option(False, "Tie the decoder to the encoder: W_dec = W_enc'; with --target W_enc' B, B the "
-                              "targets' regression on the rows.", advanced=True)
-
-    def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> "SgdSolver":
-        start = initial.sae()
-        return SgdSolver(Coupled(start, 1.0, None, task.B) if self.tied else start, task, self, communicator)
-
-    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
-        """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
-        matrices = (2 + OPTIMIZERS[self.optimizer].vectors) * (1 if self.tied else 2) + bool(self.mu_enc)
-        return 4 * matrices * d_in * d_sae + self.window(rows, batch_size, d_in)
+def solver(initial: SAE, task: Task, config: Sgd, communicator: Communicator = ALONE) -> "SgdSolver":
+    """A solver that starts from a copy of `initial`."""
+    start = initial.sae()
+    return SgdSolver(Coupled(start, 1.0, None, task.B) if config.tied else start, task, config, communicator)
 
 
 class SgdSolver(Solver):

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..base.devices import moved
 from ..sae.batch import Batch
-
-WIDEST = 0.55  # width if rows are few
+from .config import WIDEST
 
 
 @dataclass(frozen=True, eq=False)

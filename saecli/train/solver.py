@@ -6,30 +6,23 @@ Shapes: B rows, D = d_in, F = d_sae. All rows are normalised (see `training/rows
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..base.distributed import ALONE, Communicator
-from ..base.errors import ConfigError
-from ..base.options import PAPER, Config, option
 from ..base.precision import products_in
 from ..sae.batch import Batch, mixed
-from ..sae.codes import Codes, Prefixes
+from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Dictionary, Loss
-from ..store.rows import RowSource
-from .config import DEFAULT_STEPS, TrainingConfig
 from .maintenance import directions_of_worst, revive
-from .optimizers import OPTIMIZERS, check_schedule, weight_at
-from .smoothing import Smoothing, default_width
+from .optimizers import OPTIMIZERS
+from .options import REVIVAL_ROWS, WINDOW, SolverConfig, weight_at
+from .smoothing import Smoothing
 from .task import StepReport, Task
 
-WINDOW = 16  # batches among which inner steps mix rows
-MOST_INNER_STEPS = 10
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
-REVIVAL_ROWS = 2  # rows per latent, from which on they are: with fewer, latents stay idle because rows are few
 DECODER_STEP, REVIVING, MIXING, CALIBRATING = 1, 2, 3, 4  # kinds of draws besides those of steps
 COUNTERS = ("steps", "outer", "revived")  # of a solver, which a checkpoint keeps
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
@@ -56,7 +49,7 @@ class Solver(ABC):
 
     _every: float = math.inf  # batches in a part of an epoch, after each of which but the last `_end_part` is called
 
-    def __init__(self, dictionary: Dictionary, held: Collection[str], task: Task, config: "SolverConfig", outers: int,
+    def __init__(self, dictionary: Dictionary, held: Collection[str], task: Task, config: SolverConfig, outers: int,
                  communicator: Communicator = ALONE) -> None:
         kind = OPTIMIZERS[config.optimizer]
         self.dictionary, self.config, self.communicator = dictionary, config, communicator
@@ -272,76 +265,3 @@ class Solver(ABC):
                 tensor.copy_(state[f"dictionary.{name}"])
         self.optimizer.restore(state)
         self._hold_encoder()
-
-
-def proximal(difference: str, more: str) -> Any:
-    """Declare a proximal weight: a number or a schedule."""
-    return option(0.0, f"Proximal weight of ||{difference}||^2{more}.", minimum=0, check=check_schedule,
-                  metavar="FLOAT|FIRST:LAST|A,B,...", **PAPER)
-
-
-@dataclass(frozen=True)
-class SolverConfig(Config, ABC):
-    """A solver's options; `build` makes the solver."""
-
-    panel: ClassVar[str] = "Solver"
-    name: ClassVar[str]
-    memory_advice: ClassVar[str] = "use a smaller --d-sae"
-
-    optimizer: str = option("adam", "What takes the descent steps: adam; sgd, plain gradient steps as in the paper's "
-                                    "algorithm, for which --lr must be a number; lbfgs, a solve to tolerance on all "
-                                    "rows as one batch, without learning rate, smoothing or warm-up.",
-                            choices=tuple(OPTIMIZERS), **PAPER)
-    clip_norm: float | None = option(None, "Largest norm of a step's gradient, of the mean loss over a batch; a larger "
-                                           "gradient is scaled down to it.", above=0, **PAPER)
-    weight_decay: float = option(0.0, "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, beside the squared error "
-                                      "summed over all rows.", minimum=0, **PAPER)
-    mu_enc: float | str = proximal("W_enc - W_enc^t", ", beside the squared error summed over all rows: a number, or a "
-                                   "schedule over the outer iterations t (with sgd, epochs), FIRST:LAST (geometric) or "
-                                   "A,B,... (one each, then the last)")
-    nu_enc: float | str = proximal("b_enc - b_enc^t", ", as --mu-enc")
-
-    inner_steps: int | str = option("auto", f"Optimiser steps per batch. auto: about {DEFAULT_STEPS} in all of "
-                                            f"training, at most {MOST_INNER_STEPS} per batch; with --steps, 1.",
-                                    choices=("auto",), minimum=1)
-    revive: bool = option(True, "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
-                                f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent.",
-                          advanced=True)
-
-    def resolved(self, batches: int | None) -> Self:
-        """The same with `inner_steps` a number: little data is no reason for few steps.
-
-        Args:
-            batches: the number of batches in all of training; None if training is given in optimiser steps.
-        """
-        if self.inner_steps != "auto":
-            return self
-        wanted = round(DEFAULT_STEPS / batches) if batches and not OPTIMIZERS[self.optimizer].to_tolerance else 1
-        return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
-
-    def check(self, training: TrainingConfig, rows: RowSource) -> None:
-        """Refuse training settings, or rows, that cannot work with the solver's options, by a ConfigError."""
-        OPTIMIZERS[self.optimizer].check(rows.rows, training.batch_size, training.lr, training.smoothing)
-        if OPTIMIZERS[self.optimizer].to_tolerance and self.clip_norm is not None:
-            raise ConfigError(f"--clip-norm does nothing with --optimizer {self.optimizer}, whose line search finds "
-                              "its steps; leave it out, or use --optimizer adam or sgd", option="clip_norm")
-        if OPTIMIZERS[self.optimizer].to_tolerance and self.inner_steps not in ("auto", 1):
-            raise ConfigError(f"--inner-steps {self.inner_steps} does nothing with --optimizer {self.optimizer}, "
-                              "whose one step solves for the encoder to tolerance; leave it out", option="inner_steps")
-
-    def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
-        """The width of smoothing when the user gives none: the wider, the more latents there are per row (see
-        `smoothing.py`)."""
-        return 0.0 if OPTIMIZERS[self.optimizer].to_tolerance else default_width(rows, d_in, d_sae)
-
-    def window(self, rows: int, batch_size: int, d_in: int) -> int:
-        """Bytes of the window in which inner steps mix rows: apart, joined, mixed."""
-        return 0 if self.inner_steps == 1 else 3 * 4 * min(rows, WINDOW * batch_size) * d_in
-
-    @abstractmethod
-    def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> Solver:
-        """A solver that starts from a copy of `initial`, alone or with the communicator's other processes."""
-
-    @abstractmethod
-    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
-        """The solver's peak memory per process in bytes, without the codes of a batch."""

@@ -3,8 +3,6 @@
 To add one, write its file (a configuration whose `build` makes a `Solver`) and a line in `SOLVERS`.
 """
 
-from .pam_sgd import PamSgd
-from .sgd import Sgd
-from .solver import SolverConfig
+from .options import PamSgd, Sgd, SolverConfig
 
 SOLVERS: dict[str, type[SolverConfig]] = {kind.name: kind for kind in (Sgd, PamSgd)}

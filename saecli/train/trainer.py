@@ -20,7 +20,6 @@ from ..sae.metrics import reconstruction
 from ..store.rows import RowSource
 from .array_rows import HeldRows, held_bytes
 from .checkpoints import Progress
-from .config import DTYPES
 from .normalisation import Normalisation, fit_normalisation, on_raw_rows
 from .plan import Plan, doubts_at_end, doubts_at_start
 from .rows import SUMMED_ROWS, TrainingRows, fitted_learning_rate, initial_sae
@@ -133,7 +132,7 @@ class Trainer:
         training, rows = self.plan.training, self.train_rows
         if checkpoint is None:
             spread = self.communicator.broadcast_object(rows.spread)
-            normalisation = fit_normalisation(training.normalize, spread, DTYPES[training.dtype], rows.widths,
+            normalisation = fit_normalisation(training.normalize, spread, getattr(torch, training.dtype), rows.widths,
                                               rows.d_target)
         else:
             width = rows.d_in + rows.d_target

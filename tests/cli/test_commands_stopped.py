@@ -43,7 +43,7 @@ def assert_told(said: str, folder: Path) -> int:
     if said.splitlines()[-1] == ANEW:
         assert not folder.exists()
         return 0
-    rows = read_meta(folder).saved_rows
+    rows = read_meta(folder).rows
     assert said.splitlines()[-1] == f"stopped; {rows:,} rows are saved, and the same command goes on from there"
     assert rows > 0
     return rows
@@ -73,7 +73,7 @@ def test_an_extraction_that_was_stopped_says_what_is_saved_and_goes_on_from_ther
                                                                                 file: str, size: int):
     folder, words = sae.home / "activations" / "s", [*EXTRACT, str(shard_rows)]
     saved = assert_told(stopped(sae.home, words, grown(folder / file, size)), folder)
-    assert saved or "store.json" in file
+    assert saved or shard_rows > 500
     again = sae(*words, "--json")
     assert again.json["rows"] == 30_000
     assert f"going on after {saved:,} rows" in again.err if saved else "going on" not in again.err

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
 from saecli.base.errors import ConfigError, ModelError, StoreError
-from saecli.extract.places import BUNDLED
+from saecli.extract.options import BUNDLED
 from saecli.sae.formats import SavedSAE, save_native
 from saecli.show.measures import places_table
 from saecli.show.run_plots import firing, loss_curves

@@ -30,7 +30,6 @@ def test_an_sae_says_what_it_is_and_how_it_was_trained(sae: CommandLine):
             "solver": "pam-sgd", "act": "topk", "k": 3, "d_in": 8, "d_sae": 24, "epochs": 2, "seed": 0}
     assert loaded.cfg["data"] == "rows" and random_sae(TopK(k=2)).cfg["act"] == "topk"
     assert repr(loaded).count("\n") == 0
-    assert "<th style='text-align:left'>solver</th><td style='text-align:left'>pam-sgd</td>" in loaded._repr_html_()
 
 
 def test_a_store_is_a_small_table_in_which_nothing_is_markup(tmp_path: Path):

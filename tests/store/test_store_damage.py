@@ -36,13 +36,10 @@ def recorded(path, **changes):
 
 
 def flipped(path, at, bit=4):
-    """Flip a bit of a shard as a failing disk does, which leaves its times as they are."""
+    """Flip a bit of a shard."""
     content = bytearray(path.read_bytes())
     content[at] ^= bit
     path.write_bytes(content)
-    marker = path.parents[1] / "store.json"
-    while marker.stat().st_ctime_ns <= path.stat().st_ctime_ns:
-        marker.chmod(0o644)
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -114,7 +111,7 @@ def test_a_store_json_that_does_not_fit_its_whole_shards_is_named_and_no_shard_i
     with pytest.raises(StoreError) as error:
         collect(store.split("all").sequential(64))
     assert [str(error.value)] == store.misfits() == [sentence]
-    assert store.verify() == store.changed() == []
+    assert store.verify() == []
 
 
 @pytest.mark.parametrize("frame", [True, False])
@@ -126,10 +123,8 @@ def test_one_flipped_bit_anywhere_is_refused_by_name_and_found_by_verify(frame, 
         if not frame:
             recorded(path, frame=None)  # as earlier versions wrote it
         flipped(path, data.draw(st.integers(0, path.stat().st_size - 1)), 1 << data.draw(st.integers(0, 7)))
-        assert not store.changed()
         with pytest.raises(StoreError, match=r"00000\.h5 is damaged: expected (SHA-256|the XXH3-64)"):
             collect(ActivationStore.open(folder / "s").split("all").sequential(64))
-        assert store.changed() == [0]  # from now on: so the command that made it knows
         (problem,) = store.verify()
         assert f"shard {path} is damaged: expected SHA-256" in problem
 

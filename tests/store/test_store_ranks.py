@@ -24,7 +24,7 @@ from saecli.store.writer import StoreWriter
 
 META = make_meta(3, shard_rows=7, chunk_rows=4, columns=("document",))
 ROWS = [45, 23, 0, 31]  # of each rank
-Block = tuple[dict, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray], dict]
+Block = tuple[dict, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]
 
 
 def blocks(rank: int, since: dict | None) -> Iterator[Block]:
@@ -32,7 +32,7 @@ def blocks(rank: int, since: dict | None) -> Iterator[Block]:
     for number in range(since["block"] if since else 0, 12):
         documents = rank + len(ROWS) * (5 * number + np.arange(5))
         yield ({"block": number}, documents[:, None] * np.array([1, 0, 0], np.float32), {"document": documents},
-               {"special": np.ones(2)}, {"block": number + 1})
+               {"special": np.ones(2)})
 
 
 def write_rank(path: Path, meta: StoreMeta, rank: int, stop: int | None = None) -> None:
@@ -42,10 +42,10 @@ def write_rank(path: Path, meta: StoreMeta, rank: int, stop: int | None = None) 
         return
     with StoreWriter.open(rank_folder(path, rank), rank_meta(meta), limit=limit) as writer:
         if not writer.complete:
-            for number, (cursor, rows, columns, dropped, after) in enumerate(blocks(rank, writer.cursor)):
+            for number, (cursor, rows, columns, dropped) in enumerate(blocks(rank, writer.cursor)):
                 if number == stop:
                     raise KeyboardInterrupt
-                writer.append(rows, columns, cursor, dropped, after)
+                writer.append(rows, columns, cursor, dropped)
                 if writer.full:
                     break
             writer.finish()
@@ -70,7 +70,6 @@ def contents(path: Path) -> dict:
     """All that a store says and holds, but for when it was begun."""
     store = ActivationStore.open(path)
     assert store.verify() == [] == store.misfits()
-    assert store.changed() == []
     assert sorted(file.name for file in path.iterdir()) == [".lock", "shards", "store.json"]
     return {**store.meta.to_json(), "created": "", "values": collect(store.split("all").sequential(16)).tolist()}
 
@@ -101,8 +100,6 @@ def test_ranks_interrupted_anywhere_and_run_again_equal_those_never_interrupted(
             write(folder / "s", stops=tuple(some))
             if (folder / "s").exists():
                 assert saved_rows(folder / "s") == sum(
-                    rows for rows in (json.loads(file.read_text())["partial"]["shard"]["rows"] if "partial" in
-                                      file.read_text() else 0 for file in folder.glob("s/ranks/*/store.json"))) + sum(
                     shard["rows"] for file in folder.glob("s/ranks/*/store.json")
                     for shard in json.loads(file.read_text())["shards"])
         write(folder / "s")
@@ -156,7 +153,7 @@ def test_another_number_of_processes_is_refused_in_one_sentence(tmp_path: Path):
     with pytest.raises(StoreError, match="that began it, 4, got 1; run the command with `torchrun"):
         StoreWriter.open(tmp_path / "several", META)
     with suppress(KeyboardInterrupt), StoreWriter.open(tmp_path / "one", META) as writer:
-        writer.append(np.ones((2, 3), np.float32), {"document": np.arange(2)}, {"block": 0})
+        writer.append(np.ones((8, 3), np.float32), {"document": np.arange(8)}, {"block": 0})
         raise KeyboardInterrupt
     with pytest.raises(StoreError, match="that began it, 1, got 4; run the command with one process, without torchrun"):
         RankedStore.open(tmp_path / "one", META, world_size=4)
@@ -176,30 +173,6 @@ def test_a_second_command_is_refused_and_a_store_without_rows_is_removed(tmp_pat
           pytest.raises(StoreError, match="there are no rows to store")):
         store.begin([0, 0, 0, 0])
     assert not (tmp_path / "s").exists()
-
-
-def test_a_damaged_shard_is_written_anew_from_the_documents_of_its_rank(whole: dict, tmp_path: Path):
-    path = tmp_path / "s"
-    write(path)
-    shards = sorted((path / "shards").glob("*.h5"))
-    before = [shard.read_bytes() for shard in shards]
-    for number in (0, 6, 7, 15):  # first and last of a rank
-        shards[number].write_bytes(before[number][:-9] + b"damaged!!")
-    shards[12].unlink()
-    asked = []
-    with StoreWriter.open(path, META) as writer:
-        assert writer.damaged == [shards[number].name for number in (0, 6, 7, 12, 15)]
-        while not writer.complete:
-            asked.append(writer.rank)
-            for cursor, rows, columns, dropped, after in blocks(writer.rank, writer.cursor):
-                writer.append(rows, columns, cursor, dropped, after)
-                if writer.full:
-                    break
-            writer.finish()
-        assert writer.altered == []
-    assert asked == [0, 0, 1, 3, 3]
-    assert [shard.read_bytes() for shard in shards] == before
-    assert contents(path) == whole
 
 
 def test_a_store_json_whose_ranks_do_not_fit_its_shards_is_refused(tmp_path: Path):

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from saecli.base.errors import ConfigError
 from saecli.measure.worlds import Alignment, FeatureScores
 from saecli.sae.codes import DenseCodes, SparseCodes, located
+from saecli.store.options import SyntheticConfig
 from saecli.store.sparse_rows import SparseRows, offsets_of, stacked
-from saecli.store.synthetic import SyntheticConfig, forest, tight_frame, zipfian
+from saecli.store.synthetic import forest, tight_frame, world_of, zipfian
 from saecli.store.worlds import World
 
 G, D = 96, 16
@@ -78,7 +79,7 @@ def test_two_thirds_of_the_features_have_four_children_each_on_two_levels():
 @pytest.mark.parametrize("hierarchy", [True, False])
 @pytest.mark.parametrize("correlation", [0, 0.5])
 def test_features_fire_as_often_as_they_say(hierarchy, correlation):
-    world = SyntheticConfig(features=G, d_in=D, l0=5, correlation=correlation, hierarchy=hierarchy).world()
+    world = world_of(SyntheticConfig(features=G, d_in=D, l0=5, correlation=correlation, hierarchy=hierarchy))
     fires = sampled(world, 8) > 0
     p = world.firing_probabilities
     # A magnitude of mean 1 and of a standard deviation that is rarely above 0.4 is rarely cut at 0.
@@ -87,7 +88,7 @@ def test_features_fire_as_often_as_they_say(hierarchy, correlation):
 
 
 def test_a_child_fires_only_with_its_parent():
-    world = SyntheticConfig(features=G, d_in=D, l0=5).world()
+    world = world_of(SyntheticConfig(features=G, d_in=D, l0=5))
     fires = sampled(world, 1) > 0
     children = np.flatnonzero(world.parents >= 0)
     assert fires[:, children].any(0).sum() > len(children) / 2
@@ -128,7 +129,7 @@ def test_a_scaled_child_has_its_magnitude_times_its_parents_over_the_parents_mea
 
 
 def test_rows_are_the_bias_and_the_sum_of_magnitudes_times_directions():
-    world = SyntheticConfig(features=G, d_in=D, l0=5, seed=3).world()
+    world = world_of(SyntheticConfig(features=G, d_in=D, l0=5, seed=3))
     codes = world.codes(3, 2)
     expected = dense(codes, G) @ world.directions.astype(np.float64) + world.bias
     np.testing.assert_allclose(world.rows(codes), expected, atol=1e-6)
@@ -137,7 +138,7 @@ def test_rows_are_the_bias_and_the_sum_of_magnitudes_times_directions():
 
 def test_a_block_depends_on_options_seed_and_its_number_alone():
     config = SyntheticConfig(features=G, d_in=D, l0=5, seed=1)
-    first, again = config.world(), config.world()
+    first, again = world_of(config), world_of(config)
     again.codes(1, 0)
     for block in (5, 6):
         ours, theirs = first.codes(1, block), again.codes(1, block)
@@ -149,7 +150,7 @@ def test_a_block_depends_on_options_seed_and_its_number_alone():
 
 def test_more_active_features_than_can_be_are_refused_by_the_option():
     with pytest.raises(ConfigError, match=r"l0 must be at most 0\.4 times features, 4, got 5"):
-        SyntheticConfig(features=10, l0=5).world()
+        world_of(SyntheticConfig(features=10, l0=5))
 
 
 @given(st.integers(0, 2**32), st.integers(1, 9), st.integers(1, 6))
@@ -212,7 +213,7 @@ def as_codes(z: torch.Tensor, kind: str) -> DenseCodes | SparseCodes:
 
 
 def test_an_sae_whose_decoder_is_the_truth_in_another_order_and_sign_scores_one():
-    world = SyntheticConfig(features=G, d_in=D, l0=5).world()
+    world = world_of(SyntheticConfig(features=G, d_in=D, l0=5))
     order = np.random.default_rng(0).permutation(G)
     alignment = Alignment.of(-3 * torch.from_numpy(world.directions[order]), torch.from_numpy(world.directions))
     truth = world.codes(0, 0)

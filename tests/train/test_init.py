@@ -17,8 +17,9 @@ from saecli.sae.activations import ACTIVATIONS, AbsTopK, Activation, BatchTopK, 
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
 from saecli.store.statistics import Spread
+from saecli.train.config import NORMALISATIONS
 from saecli.train.logs import read_metrics
-from saecli.train.normalisation import NORMALISATIONS, fit_normalisation
+from saecli.train.normalisation import fit_normalisation
 from saecli.train.starting import Start, fingerprint
 
 STILL = ("--solver", "sgd", "--steps", "1", "--lr", "1e-12", "--smoothing", "0", "--json")

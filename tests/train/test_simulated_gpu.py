@@ -14,7 +14,8 @@ from device_cases import ACTS, ROWS, SOLVERS, trained
 
 from saecli.measure.worlds import Alignment, FeatureScores
 from saecli.sae.metrics import firing, reconstruction
-from saecli.store.synthetic import SyntheticConfig
+from saecli.store.options import SyntheticConfig
+from saecli.store.synthetic import world_of
 from saecli.train.optimizers import Adam
 from saecli.train.solver import Solver
 
@@ -30,7 +31,7 @@ CASES = [case if (SOLVERS.index(case[0]), ACTS.index(case[1])) in QUICK else pyt
 def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products as a device takes them, on the CPU too: then the results are the same to the bit."""
     monkeypatch.setattr("saecli.sae.codes.few_entries", lambda mask, wait=False: None)
-    monkeypatch.setattr("saecli.sae.encoding.few_entries", lambda mask: None)
+    monkeypatch.setattr("saecli.sae.activations.selection.few_entries", lambda mask: None)
 
     def dense_gradient(indices, values, shape, check_invariants):  # tensors of the device cannot be sparse
         return values.new_zeros(shape).index_put_(tuple(indices), values)
@@ -98,7 +99,7 @@ def test_measuring_does_not_wait_for_the_device() -> None:
 
 @pytest.mark.parametrize("act", ["relu", "topk"])
 def test_known_features_are_scored_on_a_device_as_on_the_cpu(act: str) -> None:
-    world = SyntheticConfig(features=40, d_in=ROWS.shape[1], l0=4).world()
+    world = world_of(SyntheticConfig(features=40, d_in=ROWS.shape[1], l0=4))
     truth = world.codes(0, 0)[:600]
     sae, _ = trained("cpu", "sgd", act, {})
     found = []

@@ -27,7 +27,8 @@ from saecli.sae.activations import JumpRelu, Relu, SoftTopK, TopK
 from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
 from saecli.train.checkpoints import Progress
-from saecli.train.optimizers import OPTIMIZERS, outer_iterations, weight_at
+from saecli.train.optimizers import OPTIMIZERS, outer_iterations
+from saecli.train.options import weight_at
 from saecli.train.pam_sgd import PamSgd, PamSgdSolver, batches_between_decoder_steps
 from saecli.train.rows import initial_sae
 from saecli.train.run import RunRecord

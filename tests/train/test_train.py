@@ -19,8 +19,9 @@ from saecli.sae.formats import load_native
 from saecli.store.split import is_test
 from saecli.store.statistics import Spread
 from saecli.train import trainer
+from saecli.train.config import NORMALISATIONS
 from saecli.train.logs import read_metrics
-from saecli.train.normalisation import NORMALISATIONS, fit_normalisation
+from saecli.train.normalisation import fit_normalisation
 
 KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_counted", "rows_test",
         "epochs", "steps", "seconds", "rows_per_second", "warnings", "notes", "final"]

@@ -5,10 +5,10 @@ from typing import Annotated
 import typer
 
 from ...store.array_formats import SUFFIXES
-from ...store.import_arrays import ImportConfig, imported
+from ...store.import_arrays import imported
 from ...store.import_worlds import imported_world, is_world, refuse_options_of_worlds
 from ...store.listing import stored
-from ...store.synthetic import SyntheticConfig
+from ...store.options import ImportConfig, SyntheticConfig
 from ..options import Given, Json, configured, start
 
 File = Annotated[str, typer.Argument(

@@ -14,8 +14,8 @@ from ...base.distributed import Communicator, communicator
 from ...base.errors import ConfigError, SaeError, flag_of
 from ...base.home import checked_name, now
 from ...base.options import options_of
-from ...extract.config import ExtractConfig
-from ...extract.places import SITES, TINY_GEMMA2
+from ...extract.hook_points import SITES
+from ...extract.options import TINY_GEMMA2, ExtractConfig
 from ...extract.streaming import Streamed, open_stream
 from ...sae.activations import ACTIVATIONS
 from ...show.training import figures_table, results_table

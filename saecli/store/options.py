@@ -1,0 +1,62 @@
+"""The options of an import. Imports neither NumPy nor torch, so that help pages are fast."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..base.options import Config, option
+
+DTYPES = ("float32", "float16", "bfloat16")  # of stored rows; see `dtypes.py`
+FLATTEN = ("positions", "features")
+MAX_NORM_HELP = ("Drop and count rows whose norm exceeds this multiple of the median norm of the first block (up to "
+                 "about 10,000 rows, or 16 MiB of an imported file), which the store records; dictionary_learning's "
+                 "max_activation_norm_multiple; default: no limit.")
+
+
+@dataclass(frozen=True)
+class ImportConfig(Config):
+    """The options that determine the rows of an import, beside the file."""
+
+    panel: ClassVar[str] = "Rows"
+
+    key: str | None = option(None, "Which array of the file; needed if it holds several.")
+    labels: str | None = option(None, "A label for each row: a file with one array of whole numbers, or the key of one "
+                                      "in the same file.", metavar="FILE|KEY")
+    flatten: str | None = option(None, "Rows of an array of more than two dimensions: positions, each vector along the "
+                                       "last of (batch, position, width), split into training and test rows by whole "
+                                       "sequences; features, each element of the first dimension, such as an image. "
+                                       "Default: features for idx files, others are refused.", choices=FLATTEN)
+    max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
+    dtype: str | None = option(None, "Precision of the stored rows; default: the file's own if it is float16 or "
+                                     "bfloat16, else float32.", choices=DTYPES)
+    shard_rows: int | None = option(None, "Rows in a shard file. Default: 64 MiB, of synthetic rows at most "
+                                          "32,768.", minimum=1, maximum=2**31 - 1)
+
+
+@dataclass(frozen=True)
+class SyntheticConfig(Config):
+    """What decides the rows of `sae import synthetic`.
+
+    The structure is SynthSAEBench's: Zipfian firing probabilities (exponent 0.5, at most 0.4, both as there), trees of
+    which a feature fires only with its parent (4 children each, two thirds of all features in trees, as there), a
+    Gaussian copula of rank 25, unit directions made nearly orthogonal, noisy magnitudes (of mean 1 and of a standard
+    deviation |N(0.2, 0.1)|, another for each feature), a bias of norm 1. Other than there, trees end two levels below
+    their roots, siblings do not exclude each other, and a feature's Gaussian is uncorrelated with those of its
+    ancestors: so each fires as often as Zipf's law says, and as many as are asked for are active in the mean.
+
+    Source: D. Chanin and A. Garriga-Alonso, "SynthSAEBench: Evaluating Sparse Autoencoders on Scalable Realistic
+    Synthetic Data", 2026, arXiv:2602.14687.
+    """
+
+    panel: ClassVar[str] = "Options of synthetic, --rows and --seed of a saved world too"
+
+    features: int = option(1024, "Known features that rows are made of.", minimum=2, maximum=2**20)
+    d_in: int = option(128, "Dimensions of a row.", minimum=1, maximum=2**20)
+    rows: int = option(100_000, "Rows to store.", minimum=1, maximum=2**31 - 1)
+    seed: int = option(0, "Another seed gives other rows and another world.", minimum=0)
+    l0: float = option(10.0, "Features active on a row, in the mean.", above=0)
+    zipf: float = option(0.5, "Exponent s: the i-th most frequent feature fires on c / i^s of the rows, at most on "
+                              "0.4.", minimum=0, maximum=10)
+    hierarchy: bool = option(True, "Let two thirds of the features stand in trees: one root in 32 features, two levels "
+                                   "below it, 4 children to a parent; a child fires only with its parent.")
+    correlation: float = option(0.25, "Fraction of the variance of each feature's Gaussian that comes from 25 shared "
+                                      "ones; a feature fires where its Gaussian is high.", minimum=0, below=1)
