@@ -56,7 +56,8 @@ def stability(saes: Sequence[SAELike | Measured], data: RowsLike = None, *, matc
         pairs: for each pair `runs`, `latents`, the number matched, both measures, the same `firing`, and
             `counterparts`, a latent of the second or None for each latent of the first.
         runs: for each SAE `run`, `d_sae`, `silent`, a number, and per latent `cosine`, the mean `|cosine|` with its
-            counterparts, None without one, and `frequency`, the fraction of rows that it fires on; None without rows.
+            counterparts, None without one, `match_fraction`, the fraction of the other SAEs in which it is matched, and
+            `frequency`, the fraction of rows that it fires on; None without rows.
 
     Cost: R (R - 1) / 2 assignments; see `matching`. With rows, a pass over them for each SAE.
 
@@ -121,7 +122,7 @@ def check_comparable(everything: Sequence[tuple[Subject, SAE]]) -> list[str]:
 def _document(names: Sequence[str], saes: Sequence[SAE], frequencies: Sequence[NDArray[np.float64]] | None,
               threshold: float, listener: Listener) -> dict[str, Any]:
     pairs, found = list(combinations(range(len(saes)), 2)), []
-    sums = [np.zeros((2, sae.d_sae)) for sae in saes]  # of each latent: |cosines| with counterparts, their number
+    sums = [np.zeros((3, sae.d_sae)) for sae in saes]  # of each latent: |cosines|, matches, counterparts
     with listener.progress("matching latents", len(pairs), "pairs") as show:
         for i, j in pairs:
             if saes[i].W_dec.equal(saes[j].W_dec):
@@ -129,7 +130,7 @@ def _document(names: Sequence[str], saes: Sequence[SAE], frequencies: Sequence[N
                               "stability; expected runs that differ in seed")
             one = matching(saes[i], saes[j])
             for run, latents in ((i, one.first), (j, one.second)):
-                sums[run][:, latents] += one.cosine, np.ones(len(latents))
+                sums[run][:, latents] += one.cosine, one.cosine > threshold, np.ones(len(latents))
             both = None
             if frequencies is not None:
                 both = (frequencies[i][one.first] > 0) & (frequencies[j][one.second] > 0)
@@ -139,12 +140,13 @@ def _document(names: Sequence[str], saes: Sequence[SAE], frequencies: Sequence[N
                           "counterparts": [counterparts.get(latent) for latent in range(saes[i].d_sae)]})
             show(len(found))
     runs = []
-    for run, (name, (cosines, counts)) in enumerate(zip(names, sums, strict=True)):
+    for run, (name, (cosines, matches, counts)) in enumerate(zip(names, sums, strict=True)):
         frequency = None if frequencies is None else frequencies[run]
         runs.append({"run": name, "d_sae": len(counts),
                      "silent": None if frequency is None else int((frequency == 0).sum()),
                      "cosine": [cosine / count if count else None
                                 for cosine, count in zip(cosines.tolist(), counts.tolist(), strict=True)],
+                     "match_fraction": (matches / (len(saes) - 1)).tolist(),
                      "frequency": None if frequency is None else frequency.tolist()})
     fired = None if frequencies is None else _means([pair["firing"] for pair in found])
     return {"match_threshold": threshold, **_means(found), "firing": fired, "pairs": found, "runs": runs}

@@ -53,15 +53,6 @@ class ActivationStore(Chunks):
         return (f"ActivationStore({self.name!r}, rows={self.rows}, d_in={self.d_in}, {self.dtype}{unfinished}, "
                 f"path={str(self.path)!r})")
 
-    def _repr_html_(self) -> str:
-        from ..base.tables import html_table  # rich takes a while to import
-
-        meta = self.meta
-        return html_table(f"activation store {self.name}", {
-            "rows": f"{self.rows:,}", "d_in": self.d_in, "dtype": self.dtype, "shards": len(meta.shards),
-            "state": "complete" if self.complete else "unfinished", "begun": meta.created, **meta.source,
-            "path": str(self.path)})
-
     @property
     def name(self) -> str:
         """The store's name."""

@@ -32,7 +32,7 @@ from saecli.measure.probes import CS, dense_score, mean_and_interval, most_diffe
 from saecli.sae.activations import AbsTopK, Relu
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
-from saecli.show.probe_plots import probes
+from saecli.show.latents import probes
 
 ROOT = Path(__file__).parents[2]
 

@@ -82,7 +82,7 @@ def test_matched_fractions_are_those_that_the_runs_were_made_with() -> None:
         assert [pair[measure] for pair in found["pairs"]] == [0.5, 0.25, 0.25]
         assert found[measure] == pytest.approx(1 / 3)
     first, _, third = found["runs"]
-    assert first["cosine"] == [1, 1, 0.5, 0.5, 0, 0, 0, 0]
+    assert first["cosine"] == first["match_fraction"] == [1, 1, 0.5, 0.5, 0, 0, 0, 0]
     assert (third["run"], third["silent"], third["frequency"], found["firing"]) == ("sae 3", None, None, None)
 
 

@@ -16,7 +16,7 @@ from saecli.base.errors import ConfigError
 from saecli.sae.activations import ACTIVATIONS, Relu
 from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
-from saecli.train.maintenance import revive
+from saecli.train.decoder_step import revive
 from saecli.train.rows import regressed
 from saecli.train.run import RunRecord
 from saecli.train.smoothing import Smoothing

@@ -79,8 +79,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
         document["stability"] = stability(everything, match_threshold=match_threshold, progress=console)
         tables.append(stability_table(document["stability"]))
     if plot is not None:
-        from ...show.run_plots import frontier  # matplotlib takes a second to import
-        from ...show.stability_plots import stability as draw_stability
+        from ...show.latents import stability as draw_stability  # matplotlib takes a second to import
+        from ...show.runs import frontier
 
         kinds = {one.subject.name: one.sae.activation.name for one in everything}
         frontier(plot, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})
