@@ -13,14 +13,13 @@ from ..base.home import RUN_MARKER, RUN_VERSION, Home, checked_name, now
 from ..sae.activations import activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
-from ..sae.library import SAELike
+from ..sae.library import SAELike, origin_of
 from ..store.joined import Joined
 from ..store.reader import ActivationStore
 from ..store.rows import RowSource
 from ..train.array_rows import ArrayLike
 from ..train.refit_decoder import Refitted, refitted
 from ..train.ridge import TOLERANCE
-from ..train.run import origin_of
 from .evaluate import check_model, check_tokens_of_model, evaluated, note_doubts
 from .measured import Measured, RowsLike, measured
 

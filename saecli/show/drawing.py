@@ -16,7 +16,7 @@ from ..measure.stability import stability
 from ..sae.library import SAELike
 from ..sae.metrics import firing
 from ..store.split import Which
-from ..train.logs import read_metrics
+from ..train.files import read_metrics
 from . import geometry, latents, runs
 from .measures import sparsest_first
 
