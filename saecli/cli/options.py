@@ -236,18 +236,18 @@ Runs = Annotated[list[str] | None, typer.Argument(
     show_default="the newest run", autocompletion=run_names)]
 Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1; auto: cuda if available.")]
 Data = Annotated[list[str] | None, typer.Option(
-    "--data", help="Activation store, its name or folder; of a crosscoder several, in order.",
+    "--data", help="Activation store, by name or folder; for a crosscoder several, in order.",
     autocompletion=store_names, show_default="the one that the run was trained on, else the newest",
     callback=lambda names: names or None)]  # without it typer gives an empty list
 Target = Annotated[str | None, typer.Option(
-    "--target", help="Store of what a transcoder predicts from --data.", autocompletion=store_names,
+    "--target", help="Store of a transcoder's targets.", autocompletion=store_names,
     show_default="the one that the run was trained on")]
 SplitName = Annotated[Literal["test", "train", "all"], typer.Option(
     "--split", help="Rows to measure on: test, held out; train, trained on; or all.")]
 Model = Annotated[str | None, typer.Option(
-    "--model", help="Hub id or folder of the language model that the rows came from; adds CE recovered and KL.",
+    "--model", help="Splice the SAE into this language model, which the store's rows came from: hub id or folder.",
     show_default="none")]
-Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Number of the split's tokens to run --model on.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the split to run --model on.")]
 TOKENS = 16_384  # default of --tokens; see `measure.evaluate`
 
 
