@@ -27,6 +27,7 @@ import torch.distributed as dist
 from peak import peak_of
 from rich.console import Console
 
+from saecli.base import launcher, processes
 from saecli.base.tables import table
 from saecli.sae.activations import TopK
 from saecli.store.reader import ActivationStore

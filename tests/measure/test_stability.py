@@ -10,6 +10,7 @@ import torch
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 
 import saecli
+from saecli.base import machine
 from saecli.base.errors import ConfigError, MachineError
 from saecli.measure.stability import matching
 from saecli.sae.activations import Relu
