@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from ...base.wording import size_words
-from ...measure.measured import measured
-from ...show.report import MOST_EXAMPLES, MOST_PAGES, check_choice, write_report
+from ...show.report import MOST_EXAMPLES, MOST_PAGES, report
 from ..options import Device, Json, Run, start
 from .eval import Data, SplitName, Target
 
@@ -35,19 +34,18 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, ta
             examples: Count = 12, neuronpedia: Neuronpedia = None, device: Device = "auto", json: Json = False) -> None:
     """Write pages to look at latents in a browser, from disk.
 
-    index.html shows how the run learned, how often its latents fire, and a table of all latents to search and sort.
-    Each chosen latent has a page with the texts in which it fires strongest and others by strength or at random, a
-    histogram of its activations, the latents nearest to it and those that fire with it and, with --model, the tokens
-    that it promotes. FVU, L0 and cosine are measured on held-out
-    rows as by `sae eval`, whichever rows the latents are shown on. The folder needs no network, and can be moved or
-    sent as it is; it appears whole or not at all.
+    index.html shows learning curves, firing frequencies, and a table of all latents to search and sort. Each chosen
+    latent has a page with the texts in which it fires strongest and others by strength or at random, a histogram of its
+    activations, the nearest latents, those that fire with it and, with --model, the tokens that it promotes. FVU, L0
+    and cosine are those of `sae eval` on held-out rows. The folder needs no network, and can be moved or sent; it
+    appears whole or not at all.
 
     Example: sae report first --model tiny-gemma2 --out pages
     """
-    check_choice(latents, top, examples, neuronpedia)
     session = start(ctx, json, out=out)
-    one = measured(session.home, run, data, split, device, session.console, target)
-    document = write_report(one, out, latents, top, model, examples, neuronpedia, session.console)
+    document = report(run, out, data, target=target, split=split, latents=latents, top=top, model=model,
+                      examples=examples, neuronpedia=neuronpedia, device=device, home=session.home.path,
+                      progress=session.console)
     for note in document["notes"]:
         session.console.note(note)
     session.console.result(document, f"wrote {document['index']}, with pages of {document['pages']:,} of "
