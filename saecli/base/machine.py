@@ -1,5 +1,4 @@
-"""The machine: available memory, errors that mean there was too little, and whether the Hugging Face hub can be reached.
-"""
+"""The machine: available memory, out-of-memory errors, and whether the Hugging Face hub can be reached."""
 
 import errno
 import os
