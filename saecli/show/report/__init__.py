@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...base.console import Listener, listening
+from ...base.documents import read_settings
 from ...base.errors import ConfigError, ModelError
 from ...base.files import folder_appearing_whole, is_free, storable
-from ...base.home import RUN_MARKER, Home, read_settings
+from ...base.home import RUN_MARKER, Home
 from ...measure.cofiring import CoFiring
 from ...measure.evaluate import evaluated
 from ...measure.latent_examples import COLUMNS, Examples, at_random, in_blocks
