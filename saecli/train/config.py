@@ -49,21 +49,21 @@ class TrainingConfig(Config):
     prefixes: str | None = option(None, "Matryoshka: for each N, the first N latents alone must reconstruct the input. "
                                         "auto: a 16th, a quarter and half of d_sae. Default: not nested.",
                                   check=check_prefixes, metavar="auto|N,N,...")
-    skip: bool = option(False, "Add an affine skip from rows to targets to a transcoder; pam-sgd solves for it with the "
-                               "decoder.", advanced=True)
+    skip: bool = option(False, "Add an affine skip from rows to targets to a transcoder; pam-sgd solves for it with "
+                               "the decoder.", advanced=True)
     epochs: int | None = option(None, f"Passes over the training rows. Default: enough for {DEFAULT_STEPS} batches, at "
                                       f"most {MOST_DEFAULT_EPOCHS}.", minimum=1, once=True)
     steps: int | None = option(None, "Optimiser steps, instead of --epochs.", minimum=1, once=True)
     batch_size: int = option(256, "Rows per batch.", minimum=1, once=True)
-    lr: float | str = option("auto", "Peak learning rate. auto: from the spread of the rows and the latents' firing rate.",
+    lr: float | str = option("auto", "Peak learning rate. auto: from the spread of the rows and the firing rate.",
                              choices=("auto",), above=0)
     lr_warm_up: float = option(WARM_UP, "Fraction of all steps over which the learning rate rises from 0.",
                                minimum=0, maximum=1, advanced=True)
     lr_decay: float = option(DECAY, "Last fraction of all steps, over which the learning rate falls to 0.",
                              minimum=0, maximum=1, advanced=True)
     smoothing: float | str = option("auto", "Move each training row along differences of other rows, by this fraction "
-                                            f"of its norm, against overfitting. auto: {WIDEST}, falling as 1/sqrt(rows) "
-                                            "beyond max(d_sae, 4 d_in) rows.",
+                                            f"of its norm, against overfitting. auto: {WIDEST}, falling as 1/sqrt(rows)"
+                                            " beyond max(d_sae, 4 d_in) rows.",
                                     choices=("auto",), minimum=0, maximum=10, advanced=True)
     sparsity: str | None = option(None, "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of "
                                         "active latents; target-l0, square of its excess over --target-l0; kl, "

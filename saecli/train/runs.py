@@ -288,12 +288,12 @@ def _trained(jobs: Sequence[Job], listener: Listener,
     errors: dict[str, Exception] = {}
     title, total = ("training", jobs[0].run.plan.steps) if one else (f"training {len(jobs)} SAEs", None)
     with listener.progress(title, total, "steps") as show:
-        done: dict[str, float] = {}
+        steps: dict[str, float] = {}
 
         def step_of(name: str) -> Step:
-            def step(steps: float, words: str = "") -> None:
-                done[name] = steps
-                show(sum(done.values()), f"{name}: {words}")
+            def step(done: float, words: str = "") -> None:
+                steps[name] = done
+                show(sum(steps.values()), f"{name}: {words}")
 
             return step
 
