@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .base.errors import SaeError
     from .extract.extraction import extract
     from .geometry.geometry import geometry
-    from .measure.api import fit, join, open_store
     from .measure.controls import controls
     from .measure.evaluate import compare, evaluate, sparsity
     from .measure.export import export
@@ -40,11 +39,12 @@ if TYPE_CHECKING:
     from .sae.dictionary import SAE
     from .sae.library import load_sae, save_sae
     from .show.drawing import draw
-    from .show.report.report import report
+    from .show.report import report
     from .store.import_arrays import import_array
     from .store.import_worlds import import_synthetic
     from .store.listing import list_home
     from .store.reader import ActivationStore
+    from .train.fit import fit, join, open_store
 
 __version__ = "0.1.0"
 _MODULES = {
@@ -57,18 +57,18 @@ _MODULES = {
     "evaluate": "measure.evaluate",
     "export": "measure.export",
     "extract": "extract.extraction",
-    "fit": "measure.api",
+    "fit": "train.fit",
     "geometry": "geometry.geometry",
     "import_array": "store.import_arrays",
     "import_synthetic": "store.import_worlds",
-    "join": "measure.api",
+    "join": "train.fit",
     "list_home": "store.listing",
     "load_sae": "sae.library",
-    "open_store": "measure.api",
+    "open_store": "train.fit",
     "probe": "measure.probe",
     "push": "measure.push",
     "refit": "measure.refit",
-    "report": "show.report.report",
+    "report": "show.report",
     "save_sae": "sae.library",
     "sparsity": "measure.evaluate",
     "stability": "measure.stability",

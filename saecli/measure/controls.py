@@ -30,8 +30,9 @@ import numpy as np
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
+from ..base.documents import read_settings
 from ..base.errors import ConfigError, MachineError, RunError, TrainingError
-from ..base.home import KEPT, Home, read_settings
+from ..base.home import KEPT, Home
 from ..base.wording import counted
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
@@ -40,17 +41,16 @@ from ..sae.metrics import reconstruction
 from ..store.joined import JoinedRows
 from ..store.rows import RowSource
 from ..train.array_rows import ArrayRows
-from ..train.jobs import run_again
-from ..train.loop import Loop
+from ..train.loop import Loop, Record, start_training
 from ..train.options import Sgd, SolverConfig
 from ..train.plan import Plan
 from ..train.rows import raw_batches
+from ..train.runs import run_again
 from ..train.solvers import SOLVERS
-from ..train.trainer import Record, Trainer
 from .control_rows import demand_memory, shuffled
 from .evaluate import check_model, check_tokens_of_model, evaluated
-from .matching import matching
 from .measured import Measured
+from .stability import matching
 
 SEEDS = 2  # trainings of the run and of each control
 MEASURES = ("fvu", "l0", "dead_fraction", "mcc", "f1", "ce_recovered", "kl", "stability")
@@ -252,16 +252,16 @@ class _Work:
         """The SAEs of a plan, one per seed, on raw rows. One after another, so that the memory of the run suffices."""
         found = []
         for seed in seeds:
-            trainer = Trainer(replace(plan, training=replace(plan.training, seed=seed)), Record())
-            with self.listener.progress(f"training {name}, seed {seed}", trainer.steps, "steps") as trainer.show:
-                found += Loop([trainer]).train()
+            seeded = replace(plan, training=replace(plan.training, seed=seed))
+            with self.listener.progress(f"training {name}, seed {seed}", plan.steps, "steps") as show:
+                found += Loop([start_training(seeded, Record(), show)]).train()
         return found
 
     def _stability(self, name: str, saes: Sequence[SAE]) -> float | None:
         """The mean PW-MCC of SAEs, see `saecli.stability`; None for one, or where there is too little memory."""
         with self._noting(f"the stability of {name} is left out"):
             pairs = list(combinations(saes, 2))
-            return float(np.mean([matching(*pair).decoder.mean() for pair in pairs])) if pairs else None
+            return float(np.mean([matching(*pair).cosine.mean() for pair in pairs])) if pairs else None
         return None
 
     def _measured(self, trained: Trained, split: str | None, rows: RowSource) -> Measured:

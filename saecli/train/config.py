@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from ..base.errors import ConfigError
 from ..base.options import Config, option
 from ..sae.activations import sparsity_names
-from .logs import TRACKERS, check_trackers
+from .files import TRACKERS, check_trackers
 
 if TYPE_CHECKING:
     from ..sae.codes import Prefixes
@@ -130,7 +130,7 @@ class TrainingConfig(Config):
 
     def batches(self, rows: int) -> int | None:
         """Batches in all of a resolved training; None if it is given in optimiser steps."""
-        return None if self.steps else self.epochs * self.epoch_batches(rows)
+        return None if self.steps or self.epochs is None else self.epochs * self.epoch_batches(rows)
 
     def epoch_batches(self, rows: int) -> int:
         """Batches in one pass over the rows."""
