@@ -290,18 +290,6 @@ def test_three_rows_can_be_trained_on(sae, tmp_path):
     assert done.status == 0, done.err
 
 
-@pytest.mark.parametrize("width", [60, 80, 100])
-def test_list_folds_no_name_and_no_state_on_a_narrow_terminal(sae, monkeypatch, width):
-    name = "rows-of-a-name-that-is-rather-long-1234"
-    sae("import", "digits", "--name", name)
-    make_run(sae.home, name, random_sae(), data=name, complete=False)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, to rich
-    monkeypatch.setenv("COLUMNS", str(width))
-    shown = sae("list").out
-    assert shown.count(name) >= 2
-    assert all(column in shown for column in ("complete", "unfinished", "1,797", "float32", "shards", "test_fvu"))
-
-
 def test_a_home_that_is_a_file_is_refused(sae):
     sae.home.write_text("")
     done = sae("list")

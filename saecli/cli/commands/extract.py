@@ -36,6 +36,7 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
     Example: sae extract --model google/gemma-2-2b --layer 12
     """
     from ...extract.extraction import extract
+    from ...show.stores import stored_tables
     from ...store.listing import stored
 
     session = start(ctx, json)
@@ -43,5 +44,5 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
                      home=session.home.path, device=device, progress=session.console,
                      **{option: options.values[option] for option in options.given})
     if communicator().is_main:
-        document, tables = stored([(store, store.cached) for store in stores])
-        session.console.result(document, *tables)
+        document = stored(stores)
+        session.console.result(document, *stored_tables(document))

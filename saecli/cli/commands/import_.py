@@ -27,6 +27,7 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
 
     Example: sae import train-images-idx3-ubyte.gz --labels train-labels-idx1-ubyte.gz --name mnist
     """
+    from ...show.stores import stored_tables
     from ...store.import_arrays import imported
     from ...store.import_worlds import imported_world, is_world, refuse_options_of_worlds
     from ...store.listing import stored
@@ -39,5 +40,6 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
     else:
         refuse_options_of_worlds(file, options.given)
         found = imported(file, config, name, session.home, session.console)
-    document, tables = stored([found])
-    session.console.result(document, *tables)
+    store, store.cached = found
+    document = stored([store])
+    session.console.result(document, *stored_tables(document))

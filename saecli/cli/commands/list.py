@@ -16,7 +16,8 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
 
     Example: sae list --check
     """
-    from ...store.listing import listed, listing_tables
+    from ...show.stores import listing_tables
+    from ...store.listing import listed
     from ...store.opening import first_of
 
     session = start(ctx, json)
