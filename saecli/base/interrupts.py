@@ -23,8 +23,8 @@ _came = False
 
 
 def watch() -> None:
-    """From here on Ctrl-C ends the process at once: an exception would leave libraries half loaded, and some turn it
-    into another. If Ctrl-C is ignored, as under `nohup`, it stays so."""
+    """From here on Ctrl-C ends the process at once: an exception would leave libraries half loaded. If it is ignored, as
+    under `nohup`, it stays so."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
         sys.unraisablehook = _pass_on

@@ -184,7 +184,7 @@ def _plainly(message: str) -> str:
 
 
 def _listed_only() -> None:
-    """A placeholder for a command in the list; `LazyGroup` runs the real one."""
+    """Stands for a command in the list."""
 
 
 for _name, _summary in COMMANDS.items():
@@ -244,7 +244,6 @@ def sentence_for(error: BaseException) -> str | None:
 
 
 def _out_of_memory(error: BaseException) -> str:
-    """The sentence for a refused allocation."""
     words = str(error)
     if isinstance(error, ImportError):
         return (f"out of memory: a library could not be loaded ({one_line(error)}); raise the limit on address space "
@@ -257,8 +256,7 @@ def _out_of_memory(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Run the command line, and end with its exit status; of several processes only rank 0 prints anything but errors.
-    """
+    """Run the command line, and end with its exit status; only rank 0 prints anything but errors."""
     errors = sys.stderr
     if rank() > 0 and not os.environ.get("SAE_DEBUG"):
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
@@ -300,7 +298,6 @@ def main() -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """End with a status for a failure or an interrupt."""
     if world() == 1:
         sys.exit(status)
     # Tearing down the process group would wait for processes that have ended, or abort.
