@@ -38,7 +38,7 @@ def script(section: str, *words: str, home: Path) -> subprocess.CompletedProcess
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", FIGURES)
 def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Path):
     done = script(section, "--quick", "--out", "results", home=tmp_path)
     assert done.returncode == 0, done.stderr
