@@ -299,7 +299,7 @@ def test_a_native_file_from_before_an_option_has_its_default(tmp_path: Path) -> 
         load(tmp_path)
 
 
-def test_topk_and_its_stand_in_differ_only_on_rows_with_fewer_positive_pre_activations() -> None:
+def test_topk_and_its_stand_in_differ_only_with_few_positive_ones() -> None:
     sae = made(TopK)
     sae.b_enc.sub_(6)
     short = (sae.pre_activations(X) > 0).sum(1) < K
@@ -353,7 +353,7 @@ def test_one_of_several_layers_is_named_by_its_file(sae: CommandLine, tmp_path: 
     assert (done.status, done.err.count("\n")) == (1, 1)
 
 
-def test_a_crosscoder_is_measured_on_its_stores_and_not_written_for_gemma_scope_2(
+def test_a_crosscoder_is_measured_on_its_stores_and_cannot_be_exported(
         sae: CommandLine, tmp_path: Path) -> None:
     one, rows, words = published.gemma_scope_2_crosscoder(tmp_path / "crosscoder"), WIDE_ROWS.astype(np.float32), []
     for place in range(PLACES):
