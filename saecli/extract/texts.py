@@ -1,7 +1,7 @@
-"""Where documents come from: Python's docstrings, .txt, .jsonl and .parquet files, datasets of the Hugging Face hub.
+"""Documents from Python's docstrings, .txt, .jsonl and .parquet files, and datasets of the Hugging Face hub.
 
-Every document has a number, also a blank one, so that a later pass can go on where an earlier one stopped. Only hub
-datasets are read by `datasets`: it takes a second and a half to open the smallest file.
+Documents are numbered, blank ones too, so that a later pass resumes where an earlier one stopped. Only hub datasets are
+read by `datasets`, which takes over a second to open the smallest file.
 """
 
 import ast
@@ -38,7 +38,7 @@ Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` b
 
 
 class Document(NamedTuple):
-    """A text, its number within the source, and the mark from which a later pass reads it; None for the beginning."""
+    """A text, its number in the source, and the mark from which to read it again; None for the beginning."""
 
     number: int
     text: str
@@ -47,21 +47,13 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where documents come from.
+    """Where documents come from; config, split and revision are those of a hub dataset."""
 
-    Args:
-        dataset: `stdlib-docs`, the path of a .txt, .jsonl or .parquet file, or a Hugging Face dataset id.
-        config: configuration of a hub dataset.
-        split: split of a hub dataset.
-        column: the column that holds the text.
-        revision: commit, branch or tag of a hub dataset; None for its newest state.
-    """
-
-    dataset: str
+    dataset: str  # `stdlib-docs`, the path of a .txt, .jsonl or .parquet file, or a Hugging Face dataset id
     config: str | None = None
     split: str = "train"
-    column: str = "text"
-    revision: str | None = None
+    column: str = "text"  # that holds the text
+    revision: str | None = None  # commit, branch or tag; None for the newest state
 
     def pinned(self) -> Self:
         """The source with its revision resolved to a commit, if the hub can be reached."""
@@ -77,10 +69,7 @@ class TextSource:
         return replace(self, revision=found.sha)
 
     def identity(self) -> dict[str, Any]:
-        """The part of a request's hash that determines the documents, a JSON object.
-
-        A local file is known by its path, size and SHA-256, `stdlib-docs` by the Python version.
-        """
+        """The part of a request's hash that determines the documents, a JSON object."""
         if self.dataset == STDLIB_DOCS:
             return {"dataset": STDLIB_DOCS, "python": platform.python_version()}
         if not _is_local(self.dataset):
@@ -92,12 +81,9 @@ class TextSource:
 
     def documents(self, start: int = 0, mark: Mark | None = None,
                   note: Callable[[str], None] = lambda _: None) -> Iterator[Document]:
-        """The documents from number `start` on, including blank ones.
+        """The documents from number `start` on, including blank ones, read from a mark at or before it.
 
-        Args:
-            start: number of the first document, from 0.
-            mark: the mark of an earlier pass's document at or before `start`, from which to read.
-            note: called with a message on skipped lines of a .jsonl file.
+        `note` is called with a message on skipped lines of a .jsonl file.
 
         Raises:
             ModelError: the source cannot be found, reached or read as text, or is empty.
@@ -122,7 +108,7 @@ class TextSource:
                 yield Document(number, text, None)
 
     def _on_hub(self, start: int, mark: Mark | None) -> Iterator[Document]:
-        """The documents of a hub dataset; from a mark on, what comes before is neither read nor downloaded."""
+        """The documents of a hub dataset; nothing before the mark is read or downloaded."""
         from huggingface_hub.constants import HF_HUB_OFFLINE
 
         # Without a network `datasets` fails only after minutes. With HF_HUB_OFFLINE set it may find its cache.
@@ -162,7 +148,8 @@ class TextSource:
         link: BaseException | None = error
         while link is not None:  # `datasets` reports files that it could not fetch as not found
             status = getattr(getattr(link, "response", None), "status_code", 503)
-            if isinstance(link, ConnectionError | TimeoutError | HTTPError) and status >= 500:
+            if isinstance(link, ConnectionError | TimeoutError | HTTPError) and (
+                    status >= 500 or status in (408, 429)):
                 return self._unreachable(one_line(error))
             link = link.__cause__ or link.__context__
         if isinstance(error, FileNotFoundError | RepositoryNotFoundError):
@@ -211,9 +198,6 @@ def stdlib_docstrings() -> Texts:
                 if len(text) >= _DOCSTRING_MIN_CHARS and text not in seen:
                     seen.add(text)
                     yield text
-    if not seen:
-        raise ModelError(f"the Python standard library has no .py files under {root}; use a local .txt, .jsonl or "
-                         ".parquet file instead")
 
 
 def _docstrings(source: bytes) -> Iterator[str]:
@@ -249,10 +233,7 @@ def _lines(path: Path, errors: str = "strict") -> Iterator[str]:
 
 
 def jsonl_texts(path: Path, column: str, note: Callable[[str], None]) -> Texts:
-    """One column of a file with one JSON object per line.
-
-    Lines without text are skipped, up to 1% of all; `note` is called with a message on them when reading ends.
-    """
+    """One column of a file with one JSON object per line; up to 1% of the lines, if without text, are skipped."""
     lines, bad, refused = 0, 0, False
     first: ModelError | None = None
     try:

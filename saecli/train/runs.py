@@ -15,9 +15,10 @@ from torch import Tensor
 from ..base import interrupts
 from ..base.console import Listener, Step
 from ..base.distributed import Communicator
+from ..base.documents import RUN_VERSION, read_settings
 from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
 from ..base.files import appearing_whole, write_json
-from ..base.home import KEPT, RUN_MARKER, RUN_VERSION, Home, checked_name, read_settings
+from ..base.home import KEPT, RUN_MARKER, Home, checked_name
 from ..base.options import toml_lines
 from ..extract.streaming import Streamed
 from ..sae.activations import activation_from_json, activation_to_json
@@ -343,11 +344,11 @@ def _trained(jobs: Sequence[Job], listener: Listener,
         results = loop.results(saes) if saes else []
     for name, training in trainings.items():
         if training in loop.errors:
-            errors[name] = loop.errors[training]
-            if isinstance(error := errors[name], TrainingError):
-                errors[name] = error.within(after=_what_is_kept(training))
-    errors = {job.folder.name: error.within(job.folder.name) if isinstance(error, SaeError) else error
-              for job in jobs if (error := errors.get(job.folder.name))}
+            failure = loop.errors[training]
+            errors[name] = (failure.within(after=_what_is_kept(training)) if isinstance(failure, TrainingError) else
+                            failure)
+    errors = {job.folder.name: found.within(job.folder.name) if isinstance(found, SaeError) else found
+              for job in jobs if (found := errors.get(job.folder.name))}
     finished = [job for job in jobs if job.folder.name not in errors]
     if communicator.is_main:
         for job, result in zip(finished, results, strict=True):
