@@ -293,10 +293,6 @@ def test_a_native_file_from_before_an_option_has_its_default(tmp_path: Path) -> 
     header = {"format_version": 1, "origin": {}, "activation": {"name": "jumprelu", "bandwidth": 0.7}}
     save_file(sae.tensors(), tmp_path / "sae.safetensors", {"saecli": json.dumps(header)})
     assert load(tmp_path).sae.activation == JumpRelu(bandwidth=0.7)
-    header["activation"]["unheard_of"] = 1
-    save_file(sae.tensors(), tmp_path / "sae.safetensors", {"saecli": json.dumps(header)})
-    with pytest.raises(FormatError, match="unheard_of"):
-        load(tmp_path)
 
 
 def test_topk_and_its_stand_in_differ_only_with_few_positive_ones() -> None:
@@ -380,7 +376,7 @@ def test_an_exported_transcoder_is_measured_as_its_run_is(sae: CommandLine, tmp_
     assert done.status == 2 and "is a transcoder" in done.err
 
 
-def test_a_run_on_two_stores_is_a_transcoder_whatever_its_file_says(sae: CommandLine, tmp_path: Path) -> None:
+def test_a_run_on_two_stores_is_a_transcoder(sae: CommandLine, tmp_path: Path) -> None:
     make_transcoder(sae.home, "run", random_sae(), {})
     assert sae("export", "run", "--to", "saelens", "--out", tmp_path / "out").status == 0
     assert json.loads((tmp_path / "out" / "cfg.json").read_text())["architecture"] == "transcoder"
