@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ...base.wording import size_words
+from ...base.errors import size_words
 from ..options import Data, Device, Json, Run, SplitName, Target, start
 
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
@@ -29,21 +29,20 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, ta
             examples: Count = 12, neuronpedia: Neuronpedia = None, device: Device = "auto", json: Json = False) -> None:
     """Write HTML pages of latents, to be opened from disk.
 
-    index.html shows training curves, how often latents fire, and a table of all latents to search and sort. Each chosen
-    latent has a page with the texts in which it fires strongest, others by strength or at random, a histogram of its
+    index.html shows learning curves, firing frequencies, and a table of all latents to search and sort. Each chosen
+    latent has a page with the texts in which it fires strongest and others by strength or at random, a histogram of its
     activations, the nearest latents, those that fire with it and, with --model, the tokens that it promotes. FVU, L0
-    and cosine are measured on held-out rows as by `sae eval`, whatever --split. The folder needs no network, and can be
-    moved; it appears whole or not at all.
+    and cosine are those of `sae eval` on held-out rows. The folder needs no network, and can be moved or sent; it
+    appears whole or not at all.
 
     Example: sae report first --model tiny-gemma2 --out pages
     """
-    from ...measure.measured import measured
-    from ...show.report import check_choice, write_report
+    from ...show.report import report
 
-    check_choice(latents, top, examples, neuronpedia)
     session = start(ctx, json, out=out)
-    one = measured(session.home, run, data, split, device, session.console, target)
-    document = write_report(one, out, latents, top, model, examples, neuronpedia, session.console)
+    document = report(run, out, data, target=target, split=split, latents=latents, top=top, model=model,
+                      examples=examples, neuronpedia=neuronpedia, device=device, home=session.home.path,
+                      progress=session.console)
     for note in document["notes"]:
         session.console.note(note)
     session.console.result(document, f"wrote {document['index']}, with pages of {document['pages']:,} of "
