@@ -34,7 +34,7 @@ class Listener(Protocol):
         """Receive a warning about a choice or about data."""
 
     def progress(self, label: str, total: float | None, unit: str) -> AbstractContextManager[Step]:
-        """Show the progress of long work: its label, number of units (None: unknown) and their name. Yields a `Step`."""
+        """Show the progress of long work: label, number of units (None: unknown), their name. Yields a `Step`."""
 
 
 class Silent:

@@ -27,7 +27,8 @@ def parse_json(text: str | bytes, kind: type[Document]) -> Document:
     from pydantic import ValidationError  # takes 0.1 s to import, and `sae --help` does not need it
 
     try:
-        return _adapter(kind).validate_json(text, strict=True)
+        found: Any = kind
+        return _adapter(found).validate_json(text, strict=True)
     except ValidationError as error:
         raise ValueError(_sentence(error.errors(include_url=False)[0])) from None
 
@@ -162,7 +163,7 @@ def _read_run(path: Path, kind: type) -> Any:
 
 
 @cache
-def _adapter(kind: type) -> Any:
+def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)

@@ -137,7 +137,7 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table atomically, creating its folder if missing. Numbers keep every digit; NaNs and infinities are empty.
+    """Write a table atomically, creating its folder. Numbers keep every digit; NaNs and infinities are empty.
 
     Args:
         lines: one mapping per line; their keys, in the order in which they first occur, are the columns.

@@ -149,9 +149,14 @@ class Config:
         return cls(**document)
 
 
-@functools.cache
 def options_of(config: type[Config]) -> dict[str, Option]:
     """The options that the fields of a configuration class declare, by name."""
+    found: Any = config
+    return _options_of(found)
+
+
+@functools.cache
+def _options_of(config: Any) -> dict[str, Option]:
     hints = typing.get_type_hints(config)
     found = {}
     for one in dataclasses.fields(config):

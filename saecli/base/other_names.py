@@ -64,7 +64,7 @@ OTHERS: dict[str, Ours] = {
 
 
 def in_place_of(name: str, options: Collection[str]) -> str:
-    """Advice on another tool's option, in Python's spelling, given to a command with these options; empty if unknown."""
+    """Advice on another tool's option, given to a command with these options; empty if unknown."""
     ours = OTHERS.get(name) or (_LOG if name.startswith("wandb") else None)
     if ours is None:
         return ""

@@ -102,7 +102,7 @@ class Communicator:
         """Call `find` on rank 0 only, and return its value on every process."""
         if self.world_size == 1:
             return find()
-        values = [find() if self.is_main else None]
+        values: list[Any] = [find() if self.is_main else None]
         with _peers() as dist:
             dist.broadcast_object_list(values, 0)
         return values[0]
@@ -113,9 +113,12 @@ class Communicator:
 
     def main_first(self, find: Callable[[], Value]) -> Value:
         """Call `find` on every process, on rank 0 first: it caches checks that the others then need not make."""
-        value = find() if self.is_main else None
+        if not self.is_main:
+            self.barrier()
+            return find()
+        value = find()
         self.barrier()
-        return value if self.is_main else find()
+        return value
 
 
 ALONE = Communicator()
@@ -127,7 +130,7 @@ def communicator() -> Communicator:
 
 
 def join() -> None:
-    """Join the processes of this command; then SIGTERM, which torchrun sends when one has failed, raises `PeerError`."""
+    """Join the processes; then SIGTERM, which torchrun sends when one has failed, raises `PeerError`."""
     import torch
 
     signal.signal(signal.SIGTERM, _terminated)

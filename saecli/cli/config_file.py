@@ -89,7 +89,8 @@ def naming(ctx: typer.Context, path: Path | None) -> Iterator[None]:
         yield
     except ConfigError as error:
         said = [line for name, given in ctx.params.items() if name in error.options and name in (ctx.default_map or ())
-                and ctx.get_parameter_source(name).name == "DEFAULT_MAP" for line in toml_lines({name: _alone(given)})]
+                and getattr(ctx.get_parameter_source(name), "name", "") == "DEFAULT_MAP"
+                for line in toml_lines({name: _alone(given)})]
         if not said:
             raise
         raise error.within(f"{path} says {' and '.join(said)}") from error

@@ -84,7 +84,7 @@ class Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the page of `--help`, or of `--help-all` if that is set."""
         if not ctx.params.get("help_all"):
-            for one in self.params:
+            for one in cast(Any, self.params):
                 one.hidden = one.name in self.advanced
             if self.advanced:
                 self.epilog = f"{ctx.command_path} --help-all shows {len(self.advanced)} more options."
@@ -113,7 +113,7 @@ def loaded(name: str) -> Command:
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
     app.command(name, cls=Command, help=escape("\n\n".join(paragraphs)))(function)
     command = cast(Command, typer.main.get_command(app))
-    for one in command.params:
+    for one in cast(Any, command.params):
         one.help = escape(one.help)  # square brackets are rich's markup
     command.advanced = getattr(function, "advanced", ())
     if command.advanced:
@@ -302,7 +302,8 @@ def _end(status: int) -> NoReturn:
         sys.exit(status)
     # Tearing down the process group would wait for processes that have ended, or abort.
     for stream in (sys.__stdout__, sys.__stderr__):
-        stream.flush()
+        if stream is not None:
+            stream.flush()
     os._exit(status)
 
 

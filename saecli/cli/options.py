@@ -112,7 +112,7 @@ def parameter_of(option: Option) -> Parameter:
                      "metavar": option.metavar or f"{'|'.join(option.choices)}|{numeric.__name__.upper()}"}
         kind: Any = str
     else:
-        kind = Literal.__getitem__(option.choices) if option.choices else option.kinds[0]
+        kind = Literal[option.choices] if option.choices else option.kinds[0]
     flag = flag_of(option.name)
     if kind is bool:
         flag += f"/{flag_of('no_' + option.name)}"  # so that the command line can undo a file's
@@ -191,10 +191,10 @@ def _combinations(values: Mapping[str, Any], given: frozenset[str]) -> tuple[Giv
     return tuple(result)
 
 
-def is_given(ctx: typer.Context, name: str) -> bool:
-    """Whether the user set an option, on the command line or in a file."""
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
+def is_given(ctx: Any, name: str, source: str = "") -> bool:
+    """Whether the user set an option, on the command line or in a file; or by that source."""
+    found = ctx.get_parameter_source(name)
+    return found is not None and (found.name == source if source else found.name != "DEFAULT")
 
 
 def given(ctx: typer.Context, name: str) -> Any:
@@ -259,8 +259,8 @@ class Session:
 
 def start(ctx: typer.Context, as_json: bool, plot: Path | None = None, csv: Path | None = None,
           out: Path | None = None) -> Session:
-    """Begin a command, after its imports: Ctrl-C is a KeyboardInterrupt from now on. ConfigError if a picture, a table or
-    a folder cannot be written."""
+    """Begin a command, after its imports: from now on Ctrl-C is a KeyboardInterrupt. ConfigError if a path cannot be
+    written."""
     interrupts.begin()
     if plot is not None:
         from ..show.style import check_suffix  # matplotlib takes a second to import

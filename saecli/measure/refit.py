@@ -63,8 +63,8 @@ def refit(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str
     return refitted(one.sae, rows, listener).sae
 
 
-def refitted_run(home: Home, sae: SAELike, data: str | None, target: str | None, name: str | None, model: str | None,
-                 tokens: int | None, device: str, listener: Listener) -> dict[str, Any]:
+def refitted_run(home: Home, sae: SAELike, data: list[str] | None, target: str | None, name: str | None,
+                 model: str | None, tokens: int | None, device: str, listener: Listener) -> dict[str, Any]:
     """Refit an SAE on a store's training rows, measure both on its held-out rows, and save a run.
 
     Args:

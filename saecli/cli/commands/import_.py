@@ -40,6 +40,7 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
     else:
         refuse_options_of_worlds(file, options.given)
         found = imported(file, config, name, session.home, session.console)
-    store, store.cached = found
+    store, cached = found
+    store.cached = cached
     document = stored([store])
     session.console.result(document, *stored_tables(document))
