@@ -13,7 +13,7 @@ from ..base.errors import printable
 from ..base.wording import counted, number
 from ..measure.controls import MEASURES as CONTROLLED
 from ..measure.evaluate import ERRORS, LIKE_L0
-from ..measure.places import EXCLUSIVE
+from ..measure.hook_points import EXCLUSIVE
 from ..measure.stability import MEASURES as STABILITY
 from ..sae.metrics import DENSE_FREQUENCY
 from .tables import table

@@ -18,19 +18,18 @@ def command(ctx: typer.Context, run: Run = None, data: Data = None, target: Targ
             model: Model = None, tokens: Tokens = TOKENS, device: Device = "auto", json: Json = False) -> None:
     """Give an SAE the exact decoder for a store's rows.
 
-    The encoder stays as it is, and with it which latents fire. In one pass over the store's training rows, the decoder
-    and its bias are solved for in closed form, pulled by a ridge towards a multiple of the SAE's own decoder: by as
-    much as predicts rows left out best. FVU, cosine and L0 are printed of the held-out rows before and after, with
-    --model CE recovered and KL too. An SAE that was published, or trained on other rows, is so adapted to these.
+    Adapts an SAE that was published, or trained on other rows. The encoder stays. In one pass over the store's training
+    rows, the decoder and its bias are solved in closed form, with a ridge towards a multiple of the SAE's own decoder;
+    its weight is chosen by leave-one-out. FVU, cosine and L0 on held-out rows are printed before and after, with
+    --model also CE recovered and KL.
 
-    Writes a folder into runs/ of the home, which the other commands take like that of a trained SAE; it appears whole
-    or not at all.
+    Writes a run into the home, which other commands take like a trained one; it appears whole or not at all.
 
     Example: sae refit google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82 --data notes
     """
     session = start(ctx, json)
-    document = refitted_run(session.home, run, data, target, name, model, given(ctx, "tokens"), device,
-                            session.console)
+    document = refitted_run(run, data, target=target, name=name, model=model, tokens=given(ctx, "tokens"),
+                            device=device, home=session.home, progress=session.console)
     for note in document["notes"]:
         session.console.note(note)
     session.console.result(document, refit_table(document), f"saved in {document['path']}")
