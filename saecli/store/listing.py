@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import RenderableType
 
 from ..base.console import Listener, Step, listening
+from ..base.documents import read_run
 from ..base.errors import SaeError
-from ..base.home import Home, Shelf, read_run
+from ..base.home import Home, Shelf
 from ..base.tables import table
 from ..base.wording import counted, number, size_words
 from .joined import in_words

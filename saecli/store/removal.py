@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..base.documents import read_run
 from ..base.errors import ConfigError, SaeError, did_you_mean
 from ..base.files import LOCK, lock_folder
-from ..base.home import Home, Shelf, read_run
+from ..base.home import Home, Shelf
 from .listing import folder_bytes
 
 Kind = Literal["store", "run"]

@@ -1,28 +1,29 @@
 """`sae rm`."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ...base.errors import ConfigError
 from ...base.wording import counted, size_words
-from ...store.removal import Kind, removable
 from ..options import Json, all_names, start
 
 Names = Annotated[list[str], typer.Argument(metavar="NAME", help="Names of stores and runs.", autocompletion=all_names)]
-KindOption = Annotated[Kind | None, typer.Option("--kind", help="Which of the two a name is of, where both have it.",
-                                                 show_default=False)]
+KindOption = Annotated[Literal["store", "run"] | None, typer.Option(
+    "--kind", help="Disambiguate a name that a store and a run share.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def command(ctx: typer.Context, names: Names, kind: KindOption = None, yes: Yes = False, json: Json = False) -> None:
-    """Remove stores and runs, with all of their files.
+    """Remove stores and runs with all their files.
 
-    What is to go is shown first, with its size and, of a store, the runs that were trained on it.
+    They are listed first, with their size and, for a store, the runs that were trained on it.
 
     Example: sae rm first --yes
     """
+    from ...store.removal import removable
+
     session = start(ctx, json)
     found = removable(session.home, names, kind)
     for one in found:
