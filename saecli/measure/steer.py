@@ -84,7 +84,7 @@ def _changed(model: nn.Module, one: Hooked, method: str, latents: list[int], sca
     if special is None:
         ids = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")]
         special = [each for found in ids if found is not None for each in np.ravel(found).tolist()]
-    blocks, device = blocks_of(model, config.num_hidden_layers, name), next(model.parameters()).device
+    (_, blocks), device = blocks_of(model, config.num_hidden_layers, name), next(model.parameters()).device
     sae, kept = one.sae.copy_to(device), torch.tensor(sorted(special), dtype=torch.int64, device=device)
     W = sae.W_dec[latents]  # (S, E)
     batch: dict[str, Tensor | None] = {"plain": None, "read": None}  # which tokens are not special; what is encoded
