@@ -231,7 +231,8 @@ class Examples:
         self._ranks = np.zeros(shape, np.float32)  # descending; 0 where there is no example
         self._marks = np.zeros(shape, np.uint64)
         self._slots = np.zeros(shape, np.int64)  # index of each example in `_kept`, which is not sorted
-        self._kept = {"number": np.zeros(shape, np.int64), "code": np.zeros((*shape, self._width), np.float32)}
+        self._kept: dict[str, np.ndarray] = {"number": np.zeros(shape, np.int64),
+                                             "code": np.zeros((*shape, self._width), np.float32)}
         if tokens:
             self._kept |= {"document": np.zeros(shape, np.int64), "position": np.zeros(shape, np.int32),
                            "peak": np.zeros(shape, np.int16), "gap": np.zeros((*shape, TOKENS), bool),

@@ -137,7 +137,7 @@ def steer(sae: SAELike, latents: int | Sequence[int], prompts: str | Sequence[st
     source = model_of([one], model, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
     inputs = [_token_ids(loaded, prompt, max_new_tokens) for prompt in prompts]
-    special, texts, found = loaded.tokenizer.all_special_ids, TokenTexts(loaded.tokenizer), []
+    special, texts, found = loaded.tokenizer.all_special_ids, TokenTexts(loaded.tokenizer), list[dict[str, str]]()
     read, written = _at_prompts(loaded, one, inputs, torch.tensor(special))
     codes = one.sae.copy_to(loaded.device).encode(read)  # (N, F)
     with listener.progress(f"continuing with {source.name}", 2 * len(prompts), "texts") as show:
@@ -172,9 +172,8 @@ def _token_ids(model: LanguageModel, prompt: str, most: int) -> Tensor:
 @torch.no_grad()
 def _at_prompts(model: LanguageModel, one: Hooked, inputs: Sequence[Tensor], special: Tensor) -> tuple[Tensor, Tensor]:
     """The activations that the SAE reads and predicts at tokens that are not special, (N, D) and (N, E)."""
-    rows = []
+    rows, places = [], list(dict.fromkeys([one.read, one.written]))
     for token_ids in inputs:
-        plain = ~torch.isin(token_ids, special).to(model.device)
-        rows.append(model.read(token_ids, torch.ones_like(token_ids), list(dict.fromkeys([one.read, one.written])),
-                               lambda x, plain=plain: x[plain].to(one.sae.W_enc.dtype)))
+        found = model.read(token_ids, torch.ones_like(token_ids), places, torch.clone)
+        rows.append([x[~torch.isin(token_ids, special).to(x.device)].to(one.sae.W_enc.dtype) for x in found])
     return torch.cat([part[0] for part in rows]), torch.cat([part[-1] for part in rows])
