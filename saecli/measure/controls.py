@@ -33,10 +33,9 @@ from torch import Tensor
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.documents import read_settings
-from ..base.errors import ConfigError, MachineError, RunError, TrainingError
+from ..base.errors import ConfigError, MachineError, RunError, TrainingError, counted, size_words
 from ..base.home import KEPT, Home
-from ..base.memory import available_memory
-from ..base.wording import counted, size_words
+from ..base.machine import available_memory
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import open_sae
