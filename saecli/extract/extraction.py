@@ -15,13 +15,12 @@ from ..base.devices import device_named
 from ..base.distributed import Communicator, communicator
 from ..base.errors import ConfigError, StoreError, did_you_mean
 from ..base.home import STORE_MARKER, Home, checked_name
-from ..store.admission import Admission
-from ..store.dtypes import DTYPES
+from ..store.codec import DTYPES
 from ..store.opening import filling, finished_store
 from ..store.ranks import RankedStore, joining_began, rank_folder, rank_meta
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, rows_per_shard
-from ..store.writer import StoreWriter, other_number
+from ..store.writer import Admission, StoreWriter, other_number
 from .config import Quota, StoreRequest, rows_by_rank, store_requests
 from .fill import COLUMNS, Ahead, Progress, Target, demand_some, fill
 from .forward import Forward, batch_tokens

@@ -18,8 +18,7 @@ import numpy as np
 from ..base.console import Step
 from ..base.errors import StoreError
 from ..base.wording import size_words
-from ..store.admission import Admission, jointly
-from ..store.writer import StoreWriter
+from ..store.writer import Admission, StoreWriter, jointly
 from .forward import Forward, Found
 from .places import Place
 from .window_blocks import Block, Cursor

@@ -27,11 +27,10 @@ from saecli.extract.places import Place
 from saecli.extract.steady import Document
 from saecli.extract.token_windows import Windows
 from saecli.extract.window_blocks import Cursor, in_blocks
-from saecli.store.admission import Admission
 from saecli.store.ranks import saved_rows
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
-from saecli.store.writer import StoreWriter
+from saecli.store.writer import Admission, StoreWriter
 
 BOS, EOS, CONTEXT, ROWS = 1, 2, 16, 700
 LETTERS = "abcdefghijklmnop"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from storing import collect, make_meta, make_store, memory_folder
 
 from saecli.base.errors import StoreError
-from saecli.store.dtypes import DTYPES
+from saecli.store.codec import DTYPES
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.statistics import Norms

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from storing import collect, make_store, memory_folder
 
 from saecli.base.errors import ConfigError, StoreError
-from saecli.store.dtypes import DTYPES
+from saecli.store.codec import DTYPES
 from saecli.store.reader import ActivationStore
-from saecli.store.shuffle import Permutation
+from saecli.store.stream import Permutation
 
 
 def numbered(count: int, d_in: int = 3) -> np.ndarray:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from storing import collect, make_store, memory_folder
 
 from saecli.base.errors import StoreError
-from saecli.store.dtypes import DTYPES
+from saecli.store.codec import DTYPES
 from saecli.store.reader import ActivationStore
 from saecli.store.rows import Rows
-from saecli.store.shard_statistics import stored_statistics
+from saecli.store.shard import stored_statistics
 from saecli.store.split import is_test
 from saecli.store.statistics import QUANTILE_ERROR, QUANTILES
 

@@ -17,7 +17,7 @@ import saecli  # noqa: E402
 from saecli.base import precision  # noqa: E402
 from saecli.measure.api import _planned  # noqa: E402
 from saecli.sae.codes import DenseCodes, SparseCodes  # noqa: E402
-from saecli.store.dtypes import DTYPES  # noqa: E402
+from saecli.store.codec import DTYPES  # noqa: E402
 from saecli.store.joined import Joined  # noqa: E402
 from saecli.train.array_rows import HeldRows  # noqa: E402
 from saecli.train.loop import Loop  # noqa: E402

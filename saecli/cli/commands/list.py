@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 from ...base.errors import StoreError
-from ...store.listing import listed, listing_tables
-from ...store.opening import first_of
+from ...show.listing import listing_tables
+from ...store.opening import first_of, list_home
 from ..options import Json, start
 
 Check = Annotated[bool, typer.Option("--check", help="Read every shard and compare it with its checksum; exit with "
@@ -19,7 +19,7 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
     Example: sae list --check
     """
     session = start(ctx, json)
-    document = listed(session.home, check, session.console)
+    document = list_home(session.home.path, check=check, progress=session.console)
     session.console.result(document, *listing_tables(document))
     if not check:
         return
