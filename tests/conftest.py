@@ -33,20 +33,19 @@ def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     Of a training's curves it leaves an empty file, since drawing them takes half of a small training's time.
     """
     monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
-    monkeypatch.setattr("saecli.show.run_plots.loss_curves", lambda path, runs: path.touch())
+    monkeypatch.setattr("saecli.show.runs.loss_curves", lambda path, runs: path.touch())
     return CommandLine(tmp_path / "home", monkeypatch, capsys)
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are saved, kept to be looked into."""
-    import saecli.show.geometry_plots
-    import saecli.show.probe_plots
-    import saecli.show.run_plots
-    import saecli.show.stability_plots  # matplotlib takes a second to import
+    import saecli.show.geometry
+    import saecli.show.latents
+    import saecli.show.runs  # matplotlib takes a second to import
 
     kept: list[Any] = []
-    original = saecli.show.run_plots.figure
+    original = saecli.show.runs.figure
 
     @contextmanager
     def keeping(*arguments: object) -> Iterator[Any]:
@@ -54,7 +53,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             yield figure
             kept.append(figure)
 
-    for name in ("run_plots", "geometry_plots", "probe_plots", "stability_plots"):
+    for name in ("runs", "geometry", "latents"):
         monkeypatch.setattr(sys.modules[f"saecli.show.{name}"], "figure", keeping)
     return kept
 

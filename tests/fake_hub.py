@@ -24,13 +24,13 @@ class FakeHub(http.server.ThreadingHTTPServer):
         folder: the dataset's files.
 
     Attributes:
-        failures: how many of the next requests are answered with 503, that the hub is busy.
+        failing_reads: the next requests for bytes of files that are answered with 503.
         sent: bytes of each file that were sent.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.failures = folder, 0
+        self.folder, self.failing_reads = folder, 0
         self.sent: Counter[str] = Counter()
 
     @property
@@ -54,9 +54,6 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        if self.server.failures:
-            self.server.failures -= 1
-            return self.answer(503, b"busy", {})
         if match := re.fullmatch(f"/datasets/{DATASET}/resolve/[^/]+/(.*)", path):
             return self._file(self.server.folder / match[1])
         api = f"/api/datasets/{DATASET}"
@@ -93,6 +90,9 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
             content, status = content[start : end + 1], 206
         if self.command == "GET":
+            if self.server.failing_reads:
+                self.server.failing_reads -= 1
+                return self.answer(503, b"busy", {})
             self.server.sent[path.name] += len(content)
         return self.answer(status, content, headers)
 

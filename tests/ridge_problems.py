@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from saecli.sae.activations.selection import where
 from saecli.sae.codes import Codes
-from saecli.sae.encoding import where
 from saecli.train.ridge import Factorisation, HeldRows, Sums, System, Terms, solve
 from saecli.train.ridge.choice import Press
 

@@ -20,7 +20,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..codes import Codes
-from ..encoding import where
+from .selection import where
 from .base import Activation, Parameters
 
 

@@ -10,7 +10,7 @@ import pytest
 from homes import CommandLine
 
 from saecli.cli.main import COMMANDS
-from saecli.extract.places import BUNDLED, TINY_GEMMA2
+from saecli.extract.options import BUNDLED, TINY_GEMMA2
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -22,51 +22,76 @@ from torch import Tensor
 
 from saecli.sae.activations import Activation, SoftTopK, Swish
 from saecli.sae.batch import Batch
+from saecli.sae.dictionary import SAE
 from saecli.show.style import COLOURS, figure, legend_below, log_scale
-from saecli.train.config import TrainingConfig
-from saecli.train.pam_sgd import PamSgd
+from saecli.train.ridge import Sums, Terms, solve
 from saecli.train.rows import initial_sae
-from saecli.train.solver import Solver
-from saecli.train.task import Task
 
 ROWS, LATENTS, OUTERS = 100, 16, 120
 ALPHA, BETA, GAMMA, MU = 5.0, 1.0, 5.0, 1.0
+TOLERANCE = 1e-9  # of L-BFGS: the largest entry of the gradient, and the change of loss and weights
 ACTIVATIONS: dict[str, Activation] = {"swish": Swish(), "soft-topk": SoftTopK(k=3, temperature=0.5)}
 TAIL = 0.5  # share of the iterations, the last, from which the exponent is estimated
 ROUNDING = 1e-11  # of the objective: differences below are float64's
 
 
-def descended(x: Tensor, activation: Activation) -> tuple[list[float], list[float]]:
+def descended(x: Tensor, activation: Activation, outers: int = OUTERS) -> tuple[list[float], list[float]]:
     """The objective after each half step, from the start, and the squared step of each outer iteration."""
-    config = PamSgd(optimizer="lbfgs", decoder="free", alpha=ALPHA, beta=BETA, weight_decay=GAMMA, revive=False,
-                    mu_enc=MU, nu_enc=MU, mu_dec=MU, nu_dec=MU).resolved(OUTERS)
-    solver = config.build(initial_sae(activation, LATENTS, x, seed=0), Task(
-        TrainingConfig(batch_size=len(x), sparsity="none", sparsity_weight=0.0, smoothing=0.0), len(x), OUTERS, 1.0))
-    rows, values, points = Batch.of(x), [objective(solver, x)], [point(solver)]
-    for _ in range(OUTERS):
-        solver.begin_epoch()
-        solver.step(rows)
-        values.append(objective(solver, x))
-        solver.end_epoch()
-        solver.begin_pass(lambda: [rows])
-        solver.observe(rows)
-        solver.end_pass()
-        values.append(objective(solver, x))
-        points.append(point(solver))
+    rows = Batch.of(x)
+    sae = initial_sae(activation, LATENTS, rows, seed=0).requires_grad_()
+    values, points = [objective(sae, rows)], [point(sae)]
+    for _ in range(outers):
+        for half in (encoder_step, decoder_step):
+            half(sae, rows)
+            values.append(objective(sae, rows))
+        points.append(point(sae))
     return values, [(after - before).square().sum().item() for before, after in pairwise(points)]
 
 
-def point(solver: Solver) -> Tensor:
+def encoder_step(sae: SAE, rows: Batch) -> None:
+    """Minimise L + mu (||W_enc - W_enc^t||^2 + ||b_enc - b_enc^t||^2) over the encoder, to tolerance."""
+    encoder = [sae.W_enc, sae.b_enc]
+    held = [tensor.detach().clone() for tensor in encoder]
+    optimizer = torch.optim.LBFGS(encoder, max_iter=100, history_size=20, tolerance_grad=TOLERANCE,
+                                  tolerance_change=TOLERANCE, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        moved = sum((tensor - before).square().sum() for tensor, before in zip(encoder, held, strict=True))
+        value = sae.loss(rows).value + (GAMMA * sae.W_enc.square().sum() + MU * moved) / rows.size
+        value.backward()
+        return value
+
+    before = optimizer.step(loss)
+    if not loss() <= before:  # by rounding, a line search can end higher
+        with torch.no_grad():
+            for tensor, start in zip(encoder, held, strict=True):
+                tensor.copy_(start)
+
+
+@torch.no_grad()
+def decoder_step(sae: SAE, rows: Batch) -> None:
+    """The minimum over the decoder of the same sum, mu (||W_dec - W_dec^t||^2 + ||b_dec - b_dec^t||^2) added."""
+    system = Sums(LATENTS, sae.d_out)
+    system.add(sae.codes(rows.x), rows.y)
+    terms = Terms(ALPHA, BETA, MU, MU, direction=None, W_t=sae.W_dec, b_t=sae.b_dec,
+                  decay=torch.zeros(LATENTS, dtype=torch.float64))
+    state = solve(system, terms)
+    sae.W_dec.copy_(state.Delta)
+    sae.b_dec.copy_(state.b)
+
+
+def point(sae: SAE) -> Tensor:
     """All unknowns in a row."""
-    sae = solver.sae()
-    return torch.cat([tensor.flatten() for tensor in (sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec)])
+    return torch.cat([tensor.detach().flatten() for tensor in (sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec)])
 
 
-def objective(solver: Solver, x: Tensor) -> float:
-    """L where the solver stands."""
-    sae = solver.sae()
-    terms = ((1.0, sae(x) - x), (ALPHA, sae.W_dec), (BETA, sae.b_dec), (GAMMA, sae.W_enc))
-    return sum(weight * part.square().sum().item() for weight, part in terms)
+@torch.no_grad()
+def objective(sae: SAE, rows: Batch) -> float:
+    """L where the SAE stands."""
+    terms = ((ALPHA, sae.W_dec), (BETA, sae.b_dec), (GAMMA, sae.W_enc))
+    return sae.loss(rows).squared_error.item() * rows.size + sum(
+        weight * part.square().sum().item() for weight, part in terms)
 
 
 def exponent(values: list[float]) -> tuple[float, float, float]:

@@ -17,17 +17,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: t
 
 import numpy as np
 import torch
+from diagrams import cells_in, tints
 from torch import Tensor
 
 from saecli.geometry.bridge import fvu, spread
-from saecli.geometry.census import support_keys
-from saecli.geometry.partition import cells_of, cells_of_diagram
-from saecli.geometry.piecewise_affine import LocalPCA, kmeans
-from saecli.geometry.plane_cells import PlaneCells, polygon_cells
-from saecli.geometry.power_diagram import PowerDiagram
+from saecli.geometry.diagram import PowerDiagram
+from saecli.geometry.largest_cells import cells_of
+from saecli.geometry.local_pca import LocalPCA, kmeans
+from saecli.geometry.plane import PlaneCells, keys_at, plane_cells
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
-from saecli.show.cell_plots import arrows, fill, tints
+from saecli.show.geometry import arrows, fill
 from saecli.show.style import COLOURS, figure
 
 LATENTS, RATE = 80, 8e-3
@@ -72,8 +72,8 @@ def main() -> None:
             sae = trained(x, k, given.steps, generator)
             seconds = time.perf_counter() - started
             cells = cells_of(sae)
-            keys = support_keys(cells.supports(cells.pre_activations(x)))
-            own = np.unique(np.array(keys), return_inverse=True)[1]
+            own = np.unique(np.array(keys_at(cells, x)), return_inverse=True)[1]
+            areas_of_sae = plane_cells(cells, WINDOW)
             count = int(own.max()) + 1
             means = kmeans(rows, count, 0)
             nearest = means.predict(rows)
@@ -81,18 +81,16 @@ def main() -> None:
             best = LocalPCA(rows, own, np.zeros((count, 2)))
             regions: list[tuple[str, PlaneCells, np.ndarray]] = [
                 (f"k-means, {count} cells",
-                 polygon_cells(cells_of_diagram(PowerDiagram(torch.from_numpy(means.cluster_centers_),
-                                                             torch.zeros(count))), WINDOW),
+                 cells_in(PowerDiagram(torch.from_numpy(means.cluster_centers_), torch.zeros(count)), WINDOW)[0],
                  constant.reconstruct(rows, nearest, np.zeros(count, int))),
-                (f"Top-{k} SAE, {count} cells visited", polygon_cells(cells, WINDOW),
-                 sae(x.double()).numpy()),
-                (f"local PCA of rank {min(k, 2)} on these cells", polygon_cells(cells, WINDOW),
+                (f"Top-{k} SAE, {count} cells visited", areas_of_sae, sae(x.double()).numpy()),
+                (f"local PCA of rank {min(k, 2)} on these cells", areas_of_sae,
                  best.reconstruct(rows, own, np.full(count, min(k, 2))))]
             found = []
             for axes, colour, (name, areas, ends) in zip(panels, (COLOURS[1], COLOURS[0], COLOURS[2]), regions,
                                                          strict=True):
                 found.append(fvu(np.square(ends - rows).sum(), spread(rows)))
-                fill(axes, areas, 0.6 + 0.4 * tints(areas))  # paler still: the arrows matter here
+                fill(axes, areas, 0.6 + 0.4 * tints(len(areas.keys)))  # paler still: the arrows matter here
                 arrows(axes, rows, ends, colour)
                 axes.set(title=f"{name}: FVU {found[-1] if found[-1] > 1e-12 else 0:.4f}", xticks=[], yticks=[])
             print(f"Top-{k}: k-means {found[0]:.4f}, SAE {found[1]:.4f}, local PCA {found[2]:.4f}; {count} cells; "

@@ -17,13 +17,12 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: threads that wait sleep
 
 import torch
+from diagrams import cells_in, tints
 from matplotlib.axes import Axes
+from recovery import Recovery, recover
 
-from saecli.geometry.partition import cells_of_diagram
-from saecli.geometry.plane_cells import polygon_cells
-from saecli.geometry.power_diagram import PowerDiagram
-from saecli.geometry.recovery import Recovery, recover
-from saecli.show.cell_plots import fill, tints
+from saecli.geometry.diagram import PowerDiagram
+from saecli.show.geometry import fill
 from saecli.show.style import COLOURS, figure
 
 WINDOW = (-2.6, 2.6, -2.6, 2.6)
@@ -32,8 +31,7 @@ AROUND = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
 
 def draw(axes: Axes, hexagon: PowerDiagram, found: Recovery, words: str) -> None:
     """Draw the cells, what each is called, and the sites found where there are any."""
-    cells = polygon_cells(cells_of_diagram(hexagon), WINDOW)
-    fill(axes, cells, tints(cells))
+    fill(axes, cells_in(hexagon, WINDOW)[0], tints(6))
     axes.scatter(*hexagon.centroids.numpy().T, s=26, c="#222222", edgecolors="white", zorder=3)
     for (x, y), support in zip(hexagon.centroids.tolist(), (found.supports + 1).tolist(), strict=True):
         axes.annotate("".join(map(str, support)), (1.28 * x, 1.28 * y), ha="center", va="center", zorder=4)

@@ -15,12 +15,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: t
 
 import numpy as np
 import torch
-from mpl_toolkits.mplot3d.art3d import Poly3DCollection
+from diagrams import PIXELS, cells_in, pixels_of, tints
 
-from saecli.geometry.partition import cells_of_diagram
-from saecli.geometry.plane_cells import PlaneCells, colouring, polygon_cells
-from saecli.geometry.power_diagram import PowerDiagram, lift, section
-from saecli.show.cell_plots import TINTS, fill
+from saecli.geometry.diagram import PowerDiagram
+from saecli.show.geometry import fill
 from saecli.show.style import figure
 
 WINDOW = (-1.3, 1.3, -1.3, 1.3)
@@ -28,21 +26,17 @@ HEIGHTS = (0.0, 0.5, 1.0)
 SITES = 15
 
 
-def cut(raised: PowerDiagram, height: float) -> tuple[PlaneCells, np.ndarray]:
-    """The cells of a horizontal section, and the site of each, (C,)."""
-    flat = section(raised, torch.tensor([0, 0, height]), torch.eye(2, 3))
-    cells = polygon_cells(cells_of_diagram(flat), WINDOW)
-    middles = torch.from_numpy(np.stack([polygon.mean(0) for polygon in cells.polygons]))
-    return cells, flat.nearest(middles, 1)[:, 0].numpy()
+def lift(diagram: PowerDiagram) -> PowerDiagram:
+    """The Voronoi diagram in one more dimension whose section at height 0 a power diagram is: sites (mu_i, h_i),
+    h_i = sqrt(max_j alpha_j - alpha_i). Source: Imai, Iri and Murota, "Voronoi diagram in the Laguerre geometry and its
+    applications" (1985)."""
+    heights = (diagram.weights.max() - diagram.weights).sqrt()
+    return PowerDiagram(torch.cat([diagram.centroids, heights[:, None]], 1), torch.zeros_like(heights))
 
 
-def colours_of(cuts: list[tuple[PlaneCells, np.ndarray]]) -> np.ndarray:
-    """A colour for each site, (n, 3), the same at every height and unlike its neighbours' at any."""
-    neighbours = [set() for _ in range(SITES)]
-    for cells, sites in cuts:
-        for site, touched in zip(sites, cells.neighbours, strict=True):
-            neighbours[site] |= set(sites[touched])
-    return TINTS[colouring([sorted(some) for some in neighbours], len(TINTS))]
+def section(raised: PowerDiagram, height: float) -> PowerDiagram:
+    """The section of a diagram of space by the plane at a height: a power diagram of the plane."""
+    return PowerDiagram(raised.centroids[:, :2], raised.weights - (raised.centroids[:, 2] - height).square())
 
 
 def main() -> None:
@@ -51,16 +45,16 @@ def main() -> None:
     out = parser.parse_args().out
     rng = np.random.default_rng(1)
     power = PowerDiagram(torch.from_numpy(rng.uniform(-1, 1, (SITES, 2))), torch.from_numpy(rng.uniform(0, 0.7, SITES)))
-    raised = lift(power)
-    cuts = [cut(raised, height) for height in HEIGHTS]
-    colours = colours_of(cuts)
+    raised, colours = lift(power), tints(SITES)
+    x, y = pixels_of(WINDOW).T.reshape(2, PIXELS, PIXELS).numpy()
 
     with figure(out, 11, 5.2) as drawn:
         space = drawn.add_subplot(1, 2, 1, projection="3d", computed_zorder=False)
-        for order, (height, (cells, sites)) in enumerate(zip(HEIGHTS, cuts, strict=True)):
-            faces = [np.column_stack([polygon, np.full(len(polygon), height)]) for polygon in cells.polygons]
-            space.add_collection3d(Poly3DCollection(faces, facecolors=colours[sites], edgecolors="#333333",
-                                                    linewidths=0.5, alpha=0.9 if order == 0 else 0.35, zorder=order))
+        for order, height in enumerate(HEIGHTS):
+            cells, sites = cells_in(section(raised, height), WINDOW)
+            for cell, (site,) in enumerate(sites):
+                space.contourf(x, y, (cells.labels == cell) + height, levels=[height + 0.5, height + 1.5], zdir="z",
+                               offset=height, colors=[colours[site]], alpha=0.9 if order == 0 else 0.35, zorder=order)
         for x, y, z in raised.centroids.numpy():
             space.plot([x, x], [y, y], [0, z], color="#666666", linewidth=0.7, linestyle="--", zorder=8)
             space.scatter(x, y, z, s=16, c="#222222", depthshade=False, zorder=9)
@@ -68,8 +62,8 @@ def main() -> None:
                   zticks=HEIGHTS, title="Voronoi cells of the raised sites, cut at three heights")
         space.view_init(22, -60)
         plane = drawn.add_subplot(1, 2, 2)
-        cells, sites = cuts[0]
-        fill(plane, cells, colours[sites])
+        cells, sites = cells_in(power, WINDOW)
+        fill(plane, cells, colours[sites[:, 0]])
         plane.scatter(*power.centroids.numpy().T, s=60 * power.weights.numpy() + 6, c="#222222", edgecolors="white",
                       linewidths=0.6, zorder=3)
         plane.set(title="at height 0: the power diagram, dots by weight", xticks=[], yticks=[])

@@ -15,31 +15,29 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: t
 
 import numpy as np
 import torch
+from diagrams import cells_in, sites_of, tints
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle
+from recovery import recover
 
-from saecli.geometry.partition import cells_of_diagram
-from saecli.geometry.plane_cells import PlaneCells, polygon_cells
-from saecli.geometry.power_diagram import PowerDiagram
-from saecli.geometry.recovery import recover
-from saecli.show.cell_plots import fill, tints
+from saecli.geometry.diagram import PowerDiagram
+from saecli.show.geometry import fill
 from saecli.show.style import COLOURS, figure
 
 WINDOW = (-4.0, 4.0, -4.0, 4.0)
 SITES = 7
 
 
-def draw(axes: Axes, diagram: PowerDiagram, k: int, title: str) -> PlaneCells:
+def draw(axes: Axes, diagram: PowerDiagram, k: int, title: str) -> None:
     """Draw the cells of a diagram of the K-th order, its sites, and its weights as circles."""
-    cells = polygon_cells(cells_of_diagram(diagram, k), WINDOW)
-    fill(axes, cells, tints(cells))
+    cells, _ = cells_in(diagram, WINDOW, k)
+    fill(axes, cells, tints(len(cells.keys)))
     for number, (site, weight) in enumerate(zip(diagram.centroids.numpy(), diagram.weights.tolist(), strict=True), 1):
         axes.scatter(*site, s=26, c="#222222", edgecolors="white", linewidths=0.6, zorder=3)
         axes.annotate(str(number), site, xytext=(4, 4), textcoords="offset points", fontsize=8, zorder=4)
         if weight > 0:
             axes.add_patch(Circle(site, weight**0.5, fill=False, color=COLOURS[1], linewidth=1))
-    axes.set(title=f"{title}: {cells.count} cells in view", xticks=[], yticks=[])
-    return cells
+    axes.set(title=f"{title}: {len(cells.keys)} cells in view", xticks=[], yticks=[])
 
 
 def main() -> None:
@@ -58,16 +56,16 @@ def main() -> None:
         draw(right, power, 2, "second order")
 
     pairs = list(itertools.combinations(range(SITES), 2))
-    nu, beta = power.sites_of(torch.tensor(pairs))
-    found = recover(PowerDiagram(nu, beta), 2, pairs)
+    found = recover(sites_of(power, torch.tensor(pairs)), 2, pairs)
     moved = (found.diagram.centroids - centroids).abs().max()
     print(f"{len(pairs)} pairs have sites nu_S; the {SITES} sites found from them are off by {moved:.1e}, "
           f"residual {found.residual:.1e}")
-    cell = cells_of_diagram(power, 2).cell(torch.zeros(2, dtype=torch.float64))
     points = torch.from_numpy(rng.uniform(-4, 4, (9999, 2)))
-    H, c = cell.inequalities()
-    held = (points @ H.T > c).all(1) & cell.contains(points)  # twice the same question
     pair = power.nearest(torch.zeros(1, 2), 2).sort().values
+    side = (centroids.square().sum(1) - weights) / 2  # mu_i is nearer than mu_j: (mu_i - mu_j) x > side_i - side_j
+    i, j = np.array([(i, j) for i in pair[0].tolist() for j in range(SITES) if j not in pair]).T
+    H, c = centroids[i] - centroids[j], side[i] - side[j]
+    held = (points @ H.T > c).all(1)
     same = (power.nearest(points, 2).sort().values == pair).all(1)
     print(f"the origin's second-order cell has {len(H)} inequalities H x > c; {int(held.sum())} of {len(points)} "
           f"points hold them, and {int(same.sum())} have its pair of nearest sites")

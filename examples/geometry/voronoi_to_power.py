@@ -4,7 +4,7 @@
 
 All four are power diagrams: with weights 0 of the points (Voronoi), of the points with cells of one class taken
 together (nearest neighbour), of the cluster means (k-means), and with weights of their own. Each is also the partition
-of a Top-1 SAE, by `PowerDiagram.to_encoder`. After the paper's figure of these partitions.
+of a Top-1 SAE with encoder mu' and bias (alpha - ||mu||^2) / 2. After the paper's figure of these partitions.
 """
 
 import argparse
@@ -15,14 +15,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: t
 
 import numpy as np
 import torch
+from diagrams import cells_in, tints
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle
 
-from saecli.geometry.partition import cells_of_diagram
-from saecli.geometry.piecewise_affine import kmeans
-from saecli.geometry.plane_cells import polygon_cells
-from saecli.geometry.power_diagram import PowerDiagram
-from saecli.show.cell_plots import TINTS, fill, tints
+from saecli.geometry.diagram import PowerDiagram
+from saecli.geometry.local_pca import kmeans
+from saecli.show.geometry import fill
 from saecli.show.style import COLOURS, figure
 
 WINDOW = (-4.5, 4.5, -4.5, 4.5)
@@ -35,13 +34,8 @@ def diagram(sites: np.ndarray, weights: np.ndarray | None = None) -> PowerDiagra
 
 def draw(axes: Axes, some: PowerDiagram, points: np.ndarray, title: str, classes: np.ndarray | None = None) -> None:
     """Draw the cells of a diagram under points, (M, 2); cells coloured by their site's class, (n,), if it has one."""
-    cells = polygon_cells(cells_of_diagram(some), WINDOW)
-    if classes is None:
-        colours = tints(cells)
-    else:
-        middles = torch.from_numpy(np.stack([polygon.mean(0) for polygon in cells.polygons]))
-        colours = TINTS[classes[some.nearest(middles, 1)[:, 0]]]
-    fill(axes, cells, colours)
+    cells, sites = cells_in(some, WINDOW)
+    fill(axes, cells, tints(len(some.weights))[sites[:, 0] if classes is None else classes[sites[:, 0]]])
     axes.scatter(*points.T, s=22, c="#222222", edgecolors="white", linewidths=0.6, zorder=3)
     axes.set(title=title, xticks=[], yticks=[])
 

@@ -1,66 +1,79 @@
-"""Running a language model over text and storing its activations, by one process or by several ranks."""
+"""Running a language model over text and storing its activations, by one process or by several ranks.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack
-from dataclasses import fields, replace
+Rank r stores the documents i with i mod world_size = r.
+"""
+
+import os
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
-import numpy as np
 import torch
 
-from ..base.console import Console, Listener, Silent, Step
+from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.distributed import Communicator, communicator
-from ..base.errors import ConfigError, StoreError, did_you_mean
-from ..base.home import STORE_MARKER, Home, checked_name
-from ..store.codec import DTYPES
-from ..store.opening import filling, finished_store
+from ..base.errors import ConfigError, StoreError, did_you_mean, unknown_choice
+from ..base.home import STORE_MARKER, Home, Shelf, checked_name
+from ..base.wording import size_words
+from ..store.opening import DERIVED, finished_store, told_when_stopped
 from ..store.ranks import RankedStore, joining_began, rank_folder, rank_meta
 from ..store.reader import ActivationStore
-from ..store.schema import StoreMeta, rows_per_shard
+from ..store.schema import StoreMeta, hash_request, rows_per_shard
 from ..store.writer import Admission, StoreWriter, other_number
-from .config import Quota, StoreRequest, rows_by_rank, store_requests
-from .fill import COLUMNS, Ahead, Progress, Target, demand_some, fill
-from .forward import Forward, batch_tokens
+from .forward import COLUMNS, Forward, batch_tokens, fill
+from .hook_points import SITES, HookPoint
 from .options import DEFAULT_CONTEXT, SHARD_ROWS, ExtractConfig
-from .places import SITES, Place
-from .steady import Document
-from .texts import TextSource
-from .token_windows import Spot, Windows
-from .window_blocks import Block, Cursor, in_blocks, look_ahead
+from .texts import Document, TextSource
+from .windows import START, Block, Cursor, Spot, Windows, in_blocks, look_ahead
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel
     from .model_source import ModelSource
 
-Value = TypeVar("Value")
+# Options that determine the rows, besides model, text, layer and site; batch size and device do not.
+DECIDING = ("rows", "min_tokens", "context", "packed", "positions", "dtype", "model_dtype", "shard_rows")
+COUNTED = 4096  # documents between two all_gathers of their row counts
 
 
-def extract(model: str | None = None, *, layer: int | None = None, site: str = "resid_post", name: str | None = None,
-            home: str | Path | None = None, device: str = "auto", progress: bool = False,
-            **options: Any) -> ActivationStore:
-    """Run a language model over text and store its activations; a finished store of the same rows is opened at once.
+@overload
+def extract(model: str | None = None, *, layer: int | None = None, site: str = "resid_post",
+            **options: Any) -> ActivationStore: ...
 
-    Under torchrun, once the process group is initialised, each rank runs the model on its own documents.
+
+@overload
+def extract(model: str | None = None, *, layer: Sequence[int], site: Sequence[str],
+            **options: Any) -> list[ActivationStore]: ...
+
+
+def extract(model: str | None = None, *, layer: int | Sequence[int] | None = None,
+            site: str | Sequence[str] = "resid_post", name: str | None = None, home: str | Path | None = None,
+            device: str = "auto", progress: bool | Listener = False,
+            **options: Any) -> ActivationStore | list[ActivationStore]:
+    """Run a language model over text and store its activations; CLI equivalent: `sae extract`.
+
+    A finished store of the same rows is opened at once, an interrupted one goes on. Under torchrun, once the process
+    group is initialised, each rank runs the model on its own documents.
 
     Args:
-        model: hub id or folder of a causal language model, or `tiny-gemma2`, which is bundled; None for the default of
-            `sae extract`.
-        layer: block to read, from 0; None for the middle one.
+        model: hub id or folder of a causal language model, or `tiny-gemma2`, which is bundled.
+        layer: block to read, from 0; None for the middle one. With lists of layers and sites, one pass over the text
+            fills a store per layer and site, all of the same tokens row for row; they are returned as a list.
         site: resid_post, resid_pre, mlp_in, mlp_out or attn_out.
-        name: name of the store; None to derive it from model, layer, site and a hash of the options.
-        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+        name: name of the store, of several the prefix of their names; None to derive it from model, layer, site and a
+            hash of the options.
+        home: the folder of stores and runs; None for $SAE_HOME, else ./sae-data.
         device: where to compute; auto is cuda if available.
         progress: show progress on stderr.
         **options: those of `sae extract` that determine the rows: `dataset`, `rows`, `context`, `dtype` and so on.
 
-    Returns:
-        The complete store.
-
     Raises:
-        ConfigError: an option that is unknown, invalid, or does nothing with the others.
+        ConfigError: an option is unknown, invalid, or does nothing with the others.
         ModelError: the model or the text cannot be loaded.
         StoreError: another process is writing the store, it holds something else, or a write fails.
     """
@@ -68,270 +81,269 @@ def extract(model: str | None = None, *, layer: int | None = None, site: str = "
     if unknown := sorted(options.keys() - known):
         advice = did_you_mean(unknown[0], known) or "expected one of `sae extract`'s"
         raise ConfigError(f"extract has no option {unknown[0]}; {advice}")
-    if site not in SITES:
-        raise ConfigError(f"--site must be one of {', '.join(SITES)}, got {site!r}", option="site")
-    if model is not None:
-        options["model"] = model
-    ((store, _),) = extract_stores(
-        ExtractConfig(**options), given=options.keys(), layers=[] if layer is None else [layer], sites=[site],
-        name=name, device=device, home=Home.at(home), listener=Console() if progress else Silent(),
-        communicator=communicator())
-    return store
-
-
-def extract_stores(config: ExtractConfig, *, given: Set[str], layers: Sequence[int], sites: Sequence[str],
-                   name: str | None, device: str, home: Home, listener: Listener, communicator: Communicator,
-                   begin: Callable[[list[Path]], None] = lambda folders: None) -> list[tuple[ActivationStore, bool]]:
-    """Store every site of every layer, in one pass over the text, in stores of the same tokens row for row.
-
-    Args:
-        config: the options that determine the rows.
-        given: names of the options that the user set.
-        layers: blocks to read; none for the middle one.
-        sites: where in each; none for resid_post.
-        name: the store's name, for several stores the prefix of their names; None to derive it from the request.
-        device: where to compute.
-        home: the folder of stores and runs.
-        listener: shows notes and progress.
-        communicator: the ranks that take part.
-        begin: called with the stores' folders before any of them is written.
-
-    Returns:
-        The complete stores, each with whether it existed already.
-
-    Raises:
-        SaeError: see `extract`.
-    """
+    sites = [site] if isinstance(site, str) else site
+    for one in sites:
+        if one not in SITES:
+            raise unknown_choice("site", one, SITES)
     if name is not None:
         checked_name(name)
-    where = device_named(device)
-    config, source, text = settled(config, given, where, listener, communicator)
-    requests = store_requests(config, source, text, layers or [source.default_layer()], sites or ["resid_post"], name,
-                              home.stores)
-    begin([request.folder for request in requests])
-    there = communicator.broadcast_object(lambda: {request.place for request in requests
-                                              if finished_store(request.folder, request.hash)})
-    if len(there) < len(requests):
-        from .language_model import LanguageModel  # transformers takes seconds to import
+    if model is not None:
+        options["model"] = model
+    listener = listening(progress) if isinstance(progress, bool) else progress
+    processes = communicator()
+    with told_when_stopped(listener) as folders:
+        config, source, text = settled(ExtractConfig(**options), options.keys(), device_named(device), listener,
+                                       processes)
+        layers = [source.default_layer() if layer is None else layer] if layer is None or isinstance(layer, int) else (
+            layer or [source.default_layer()])
+        requests = store_requests(config, source, text, layers, sites, name, Home.at(home).stores)
+        folders += [request.folder for request in requests]
+        there = processes.broadcast_object(lambda: {request.point for request in requests if finished_store(
+            request.folder, request.hash)})
+        if len(there) < len(requests):
+            from .language_model import LanguageModel  # transformers takes seconds to import
 
-        model = LanguageModel(source, where, dtype=config.model_dtype,
-                              last=max(request.place.layer for request in requests))
-        there |= Extraction(config, model, text, listener, communicator).run(requests, there)
-    stores = [ActivationStore.open(request.folder) for request in requests]
-    _check_same_rows(stores)
-    return [(store, request.place in there) for store, request in zip(stores, requests, strict=True)]
+            loaded = LanguageModel(source, device_named(device), dtype=config.model_dtype,
+                                   last=max(request.point.layer for request in requests))
+            there |= write_stores(Extraction(config, loaded, text, listener), requests, processes)
+        stores = [ActivationStore.open(request.folder) for request in requests]
+        _check_same_rows(stores)
+    for store, request in zip(stores, requests, strict=True):
+        store.cached = request.point in there
+    return stores[0] if isinstance(site, str) else stores
 
 
 def settled(config: ExtractConfig, given: Set[str], where: torch.device, listener: Listener,
-            communicator: Communicator) -> tuple[ExtractConfig, "ModelSource", TextSource]:
-    """The options with context and precision resolved, where the model is, and the text, pinned; ConfigError or
-    ModelError as of `extract`."""
+            processes: Communicator) -> tuple[ExtractConfig, "ModelSource", TextSource]:
+    """The options without `auto` and None, where the model is, and the text, pinned."""
     from .model_source import find_model
 
     text = config.text(given)
     source = find_model(config.model)
-    allowed = min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT)
-    context = allowed if config.context is None else config.context
-    config = replace(config, context=context, model_dtype=source.dtype_on(where, config.model_dtype))
-    source.check_context(context)
-    return config, source, communicator.broadcast_object(lambda: text.pinned(listener.note))
+    config = replace(config, context=config.context or min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT),
+                     model_dtype=source.dtype_on(where, config.model_dtype))
+    source.check_context(config.window)
+    return config, source, processes.broadcast_object(text.pinned)
+
+
+@dataclass(frozen=True)
+class StoreRequest:
+    """A requested store: its hook point, its folder, and the entries that determine its rows."""
+
+    point: HookPoint
+    folder: Path
+    source: dict[str, Any]
+
+    @property
+    def hash(self) -> str:
+        """Identifies a finished store of the same rows."""
+        return hash_request(self.source)
+
+
+def store_requests(config: ExtractConfig, model: "ModelSource", text: TextSource, layers: Sequence[int],
+                   sites: Sequence[str], name: str | None, shelf: Shelf) -> list[StoreRequest]:
+    """The requested stores: every site of every layer, all of the same tokens.
+
+    Since a row that one of several stores drops is dropped from all, each store's `source` lists the other hook points,
+    as `beside`; the names derived for them end in one hash, of the whole request.
+    """
+    for layer in layers:
+        model.check_layer(layer)
+    points = [HookPoint(*pair) for pair in product(dict.fromkeys(layers), dict.fromkeys(sites))]
+    common = {field: getattr(config, field) for field in DECIDING} | model.identity() | text.identity()
+    if config.max_norm_multiple is not None:  # else hash as before this option existed
+        common["max_norm_multiple"] = config.max_norm_multiple
+    labels = {point: f"l{point.layer}-{point.site}" for point in sorted(points)}
+    whole = common | (points[0]._asdict() if len(points) == 1 else {"places": list(labels.values())})
+    found = []
+    for point in points:
+        source = {**common, **point._asdict()}
+        if beside := [label for other, label in labels.items() if other != point]:
+            source["beside"] = beside
+        if name is None:
+            model_name = Path(os.path.abspath(config.model)).name
+            named = checked_name(f"{model_name}-{labels[point]}-{hash_request(whole)[:6]}", DERIVED)
+        else:
+            named = checked_name(name if len(points) == 1 else f"{name}-{labels[point]}")
+        found.append(StoreRequest(point, shelf.path / named, source))
+    return found
+
+
+class Quota(NamedTuple):
+    """What one rank stores: the first `rows` rows of its documents."""
+
+    rank: int
+    world_size: int
+    rows: int
+
+    def documents(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """This rank's documents."""
+        return (document for document in documents if document.number % self.world_size == self.rank)
+
+
+def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, processes: Communicator,
+                 show: Callable[[float], None], counted: int = COUNTED) -> list[int]:
+    """The number of rows for each rank to store, so that together they store the rows that one process would.
+
+    Each rank tokenizes its own documents and counts their rows, until there are enough in all; they all-gather the
+    counts every `counted` documents. Ranks then need not communicate while they extract.
+    """
+    world_size, waiting = processes.world_size, iter(documents)
+    found, left = [0] * world_size, rows
+    while some := list(islice(waiting, counted)):
+        own = [(document.number, windows.rows(document)) for document in some
+               if document.number % world_size == processes.rank]
+        for number, count in sorted(one for every in processes.all_gather_object(own) for one in every):
+            taken = min(count, left)
+            found[number % world_size] += taken
+            left -= taken
+        show(rows - left)
+        if not left:
+            break
+    return found
 
 
 class Extraction:
-    """Fills stores with a model's activations, of the same tokens row for row, or streams those of one place.
+    """A text run through a language model: its blocks, and their activations.
 
     Args:
-        config: with the context and the precision of the forward pass resolved.
+        config: as `settled`.
         model: the language model.
         text: where the documents come from, pinned.
         listener: shows notes and progress.
-        communicator: the ranks that take part.
 
     Attributes:
-        block_rows: about the number of rows in a block, at most.
+        block_rows: rows per block, at most, about.
     """
 
-    def __init__(self, config: ExtractConfig, model: "LanguageModel", text: TextSource, listener: Listener,
-                 communicator: Communicator) -> None:
-        self._config, self._model, self._text, self._listener = config, model, text, listener
-        self._communicator = communicator
-        self._windows = partial(Windows, model.tokenizer, config.context, config.positions, config.packed,
-                                config.min_tokens)
+    def __init__(self, config: ExtractConfig, model: "LanguageModel", text: TextSource, listener: Listener) -> None:
+        self.config, self.model, self.text, self.listener = config, model, text, listener
+        self.windows = partial(Windows, model.tokenizer, config.window, config.positions, config.packed,
+                               config.min_tokens)
         self.block_rows = look_ahead(model.size)
 
-    def run(self, requests: Sequence[StoreRequest], there: Set[Place]) -> set[Place]:
-        """Write the stores that are not finished.
+    def forward(self, points: Sequence[HookPoint]) -> Forward:
+        """Computes a block's activations at these hook points."""
+        tokens = batch_tokens(self.model, self.config.batch_size, self.config.window, points, self.block_rows)
+        return Forward(self.model, self.config.dtype, tokens, self.listener.note)
 
-        Args:
-            requests: the stores.
-            there: the places of those that are finished, and only decide with the others on their rows.
-
-        Returns:
-            The places of stores that another process has finished meanwhile.
-        """
-        self.prepare(requests)
-        world_size = self._communicator.world_size
-        complete = self._communicator.broadcast_object(lambda: {
-            request.place: len(meta.ranks) or 1 for request in requests if (meta := _complete_meta(request.folder))})
-        missing = [request for request in requests if request.place not in there]
-        unfinished = [request for request in missing if request.place not in complete]
-        for request in requests if unfinished else ():  # the number of processes decides on the order of the rows
-            if (begun := complete.get(request.place, world_size)) != world_size:
-                raise other_number(request.folder, begun, world_size)
-        return self._alone(missing) if world_size == 1 else self._by_rank(missing)
-
-    def prepare(self, requests: Sequence[StoreRequest]) -> dict[Place, StoreMeta]:
-        """Measure what the model gives at some places, which stores of it would record; returns that."""
-        self._requests = requests
-        prefix = self._windows().prefix
-        token_ids = torch.tensor([[*prefix, *self._model.tokenizer("a", add_special_tokens=False)["input_ids"]]])
-        places = [request.place for request in requests]
-        widths = self._model.read(token_ids, torch.ones_like(token_ids), places, lambda rows: rows.shape[-1])
-        tokens = batch_tokens(self._model, self._config.batch_size, self._config.context, places, self.block_rows)
-        self._forward = Forward(self._model, self._config.dtype, tokens, self._listener.note)
-        self._metas = {
-            request.place: StoreMeta(
-                source={**request.source, "layers": self._model.source.layers, "prepend_bos": bool(prefix)},
-                request_hash=request.hash, dtype=self._config.dtype, d_in=width, columns=COLUMNS,
-                shard_rows=self._config.shard_rows or rows_per_shard(width, self._config.dtype, SHARD_ROWS),
-                max_norm_multiple=self._config.max_norm_multiple)
+    def metas(self, requests: Sequence[StoreRequest]) -> dict[HookPoint, StoreMeta]:
+        """What each store records; its width is measured by running the model."""
+        prefix = self.windows().prefix
+        token_ids = torch.tensor([[*prefix, *self.model.tokenizer("a", add_special_tokens=False)["input_ids"]]])
+        widths = self.model.read(token_ids, torch.ones_like(token_ids), [request.point for request in requests],
+                                 lambda rows: rows.shape[-1])
+        return {request.point: StoreMeta(
+            source={**request.source, "layers": self.model.source.layers, "prepend_bos": bool(prefix)},
+            request_hash=request.hash, dtype=self.config.dtype, d_in=width, columns=COLUMNS,
+            shard_rows=self.config.shard_rows or rows_per_shard(width, self.config.dtype, SHARD_ROWS),
+            max_norm_multiple=self.config.max_norm_multiple)
             for request, width in zip(requests, widths, strict=True)}
-        return self._metas
 
-    def stream(self, show: Callable[[int, int], None]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The rows of the one place prepared, which are not stored: of each block, in the storage dtype, (R, D), and
-        the numbers of their documents, (R,); to the text's end.
-
-        Args:
-            show: called after each batch with its numbers of tokens and rows; what it raises ends the stream.
-        """
-        (request,) = self._requests
-        admission = Admission(request.folder, self._metas[request.place])
-        stored, dtype = 0, DTYPES[self._config.dtype]
-        with Ahead(self._blocks(Cursor(), Quota(0, 1, self._config.rows))) as blocks:
-            for block in blocks:
-                if not len(block.lengths):  # all its documents were left out
-                    continue
-                (found,) = self._forward(block, [request.place], show)
-                rows, columns, _ = admission(found.rows, block.columns, {})
-                stored += len(rows)
-                demand_some(stored, "float32", block.offered, 1)  # whose range bfloat16 has: another would not help
-                yield rows if rows.dtype == dtype.storage else dtype.encode_rows(rows), columns["document"]
-
-    def _alone(self, requests: Sequence[StoreRequest]) -> set[Place]:
-        """Write stores by this process alone."""
-        with ExitStack() as held:
-            targets = [Target(request.place, held.enter_context(
-                StoreWriter.open(request.folder, self._metas[request.place], limit=self._config.rows)))
-                for request in requests]
-            missing = [target for target in targets if not target.writer.complete]
-            if missing:
-                left = max(0, self._config.rows - _first_cursor(missing).offered)
-                with filling([target.writer for target in missing], "extracting", left, self._listener) as show:
-                    self._fill(missing, Quota(0, 1, self._config.rows), show)
-        return {target.place for target in targets} - {target.place for target in missing}
-
-    def _by_rank(self, requests: Sequence[StoreRequest]) -> set[Place]:
-        """Write stores with all ranks, each its own documents' rows; rank 0 joins them."""
-        communicator = self._communicator
-        with ExitStack() as held:
-            claimed = [held.enter_context(RankedStore.open(request.folder, self._metas[request.place],
-                                                           world_size=communicator.world_size))
-                       for request in (requests if communicator.rank == 0 else [])]
-            metas = communicator.broadcast_object(lambda: [store.meta for store in claimed])
-            for request, meta in zip(requests, metas, strict=True):
-                if meta.request() != self._metas[request.place].request():
-                    raise StoreError(f"cannot write to {request.folder} by several processes: expected the same model, "
-                                     f"text and options in every process, got others in this one; give all of them the "
-                                     f"same files")
-            there = {request.place for request, meta in zip(requests, metas, strict=True) if meta.complete}
-            if any(not meta.ranks and not meta.complete for meta in metas):
-                self._begin(requests, claimed)
-                metas = communicator.broadcast_object(lambda: [store.meta for store in claimed])
-            self._fill_own([(request, meta) for request, meta in zip(requests, metas, strict=True)
-                            if not meta.complete])
-            communicator.barrier()
-            for store in claimed:
-                if not store.meta.complete:
-                    store.join()
-            communicator.barrier()
-        return there
-
-    def _begin(self, requests: Sequence[StoreRequest], claimed: Sequence[RankedStore]) -> None:
-        """Count how many rows each rank stores, and record it in the stores, which rank 0 has locked."""
-        with self._listener.progress("counting", self._config.rows, "rows") as show:
-            rows = rows_by_rank(self._text.documents(), self._windows(), self._config.rows, self._communicator, show)
-        if claimed:
-            medians = self._median_norms(requests)
-            for request, store in zip(requests, claimed, strict=True):
-                if not store.meta.ranks and not store.meta.complete:
-                    store.begin(rows, medians[request.place])
-
-    def _median_norms(self, requests: Sequence[StoreRequest]) -> dict[Place, float | None]:
-        """The median norm for each place, as one process would have it: of the first block that has a finite row."""
-        admissions = {request.place: Admission(request.folder, self._metas[request.place]) for request in requests}
-        blocks = self._blocks(Cursor(), Quota(0, 1, self._config.rows))
-        while waiting := [place for place, admission in admissions.items() if admission.waits]:
-            if (block := next(blocks, None)) is None:
-                break
-            if len(block.lengths):
-                found = self._forward(block, waiting, lambda tokens, rows: None)
-                for place, one in zip(waiting, found, strict=True):
-                    admissions[place].judge(one.rows)
-        return {place: admission.median for place, admission in admissions.items()}
-
-    def _fill_own(self, stores: Sequence[tuple[StoreRequest, StoreMeta]]) -> None:
-        """Write this rank's rows, for each store into the rank's own."""
-        rank, world_size = self._communicator.rank, self._communicator.world_size
-        with ExitStack() as held:
-            targets, quota = [], Quota(rank, world_size, 0)
-            for request, meta in stores:
-                quota = Quota(rank, world_size, meta.ranks[rank].rows)
-                if quota.rows and not joining_began(request.folder):
-                    writer = StoreWriter.open(rank_folder(request.folder, rank), rank_meta(meta), limit=quota.rows)
-                    targets.append(Target(request.place, held.enter_context(writer)))
-            of_ranks = self._communicator.all_gather_object({target.place: target.rows for target in targets})
-            stored = {request.folder.name: sum(rows.get(request.place, 0) for rows in of_ranks)
-                      for request, _ in stores}
-            for name, rows in stored.items():
-                if rows:
-                    self._listener.note(f"{name}: going on after {rows:,} rows")
-            left = max(0, self._config.rows - min(stored.values(), default=0))
-            with self._listener.progress("extracting", left, "rows") as show:
-                self._fill([target for target in targets if not target.writer.complete], quota, show,
-                           {target.place: target.admission for target in targets})
-
-    def _fill(self, targets: Sequence[Target], quota: Quota, show: Step,
-              others: Mapping[Place, Admission] | None = None) -> None:
-        """Fill stores of a rank's documents, in one pass; `others`: the admissions of its finished stores."""
-        if not targets:
-            return
-        fill(targets, self._blocks(_first_cursor(targets), quota), self._forward, quota.rows,
-             Progress(show, targets, quota.world_size), self._beside(targets, others or {}))
-        for target in targets:
-            target.writer.finish()
-
-    def _beside(self, targets: Sequence[Target], others: Mapping[Place, Admission]) -> dict[Place, Admission]:
-        """The places whose stores are not filled, and what decides which rows these can store.
-
-        Where they need a median, their stores have recorded it: a store that has no rows yet is filled in each pass,
-        from the text's beginning.
-        """
-        filled = {target.place for target in targets}
-        return {request.place: others.get(request.place) or Admission(request.folder,
-                                                                      ActivationStore.open(request.folder).meta)
-                for request in self._requests if request.place not in filled}
-
-    def _blocks(self, cursor: Cursor, quota: Quota) -> Iterator[Block]:
+    def blocks(self, quota: Quota, cursor: Cursor = START) -> Generator[Block, None, None]:
         """The blocks of a rank's documents from a cursor on."""
         def documents_from(spot: Spot) -> Iterator[Document]:
-            return quota.documents(self._text.documents(spot.document, spot.mark, self._listener.note))
+            return quota.documents(self.text.documents(spot.document, spot.mark, self.listener.note))
 
-        return in_blocks(documents_from, self._windows(), quota.rows, cursor, self.block_rows)
+        return in_blocks(documents_from, self.windows(), quota.rows, cursor, self.block_rows)
 
 
-def _complete_meta(folder: Path) -> StoreMeta | None:
-    """The `store.json` of a finished store, damaged or not; None if there is none."""
+def write_stores(extraction: Extraction, requests: Sequence[StoreRequest], processes: Communicator) -> set[HookPoint]:
+    """Write the stores that are not finished; returns the hook points of those that are.
+
+    Ranks write stores of their own, which rank 0 then joins.
+    """
+    metas, world_size = extraction.metas(requests), processes.world_size
+    finished = processes.broadcast_object(lambda: {
+        request.point: meta for request in requests if (meta := _finished_meta(request.folder))})
+    missing = [request for request in requests if request.point not in finished]
+    if not missing:
+        return set(finished)
+    for request in requests:  # the number of processes decides on the order of the rows
+        if request.point in finished and (begun := len(finished[request.point].ranks) or 1) != world_size:
+            raise other_number(request.folder, begun, world_size)
+    with ExitStack() as held:
+        quota, folders = Quota(0, 1, extraction.config.rows), {request.point: request.folder for request in missing}
+        joint = [held.enter_context(RankedStore.open(request.folder, metas[request.point], world_size=world_size))
+                 for request in missing if world_size > 1 and processes.is_main]
+        if world_size > 1:
+            quota, folders = _own_parts(extraction, missing, metas, joint, processes)
+        writers = {point: held.enter_context(StoreWriter.open(folder, metas[point], limit=quota.rows))
+                   for point, folder in folders.items()}
+        waiting = {point: writer for point, writer in writers.items() if not writer.complete}
+        others = {request.point: Admission(request.folder, finished.get(request.point, metas[request.point]))
+                  for request in requests if request.point not in writers}
+        others |= {point: writer.admission for point, writer in writers.items() if writer.complete}
+        with _progress(extraction, missing, writers, processes) as show:
+            fill(waiting, partial(extraction.blocks, quota), extraction.forward(list(metas)), quota.rows, show, others)
+        processes.barrier()
+        for store in joint:
+            store.join()
+        processes.barrier()
+    return set(finished)
+
+
+def _own_parts(extraction: Extraction, missing: Sequence[StoreRequest], metas: dict[HookPoint, StoreMeta],
+               joint: Sequence[RankedStore], processes: Communicator) -> tuple[Quota, dict[HookPoint, Path]]:
+    """What this rank stores, and the folders of its own part of each store, whose `metas` are replaced by those that
+    rank 0 began."""
+    if processes.broadcast_object(lambda: any(not store.meta.ranks for store in joint)):
+        with extraction.listener.progress("counting", extraction.config.rows, "rows") as show:
+            rows = rows_by_rank(extraction.text.documents(), extraction.windows(), extraction.config.rows, processes,
+                                show)
+        medians = _median_norms(extraction, missing, metas) if processes.is_main else {}
+        for request, store in zip(missing, joint, strict=False):
+            if not store.meta.ranks:
+                store.begin(rows, medians[request.point])
+    for request, meta in zip(missing, processes.broadcast_object(lambda: [store.meta for store in joint]), strict=True):
+        if meta.request() != metas[request.point].request():
+            raise StoreError(f"cannot write to {request.folder} by several processes: they differ in model, text or "
+                             f"options; give all of them the same files")
+        quota, metas[request.point] = Quota(processes.rank, processes.world_size,
+                                            meta.ranks[processes.rank].rows), rank_meta(meta)
+    return quota, {request.point: rank_folder(request.folder, processes.rank) for request in missing
+                   if quota.rows and not joining_began(request.folder)}
+
+
+def _median_norms(extraction: Extraction, requests: Sequence[StoreRequest],
+                  metas: Mapping[HookPoint, StoreMeta]) -> dict[HookPoint, float | None]:
+    """The median norm per hook point, as one process would have it: of the first block that has a finite row."""
+    admissions = {request.point: Admission(request.folder, metas[request.point]) for request in requests}
+    blocks, forward = extraction.blocks(Quota(0, 1, extraction.config.rows)), extraction.forward(list(admissions))
+    while waiting := [point for point, admission in admissions.items() if admission.waits]:
+        if (block := next(blocks, None)) is None:
+            break
+        if len(block.lengths):
+            for point, found in zip(waiting, forward(block, waiting, lambda tokens, rows: None), strict=True):
+                admissions[point].judge(found.rows)
+    return {point: admission.median for point, admission in admissions.items()}
+
+
+@contextmanager
+def _progress(extraction: Extraction, requests: Sequence[StoreRequest], writers: Mapping[HookPoint, StoreWriter],
+              processes: Communicator) -> Iterator[Callable[[int, int], None]]:
+    """Shows the progress of all ranks, taken to be as far as this one; called after each batch."""
+    of_ranks = processes.all_gather_object({point: writer.rows for point, writer in writers.items()})
+    stored = [sum(rows.get(request.point, 0) for rows in of_ranks) for request in requests]
+    for request, rows in zip(requests, stored, strict=True):
+        if rows:
+            extraction.listener.note(f"{request.folder.name}: going on after {rows:,} rows")
+    done = {"tokens": 0, "rows": 0}
+    with extraction.listener.progress("extracting", max(0, extraction.config.rows - min(stored)), "rows") as show:
+        started = time.monotonic()
+
+        def step(tokens: int, rows: int) -> None:
+            done["tokens"] += tokens * processes.world_size
+            done["rows"] += rows * processes.world_size
+            rate = done["tokens"] / max(time.monotonic() - started, 1e-9)
+            written = processes.world_size * sum(writer.rows for writer in writers.values())
+            size = processes.world_size * sum(writer.rows * writer.meta.row_bytes for writer in writers.values())
+            show(done["rows"], f"{rate:,.0f} tokens/s, {written:,} rows written, {size_words(size)}")
+
+        yield step
+
+
+def _finished_meta(folder: Path) -> StoreMeta | None:
     meta = ActivationStore.open(folder).meta if (folder / STORE_MARKER).exists() else None
     return meta if meta and meta.complete else None
 
@@ -342,10 +354,6 @@ def _check_same_rows(stores: Sequence[ActivationStore]) -> None:
     for store in stores[1:]:
         found, expected = ([shard.resume.position for shard in one.meta.shards] for one in (store, stores[0]))
         if found != expected:
-            raise StoreError(f"{stores[0].name} and {store.name} do not hold the same rows: expected shards that end "
-                             f"at the same tokens, got others; remove both and run the same command again, with one "
-                             f"--batch-size on one machine")
-
-
-def _first_cursor(targets: Sequence[Target]) -> Cursor:
-    return min((target.cursor for target in targets), key=lambda cursor: cursor.place)
+            raise StoreError(f"{stores[0].name} and {store.name} do not hold the same rows: their shards end at "
+                             f"different tokens; remove both and run the same command again, with one --batch-size on "
+                             f"one machine")

@@ -1,32 +1,45 @@
-"""Running blocks through the model, in batches of windows of similar length."""
+"""Running blocks through the model, and filling stores with their activations in one pass over the text.
 
-from collections.abc import Callable, Sequence
+The stores of one pass hold the same tokens, row for row: a row that one of them drops is dropped from all. So every
+block is read at all hook points, also at those whose stores have its rows already. Blocks do not depend on what is
+read: stores that were interrupted at different shards get the same blocks again, each from its own cursor on.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..base.devices import moved
-from ..base.errors import ModelError
+from ..base.errors import ModelError, StoreError
 from ..base.memory import is_out_of_memory
-from .places import Place
-from .window_blocks import LOOK_AHEAD, Batch, Block
+from ..store.writer import Admission, StoreWriter, jointly
+from .hook_points import HookPoint
+from .windows import LOOK_AHEAD, Batch, Block, Cursor
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel
 
 CPU_TOKENS = 1 << 11  # tokens per forward pass on a CPU: more were no faster
 SHORTEST = 7 / 8  # of a batch's longest window: a narrower range has less padding, but more passes
-# Windows in the passes whose memory is measured; in the first, libraries allocate some for themselves.
-PROBED = (1, 1, 3)
-USED = 0.7  # fraction of the free memory that a batch may take
+PROBED = (1, 1, 3)  # windows per measured pass; in the first, libraries allocate memory for themselves
+USED = 0.7  # fraction of the free memory for a batch
+COLUMNS = ("token_id", "position", "document")
+NONFINITE_ROWS = 10_000  # if none of the first 10,000 rows can be stored, none will
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A block's activations at a place. Shapes: R rows, D the site's width, S special tokens.
+    """A block's activations at a hook point. Shapes: R rows, D the site's width, S special tokens.
 
     Args:
         rows: (R, D) in document order, float32, or bfloat16 as its bits in uint16.
@@ -38,11 +51,11 @@ class Found:
 
 
 class Forward:
-    """Runs blocks; if a batch does not fit in memory, it and the following ones are halved.
+    """Runs blocks in batches of windows of similar length, halved if they do not fit in memory.
 
     Args:
         model: the language model.
-        dtype: the stored type: `float32`, `float16` or `bfloat16`.
+        dtype: the stored type.
         tokens: most tokens in a batch, including padding; a longer window is a batch of its own.
         note: called with a message when batches are halved.
     """
@@ -52,13 +65,8 @@ class Forward:
         encoding = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self._model, self._dtype, self._tokens, self._note = model, encoding, tokens, note
 
-    def __call__(self, block: Block, places: Sequence[Place], show: Callable[[int, int], None]) -> list[Found]:
-        """A block's activations at some places.
-
-        Args:
-            block: the windows.
-            places: where to read.
-            show: called after each batch with its numbers of tokens and rows.
+    def __call__(self, block: Block, points: Sequence[HookPoint], show: Callable[[int, int], None]) -> list[Found]:
+        """A block's activations at hook points; `show` is called after each batch with its numbers of tokens and rows.
 
         Raises:
             ModelError: not even one window fits in memory.
@@ -70,7 +78,7 @@ class Forward:
             windows = order[done : done + self._like(block.lengths[order[done:]])]
             batch = block.batch(windows)
             try:
-                parts = self._read(batch, places)
+                parts = self._read(batch, points)
                 found = found or [(rows.new_empty(block.rows, rows.shape[1]), norms.new_empty(block.specials))
                                   for rows, norms in parts]
                 for (all_rows, all_norms), (rows, norms) in zip(found, parts, strict=True):
@@ -88,26 +96,25 @@ class Forward:
                 self._halve(len(windows), int(block.lengths[windows[0]]))
         return [Found(_on_host(rows), norms.cpu().numpy()) for rows, norms in found]
 
-    def _read(self, batch: Batch, places: Sequence[Place]) -> list[tuple[Tensor, Tensor]]:
-        """A batch's rows, and its norms at special tokens, at each place."""
+    def _read(self, batch: Batch, points: Sequence[HookPoint]) -> list[tuple[Tensor, Tensor]]:
+        """A batch's rows, and its norms at special tokens, at each hook point."""
         kept, special = moved(batch.kept, self._model.device), moved(batch.special, self._model.device)
 
         def take(activations: Tensor) -> tuple[Tensor, Tensor]:
             flat = activations.flatten(0, 1)
             return flat.index_select(0, kept).to(self._dtype), flat.index_select(0, special).double().norm(dim=1)
 
-        return self._model.read(batch.token_ids, batch.mask, places, take)
+        return self._model.read(batch.token_ids, batch.mask, points, take)
 
     def _like(self, lengths: np.ndarray) -> int:
-        """How many of the next windows, whose lengths are descending, make a batch."""
+        """The number of windows in the next batch, given all their lengths in descending order."""
         alike = np.searchsorted(-lengths, -SHORTEST * lengths[0], side="right")
         return int(max(1, min(alike, self._tokens // lengths[0])))
 
     def _halve(self, windows: int, longest: int) -> None:
         if windows == 1:
-            raise ModelError(f"a window of {longest:,} tokens does not fit in the memory of {self._model.device}: "
-                             f"expected room for one forward pass, got none; lower --context, or use --model-dtype "
-                             f"bfloat16")
+            raise ModelError(f"a window of {longest:,} tokens does not fit in the memory of {self._model.device}; "
+                             f"lower --context, or use --model-dtype bfloat16")
         self._tokens = windows // 2 * longest
         self._note(f"{windows} windows of {longest:,} tokens do not fit in the memory of {self._model.device}; "
                    f"going on with {windows // 2}")
@@ -115,16 +122,16 @@ class Forward:
             torch.cuda.empty_cache()
 
 
-def batch_tokens(model: "LanguageModel", batch_size: int | str, context: int, places: Sequence[Place],
+def batch_tokens(model: "LanguageModel", batch_size: int | str, context: int, points: Sequence[HookPoint],
                  ahead: int = LOOK_AHEAD) -> int:
     """Tokens per batch.
 
     Args:
         model: the language model.
-        batch_size: windows of `context` tokens in a batch; `auto` for what fits in a CUDA device's free memory, at most
-            a block, and elsewhere for a fixed number of tokens.
+        batch_size: windows of `context` tokens; `auto` for what fits in a CUDA device's free memory, at most a block,
+            and elsewhere for a fixed number of tokens.
         context: most tokens in a window.
-        places: where the forward pass is read.
+        points: where the forward pass is read.
         ahead: tokens in a block.
     """
     if batch_size != "auto":
@@ -132,7 +139,7 @@ def batch_tokens(model: "LanguageModel", batch_size: int | str, context: int, pl
     if model.device.type != "cuda":
         return CPU_TOKENS
     try:
-        _, few, more = (_peak_bytes(model, windows, context, places) for windows in PROBED)
+        _, few, more = (_peak_bytes(model, windows, context, points) for windows in PROBED)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -144,27 +151,20 @@ def batch_tokens(model: "LanguageModel", batch_size: int | str, context: int, pl
 
 
 def tokens_that_fit(free: int, window: int, context: int, ahead: int = LOOK_AHEAD) -> int:
-    """Tokens per batch that fit in memory.
+    """Tokens per batch, given the free bytes and the bytes that each window adds to a forward pass.
 
-    A power of two of windows, so that slightly more or less memory does not change the batches, and with them the last
-    bits of the rows.
-
-    Args:
-        free: free bytes.
-        window: bytes that each window adds to a forward pass.
-        context: tokens in a window.
-        ahead: tokens in a block.
+    A power of two of windows: slightly more or less memory then changes neither the batches nor the rows' last bits.
     """
     fitting = min(int(USED * free) // window, ahead // context)
     return (1 << max(0, fitting.bit_length() - 1)) * context
 
 
-def _peak_bytes(model: "LanguageModel", windows: int, context: int, places: Sequence[Place]) -> int:
+def _peak_bytes(model: "LanguageModel", windows: int, context: int, points: Sequence[HookPoint]) -> int:
     """Peak memory of a forward pass, without the weights."""
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     token_ids = torch.zeros(windows, context, dtype=torch.int64)
-    model.read(token_ids, torch.ones_like(token_ids), places, torch.clone)
+    model.read(token_ids, torch.ones_like(token_ids), points, torch.clone)
     return torch.cuda.max_memory_allocated(model.device) - before
 
 
@@ -173,3 +173,116 @@ def _on_host(rows: Tensor) -> np.ndarray:
         rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
     rows = rows.cpu()
     return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
+
+
+class Ahead(Generic[Item]):
+    """Runs a generator in a thread, up to `count` items ahead of its consumer, which gets its errors.
+
+    A context manager; leaving it early stops the thread at the next item, waiting at most `patience` seconds: the
+    generator may be waiting for the network, and the daemon thread ends with the process.
+    """
+
+    def __init__(self, items: Generator[Item, None, None], count: int = 1, patience: float = 1.0) -> None:
+        self._items, self._patience = items, patience
+        self._queue: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(count)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sae-ahead", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._stopped.set()
+        self._thread.join(self._patience)
+
+    def __iter__(self) -> Iterator[Item]:
+        while True:
+            item, error = self._queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+
+    def _run(self) -> None:
+        try:
+            for item in self._items:
+                self._put(item, None)
+                if self._stopped.is_set():
+                    break
+            self._put(None, None)
+        except BaseException as error:  # raised again in the consumer's thread
+            self._put(None, error)
+        finally:
+            self._items.close()
+
+    def _put(self, item: Item | None, error: BaseException | None) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._queue.put((item, error), timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+
+def demand_some(stored: int, dtype: str, offered: int, points: int) -> None:
+    """Raise a StoreError if none of at least `NONFINITE_ROWS` rows could be stored in that dtype at all hook points."""
+    if offered < NONFINITE_ROWS or stored:
+        return
+    if points > 1:
+        raise StoreError(f"no row can be stored: of {offered:,} none is finite in {dtype}, and within "
+                         f"--max-norm-multiple if given, at all {points} hook points; extract each hook point alone to "
+                         f"see which of them drops its rows")
+    remedy = ("the model itself gives them, so check its weights" if dtype == "float32" else
+              f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != dtype)}")
+    raise StoreError(f"no row can be stored: none of {offered:,} is finite in {dtype}; {remedy}")
+
+
+def fill(writers: Mapping[HookPoint, StoreWriter], blocks_from: Callable[[Cursor], Generator[Block, None, None]],
+         forward: Forward, rows: int, show: Callable[[int, int], None],
+         others: Mapping[HookPoint, Admission] | None = None) -> None:
+    """Fill stores until all are full or the text ends, and finish them.
+
+    The next block is prepared, and the last one stored, while the model runs.
+
+    Args:
+        writers: the stores to fill.
+        blocks_from: the blocks from a cursor on.
+        forward: computes a block's rows.
+        rows: the number of rows per store.
+        show: called after each batch with its numbers of tokens and rows.
+        others: further hook points with stores of the same rows, and what decides which rows these can store.
+    """
+    if not writers:
+        return
+    admissions = {point: writer.admission for point, writer in writers.items()} | dict(others or {})
+    cursors = {point: Cursor.from_json(writer.cursor) for point, writer in writers.items()}
+    first = min(cursors.values(), key=lambda cursor: cursor.order)
+
+    def store(taking: Mapping[HookPoint, StoreWriter], block: Block, found: Mapping[HookPoint, Found]) -> None:
+        verdicts = jointly({point: admissions[point].judge(one.rows) for point, one in found.items()})
+        for point, writer in taking.items():
+            dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
+            given = np.empty((0, writer.meta.d_in), np.float32)
+            if point in found:
+                given, dropped = found[point].rows, dropped | {"special": found[point].special_norms}
+            writer.append(given, block.columns, block.cursor.to_json(), dropped, verdicts.get(point))
+            demand_some(writer.rows, writer.meta.dtype, block.offered, len(admissions))
+
+    with Ahead(blocks_from(first)) as blocks, ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool:
+        under_way: Future[None] = pool.submit(lambda: None)
+        for block in blocks:
+            taking = {point: writer for point, writer in writers.items()
+                      if not writer.full and block.cursor.order >= cursors[point].order}
+            found = forward(block, list(admissions), show) if taking and len(block.lengths) else []
+            under_way.result()
+            under_way = pool.submit(store, taking, block, dict(zip(admissions, found, strict=False)))
+            if block.offered >= rows:  # enough, unless some could not be stored
+                under_way.result()
+                if all(writer.full for writer in writers.values()):
+                    break
+        under_way.result()
+    for writer in writers.values():
+        writer.finish()

@@ -1,72 +1,26 @@
-"""A loaded language model, whose activations are read at some places or replaced at one.
+"""A loaded language model, whose activations are read or replaced at hook points.
 
-Sites (see `places.py`) are read by module hooks rather than from `hidden_states`, whose last entry is normalised.
+Hook points are read by module hooks rather than from `hidden_states`, whose last entry is normalised. Only the blocks
+wanted are loaded. The configuration stays the whole model's, and with it all that depends on its number of layers: a
+block computes the same whether those after it are there or not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, modeling_utils
 from transformers.utils import logging
 
 from ..base.devices import moved
-from ..base.errors import ConfigError, ModelError, SaeError, one_line
+from ..base.errors import ModelError, SaeError, one_line
 from ..base.memory import is_out_of_memory
+from .hook_points import HookPoint, intercepted
 from .model_source import DTYPE_WORD, UNLOADABLE, ModelSource, explained, no_tokenizer
-from .places import Place
-from .weights import Outline
-
-MLP = ("mlp", "feed_forward", "ffn")  # what architectures call a block's MLP
-
-
-def hook_point(block: nn.Module, site: str) -> tuple[nn.Module, bool]:
-    """The module whose output (or input, where the flag is set) is the site.
-
-    Gemma-2 and its successors normalise the outputs of attention and MLP before adding them, so those norms' outputs
-    are the sites; such a block has a `post_feedforward_layernorm`.
-
-    Raises:
-        ConfigError: the block has no module of a known name for the site.
-    """
-    is_input = site in ("resid_pre", "mlp_in")
-    if site in ("resid_pre", "resid_post"):
-        return block, is_input
-    normed = hasattr(block, "post_feedforward_layernorm")
-    names = {"mlp_in": MLP,
-             "mlp_out": ("post_feedforward_layernorm",) if normed else MLP,
-             "attn_out": ("post_attention_layernorm",) if normed else ("self_attn", "attention", "attn",
-                                                                       "self_attention")}[site]
-    for name in names:
-        if hasattr(block, name):
-            return getattr(block, name), is_input
-    raise ConfigError(f"--site {site} is unknown in {type(block).__name__}: expected a part named "
-                      f"{' or '.join(names)}; use resid_post or resid_pre", option="site")
-
-
-@contextmanager
-def intercepted(block: nn.Module, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While open, forward passes replace the activations, (B, T, D), at a site of a block by `replace(activations)`."""
-    module, is_input = hook_point(block, site)
-
-    def on_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if args:
-            return (replace(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": replace(kwargs["hidden_states"])}
-
-    def on_output(module: nn.Module, args: tuple, output: Any) -> Any:
-        return (replace(output[0]), *output[1:]) if isinstance(output, tuple) else replace(output)
-
-    handle = (module.register_forward_pre_hook(on_input, with_kwargs=True) if is_input
-              else module.register_forward_hook(on_output))
-    try:
-        yield
-    finally:
-        handle.remove()
-
 
 Taken = TypeVar("Taken")
 
@@ -79,16 +33,12 @@ class LanguageModel:
         device: where it runs.
         head: load the unembedding too, which only `logits` needs.
         dtype: precision of weights and forward pass; see `ModelSource.dtype_on`.
-        weights_seed: draw the weights anew, as the architecture initialises them, by this seed; None for the model's.
-        last: the last layer that is read, after which no block is loaded where that is safe; None for all blocks, as
-            `logits` and random weights take them.
+        weights_seed: draw random weights, as the architecture initialises them; None for the model's own.
+        last: the last layer to load, where that is safe; None for all blocks.
 
     Attributes:
-        size: number of parameters, including those of blocks that are not loaded.
+        size: number of parameters, including blocks that are not loaded.
         blocks: its transformer blocks.
-
-    Raises:
-        ModelError: weights or tokenizer cannot be loaded.
     """
 
     def __init__(self, source: ModelSource, device: torch.device, head: bool = False, dtype: str = "auto",
@@ -111,7 +61,7 @@ class LanguageModel:
                 with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU, the same for every device
                     torch.manual_seed(weights_seed)
                     model = loader.from_config(source.config, **settings)
-            self.model = model.to(device).eval()
+            self.model: Any = model.to(device).eval()
         except ModelError:
             raise
         except UNLOADABLE as error:
@@ -122,7 +72,7 @@ class LanguageModel:
         if not hasattr(self.model.get_input_embeddings(), "weight"):
             raise ModelError(f"{source.name} reads no tokens: expected a causal language model, got a "
                              f"{type(self.model).__name__}; use another model")
-        self.size, self.blocks = outline.size, self.model.get_submodule(outline.path)
+        self.size, self.blocks = outline.size, cast(nn.ModuleList, self.model.get_submodule(outline.path))
 
     @property
     def vocabulary(self) -> int:
@@ -132,9 +82,8 @@ class LanguageModel:
     def check_tokens(self, token_ids: Tensor) -> None:
         """Raise a ModelError for tokens without an embedding: a tokenizer may have more tokens than its model."""
         if (largest := int(token_ids.max())) >= self.vocabulary:
-            raise ModelError(f"{self.source.name} cannot read the token {largest}: expected token ids below "
-                             f"{self.vocabulary}, the size of its embedding; use the tokenizer that the model was "
-                             f"trained with")
+            raise ModelError(f"{self.source.name} cannot read the token {largest}: its embedding has "
+                             f"{self.vocabulary} tokens; use the tokenizer that the model was trained with")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,37 +91,34 @@ class LanguageModel:
         return next(self.model.parameters()).dtype
 
     @torch.no_grad()
-    def read(self, token_ids: Tensor, mask: Tensor, places: Sequence[Place],
+    def read(self, token_ids: Tensor, mask: Tensor, points: Sequence[HookPoint],
              take: Callable[[Tensor], Taken]) -> list[Taken]:
-        """The activations at some places; the forward pass stops at the last one.
+        """The activations at hook points; the forward pass stops at the last one.
 
         Args:
             token_ids: (B, T), int64.
             mask: 1 at tokens, 0 at padding, (B, T).
-            places: where to read, each once.
-            take: maps the activations at a place, (B, T, D) in the model's dtype and on its device, to a result; it
-                must copy, for a model may then add to them in place.
-
-        Returns:
-            The result of `take` at each place.
+            points: where to read, each once.
+            take: maps activations, (B, T, D) in the model's dtype and on its device, to a result; it must copy, for a
+                model may then add to them in place.
         """
         self.check_tokens(token_ids)
-        found: dict[Place, Taken] = {}
+        found: dict[HookPoint, Taken] = {}
 
-        def note(place: Place, activations: Tensor) -> Tensor:
-            found[place] = take(activations)
-            if len(found) == len(places):
+        def note(point: HookPoint, activations: Tensor) -> Tensor:
+            found[point] = take(activations)
+            if len(found) == len(points):
                 raise _Reached
             return activations
 
         with ExitStack() as hooks:
-            for place in places:
-                hooks.enter_context(self.intercepted(*place, partial(note, place)))
+            for point in points:
+                hooks.enter_context(self.intercepted(*point, partial(note, point)))
             try:
                 self._forward(token_ids, mask)
             except _Reached:
-                return [found[place] for place in places]
-        never = next(place for place in places if place not in found)
+                return [found[point] for point in points]
+        never = next(point for point in points if point not in found)
         raise ModelError(f"{self.source.name} never ran its layer {never.layer}: its blocks are not called one by one")
 
     @torch.no_grad()
@@ -181,12 +127,12 @@ class LanguageModel:
         return self._forward(token_ids, mask).logits.float()
 
     def _forward(self, token_ids: Tensor, mask: Tensor) -> Any:
-        with self.told():
+        with self.reporting():
             return self.model(input_ids=moved(token_ids, self.device), attention_mask=moved(mask, self.device),
                               use_cache=False)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """Raise a ModelError for an error in the model's own code, which does not name the model."""
         try:
             yield
@@ -201,7 +147,7 @@ class LanguageModel:
 
     @contextmanager
     def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """`intercepted` at a site of a block of this model."""
+        """See `hook_points.intercepted`."""
         with intercepted(self.blocks[layer], site, replace):
             yield
 
@@ -220,3 +166,94 @@ def load_tokenizer(source: ModelSource) -> Any:
     if len(found) <= len(set(found.all_special_ids)):
         raise no_tokenizer(source.name)
     return found
+
+
+class Outline:
+    """A model on the meta device, without weights: its number of parameters `size`, and the name `path` of the module
+    list of its blocks."""
+
+    def __init__(self, source: ModelSource, loader: Any, settings: dict[str, Any]) -> None:
+        with torch.device("meta"):
+            self._whole = loader.from_config(source.config, **settings)
+        self._source, self._settings = source, settings
+        self.size = sum(parameter.numel() for parameter in self._whole.parameters())
+        self.path = _path_of_blocks(self._whole, source.layers, source.name)
+
+    def load(self, blocks: int) -> Any:
+        """The model with its weights, up to a number of blocks if no later block shares weights with the rest."""
+        loaded: Any = type(self._whole)
+        if blocks < self._source.layers and not self._shares_after(blocks):
+            loaded = _cut(loaded, self.path, blocks)
+        with _unmapped():
+            model, info = loaded.from_pretrained(self._source.location, config=self._whole.config,
+                                                 revision=self._source.revision, output_loading_info=True,
+                                                 **self._settings)
+        if lacking := sorted(set(info["missing_keys"]) & self._needed()):
+            raise ModelError(f"cannot load the model {self._source.name}: its checkpoint has no weights for "
+                             f"{lacking[0]}" + f" and {len(lacking) - 1} more" * (len(lacking) > 1)
+                             + "; use a complete checkpoint")
+        return model
+
+    def _shares_after(self, blocks: int) -> bool:
+        """Whether a block after the first ones has parameters that are used elsewhere too."""
+        after = self._whole.get_submodule(self.path)[blocks:]
+        shared = {name for name, _ in self._whole.named_parameters(remove_duplicate=False)} - {
+            name for name, _ in self._whole.named_parameters()}
+        own = {id(parameter) for parameter in after.parameters()}
+        return any(id(self._whole.get_parameter(name)) in own for name in shared)
+
+    def _needed(self) -> set[str]:
+        """Names of the parameters up to the last block's; of all parameters with a head, which comes last.
+
+        A checkpoint saved for another task may lack modules after the blocks, such as BERT's pooler.
+        """
+        names = [name for name, _ in self._whole.named_parameters()]
+        if self._whole.get_output_embeddings() is not None:
+            return set(names)
+        last = max(index for index, name in enumerate(names) if name.startswith(f"{self.path}."))
+        return set(names[: last + 1])
+
+
+def _path_of_blocks(model: nn.Module, layers: int, name: str) -> str:
+    """Name of the outermost module list of the configured length; `name` is the model's, for the error."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers:
+            return path
+    raise ModelError(f"cannot find the blocks of {name}: it has no module list of length {layers}, the number of "
+                     f"layers in its configuration")
+
+
+def blocks_of(model: nn.Module, layers: int, name: str) -> nn.Module:
+    """The transformer blocks of a loaded model named `name`: its outermost module list of length `layers`."""
+    return model.get_submodule(_path_of_blocks(model, layers, name))
+
+
+def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Module]:
+    """The architecture, made with its first blocks only; the library does not load weights of missing modules.
+
+    It keeps its name and module, by which the library looks up how to read older checkpoints.
+    """
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        architecture.__init__(self, *args, **kwargs)
+        del self.get_submodule(path)[blocks:]
+
+    return type(architecture.__name__, (architecture,), {"__init__": init, "__module__": architecture.__module__})
+
+
+@contextmanager
+def _unmapped() -> Iterator[None]:
+    """While open, the library reads checkpoints tensor by tensor, where the installed safetensors can.
+
+    Mapped, the pages of all tensors read so far would stay in memory next to the tensors made of them.
+    """
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        return safe_open(*args, **kwargs | {"backend": "pread"})
+
+    if vars(modeling_utils).get("safe_open") is not safe_open or "backend" not in (safe_open.__text_signature__ or ""):
+        yield
+        return
+    vars(modeling_utils)["safe_open"] = opened
+    try:
+        yield
+    finally:
+        vars(modeling_utils)["safe_open"] = safe_open

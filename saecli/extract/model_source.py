@@ -1,4 +1,4 @@
-"""Where a language model is, and which weights it has, without loading them."""
+"""Finding a language model without loading its weights."""
 
 import re
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ from transformers import __version__ as transformers_version
 from ..base.errors import ConfigError, ModelError
 from ..base.files import NotAFile, regular
 from ..base.network import why_refused, why_unreachable
-from .places import BUNDLED, MODEL_DTYPES, TINY_GEMMA2
+from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2
 
 # What the library raises for damaged or foreign files; older versions of the hub's client lack the last.
-UNLOADABLE = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError,
-              UnpicklingError,
-              *([hub_errors.StrictDataclassError] if hasattr(hub_errors, "StrictDataclassError") else []))
+UNLOADABLE: tuple[type[Exception], ...] = (
+    AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError, SafetensorError,
+    UnpicklingError, *([hub_errors.StrictDataclassError] if hasattr(hub_errors, "StrictDataclassError") else []))
 DTYPE_WORD = "dtype" if tuple(map(int, transformers_version.split(".")[:2])) >= (4, 56) else "torch_dtype"
 OFFLINE_ADVICE = f"or use --model {TINY_GEMMA2}, which is bundled, or the folder of a downloaded model"
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model is: bundled, in a local folder, or on the Hugging Face hub.
+    """A model that is bundled, in a local folder, or on the Hugging Face hub.
 
     Args:
         name: as the user gave it.
-        location: what `from_pretrained` takes.
+        location: argument of `from_pretrained`.
         revision: the hub commit; None for folders.
-        config: the model's configuration.
+        config: transformers' configuration.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ModelSource:
 
     @property
     def positions(self) -> int | None:
-        """The model's `max_position_embeddings`, the most tokens in a window; None if there is none."""
+        """`max_position_embeddings`, the longest window in tokens; None if there is none."""
         found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
@@ -64,8 +64,10 @@ class ModelSource:
         return (self.layers - 1) // 2
 
     def dtype_on(self, device: torch.device, wanted: str = "auto") -> str:
-        """The precision of a forward pass on a device: the one wanted of `MODEL_DTYPES`; for auto float32 on a CPU,
-        where half precision is slow and rarely native, else the checkpoint's own, or float32 if that is none of these.
+        """The precision of a forward pass on a device.
+
+        `auto` is float32 on a CPU, where half precision is slow and rarely native; elsewhere the checkpoint's own, or
+        float32 if that is none of `MODEL_DTYPES`.
         """
         if wanted != "auto":
             return wanted
@@ -74,7 +76,7 @@ class ModelSource:
         return named if device.type != "cpu" and named in MODEL_DTYPES else "float32"
 
     def check_layer(self, layer: int) -> None:
-        """Raise a ConfigError for a block that the model does not have."""
+        """Raise a ConfigError for a layer that the model does not have."""
         if not 0 <= layer < self.layers:
             raise ConfigError(f"{self.name} has layers 0 to {self.layers - 1}, got --layer {layer}")
 
@@ -85,8 +87,7 @@ class ModelSource:
                               f"{context:,}; lower it")
 
     def identity(self) -> dict[str, Any]:
-        """The part of a request's hash that determines the weights: revision, or sizes and times of a folder's files.
-        """
+        """The part of a request's hash for the weights: the revision, or sizes and times of a folder's files."""
         if self.name in BUNDLED or self.revision:
             return {"model": self.name, "revision": self.revision}
         files = sorted(path for path in Path(self.location).iterdir() if path.is_file())
@@ -95,16 +96,10 @@ class ModelSource:
 
 
 def find_model(name: str) -> ModelSource:
-    """Find a model without loading its weights.
-
-    Args:
-        name: a bundled model's name, a folder, or a hub id.
-
-    Raises:
-        ModelError: it is missing or gated, or the hub cannot be reached.
-    """
+    """The model of a bundled model's name, a folder, or a hub id; ModelError if it is missing or gated, or the hub
+    cannot be reached."""
     if not name.strip():  # the path of an empty name is the working directory
-        raise ConfigError(f"--model is empty: expected a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}",
+        raise ConfigError(f"--model is empty; give a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}",
                           option="model")
     if name.rstrip("/") in BUNDLED:  # as a shell completes the name of a folder
         name = name.rstrip("/")
@@ -113,7 +108,7 @@ def find_model(name: str) -> ModelSource:
         if not local:
             validate_repo_id(name)
     except hub_errors.HFValidationError as error:
-        raise ModelError(f"no model {name!r}: expected a folder, a hub id such as google/gemma-2-2b, or "
+        raise ModelError(f"no model {name!r}: give a folder, a hub id such as google/gemma-2-2b, or "
                          f"{TINY_GEMMA2}") from error
     location = str(BUNDLED.get(name, name))
     if local:
@@ -130,13 +125,13 @@ def find_model(name: str) -> ModelSource:
     except UNLOADABLE as error:
         raise explained(name, error) from error
     if not getattr(config.get_text_config(), "num_hidden_layers", None):
-        raise ModelError(f"{name} has no layers to read from: expected a num_hidden_layers above 0 in its "
-                         f"configuration, got none; use another model")
+        raise ModelError(f"{name} has no num_hidden_layers in its configuration, and so no layers to read from; use "
+                         f"another model")
     return ModelSource(name, location, None if local else getattr(config, "_commit_hash", None), config)
 
 
 def _demand_files(name: str, folder: Path) -> None:
-    """Raise a ModelError for a folder with a pipe or a device in it, on which loading would block."""
+    """Raise a ModelError for a folder with a pipe or a device, on which loading would block."""
     for path in folder.iterdir():
         if path.exists() and not path.is_dir():
             try:
@@ -149,10 +144,10 @@ def explained(name: str, error: BaseException) -> ModelError:
     """Why a model could not be loaded, and what to do."""
     if "trust_remote_code" in str(error):
         return ModelError(f"{name} comes with Python code of its own, and this tool runs no code from a model's "
-                          f"folder: expected an architecture that transformers has; use another model")
+                          f"folder; use a model whose architecture transformers has")
     if isinstance(error, UnpicklingError):  # the library's message says how to run the file's code all the same
-        return ModelError(f"cannot load the model {name}: expected weights that hold nothing but tensors, got a pickle "
-                          f"that is damaged or holds code; use a model with model.safetensors")
+        return ModelError(f"cannot load the model {name}: its weights are a pickle that is damaged or holds code; use "
+                          f"a model with model.safetensors")
     if "backend tokenizer" in str(error):
         return no_tokenizer(name)
     cause: BaseException | None = error
@@ -162,10 +157,10 @@ def explained(name: str, error: BaseException) -> ModelError:
         cause = cause.__cause__ or cause.__context__
     said = re.sub(r":\s*\n\s*", ": ", str(error).strip())  # a line that ends in a colon says nothing alone
     reason = (said.splitlines() or [type(error).__name__])[0].rstrip(".")
-    return ModelError(f"cannot load the model {name}: {reason}; expected the files of a Hugging Face causal language "
+    return ModelError(f"cannot load the model {name}: {reason}; give the files of a Hugging Face causal language "
                       f"model")
 
 
 def no_tokenizer(name: str) -> ModelError:
-    return ModelError(f"cannot load the tokenizer of {name}: expected its files, such as tokenizer.json, beside the "
-                      f"weights, got none that can be read; save the tokenizer there too")
+    return ModelError(f"cannot load the tokenizer of {name}: it has no readable tokenizer.json or the like next to the "
+                      f"weights; save the tokenizer there too")

@@ -1,6 +1,6 @@
 """Rows of a model that nothing stores, and the description that stands in a run for its store."""
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Generator, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,27 +11,30 @@ from ..base.console import Listener
 from ..base.devices import device_named
 from ..base.distributed import ALONE
 from ..base.home import Home
+from ..store.codec import DTYPES
 from ..store.schema import StoreMeta
-from .config import StoreRequest, store_requests
-from .extraction import Extraction, settled
-from .options import ExtractConfig
-from .places import TINY_GEMMA2
+from ..store.writer import Admission
+from .extraction import Extraction, Quota, StoreRequest, settled, store_requests
+from .forward import Ahead, demand_some
+from .options import TINY_GEMMA2, ExtractConfig
 from .texts import STDLIB_DOCS
 
 GPU_TOKENS = 1 << 14  # per forward pass
-Blocks = Callable[[Callable[[int, int], None]], Iterator[tuple[np.ndarray, np.ndarray]]]
+Blocks = Callable[[Callable[[int, int], None]], Generator[tuple[np.ndarray, np.ndarray], None, None]]
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """One place of a model, in the place of the stores that a run names.
+    """One hook point of a model, in place of the stores that a run names.
 
     Args:
         request: the store that `sae extract` makes of the same options.
-        meta: what it would record.
+        meta: its `store.json`.
         given: the options that determine the rows, as `sae train` takes them.
-        blocks: reads the rows; see `Extraction.stream`.
-        block_rows: about the number of rows in a block.
+        blocks: gives, per block to the text's end, the rows in the storage dtype, (R, D), and the numbers of their
+            documents, (R,). Its argument is called after each batch of the model with its numbers of tokens and rows;
+            an error that it raises ends the stream.
+        block_rows: rows per block, about.
     """
 
     request: StoreRequest
@@ -71,38 +74,40 @@ class Streamed:
 
 def open_stream(config: ExtractConfig, *, given: Set[str], layer: int | None, site: str, device: str, home: Home,
                 listener: Listener) -> Streamed:
-    """Load a model and open a text, to read the rows of one place.
+    """Load a model and open a text, to read the rows of one hook point.
 
-    Args:
-        config: the options that determine the rows.
-        given: names of the options that the user set.
-        layer: block to read; None for the middle one.
-        site: where in it.
-        device: where to compute.
-        home: the folder of stores and runs.
-        listener: shows notes.
-
-    Raises:
-        ConfigError: an option is invalid, or does nothing with the others.
-        ModelError: the model or the text cannot be loaded.
+    `given` names the options that the user set. A `layer` of None is the middle one.
     """
     from .language_model import LanguageModel  # transformers takes seconds to import
 
     where = device_named(device)
     config, source, text = settled(config, given, where, listener, ALONE)
-    if where.type == "cuda":  # what fits in all memory that is free would leave none for the training beside it
-        config = replace(config, batch_size=max(1, GPU_TOKENS // config.context))
+    if where.type == "cuda":  # what fits in all free memory would leave none for training
+        config = replace(config, batch_size=max(1, GPU_TOKENS // config.window))
     layer = source.default_layer() if layer is None else layer
     (request,) = store_requests(config, source, text, [layer], [site], None, home.stores)
-    extraction = Extraction(config, LanguageModel(source, where, dtype=config.model_dtype, last=layer), text, listener,
-                            ALONE)
-    meta = extraction.prepare([request])[request.place]
+    extraction = Extraction(config, LanguageModel(source, where, dtype=config.model_dtype, last=layer), text, listener)
+    meta, points = extraction.metas([request])[request.point], [request.point]
+    forward = extraction.forward(points)
+
+    def blocks(show: Callable[[int, int], None]) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
+        admission, stored, dtype = Admission(request.folder, meta), 0, DTYPES[config.dtype]
+        with Ahead(extraction.blocks(Quota(0, 1, config.rows))) as found:
+            for block in found:
+                if not len(block.lengths):  # all its documents were left out
+                    continue
+                rows, columns, _ = admission(forward(block, points, show)[0].rows, block.columns, {})
+                stored += len(rows)
+                demand_some(stored, "float32", block.offered, 1)  # whose range bfloat16 has: another would not help
+                yield (rows if rows.dtype == dtype.storage else dtype.encode_rows(rows),
+                       np.asarray(columns["document"]))
+
     chosen = {name: value for name, value in asdict(config).items() if name in given}
     chosen |= {"model": _found_again(config.model), "layer": layer, "site": site, "rows": config.rows,
                "context": config.context, "model_dtype": config.model_dtype, "dataset": _found_again(text.dataset)}
     if text.revision is not None:
         chosen["dataset_revision"] = text.revision
-    return Streamed(request, meta, chosen, extraction.stream, extraction.block_rows)
+    return Streamed(request, meta, chosen, blocks, extraction.block_rows)
 
 
 def _found_again(name: str) -> str:

@@ -1,27 +1,48 @@
-"""Where documents come from.
+"""Where documents come from: Python's docstrings, .txt, .jsonl and .parquet files, datasets of the Hugging Face hub.
 
-A source is a numbered sequence of texts. Every document has a number, including blank ones, so that a later pass
-resumes exactly where an earlier one stopped.
+Every document has a number, also a blank one, so that a later pass can go on where an earlier one stopped. Only hub
+datasets are read by `datasets`: it takes a second and a half to open the smallest file.
 """
 
-import glob
+import ast
+import inspect
+import json
 import platform
-from collections.abc import Callable, Iterator
+import re
+import sysconfig
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from ..base.errors import ModelError
+from ..base.errors import ModelError, one_line
 from ..base.files import NotAFile, file_sha256, regular
 from ..base.network import why_unreachable
-from .local_texts import jsonl_texts, stdlib_docstrings, txt_texts
-from .steady import Document, Mark
-from .streamed_texts import Streamed, commit_of, unreachable
 
 STDLIB_DOCS = "stdlib-docs"
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
 DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # if the user names none
+MARK_EVERY = 256  # rows of a hub dataset between two marks
+COMMIT = re.compile("[0-9a-f]{40}")
+WITHOUT_NETWORK = "use --dataset stdlib-docs or a local .txt, .jsonl or .parquet file instead"
+ENOUGH_LINES, MOST_BAD = 100, 0.01  # from 100 lines on, a .jsonl file is refused if over 1% of them hold no text
+_STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
+_DOCSTRING_MIN_CHARS = 40
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+Texts = Generator[str, None, None]
+Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` before that document}
+
+
+class Document(NamedTuple):
+    """A text, its number within the source, and the mark from which a later pass reads it; None for the beginning."""
+
+    number: int
+    text: str
+    mark: Mark | None
 
 
 @dataclass(frozen=True)
@@ -30,10 +51,10 @@ class TextSource:
 
     Args:
         dataset: `stdlib-docs`, the path of a .txt, .jsonl or .parquet file, or a Hugging Face dataset id.
-        config: the dataset's configuration, for dataset ids.
-        split: the dataset's split, for dataset ids.
-        column: the column that holds the text; .txt files and `stdlib-docs` have none.
-        revision: the dataset's commit, branch or tag, for dataset ids; None for its newest state.
+        config: configuration of a hub dataset.
+        split: split of a hub dataset.
+        column: the column that holds the text.
+        revision: commit, branch or tag of a hub dataset; None for its newest state.
     """
 
     dataset: str
@@ -42,22 +63,23 @@ class TextSource:
     column: str = "text"
     revision: str | None = None
 
-    def pinned(self, note: Callable[[str], None]) -> Self:
-        """The source with its revision resolved to a commit, if the hub can be reached; `note` is called before each
-        retry. ModelError if the hub has no such dataset or revision."""
-        if self.dataset == STDLIB_DOCS or _is_local(self.dataset):
+    def pinned(self) -> Self:
+        """The source with its revision resolved to a commit, if the hub can be reached."""
+        commit = self.revision is not None and COMMIT.fullmatch(self.revision)
+        if self.dataset == STDLIB_DOCS or _is_local(self.dataset) or commit or why_unreachable():
             return self
-        return replace(self, revision=commit_of(self.dataset, self.revision, note))
+        from huggingface_hub import HfApi
+
+        try:
+            found = HfApi().dataset_info(self.dataset, revision=self.revision, timeout=30)
+        except _hub_errors() as error:
+            raise self._unread(error, "check its id and --dataset-revision") from error
+        return replace(self, revision=found.sha)
 
     def identity(self) -> dict[str, Any]:
-        """The part of a request's hash that determines the documents.
+        """The part of a request's hash that determines the documents, a JSON object.
 
-        Returns:
-            A JSON-able dictionary: for a local file its resolved name, size and SHA-256, for `stdlib-docs`
-            the Python version, for a dataset id the id, configuration, split and revision; with the column, if any.
-
-        Raises:
-            ModelError: the local file does not exist or is of an unknown kind.
+        A local file is known by its path, size and SHA-256, `stdlib-docs` by the Python version.
         """
         if self.dataset == STDLIB_DOCS:
             return {"dataset": STDLIB_DOCS, "python": platform.python_version()}
@@ -75,62 +97,90 @@ class TextSource:
         Args:
             start: number of the first document, from 0.
             mark: the mark of an earlier pass's document at or before `start`, from which to read.
-            note: called with a message before each retry of the network, and on skipped lines of a .jsonl file.
+            note: called with a message on skipped lines of a .jsonl file.
 
         Raises:
-            ModelError: the source cannot be found, reached or read as text.
+            ModelError: the source cannot be found, reached or read as text, or is empty.
         """
         found = self._documents(start, mark, note)
         if start == 0:
             if (first := next(found, None)) is None:
-                raise ModelError(f"there is no text in {self.dataset}; expected at least one, got none; name another "
-                                 "file or dataset")
+                raise ModelError(f"there is no text in {self.dataset}; name another file or dataset")
             yield first
         yield from found
 
     def _documents(self, start: int, mark: Mark | None, note: Callable[[str], None]) -> Iterator[Document]:
-        if self.dataset == STDLIB_DOCS:
-            texts = stdlib_docstrings()
-        elif not _is_local(self.dataset):
-            return self._on_hub().documents(start, mark, note)
-        else:
-            path = _local_file(self.dataset)
-            if path.suffix.lower() == ".parquet":
-                return _parquet(path, self.column).documents(start, mark, note) if _has_rows(path) else iter(())
-            texts = txt_texts(path) if path.suffix.lower() == ".txt" else jsonl_texts(path, self.column, note)
-        return (Document(number, text, None) for number, text in enumerate(islice(texts, start, None), start))
+        if self.dataset != STDLIB_DOCS and not _is_local(self.dataset):
+            yield from self._on_hub(start, mark)
+            return
+        path = Path() if self.dataset == STDLIB_DOCS else _local_file(self.dataset)
+        texts = {"": stdlib_docstrings, ".txt": lambda: txt_texts(path),
+                 ".jsonl": lambda: jsonl_texts(path, self.column, note),
+                 ".parquet": lambda: parquet_texts(path, self.column)}[path.suffix.lower()]()
+        with closing(texts):
+            for number, text in enumerate(islice(texts, start, None), start):
+                yield Document(number, text, None)
+
+    def _on_hub(self, start: int, mark: Mark | None) -> Iterator[Document]:
+        """The documents of a hub dataset; from a mark on, what comes before is neither read nor downloaded."""
+        from huggingface_hub.constants import HF_HUB_OFFLINE
+
+        # Without a network `datasets` fails only after minutes. With HF_HUB_OFFLINE set it may find its cache.
+        if not HF_HUB_OFFLINE and (reason := why_unreachable()):
+            raise self._unreachable(reason)
+        failures = _hub_errors()
+        import datasets
+
+        try:
+            data = datasets.load_dataset(self.dataset, self._config, split=self.split, revision=self.revision,
+                                         streaming=True)
+            number = 0
+            if mark is not None:
+                data.load_state_dict(mark["state"])
+                number = mark["document"]
+            with closing(iter(data)) as rows:  # else the library's readers print errors at interpreter exit
+                for row in rows:
+                    if number >= start:
+                        yield Document(number, text_of(row, self.column, f"row {number} of the dataset {self.dataset}"),
+                                       mark)
+                    number += 1
+                    if number % MARK_EVERY == 0:
+                        mark = {"document": number, "state": data.state_dict()}
+        except ModelError:
+            raise
+        except failures as error:
+            raise self._unread(error, "check its id, configuration and split") from error
 
     @property
     def _config(self) -> str | None:
         return self.config or DEFAULT_CONFIGS.get(self.dataset)
 
-    def _on_hub(self) -> Streamed:
-        what = f"the dataset {self.dataset}"
-        # Without a network `datasets` fails too, but only after half a minute. With HF_HUB_OFFLINE set it does not try,
-        # and may still find the dataset in its cache.
-        from huggingface_hub.constants import HF_HUB_OFFLINE
+    def _unread(self, error: BaseException, advice: str) -> ModelError:
+        """Why the hub dataset could not be read, and what to do."""
+        from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
 
-        if not HF_HUB_OFFLINE and (reason := why_unreachable()):
-            raise unreachable(what, reason)
-        request = {"path": self.dataset, "name": self._config, "split": self.split, "revision": self.revision}
-        return Streamed(what, request, self.column, "check its id, configuration and split")
+        link: BaseException | None = error
+        while link is not None:  # `datasets` reports files that it could not fetch as not found
+            status = getattr(getattr(link, "response", None), "status_code", 503)
+            if isinstance(link, ConnectionError | TimeoutError | HTTPError) and status >= 500:
+                return self._unreachable(one_line(error))
+            link = link.__cause__ or link.__context__
+        if isinstance(error, FileNotFoundError | RepositoryNotFoundError):
+            return ModelError(f"the dataset {self.dataset} cannot be found: {one_line(error)}; check the id, log in "
+                              f"with `hf auth login`, or {WITHOUT_NETWORK}")
+        return ModelError(f"the dataset {self.dataset} cannot be read: {one_line(error)}; {advice}")
 
-
-def _has_rows(path: Path) -> bool:
-    """Whether a Parquet file has rows, at whose lack the library fails; true of one that cannot be read, which it then
-    says."""
-    from pyarrow.parquet import read_metadata
-
-    try:
-        return read_metadata(path).num_rows > 0
-    except (OSError, ValueError):
-        return True
+    def _unreachable(self, reason: str) -> ModelError:
+        return ModelError(f"the dataset {self.dataset} cannot be fetched; expected a network connection to the Hugging "
+                          f"Face Hub, got: {reason}; connect, or {WITHOUT_NETWORK}")
 
 
-def _parquet(path: Path, column: str) -> Streamed:
-    # load_dataset treats file names as glob patterns.
-    request = {"path": "parquet", "data_files": glob.escape(str(path)), "split": "train"}
-    return Streamed(f"the text file {path}", request, column, "write it as Parquet again")
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """The exceptions that `datasets` and the hub's client raise by design."""
+    import datasets
+    from huggingface_hub.errors import HTTPError
+
+    return (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, HTTPError)
 
 
 def _is_local(dataset: str) -> bool:
@@ -141,13 +191,133 @@ def _is_local(dataset: str) -> bool:
 def _local_file(dataset: str) -> Path:
     path = Path(dataset).expanduser()
     if not path.exists():
-        raise ModelError(
-            f"the text file {dataset} does not exist; expected a .txt, .jsonl or .parquet file, a Hugging Face "
-            f"dataset id, or {STDLIB_DOCS}; check the name"
-        )
+        raise ModelError(f"the text file {dataset} does not exist; expected a .txt, .jsonl or .parquet file, a Hugging "
+                         f"Face dataset id, or {STDLIB_DOCS}; check the name")
     try:
         if regular(path).suffix.lower() not in LOCAL_SUFFIXES:
             raise NotAFile("expected a .txt, .jsonl or .parquet file, got a file of another kind")
     except OSError as error:
         raise ModelError(f"the text source {dataset} cannot be read: {error}; convert it or name another") from error
     return path
+
+
+def stdlib_docstrings() -> Texts:
+    """The distinct docstrings of Python's standard library, in the order of its files."""
+    root = Path(sysconfig.get_path("stdlib"))
+    seen: set[str] = set()
+    for path in sorted(root.rglob("*.py")):
+        if _STDLIB_SKIPPED.isdisjoint(path.relative_to(root).parts):
+            for text in _docstrings(path.read_bytes()):
+                if len(text) >= _DOCSTRING_MIN_CHARS and text not in seen:
+                    seen.add(text)
+                    yield text
+    if not seen:
+        raise ModelError(f"the Python standard library has no .py files under {root}; use a local .txt, .jsonl or "
+                         ".parquet file instead")
+
+
+def _docstrings(source: bytes) -> Iterator[str]:
+    with warnings.catch_warnings(action="ignore"):  # old modules have invalid escapes
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError):  # templates and other files that only look like modules
+            return
+    for node in ast.walk(tree):
+        if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
+            yield inspect.cleandoc(text)
+
+
+def txt_texts(path: Path) -> Texts:
+    """The paragraphs of a file, or its lines if no blank lines separate paragraphs."""
+    blocks = (is_text for is_text, _ in groupby(_lines(path), key=lambda line: bool(line.strip())))
+    if sum(islice(filter(None, blocks), 2)) < 2:  # blank lines at either end separate nothing
+        yield from (line for line in _lines(path) if line.strip())
+        return
+    for is_text, lines in groupby(_lines(path), key=lambda line: bool(line.strip())):
+        if is_text:
+            yield "\n".join(lines)
+
+
+def _lines(path: Path, errors: str = "strict") -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8-sig", errors=errors) as file:
+            for line in file:
+                yield line.rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"the text file {path} is not UTF-8: it has the byte 0x{error.object[error.start]:02x}; "
+                         "convert the file to UTF-8") from error
+
+
+def jsonl_texts(path: Path, column: str, note: Callable[[str], None]) -> Texts:
+    """One column of a file with one JSON object per line.
+
+    Lines without text are skipped, up to 1% of all; `note` is called with a message on them when reading ends.
+    """
+    lines, bad, refused = 0, 0, False
+    first: ModelError | None = None
+    try:
+        for number, line in enumerate(_lines(path, errors="surrogateescape"), 1):
+            if not line.strip():
+                continue
+            lines, text = lines + 1, None
+            try:
+                text = _text_in(line, column, f"line {number} of {path}")
+            except ModelError as error:
+                first, bad = first or error, bad + 1
+            if lines >= ENOUGH_LINES and bad > MOST_BAD * lines:
+                break
+            if text is not None:
+                yield text
+        if first is not None and (refused := bad > MOST_BAD * lines):
+            raise first if bad == lines else first.within(
+                after=f"bad lines: {bad:,} of the first {lines:,}, and no more than {MOST_BAD:.0%} are left out")
+    finally:  # also if reading stops before the file's end
+        if bad and not refused:
+            note(f"left out {bad:,} of {lines:,} lines, the first: {first}")
+
+
+def _text_in(line: str, column: str, where: str) -> str:
+    """The text in a column of a line of JSON."""
+    try:
+        text = text_of(json.loads(line), column, where)
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(f"{where} is not UTF-8; correct the line") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{where} cannot be read; expected one JSON object per line, got {one_line(error)}; "
+                         "correct the line") from error
+    return text
+
+
+def parquet_texts(path: Path, column: str) -> Texts:
+    """One column of a Parquet file."""
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if column not in names:
+                text_of(dict.fromkeys(names), column, str(path))  # raises
+            batches = (batch.column(0).to_pylist() for batch in file.iter_batches(columns=[column]))
+            for number, text in enumerate(chain.from_iterable(batches)):
+                yield text_of({column: text}, column, f"row {number} of {path}")
+    except ModelError:
+        raise
+    except (OSError, ValueError) as error:  # pyarrow's own errors are of both kinds
+        raise ModelError(f"the text file {path} cannot be read: {one_line(error)}; write it as Parquet "
+                         f"again") from error
+
+
+def text_of(row: Any, column: str, where: str) -> str:
+    """The text in a column of a row; `where` names the row in messages."""
+    if not isinstance(row, dict):
+        raise ModelError(f"{where} has no columns; expected a JSON object, got {type(row).__name__}; correct it")
+    if column not in row:
+        raise ModelError(f"{where} has no column {column!r}; expected one of its columns, {', '.join(row) or 'none'}; "
+                         "name one with --text-column")
+    text = row[column]
+    if text is not None and not isinstance(text, str):
+        columns = ", ".join(name for name in row if isinstance(row[name], str)) or "none"
+        raise ModelError(f"{where} holds no text in column {column!r}; expected a string, got {type(text).__name__}; "
+                         f"name a column that holds text with --text-column ({columns} here)")
+    return text or ""

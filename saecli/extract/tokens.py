@@ -1,4 +1,4 @@
-"""Token ids as text, and the next tokens that a direction of the residual stream promotes or suppresses.
+"""Token ids as text, continuations of a prompt, and the next tokens that a direction promotes or suppresses.
 
 Shapes: R directions, T tokens, D = d_in, V vocabulary.
 """
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from ..base.errors import ModelError
 from .language_model import LanguageModel, load_tokenizer
@@ -16,11 +17,7 @@ from .model_source import find_model
 
 
 class TokenTexts:
-    """The texts of a tokenizer's tokens, as within a text.
-
-    Args:
-        tokenizer: the model's.
-    """
+    """The texts of a tokenizer's tokens, as within a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -28,8 +25,7 @@ class TokenTexts:
 
     @classmethod
     def of_model(cls, name: str) -> "TokenTexts":
-        """For a model's tokenizer, without loading weights; ModelError if there is no such model, or its tokenizer
-        cannot be loaded."""
+        """For a model's tokenizer, without loading weights."""
         return cls(load_tokenizer(find_model(name)))
 
     @cached_property
@@ -48,7 +44,7 @@ class TokenTexts:
         return self._known[token]
 
     def joined(self, tokens: Sequence[int]) -> str:
-        """The text of consecutive tokens; as numbers if the tokenizer does not know one of them."""
+        """The text of consecutive tokens; numbers if the tokenizer does not know one of them."""
         if any(not 0 <= token < len(self) for token in tokens):
             return "".join(f"[{token}]" for token in tokens)
         head, whole = (self._tokenizer.decode(ids, clean_up_tokenization_spaces=False, skip_special_tokens=False)
@@ -56,13 +52,13 @@ class TokenTexts:
         return whole[len(head):]
 
 
-BLOCK_LOGITS = 1 << 24  # at a time: 64 MB in float32
+BLOCK_LOGITS = 1 << 24  # logits in memory: 64 MB in float32
 LOGIT_BINS = 40
 
 
 class OutputTokens(NamedTuple):
-    """Tokens and how their logits change, the largest change first, (R, count) each; and `counts`, (R, LOGIT_BINS):
-    how many of all tokens have their change in each of equal bins from the lowest to the highest. On the CPU."""
+    """Tokens and the changes of their logits, largest first, (R, count) each; and `counts`, (R, LOGIT_BINS), the number
+    of all tokens by change, in equal bins from the lowest to the highest. On the CPU."""
 
     promoted: Tensor
     promoted_logits: Tensor
@@ -78,20 +74,14 @@ class Unembedding:
 
     where g is the weight of the final norm, and `d / ||d||` is centred if the norm centres (LayerNorm). The norm's
     denominator, which depends on the whole residual stream, is left out: it scales all logits of a direction alike. The
-    mean over the vocabulary affects no probability.
-
-    Args:
-        model: a language model loaded with its head.
-
-    Raises:
-        ModelError: it has no unembedding.
+    mean over the vocabulary affects no probability. The model must be loaded with its head.
     """
 
     def __init__(self, model: LanguageModel) -> None:
         head = model.model.get_output_embeddings()
         if head is None or not hasattr(head, "weight"):
-            raise ModelError(f"{model.source.name} has no unembedding: expected a causal language model, got a "
-                             f"{type(model.model).__name__}; leave --model out")
+            raise ModelError(f"{model.source.name}, a {type(model.model).__name__}, has no unembedding; leave --model "
+                             f"out")
         # A head padded to a round number has more rows than its tokenizer has tokens.
         self._W_U = head.weight[: len(model.tokenizer)]
         self._mean = self._W_U.mean(0, dtype=torch.float32)
@@ -99,14 +89,10 @@ class Unembedding:
 
     @torch.no_grad()
     def output_tokens(self, directions: Tensor, count: int, show: Callable[[int], None]) -> OutputTokens:
-        """The tokens whose logits a unit step in each direction raises and lowers most, and a histogram of all.
+        """The `count` tokens whose logits a unit step in each direction, (R, D), raises and lowers most.
 
-        Args:
-            directions: (R, D).
-            count: how many of each.
-            show: called after each block with the number of directions done.
-
-        Cost: `2 R D V` operations; `BLOCK_LOGITS` logits are held at a time.
+        `show` is called after each block with the number of directions done. Cost: `2 R D V` operations;
+        `BLOCK_LOGITS` logits are held at a time.
         """
         count = min(count, len(self._W_U))
         found: list[tuple[Tensor, ...]] = []
@@ -126,7 +112,7 @@ class Unembedding:
 
 
 @torch.no_grad()
-def _final_norm(model: LanguageModel, head: nn.Module) -> tuple[Tensor, bool]:
+def _final_norm(model: LanguageModel, head: Any) -> tuple[Tensor, bool]:
     """The weight, (D,), of the norm before the head, and whether it centres; found by running the model.
 
     The norm is the last module whose output is the head's input. Its weight is read off its values at vectors of mean 0
@@ -157,3 +143,29 @@ def _final_norm(model: LanguageModel, head: nn.Module) -> tuple[Tensor, bool]:
     centred = torch.equal(constant, norm(-signs))
     signs[1::2] = -1
     return ((norm(signs) - norm(-signs)) / 2 * signs).float(), centred
+
+
+@torch.no_grad()
+def continuation(model: LanguageModel, token_ids: Tensor, most: int, temperature: float, seed: int) -> list[int]:
+    """The ids of the tokens, at least one, that a model puts after a prompt.
+
+    Args:
+        model: loaded with its head.
+        token_ids: the prompt, with the special tokens that begin a text, (1, T), int64.
+        most: number of tokens to stop at; the model's end-of-text token also ends it.
+        temperature: of sampling from all tokens; 0 for the likeliest token each time.
+        seed: of sampling; torch's own generators are left unchanged.
+    """
+    given = model.model.generation_config
+    # All that could come from the model's own defaults, such as top-k, is set.
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {
+        "do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    config = GenerationConfig(max_new_tokens=most, num_beams=1, repetition_penalty=1.0, bos_token_id=given.bos_token_id,
+                              eos_token_id=given.eos_token_id,
+                              pad_token_id=0 if given.pad_token_id is None else given.pad_token_id, **sampling)
+    token_ids = token_ids.to(model.device)
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        with model.reporting():
+            found = model.model.generate(token_ids, attention_mask=torch.ones_like(token_ids), generation_config=config)
+    return found[0, token_ids.shape[1]:].tolist()

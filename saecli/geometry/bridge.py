@@ -1,14 +1,14 @@
-"""The bridge: an SAE between k-means and local PCA: on the same cells a constant is worse, local PCA better.
+"""The bridge: an SAE between k-means and local PCA, on the same rows.
 
     FVU = sum ||x - x_hat||^2 / sum ||x - mean||^2 over the rows measured
 
     k-means autoencoder     constant on each of its cells
-    SAE                     affine on each of its cells, all of them made of the same dictionary vectors
+    SAE                     affine on each of its cells, all from the same dictionary vectors
     local PCA               the best affine map on each cell: on cells of k-means, and on the SAE's own
 
-On the SAE's own cells local PCA has the SAE's own rank, so that the difference is only the price of shared dictionary
-vectors. Source: the paper on SAEs as a bridge between k-means and local PCA, and its theorem on the optimal
-piecewise affine autoencoder. Shapes: N training rows, M rows measured, D = d_in, r = rank, C cells.
+On the SAE's own cells local PCA has the SAE's own rank: the difference is the price of shared dictionary vectors.
+Source: the paper on SAEs as a bridge between k-means and local PCA, and its theorem on the optimal piecewise affine
+autoencoder. Shapes: N training rows, M rows measured, D = d_in, r = rank, C cells.
 """
 
 import math
@@ -21,26 +21,13 @@ from numpy.typing import NDArray
 
 from ..sae.dictionary import SAE
 from .cells import Cells
-from .piecewise_affine import (
-    Labels,
-    LocalPCA,
-    Partition,
-    PiecewisePCA,
-    Rows,
-    Spectrum,
-    Stream,
-    StreamedPCA,
-    affordable,
-    kmeans,
-    streamed_kmeans,
-)
+from .local_pca import Labels, LocalPCA, Partition, Rows, Stream, StreamedPCA, affordable, kmeans, streamed_kmeans
 from .survey import rank as map_rank
 
-KMEANS_ROWS = 4  # training rows that a cell of the k-means autoencoder holds on average, at least
+KMEANS_ROWS = 4  # least mean number of training rows in a cell of the k-means autoencoder
 LOCAL_PCA_ROWS = 4  # the same for a cell of local PCA, in units of its rank, or its directions are the rows' noise
-# The least sample for the price. Rows of one cell are alike, so cells count: for SAEs with k from 1 to 8 on activations
-# and image patches, the price over 5 random cells scattered by 35% to 89% of itself, over 20 by 14% to 32%; over 100
-# random rows by 11% to 44%. Cells that hold nearly all rows are no sample, and fewer of them suffice.
+# Least sample for the price: over 5 random cells it scattered by 35% to 89% of itself, over 20 by 14% to 32%, over 100
+# rows by 11% to 44% (k from 1 to 8, activations and image patches). Fewer cells do if they hold nearly all rows.
 PRICE_ROWS, PRICE_CELLS, PRICE_COVER = 100, 20, 0.9
 SCATTER = 2**27  # numbers that the scatter matrices of streamed local PCA may hold, 1 GiB
 CODES = 2**22  # codes at a time, 16 MiB in float32
@@ -58,16 +45,14 @@ class OwnCells:
     """The SAE against local PCA of its own rank on its own cells, those that hold enough rows.
 
     Args:
-        cells: how many hold at least 4 training rows for each dimension of the SAE's map on them, and a row measured.
+        cells: those that hold at least 4 training rows per dimension of the SAE's map, and a row measured.
         rank: rank of the SAE's map, mean over the rows measured.
         rows_fitted: training rows in these cells.
         rows_measured: rows measured in these cells.
-        sae_fvu: the SAE's FVU on them, its spread theirs about the mean of all rows measured; None where there are
-            none.
-        local_pca_fvu: FVU of local PCA on them.
-        price: the first less the second: the cost of shared dictionary vectors.
-        enough: whether the sample suffices: 100 rows measured, in 20 cells, or in fewer that hold nine tenths of all
-            rows measured.
+        sae_fvu: the SAE's FVU on them, their spread about the mean of all rows measured; None without cells.
+        local_pca_fvu: the same of local PCA.
+        price: `sae_fvu - local_pca_fvu`: the cost of shared dictionary vectors.
+        enough: 100 rows measured in 20 cells, or in fewer that hold nine tenths of all rows measured.
     """
 
     cells: int
@@ -82,21 +67,13 @@ class OwnCells:
 
 @dataclass(frozen=True)
 class References:
-    """FVU of an SAE and of its references, on the same rows.
+    """FVU of an SAE and of its references on the same rows.
 
     Args:
-        kmeans_fvu: of the k-means autoencoder.
-        sae_fvu: of the SAE.
-        local_pca_fvu: of local PCA, the same rank in every cell.
         variable_rank_fvu: of local PCA with the theorem's rank for lambda in each cell.
-        kmeans_cells: cells of the k-means autoencoder.
-        local_pca_cells: k-means cells that local PCA works on.
-        local_pca_rank: principal directions in each, as far as its training rows go.
+        local_pca_rank: principal directions in each cell, as far as its training rows go.
         variable_rank_lambda: cost per row of a dimension of its cell, in squared units of the rows.
         variable_rank_mean: principal directions, mean over the training rows.
-        own_cells: on the SAE's own cells.
-        rows_fitted: N.
-        rows_measured: M.
     """
 
     kmeans_fvu: float
@@ -132,8 +109,8 @@ class Bridge:
         train: training rows in memory, (any number, D).
         rows_fitted: N, these or those of a stream.
         means: cells of the k-means autoencoder.
-        kmeans: that autoencoder, as local PCA of rank 0.
-        pieces: cells that local PCA works on.
+        kmeans: that autoencoder, local PCA of rank 0.
+        pieces: cells of local PCA.
         local_pca: local PCA.
         rank: principal directions in each.
     """
@@ -142,23 +119,19 @@ class Bridge:
     train: Rows
     rows_fitted: int
     means: Partition
-    kmeans: PiecewisePCA
+    kmeans: LocalPCA
     pieces: Partition
-    local_pca: PiecewisePCA
+    local_pca: LocalPCA
     rank: int
 
     @classmethod
     def fit(cls, sae: SAE, train: Rows, rank: int, seed: int = 0, stream: Stream | None = None) -> "Bridge":
-        """Fit k-means and local PCA, each with as many cells as the training rows allow.
-
-        k-means gets `min(d_sae, N / 4)` cells, local PCA `min(d_sae, N / (4 rank))`, at least one.
+        """Fit k-means with `min(d_sae, N / 4)` cells, and local PCA with `min(d_sae, N / (4 rank))`, at least one.
 
         Args:
-            sae: the autoencoder.
             train: rows to fit on, (N, D), N > 0.
-            rank: the SAE's rank on its own cells, K or the mean L0; more than D is D.
-            seed: of k-means.
-            stream: N rows to fit on instead, in constant memory; `train` is then a sample of them. There are no more
+            rank: the SAE's rank on its own cells, K or the mean L0; at most D is used.
+            stream: N rows to fit on instead, in constant memory, with `train` a sample of them; then there are no more
                 cells than k-means of the sample could have, for local PCA `SCATTER / D^2`.
 
         Cost: two k-means fits of at most `MINIBATCH_WORK` multiplications; or of a stream two passes over it, of
@@ -172,15 +145,14 @@ class Bridge:
         return cls(sae, train, N, means, kmeans_pca, pieces, local_pca, rank)
 
     def measure(self, rows: Rows, visited: "Visited", penalty: float | None = None) -> References:
-        """Measure the SAE and all references on the same rows.
+        """Measure the SAE and all references on the same rows, (M, D), M > 0, with one SVD for each cell.
+
+        Rows that were fitted on flatter local PCA in small cells.
 
         Args:
-            rows: rows measured, (M, D), M > 0; other rows than those fitted on, or small cells flatter local PCA.
             visited: the SAE's own cells that the training rows and these lie in.
-            penalty: lambda of the variable rank, at least 0, in squared units of the rows; None for that at which
-                the mean rank is the fixed one.
-
-        Cost: one SVD for each cell.
+            penalty: lambda of the variable rank, at least 0, in squared units of the rows; None: the one at which the
+                mean rank is the fixed one.
         """
         total = spread(rows)
         means = self.kmeans.means_residual(rows, self.means.predict(rows))
@@ -204,18 +176,18 @@ class Bridge:
                 "local PCA": self.local_pca.reconstruct(rows, self.pieces.predict(rows), fixed)}
 
 
-def _pieces(train: Rows, count: int, seed: int) -> tuple[Partition, PiecewisePCA]:
+def _pieces(train: Rows, count: int, seed: int) -> tuple[Partition, LocalPCA]:
     partition = kmeans(train, count, seed)
     return partition, LocalPCA(train, partition.predict(train), partition.cluster_centers_)
 
 
 def _pieces_of_stream(sample: Rows, stream: Stream, counts: list[int],
-                      seed: int) -> list[tuple[Partition, PiecewisePCA]]:
+                      seed: int) -> list[tuple[Partition, LocalPCA]]:
     """k-means' cells without directions, and local PCA's."""
     means, pieces = (affordable(sample, min(count, len(sample))) for count in counts)
     pieces = max(1, min(pieces, SCATTER // sample.shape[1] ** 2))
     partitions = streamed_kmeans(sample, stream, [means, pieces], seed)
-    fitted = [StreamedPCA.over(partition.cluster_centers_, directions)
+    fitted = [StreamedPCA(partition.cluster_centers_, directions)
               for partition, directions in zip(partitions, (False, True), strict=True)]
     for batch in stream.batches():
         for partition, pca in zip(partitions, fitted, strict=True):
@@ -225,13 +197,7 @@ def _pieces_of_stream(sample: Rows, stream: Stream, counts: list[int],
 
 @dataclass(frozen=True)
 class Visited:
-    """Which of an SAE's own cells rows lie in.
-
-    Args:
-        cells: the SAE's partition.
-        train: keys of the training rows' cells, N of them.
-        rows: keys of the cells of the rows measured, M of them.
-    """
+    """The keys of the SAE's own cells that N training rows and M rows measured lie in."""
 
     cells: Cells
     train: list[bytes]
@@ -239,16 +205,8 @@ class Visited:
 
 
 def own_cells(visited: Visited, train: Rows, rows: Rows, residual: NDArray[np.float64]) -> OwnCells:
-    """Compare the SAE with local PCA on the cells that both training rows and rows measured visit often enough.
-
-    Args:
-        visited: in which cells the rows lie.
-        train: training rows, (N, D).
-        rows: rows measured, (M, D).
-        residual: the SAE's squared error on each of these, (M,).
-
-    Cost: one rank and one SVD for each cell of enough rows.
-    """
+    """Compare the SAE with local PCA on the cells that both training rows, (N, D), and rows measured, (M, D), visit
+    often enough, given the SAE's squared error on these, (M,). Cost: one rank and one SVD per such cell."""
     cells, measured = visited.cells, set(visited.rows)
     first = {key: at for at, key in reversed([*enumerate(visited.train)])}
     ranks: dict[bytes, int] = {}
@@ -264,7 +222,7 @@ def own_cells(visited: Visited, train: Rows, rows: Rows, residual: NDArray[np.fl
     number = {key: at for at, key in enumerate(ranks)}
     (train_in, train_labels), (rows_in, labels) = (_labelled(some, number) for some in (visited.train, visited.rows))
     fitted = LocalPCA(train[train_in], train_labels, np.zeros((len(ranks), train.shape[1])))
-    spectrum: Spectrum = fitted.spectrum(rows[rows_in], labels)
+    spectrum = fitted.spectrum(rows[rows_in], labels)
     own = np.array(list(ranks.values()))
     # About the mean of all rows measured, as the FVU of all is: a cell or two may hold next to no spread.
     total = float(np.square(rows[rows_in] - rows.mean(0, dtype=np.float64)).sum())
@@ -275,7 +233,7 @@ def own_cells(visited: Visited, train: Rows, rows: Rows, residual: NDArray[np.fl
 
 
 def _labelled(keys: list[bytes], number: dict[bytes, int]) -> tuple[NDArray[np.int64], Labels]:
-    """The rows that lie in numbered cells, and the number of each one's cell."""
+    """The rows that lie in numbered cells, and their cells' numbers."""
     found = np.array([number.get(key, -1) for key in keys])
     inside = np.flatnonzero(found >= 0)
     return inside, found[inside]

@@ -1,7 +1,6 @@
-"""Cells of activations that keep the largest K: power cells of the K-th order, and how near their walls are.
+"""Cells of activations that keep the largest K, and the cells of any SAE, by its activation.
 
-See `cells.py` for the hyperplanes, `power_diagram.py` for the sites. Shapes: B rows, D = d_in, F = d_sae, K = k,
-n sites.
+See `cells.py` for the hyperplanes, `diagram.py` for the sites. Shapes: B rows, D = d_in, F = d_sae, K = k, n sites.
 """
 
 import math
@@ -11,10 +10,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .cells import Cell, Cells, ThresholdedCells
-from .power_diagram import KthOrderDiagram
-from .screening import Swaps
+from ..base.errors import ConfigError
+from ..sae.activations import ACTIVATIONS, AbsTopK, Activation, ReluTopK, Thresholded, TopK
+from ..sae.dictionary import SAE
+from .cells import Cells, ThresholdedCells
+from .diagram import KthOrderDiagram, PowerDiagram, kth_order_diagram
 
+KNOWN = (Thresholded, TopK, ReluTopK, AbsTopK)
 SEARCH_WIDTH = 4  # candidates of the first round of the search for the nearest swap, enough for most rows
 PRODUCT_GAIN = 20  # distances between sites that one product computes in the time of a single one
 BLOCK = 2**23  # float64 numbers that one step of a search may hold, 64 MiB
@@ -24,12 +26,8 @@ BLOCK = 2**23  # float64 numbers that one step of a search may hold, 64 MiB
 class LargestCells(Cells):
     """Cells of the K largest: each pair of a kept and an unkept site is a hyperplane, K (n - K) of them per row.
 
-    Few of them are ever measured. With r_i = ||mu_i - c|| and c the mean of the sites, no swap is nearer than
-    `(v_i - v_j) / (r_i + r_j)`, a bound that costs no distance between sites; only the swaps whose bound is
-    below the nearest found so far can be nearer.
-
-    Args:
-        order: the K-th order power diagram whose cells these are.
+    Few of them are ever measured: with r_i = ||mu_i - c|| and c the mean of the sites, no swap is nearer than
+    `(v_i - v_j) / (r_i + r_j)`, a bound that costs no distance between sites.
     """
 
     order: KthOrderDiagram
@@ -42,7 +40,6 @@ class LargestCells(Cells):
 
     @property
     def boundary(self) -> str:
-        """A kept site and an unkept one that swap."""
         return "swaps"
 
     @cached_property
@@ -50,40 +47,9 @@ class LargestCells(Cells):
         """r_i, (n,)."""
         return (self.order.diagram.centroids - self.order.diagram.centroids.mean(0)).norm(dim=1)
 
-    @cached_property
-    def _encoder(self) -> tuple[Tensor, Tensor]:
-        """Affine functions of the sites, (D, n) and (n,)."""
-        return self.order.diagram.to_encoder()
-
-    @cached_property
-    def _swaps(self) -> Swaps:
-        diagram = self.order.diagram
-        return Swaps(diagram.centroids, self.sae.b_enc, self._reach, self.order.k)
-
-    def look(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Supports, (B, F), and margins, (B,), of rows, (B, D), screened in float32 where each latent is one site."""
-        if len(self.order.diagram.weights) > self.sae.d_sae:
-            return super().look(x)
-        kept, margins, proved = self._swaps.look(x)
-        supports = torch.zeros(len(x), self.sae.d_sae, dtype=torch.bool).scatter_(1, kept, True)
-        if not proved.all():
-            supports[~proved], margins[~proved] = super().look(x[~proved])
-        return supports, margins
-
     def supports(self, pre: Tensor) -> Tensor:
         """The K latents that rank highest, (B, F)."""
         return torch.zeros_like(pre, dtype=torch.bool).scatter_(1, self.order.support(pre), True)
-
-    def cell(self, row: Tensor) -> Cell:
-        """The half-spaces `(mu_i - mu_j) . x > c_j - c_i`, i a kept site and j one of an unkept latent, c the biases;
-        for abs-topk those rows of S whose kept pre-activations have the signs of this row's."""
-        pre = self.pre_activations(row[None])
-        support = self.order.support(pre)
-        W, b = self._encoder
-        others = torch.ones(self.sae.d_sae, dtype=torch.bool).scatter_(0, support[0], False)
-        outside = others.repeat(len(b) // len(others)).nonzero()[:, 0]
-        # With nothing outside, signs part no cells either: the cell is the whole space.
-        return Cell.swapping(W, b, (self.order.sites(support, pre) if len(outside) else support)[0], outside)
 
     def _sides(self, pre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Site values (B, n), the sites kept (B, K), and for each site the bound on its nearest swap (B, n)."""
@@ -100,8 +66,8 @@ class LargestCells(Cells):
     def margins(self, pre: Tensor) -> Tensor:
         """`min over i in S, j not in S of (v_i - v_j) / ||mu_i - mu_j||`, (B,), exact.
 
-        Cost: O(n) per row, and O(D) for each of the few swaps that the bound does not rule out; the search is widened
-        for rows whose first candidates do not prove the minimum.
+        Cost: O(n) per row, and O(D) for each of the few swaps that the bound does not rule out; the search widens for
+        rows whose first candidates do not prove the minimum.
         """
         values, inside, bound = self._sides(pre)
         outside = values.shape[1] // pre.shape[1] * (pre.shape[1] - self.order.k)
@@ -148,10 +114,10 @@ class LargestCells(Cells):
         return torch.cat(flat).view_as(i) if flat else torch.zeros(i.shape, dtype=mu.dtype)
 
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
-        """How many swaps have `v_i - v_j < radius ||mu_i - mu_j||`, (B,).
+        """The number of swaps with `v_i - v_j < radius ||mu_i - mu_j||`, (B,).
 
-        Cost: O(n) per row, O(K) for each entrant that the bound does not rule out, and O(D) for each such swap: one by
-        one if they are few of these entrants' swaps, else all as one product.
+        Cost: O(n) per row, O(K) for each entrant that the bound does not rule out, and O(D) for each such swap: singly
+        if they are few, else all as one product.
         """
         values, inside, bound = self._sides(pre)
         counts = torch.zeros(len(pre), dtype=torch.long)
@@ -180,11 +146,11 @@ class ReluTopKCells(Cells):
     """Cells of the K largest clipped at zero.
 
     A row with K positive latents or more lies in a topk cell cut at `v_i = 0` of the latents kept. With fewer, the
-    latents kept are the positive ones, and no swap among the others shows: its cell is that of relu. All are convex.
+    latents kept are the positive ones, and no swap among the others matters: its cell is that of relu.
 
     Args:
         largest: the cells without the clipping.
-        relu: the cells without the limit.
+        relu: the cells without the limit K.
     """
 
     largest: LargestCells
@@ -200,7 +166,6 @@ class ReluTopKCells(Cells):
 
     @property
     def boundary(self) -> str:
-        """Swaps and latents' own hyperplanes."""
         return "hyperplanes"
 
     def _is_full(self, pre: Tensor) -> Tensor:
@@ -210,15 +175,6 @@ class ReluTopKCells(Cells):
     def supports(self, pre: Tensor) -> Tensor:
         """The latents among the K largest that are positive, (B, F)."""
         return self.largest.supports(pre) & (pre > 0)
-
-    def cell(self, row: Tensor) -> Cell:
-        """The half-spaces of topk and `v_i > 0` for i in S; with fewer than K positive latents those of relu."""
-        pre = self.pre_activations(row[None])
-        if not self._is_full(pre):
-            return self.relu.cell(row)
-        kept = self.largest.supports(pre)[0] & (self.sae.W_enc.norm(dim=0) > 0)
-        latents = kept.nonzero()[:, 0]
-        return self.largest.cell(row).switched(latents, torch.ones_like(latents, dtype=torch.bool))
 
     def margins(self, pre: Tensor) -> Tensor:
         """The nearest swap or `min over i in S of v_i / ||w_i||`, (B,); of a row with fewer than K positive latents
@@ -230,9 +186,32 @@ class ReluTopKCells(Cells):
         return margins
 
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
-        """How many of the hyperplanes that `margins` looks at are nearer than the radius, (B,)."""
+        """Those hyperplanes of `margins` that are nearer than the radius, (B,)."""
         counts, full = self.relu.crossings(pre, radius), self._is_full(pre)
         some = pre[full]
         own = (self.relu.distances(some) < radius) & self.largest.supports(some)
         counts[full] = self.largest.crossings(some, radius) + own.sum(1)
         return counts
+
+
+def check_cells(activation: Activation) -> None:
+    """Refuse an activation that is not piecewise affine, or whose cells are not implemented, by a ConfigError."""
+    if not isinstance(activation, KNOWN):
+        known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, KNOWN)]
+        raise ConfigError(f"the activation {activation.name} has no cells that this tool knows; expected one of "
+                          f"{', '.join(known)}; train such an SAE to see its geometry")
+
+
+def cells_of(sae: SAE) -> Cells:
+    """The partition that an SAE makes of its input space; ConfigError as by `check_cells`."""
+    check_cells(sae.activation)
+    sae = sae.copy_to(torch.float64)
+    if isinstance(sae.activation, Thresholded):
+        return ThresholdedCells(sae, sae.activation.thresholds(sae.activation_parameters, sae.d_sae).double())
+    if isinstance(sae.activation, ReluTopK):
+        order = KthOrderDiagram(PowerDiagram.from_encoder(sae.W_enc, sae.b_enc), TopK(sae.activation.k), sae.d_sae)
+        relu = ThresholdedCells(sae, torch.zeros(sae.d_sae, dtype=torch.float64))
+        return ReluTopKCells(sae, LargestCells(sae, order), relu)
+    known = kth_order_diagram(sae)
+    assert known is not None  # every other activation of `KNOWN` has one
+    return LargestCells(sae, known)

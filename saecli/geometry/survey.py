@@ -1,16 +1,16 @@
-"""One pass over rows for `sae geometry`: margins, local complexity, ranks, degenerate latents.
+"""One pass over rows: cells visited, margins, local complexity, ranks, degenerate latents, and uniform samples.
 
     margin:             distance of x to the boundary of its cell, see `cells.py`
     local complexity:   boundary hyperplanes within a radius of x
     on a cell:          x_hat = x A_S + a_S        A_S = W_enc[:, S] W_dec[S, :]        rank A_S <= min(|S|, D)
 
-Source: the paper on SAEs as piecewise affine splines and on the half-spaces that bound a cell; Humayun et al.,
-"SplineCam: Exact visualization and characterization of deep network geometry and decision boundaries" (2023), for
-local complexity. Shapes: B rows, D = d_in, F = d_sae.
+Source: the paper on SAEs as piecewise affine splines; Humayun et al., "SplineCam: Exact visualization and
+characterization of deep network geometry and decision boundaries" (2023), for local complexity.
+Shapes: B rows, D = d_in, F = d_sae.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -22,18 +22,124 @@ from torch import Tensor
 
 from ..sae.activations import Thresholded
 from ..sae.dictionary import SAE
-from .agreement import agreement, cell_agreement
 from .cells import Cells
-from .census import KEY_BYTES, Census, Reservoir, describe, spread_out, support_keys
-from .power_diagram import kth_order_diagram
+from .diagram import agreement, kth_order_diagram
+
+KEY_BYTES = 16  # two of a billion cells share a key with probability 1e-21
+QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95}
+
+
+def support_keys(supports: Tensor) -> list[bytes]:
+    """A short key for each row's support, (B, F) bool, equal for equal supports."""
+    packed = np.packbits(supports.numpy(), axis=1)
+    return [blake2b(row, digest_size=KEY_BYTES).digest() for row in packed]
+
+
+def _milestones() -> Iterator[int]:
+    """1, 2, 5, 10, 20, 50, ..."""
+    decade = 1
+    while True:
+        yield from (decade, 2 * decade, 5 * decade)
+        decade *= 10
+
+
+@dataclass
+class Census:
+    """Counts the rows in each cell; memory grows with the cells visited, not with the rows."""
+
+    rows: int = 0
+    active: int = 0
+    counts: Counter[bytes] = field(default_factory=Counter)
+    _growth: list[tuple[int, int]] = field(default_factory=list)
+    _marks: Iterator[int] = field(default_factory=_milestones)
+    _next: int = 0
+
+    def add(self, keys: list[bytes], active: int) -> None:
+        """Count the cells of some rows, by `support_keys`, and their `active` latents, summed."""
+        self.active += active
+        while keys:
+            if self._next <= self.rows:
+                self._next = next(self._marks)
+            now, keys = keys[:self._next - self.rows], keys[self._next - self.rows:]
+            self.counts.update(now)
+            self.rows += len(now)
+            if self.rows == self._next:
+                self._growth.append((self.rows, len(self.counts)))
+
+    @property
+    def visited(self) -> int:
+        """Cells that hold a row."""
+        return len(self.counts)
+
+    @property
+    def l0(self) -> float:
+        """Latents kept, mean over the rows."""
+        return self.active / self.rows
+
+    @property
+    def growth(self) -> list[tuple[int, int]]:
+        """(rows, cells visited by them) at 1, 2, 5, 10, ... rows and at the last."""
+        last = (self.rows, self.visited)
+        return self._growth if self._growth[-1:] == [last] else [*self._growth, last]
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Rows in each visited cell, the fullest first."""
+        sizes = np.fromiter(self.counts.values(), np.int64, len(self.counts))
+        return np.sort(sizes)[::-1]
+
+    def occupancy(self) -> dict[str, Any]:
+        """`mean` and `max` rows in a visited cell, `singletons` (cells with one row), `entropy` of the distribution of
+        rows over cells in nats, `effective` = exp(entropy), and `growth`."""
+        sizes = self.sizes()
+        entropy = float(np.log(self.rows) - sizes / self.rows @ np.log(sizes))
+        return {"mean": self.rows / self.visited, "max": int(sizes[0]), "singletons": int((sizes == 1).sum()),
+                "entropy": entropy, "effective": float(np.exp(entropy)),
+                "growth": [{"rows": rows, "cells": cells} for rows, cells in self.growth]}
+
+
+class Reservoir:
+    """A uniform sample of a stream, without replacement; a stream of at most `capacity` rows is kept in order.
+
+    Source: Vitter, "Random sampling with a reservoir" (1985), algorithm R.
+    """
+
+    def __init__(self, capacity: int, seed: int = 0) -> None:
+        self.capacity, self.seen = capacity, 0
+        self._random = np.random.default_rng(seed)
+        self._kept: NDArray | None = None
+
+    def add(self, rows: NDArray) -> None:
+        """Offer rows, (B, ...)."""
+        if self._kept is None:
+            self._kept = np.empty((self.capacity, *rows.shape[1:]), rows.dtype)  # takes no memory until written
+        slots = np.arange(self.seen, self.seen + len(rows))
+        late = slots >= self.capacity
+        slots[late] = self._random.integers(0, slots[late] + 1)
+        taken = slots < self.capacity
+        self._kept[slots[taken]] = rows[taken]  # of two rows for one slot numpy keeps the later, as it should
+        self.seen += len(rows)
+
+    @property
+    def rows(self) -> NDArray:
+        """The sample, (min(capacity, rows seen), ...)."""
+        return np.empty(0) if self._kept is None else self._kept[:self.seen]
+
+
+def describe(values: NDArray) -> dict[str, float]:
+    """Mean, extremes and quantiles of some numbers, (B,), all finite or infinite, B > 0."""
+    order = np.sort(values)
+    # The nearest rank, since interpolating between infinities gives no number.
+    at = {name: float(order[round(q * (len(order) - 1))]) for name, q in QUANTILES.items()}
+    return {"mean": float(values.mean()), "min": float(order[0]), **at, "max": float(order[-1])}
+
+
+def spread_out(rows: NDArray, count: int) -> NDArray:
+    """At most `count` of the rows, evenly spaced."""
+    return rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)] if len(rows) else rows
 
 
 def rank(sae: SAE, support: Tensor) -> int:
-    """The rank of the SAE's affine map on a cell, at most the latents that it keeps.
-
-    Args:
-        sae: the autoencoder, float64.
-        support: the latents of S, (|S|,).
+    """The rank of the affine map of an SAE in float64 on the cell that keeps the latents `support`, (|S|,).
 
     Cost: O(D |S|^2) for two QR factorisations; the product of the triangles has the map's singular values.
     """
@@ -46,42 +152,21 @@ def rank(sae: SAE, support: Tensor) -> int:
     return int(torch.linalg.matrix_rank(inner))
 
 
-def ranks(sae: SAE, supports: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """For each of some supports, (F,) bool: how many latents it keeps, and the rank of its map."""
-    sae = sae.copy_to(torch.float64)
-    return [(int(support.sum()), rank(sae, support.nonzero()[:, 0])) for support in supports]
+def degenerate(sae: SAE) -> dict[str, int]:
+    """Counts of latents that bound no cell of their own, or add no direction.
 
-
-@dataclass(frozen=True)
-class Degenerate:
-    """How many latents bound no cell of their own, or add no direction.
-
-    Args:
-        zero_encoder: latents whose encoder weights are all zero: on whatever the row, or never.
-        equal_encoder: latents whose encoder weights, bias and threshold are also another's: where either is kept is
-            a tie.
-        zero_decoder: latents whose dictionary vector is zero.
-        equal_decoder: latents whose dictionary vector is also another's, zeros left out.
+    Returns:
+        `zero_encoder`: encoder weights all zero. `equal_encoder`: encoder weights, bias and threshold equal another's,
+        so that either is kept in a tie. `zero_decoder`: zero dictionary vector. `equal_decoder`: dictionary vector
+        equal to another's, zeros left out.
     """
-
-    zero_encoder: int
-    equal_encoder: int
-    zero_decoder: int
-    equal_decoder: int
-
-    @classmethod
-    def of(cls, sae: SAE) -> "Degenerate":
-        """Count them.
-
-        Cost: O(D F).
-        """
-        encoder = torch.cat([sae.W_enc, sae.b_enc[None]])
-        if isinstance(sae.activation, Thresholded):
-            thresholds = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
-            encoder = torch.cat([encoder, thresholds.to(encoder)[None]])
-        zero = (sae.W_dec == 0).all(1)
-        return cls(int((sae.W_enc == 0).all(0).sum()), _in_groups(encoder.T), int(zero.sum()),
-                   _in_groups(sae.W_dec[~zero]))
+    encoder = torch.cat([sae.W_enc, sae.b_enc[None]])
+    if isinstance(sae.activation, Thresholded):
+        thresholds = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
+        encoder = torch.cat([encoder, thresholds.to(encoder)[None]])
+    zero = (sae.W_dec == 0).all(1)
+    return {"zero_encoder": int((sae.W_enc == 0).all(0).sum()), "equal_encoder": _in_groups(encoder.T),
+            "zero_decoder": int(zero.sum()), "equal_decoder": _in_groups(sae.W_dec[~zero])}
 
 
 def _in_groups(rows: Tensor) -> int:
@@ -92,20 +177,22 @@ def _in_groups(rows: Tensor) -> int:
 
 
 COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
-HELD_OUT_ROWS = 10_000  # held-out rows whose margins are compared with training rows'
 BATCH_CODES = 2**23  # codes at a time, 64 MiB in float64
+MARGINS = 200_000  # margins kept for quantiles
+SAMPLE_ROWS = 50_000  # rows kept for the references
+SAMPLE_BYTES = 2**28  # their size in float32 at most, 256 MiB
+AGREEMENT_WORK = 2 * 10**10  # rows n D of true distances at most, some ten seconds on two cores
+RANK_ROWS = 100  # rows whose cells' maps have their rank found
 
 
 def batch_size(d_sae: int) -> int:
-    """Rows that a pass takes at a time."""
+    """Rows per batch of a pass."""
     return max(16, min(1024, BATCH_CODES // d_sae))
 
 
-def with_relative(margins: Tensor, x: Tensor) -> NDArray[np.float64]:
-    """(margin, margin / ||x||) of rows, (B, D), given their margins, (B,): (B, 2)."""
-    # A row at the origin is infinitely far from its boundary in units of its own norm.
-    relative = margins / x.double().norm(dim=1)
-    return torch.stack([margins, relative.nan_to_num(0.0, torch.inf)], 1).numpy()
+def sample_capacity(d_in: int, rows: int = SAMPLE_ROWS) -> int:
+    """Rows of a sample: `rows`, or fewer to stay within 256 MiB."""
+    return max(1, min(rows, SAMPLE_BYTES // (4 * d_in)))
 
 
 def margin_measures(margins: NDArray[np.float64]) -> dict[str, Any]:
@@ -115,13 +202,13 @@ def margin_measures(margins: NDArray[np.float64]) -> dict[str, Any]:
     return {**describe(margin), "relative": describe(relative)}
 
 
-def radius_of(rows: NDArray, fraction: float) -> float:
+def radius_of(rows: NDArray[np.floating], fraction: float) -> float:
     """The radius of the local complexity: a fraction of the median distance of rows, (B, D), to their mean."""
     return fraction * float(np.median(np.linalg.norm(rows - rows.mean(0, dtype=np.float64), axis=1)))
 
 
 @torch.no_grad()
-def local_complexity(cells: Cells, rows: NDArray, radius: float) -> NDArray[np.int64]:
+def local_complexity(cells: Cells, rows: NDArray[np.floating], radius: float) -> NDArray[np.int64]:
     """Boundary hyperplanes within the radius of each of at most 1000 of the rows, (B, D)."""
     some = torch.from_numpy(spread_out(rows, COMPLEXITY_ROWS))
     return cells.crossings(cells.pre_activations(some), radius).numpy()
@@ -129,12 +216,15 @@ def local_complexity(cells: Cells, rows: NDArray, radius: float) -> NDArray[np.i
 
 def visit(cells: Cells, x: Tensor) -> tuple[Tensor, list[bytes], NDArray[np.float64]]:
     """Supports, (B, F), the keys of these cells, and (margin, margin / ||x||), (B, 2), of rows, (B, D)."""
-    supports, margins = cells.look(x)
-    return supports, support_keys(supports), with_relative(margins, x)
+    pre = cells.pre_activations(x)
+    supports, margins = cells.supports(pre), cells.margins(pre)
+    # A row at the origin is infinitely far from its boundary in units of its own norm.
+    relative = (margins / x.double().norm(dim=1)).nan_to_num(0.0, torch.inf)
+    return supports, support_keys(supports), torch.stack([margins, relative], 1).numpy()
 
 
 @torch.no_grad()
-def visits(cells: Cells, rows: NDArray) -> tuple[list[bytes], NDArray[np.float64]]:
+def visits(cells: Cells, rows: NDArray[np.floating]) -> tuple[list[bytes], NDArray[np.float64]]:
     """The key of each row's cell, and (margin, margin / ||x||), (B, 2), of rows in memory, (B, D)."""
     keys: list[bytes] = []
     margins = []
@@ -145,29 +235,16 @@ def visits(cells: Cells, rows: NDArray) -> tuple[list[bytes], NDArray[np.float64
     return keys, np.concatenate(margins)
 
 
-MARGINS = 200_000  # margins kept for quantiles
-SAMPLE_ROWS = 50_000  # rows kept for the references
-SAMPLE_BYTES = 2**28  # their size in float32 at most, 256 MiB
-AGREEMENT_WORK = 2 * 10**10  # rows n D of true distances at most, some ten seconds on two cores
-CELL_ROWS = 2000  # rows compared with the own sites, nu_S and beta_S, of the cells that they visit
-RANK_ROWS = 100  # rows whose cells' maps have their rank found
-
-
-def sample_capacity(d_in: int, rows: int = SAMPLE_ROWS) -> int:
-    """Rows of a sample: `rows`, or fewer to stay within 256 MiB."""
-    return max(1, min(rows, SAMPLE_BYTES // (4 * d_in)))
-
-
 @dataclass
 class Survey:
     """The results of a pass over rows so far, in constant memory.
 
     Args:
         cells: the partition.
-        census: the cells visited.
-        margins: a sample of (margin, margin / ||x||), (B, 2).
         sample: a sample of the rows, (B, D), float32.
         sample_keys: the keys of their cells, (B,).
+        census: the cells visited.
+        margins: a sample of (margin, margin / ||x||), (B, 2).
     """
 
     cells: Cells
@@ -188,28 +265,22 @@ class Survey:
 
     @torch.no_grad()
     def rank_measures(self) -> dict[str, Any]:
-        """The rank of the SAE's affine map on the cells of at most 100 rows of the sample, each cell once: its
-        distribution, and the fraction of cells where it is as large as S and D allow."""
+        """The distribution of the rank of the SAE's map over the cells of at most 100 rows, each cell once; `full`: the
+        fraction of cells where it is min(|S|, D)."""
         some = torch.from_numpy(spread_out(self.sample.rows, RANK_ROWS))
         supports = torch.unique(self.cells.supports(self.cells.pre_activations(some)), dim=0)
-        found = np.array(ranks(self.cells.sae, supports))  # (C, 2)
-        full = found[:, 1] == np.minimum(found[:, 0], self.cells.sae.d_in)
-        return {"cells": len(found), "full": float(full.mean()), **describe(found[:, 1].astype(float))}
+        ranks = np.array([rank(self.cells.sae, support.nonzero()[:, 0]) for support in supports])
+        full = ranks == supports.sum(1).clamp(max=self.cells.sae.d_in).numpy()
+        return {"cells": len(ranks), "full": float(full.mean()), **describe(ranks.astype(float))}
 
     @torch.no_grad()
     def agreement_measures(self, sae: SAE) -> dict[str, Any] | None:
         """The agreement of nearest power cells and supports on the sample, within `AGREEMENT_WORK`; None for an
         activation without a power diagram."""
-        affordable = max(16, AGREEMENT_WORK // (2 * sae.d_sae * sae.d_in))
-        some = torch.from_numpy(spread_out(self.sample.rows, affordable))
-        of_sites, of_cells = agreement(sae, some.split(64)), cell_agreement(sae, some[:CELL_ROWS])
-        order = kth_order_diagram(sae)
-        if of_sites is None or of_cells is None or order is None:
-            return None
-        own, cells = of_cells
-        return {"agreement": of_sites.fraction, "ties": of_sites.ties, "rows": of_sites.rows,
-                "sites": len(order.diagram.weights), "order": order.k,
-                "own_sites": {"agreement": own.fraction, "ties": own.ties, "rows": own.rows, "cells": cells}}
+        some = torch.from_numpy(spread_out(self.sample.rows, max(16, AGREEMENT_WORK // (2 * sae.d_sae * sae.d_in))))
+        found, order = agreement(sae, some.split(64)), kth_order_diagram(sae)
+        return found and order and {"agreement": found.fraction, "ties": found.ties, "rows": found.rows,
+                                    "sites": len(order.diagram.weights), "order": order.k}
 
 
 def gather(cells: Cells, batches: Iterable[Tensor]) -> Survey:

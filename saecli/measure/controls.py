@@ -42,10 +42,9 @@ from ..store.rows import RowSource
 from ..train.array_rows import ArrayRows
 from ..train.jobs import run_again
 from ..train.loop import Loop
+from ..train.options import Sgd, SolverConfig
 from ..train.plan import Plan
 from ..train.rows import raw_batches
-from ..train.sgd import Sgd
-from ..train.solver import SolverConfig
 from ..train.solvers import SOLVERS
 from ..train.trainer import Record, Trainer
 from .control_rows import demand_memory, shuffled

@@ -23,9 +23,9 @@ from .places import places_document
 from .worlds import FeatureScores
 
 if TYPE_CHECKING:
+    from ..extract.hook_points import HookPoint
     from ..extract.language_model import LanguageModel
-    from ..extract.places import Place
-    from ..extract.token_windows import Windows
+    from ..extract.windows import Windows
 
 PICTURED_ROWS = 200
 LIKE_L0 = 1.05  # an L0 up to this factor times another's counts as no larger
@@ -223,16 +223,16 @@ class _Splice:
     model: "LanguageModel"
     rows: Rows
     cutter: "Windows"
-    read: "Place"
-    written: "Place"
+    read: "HookPoint"
+    written: "HookPoint"
 
 
 def _splices(everything: Sequence[Measured], name: str, listener: Listener) -> list[_Splice]:
     """The passes to make through the model; errors are raised here, before the rows are measured."""
+    from ..extract.hook_points import HookPoint
     from ..extract.language_model import LanguageModel
     from ..extract.model_source import find_model
-    from ..extract.places import Place
-    from ..extract.token_windows import Windows
+    from ..extract.windows import Windows
     from .splice import check_rows, check_tokens
 
     groups = by_rows(everything)
@@ -245,7 +245,7 @@ def _splices(everything: Sequence[Measured], name: str, listener: Listener) -> l
         for some in rows:
             check_rows(some, found_model)
         every_rows.append(rows[0])
-        ends.append([Place(some.store.meta.source["layer"], some.store.meta.source["site"]) for some in rows])
+        ends.append([HookPoint(some.store.meta.source["layer"], some.store.meta.source["site"]) for some in rows])
     model = LanguageModel(found_model, everything[0].sae.W_enc.device, head=True)
     found = []
     for rows, members, places in zip(every_rows, groups, ends, strict=True):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..extract.forward import batch_tokens
+from ..extract.hook_points import HookPoint
 from ..extract.language_model import LanguageModel
-from ..extract.places import Place
-from ..extract.token_windows import Windows
+from ..extract.windows import Windows
 from ..store.joined import JoinedRows
 from ..store.rows import Rows
 from ..train.array_rows import ArrayRows
@@ -40,7 +40,7 @@ def of_model(model: LanguageModel, rows: Rows | JoinedRows, show: Callable[[floa
     first, *target = [rows] if isinstance(rows, Rows) else [*rows.inputs, rows.target]
     source = first.store.meta.source
     cutter = Windows(model.tokenizer, source["context"])
-    places = [Place(some.store.meta.source["layer"], some.store.meta.source["site"]) for some in (first, *target)]
+    places = [HookPoint(some.store.meta.source["layer"], some.store.meta.source["site"]) for some in (first, *target)]
     found, done = [np.empty((some.rows, some.d_in), np.float32) for some in (first, *target)], 0
     for windows in in_batches(stored_windows(first, cutter.prefix, first.rows),
                               batch_tokens(model, "auto", source["context"], places)):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from ..base.console import Listener
 from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
+from ..extract.hook_points import SITES, HookPoint
 from ..extract.model_source import ModelSource, find_model
-from ..extract.places import SITES, Place
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
@@ -26,8 +26,8 @@ class Placed:
 
     subject: Subject
     saved: SavedSAE
-    read: Place
-    written: Place
+    read: HookPoint
+    written: HookPoint
 
     @property
     def sae(self) -> SAE:
@@ -73,7 +73,7 @@ def placed(home: Home, sae: SAELike, layer: int | None, site: str | None, what: 
     if saved.is_transcoder and None in written:
         raise ConfigError(f"{subject.name} is a transcoder that does not say what it predicts: expected a block and "
                           "a site in its file, got none; name a run of `sae train`")
-    return Placed(subject, saved, Place(*read), Place(*(written if saved.is_transcoder else read)))
+    return Placed(subject, saved, HookPoint(*read), HookPoint(*(written if saved.is_transcoder else read)))
 
 
 def check_width(one: Placed, width: int, model: str) -> None:

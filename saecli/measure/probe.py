@@ -13,8 +13,8 @@ from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
+from ..extract.hook_points import HookPoint
 from ..extract.language_model import LanguageModel
-from ..extract.places import Place
 from ..sae.library import SAELike
 from .placing import Placed, model_of, placed
 from .probe_sets import LabelledSet, Sets
@@ -118,7 +118,7 @@ def _check(everything: Sequence[Placed], k: Sequence[int]) -> None:
                               f"got {max(k)}", option="k")
 
 
-def _line(one_set: LabelledSet, run: str | None, place: Place, k: int | None, score: Score) -> dict[str, Any]:
+def _line(one_set: LabelledSet, run: str | None, place: HookPoint, k: int | None, score: Score) -> dict[str, Any]:
     """A probe's measures on a set."""
     line = {"set": one_set.name, "rows": len(one_set.texts), "run": run, **place._asdict(), "k": k}
     return line | _measures({name: getattr(score, name) for name in MEASURES})

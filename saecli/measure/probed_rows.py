@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..base.errors import ConfigError, ModelError
 from ..extract.forward import batch_tokens
+from ..extract.hook_points import HookPoint
 from ..extract.language_model import LanguageModel
-from ..extract.places import Place
-from ..extract.token_windows import Windows
+from ..extract.windows import Windows
 from ..sae.dictionary import SAE
 from .measured import BATCH_CODES
 from .splice import in_batches, padded
@@ -35,13 +35,13 @@ class LastTokens:
         ConfigError: the context leaves no room for a token.
     """
 
-    def __init__(self, model: LanguageModel, places: Sequence[Place], context: int) -> None:
+    def __init__(self, model: LanguageModel, places: Sequence[HookPoint], context: int) -> None:
         self._model, self._places = model, list(places)
         self._prefix = Windows(model.tokenizer, context).prefix
         self._room = context - len(self._prefix)
         self._tokens = batch_tokens(model, "auto", context, self._places)
 
-    def __call__(self, texts: Sequence[str]) -> dict[Place, Tensor]:
+    def __call__(self, texts: Sequence[str]) -> dict[HookPoint, Tensor]:
         """The activations at each place, (N, D), float32, on the CPU.
 
         Raises:
@@ -50,7 +50,7 @@ class LastTokens:
         """
         windows = [self._window(text) for text in texts]
         order = sorted(range(len(texts)), key=lambda index: -len(windows[index]))
-        found: dict[Place, list[Tensor]] = {place: [] for place in self._places}
+        found: dict[HookPoint, list[Tensor]] = {place: [] for place in self._places}
         for batch in in_batches((windows[index] for index in order), self._tokens):
             last = torch.tensor([len(window) - 1 for window in batch])
 

@@ -106,7 +106,7 @@ def _card(present: ModelCard | None, address: Address, found: Conversion, one: M
     """The repository's card with a line for the SAE; None if `sae push` did not write the present one."""
     saved, sae, source = found.written, found.written.sae, one.store.meta.source
     if present is None:
-        from ..extract.places import BUNDLED  # imports transformers, which takes seconds
+        from ..extract.options import BUNDLED  # imports transformers, which takes seconds
 
         model = one.saved.origin.get("model")
         data = ModelCardData(

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError, StoreError
+from ..extract.hook_points import HookPoint
 from ..extract.language_model import LanguageModel
 from ..extract.model_source import ModelSource
-from ..extract.places import Place
 from ..sae.dictionary import SAE
 from ..store.rows import Rows
 from ..store.split import window_starts
@@ -110,7 +110,7 @@ def _spans(rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
 
 
 @torch.no_grad()
-def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor, read: Place, written: Place,
+def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor, read: HookPoint, written: HookPoint,
             saes: Sequence[SAE], show: Callable[[int], None]) -> list[dict[str, Any]]:
     """Splice SAEs, or transcoders, into a model, one at a time.
 

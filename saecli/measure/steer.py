@@ -15,9 +15,8 @@ from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
-from ..extract.generation import continuation
 from ..extract.language_model import LanguageModel
-from ..extract.tokens import TokenTexts
+from ..extract.tokens import TokenTexts, continuation
 from ..sae.library import SAELike
 from .placing import Placed, model_of, placed
 from .steering import Change, changed

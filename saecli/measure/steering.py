@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from ..base.console import Silent
 from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
-from ..extract.language_model import intercepted
-from ..extract.places import Place
-from ..extract.weights import blocks_of
+from ..extract.hook_points import HookPoint, intercepted
+from ..extract.language_model import blocks_of
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike
 from .placing import Placed, check_width, placed
@@ -183,7 +182,7 @@ def changed(model: nn.Module, one: Placed, change: Change, special: Sequence[int
         yield
 
 
-def _words(place: Place) -> str:
+def _words(place: HookPoint) -> str:
     return f"layer {place.layer}, {place.site}"
 
 

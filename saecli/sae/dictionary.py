@@ -25,13 +25,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import Module, Parameter
 
 from ..base.errors import ConfigError
 from .activations import Activation, KeepsK, Parameters
 from .batch import Batch
-from .codes import Codes, Prefixes
-from .encoding import pre_activations
+from .codes import Codes, DenseCodes, Prefixes, SparseCodes, offsets_of
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,31 @@ class Loss:
     value: Tensor
     squared_error: Tensor
     codes: Codes
+
+
+class PreActivations(torch.autograd.Function):
+    """`x W_enc + b_enc`, (B, F); the sparse gradient of selected entries (`activations/selection.py`) is multiplied as
+    sparse codes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:
+        ctx.save_for_backward(x, W_enc)
+        return torch.addmm(b_enc, x, W_enc)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, W_enc = ctx.saved_tensors
+        if gradient.layout == torch.strided:
+            codes: Codes = DenseCodes(gradient)
+            W_gradient = (gradient.T @ x).T if ctx.needs_input_grad[1] else None
+            x_gradient = gradient @ W_enc.T if ctx.needs_input_grad[0] else None
+        else:
+            rows, columns = gradient._indices()
+            codes = SparseCodes(offsets_of(rows, len(gradient)), columns, gradient._values(), gradient.shape[1])
+            W_gradient = codes.transposed_times(x).T if ctx.needs_input_grad[1] else None
+            x_gradient = codes.times(W_enc.T) if ctx.needs_input_grad[0] else None
+        return x_gradient, W_gradient, codes.sums() if ctx.needs_input_grad[2] else None
 
 
 class Dictionary(Module, ABC):
@@ -121,7 +146,7 @@ class Dictionary(Module, ABC):
 
     def pre_activations(self, x: Tensor) -> Tensor:
         """`x @ W_enc + b_enc`, (B, F), of rows x, (B, D)."""
-        return pre_activations(x, self.W_enc, self.b_enc)
+        return PreActivations.apply(x, self.W_enc, self.b_enc)
 
     def codes(self, x: Tensor) -> Codes:
         """The codes of rows x, (B, D), in the dictionary's dtype and on its device; see `encode` for others."""

@@ -122,19 +122,18 @@ def _choose(address: Address, names: Sequence[str], note: Callable[[str], None])
     if wanted in names:
         wanted, _, file = wanted.rpartition("/")
     folders: dict[str, list[str]] = {}  # the files in each, and in the folders in it
-    for name in names:
-        path = PurePosixPath(name)
+    for path in map(PurePosixPath, names):
         for folder in [*path.parents][:2]:
             folders.setdefault("" if folder.name == "" else str(folder), []).append(str(path.relative_to(folder)))
-    inside = {folder: FORMATS[form] for folder, files in sorted(folders.items())
+    inside = {folder: FORMATS[name] for folder, files in sorted(folders.items())
               if PurePosixPath(folder).is_relative_to(wanted) and (file is None or folder == wanted)
-              and (form := format_of(files, file))}
+              and (name := format_of(files, file))}
     found = wanted if wanted in inside else next(iter(inside)) if len(inside) == 1 else None
     if found is not None:
         if found != wanted:
             note(f"{address} holds one SAE, in {found}")
         at, form = address if file else address.at(found), inside[found]
-        return at, form, [str(PurePosixPath(found, name)) for name in form.among(folders[found], str(at), file)]
+        return at, form, [str(PurePosixPath(found, own)) for own in form.among(folders[found], str(at), file)]
     if inside:
         shown = ", ".join(str(address.at(folder)) for folder in list(inside)[:SHOWN])
         raise HubError(f"{address} holds {len(inside):,} SAEs: name one of them, {shown}"

@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import RenderableType
 
 from ..base.errors import printable
-from ..base.tables import table
 from ..base.wording import counted, number
 from ..measure.controls import MEASURES as CONTROLLED
 from ..measure.evaluate import ERRORS, LIKE_L0
 from ..measure.places import EXCLUSIVE
 from ..sae.metrics import DENSE_FREQUENCY
+from .tables import table
 
 # The most important first: a narrow terminal moves the last ones below.
 RECONSTRUCTION = ("l0", "fvu", "explained_variance", "mse", "cosine", "l1", "silent_fraction", "dead_fraction", "rows",

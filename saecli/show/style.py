@@ -2,16 +2,14 @@
 
 import math
 import warnings
-from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -35,7 +33,6 @@ STYLE = {
     "figure.constrained_layout.w_pad": 0.08, "savefig.dpi": 200, "pdf.fonttype": 42, "svg.hashsalt": "saecli",
 }
 
-_KEPT: ContextVar["Figures | None"] = ContextVar("kept figures", default=None)
 NAME_WIDTH = 40  # letters of a run's name in a legend
 
 
@@ -46,48 +43,21 @@ def check_suffix(path: Path) -> None:
                           f"{path.suffix or 'none'}; give the picture another name")
 
 
-class Figures(list[Figure]):
-    """Figures, which a notebook shows one below the other."""
-
-    def _repr_html_(self) -> str:
-        shown = []
-        for drawn in self:
-            drawn.savefig(buffer := BytesIO(), format="png", dpi=100)
-            shown.append(f'<img src="data:image/png;base64,{b64encode(buffer.getvalue()).decode()}">')
-        return "<br>".join(shown)
-
-
 @contextmanager
-def kept_figures() -> Iterator[Figures]:
-    """Figures that are drawn within are kept, and not saved."""
-    figures = Figures()
-    token = _KEPT.set(figures)
-    try:
-        yield figures
-    finally:
-        _KEPT.reset(token)
+def figure(path: Path | None, width: float, height: float) -> Iterator[Figure]:
+    """An empty figure in the common style, of a size in inches.
 
-
-@contextmanager
-def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """Yield an empty figure in the common style, and save it if the block raises nothing.
-
-    Args:
-        path: the picture's file, PNG, PDF or SVG by its ending; missing folders are created.
-        width: inches.
-        height: inches.
-
-    Raises:
-        ConfigError: the ending is another.
+    If the block raises nothing it is saved to `path`, PNG, PDF or SVG by its ending, in folders created where missing;
+    None: it is only laid out, for a notebook to show.
     """
-    check_suffix(path)
+    if path is not None:
+        check_suffix(path)
     with matplotlib.rc_context(STYLE):
         # Without pyplot, figures are garbage-collected and no display is needed.
         drawn = Figure(figsize=(width, height), layout="constrained")
         yield drawn
-        if (kept := _KEPT.get()) is not None:
-            drawn.canvas.draw()  # in this style
-            kept.append(drawn)
+        if path is None:
+            FigureCanvasAgg(drawn).draw()  # in this style
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         suffix = path.suffix.lower()
@@ -96,7 +66,7 @@ def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
             drawn.savefig(temporary, format=suffix[1:], metadata=FORMATS[suffix])
 
 
-def line_style(index: int) -> dict[str, str]:
+def line_style(index: int) -> dict[str, Any]:
     """Colour and dash of the run of that number, as keywords of `Axes.plot`."""
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index // len(COLOURS) % len(DASHES)]}
 

@@ -66,7 +66,7 @@ def import_array(file: str | Path, name: str | None = None, *, key: str | None =
 
 
 def _meta(file: str, array: ArraySource, config: ImportConfig) -> StoreMeta:
-        dtype = config.dtype or array.dtype
+    dtype = config.dtype or array.dtype
     shard_rows = config.shard_rows or rows_per_shard(array.features, dtype)
     source = {"kind": "array", "file": Path(file).name, "key": config.key, **_identity(file, array)}
     # Else hash as before these options existed.

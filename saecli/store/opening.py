@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -142,8 +143,9 @@ def list_home(home: str | Path | None = None, *, check: bool = False,
 
 def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> list[dict[str, Any]]:
     """The entries of a shelf, newest first; an unreadable one, or one without a marker, has a `problem`."""
-    found = [{"name": name, "path": str(shelf.path / name), "state": "unreadable", "created": "", "problem": sentence}
-             for name, sentence in shelf.unmarked().items()]
+    found: list[dict[str, Any]] = [
+        {"name": name, "path": str(shelf.path / name), "state": "unreadable", "created": "", "problem": sentence}
+        for name, sentence in shelf.unmarked().items()]
     for marker in shelf.path.glob(f"*/{shelf.marker}"):
         entry: dict[str, Any] = {"name": marker.parent.name, "path": str(marker.parent)}
         try:
@@ -190,11 +192,14 @@ def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
         for store in stores:
             if "problem" not in store:
                 opened = ActivationStore.open(Path(store["path"]))
-                problems += opened.verify(lambda read, done=done, name=store["name"]: show(done + read, name)) \
-                    or opened.misfits()
+                problems += opened.verify(partial(_shifted, show, done, store["name"])) or opened.misfits()
             done += store["bytes"]
             show(done, store["name"])
     return problems
+
+
+def _shifted(show: Step, begin: int, name: str, done: float) -> None:
+    show(begin + done, name)
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,8 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
                 _decode(window[begin:end], out)
 
             begins = range(0, len(window), buffers.rows)
-            loaded, decoded = [], []
+            loaded: list[Future[None]] = []
+            decoded: list[Future[None]] = []
             for number, begin in enumerate(begins, 1):
                 block = buffers.fill(pool, decode, begin, min(begin + buffers.rows, len(window)))
                 decoded += block[0]

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..base.console import Listener
 from ..base.errors import ConfigError
-from ..extract.fill import Ahead
+from ..extract.forward import Ahead
 from ..extract.streaming import Streamed
 from ..store.codec import DTYPES
 from ..store.split import is_test

@@ -65,16 +65,16 @@ class Loop:
     def _epoch(self, epoch: int, running: Sequence[Trainer]) -> None:
         rows = running[0].rows
         self._each(Trainer.begin_epoch, running)
-        passes = epoch * (running[0].batches + 1)  # a number for each place in training where a pass can be due
-        self._decoder_steps(passes, running)
+        self._decoder_steps(epoch, 0, running)
         with closing(rows.shuffled(epoch)) as batches:
-            for number, batch in enumerate(batches, passes + 1):
+            for number, batch in enumerate(batches, 1):
                 self._each(Trainer.step, running, batch)
-                self._decoder_steps(number, running)
+                if number < running[0].batches:
+                    self._decoder_steps(epoch, number, running)
                 if all(trainer.solver.finished for trainer in self._live(running)):
                     break
         self._each(Trainer.end_epoch, running)
-        self._decoder_steps(passes + running[0].batches, running)
+        self._decoder_steps(epoch, running[0].batches, running)
         saes = {trainer: trainer.sae for trainer in self._live(running)}
         self._each(lambda trainer: trainer.demand_convergence(saes[trainer]), running)
         live = self._live(running)
@@ -85,17 +85,23 @@ class Loop:
             tests = dict(zip(live, self._measured([saes[trainer] for trainer in live], live[0].test_rows), strict=True))
         self._each(lambda trainer: trainer.keep(saes[trainer], tests.get(trainer)), live)
 
-    def _decoder_steps(self, number: int, running: Sequence[Trainer]) -> None:
-        """Make the passes for due decoder steps, one for all that have the same number of rows due; other rows for
-        another number, if not all are due."""
-        while due := {trainer.solver.due for trainer in self._live(running)} - {None}:
-            wanted = due.pop()
-            members = [trainer for trainer in self._live(running) if trainer.solver.due == wanted]
-            passes: Callable[[], Iterable[Batch]] = partial(members[0].rows.some, wanted, number)
-            self._each(lambda trainer, again: trainer.solver.begin_pass(again), members, passes)
-            for batch in passes():
+    def _decoder_steps(self, epoch: int, number: int, running: Sequence[Trainer]) -> None:
+        """Make the decoder steps after a batch of an epoch; solvers that need equally many rows share a pass."""
+        order = epoch * (running[0].batches + 1) + number  # other rows for each pass, if not all are taken
+        due = {trainer: now for trainer in self._live(running) if (now := trainer.solver.passes.get((epoch, number)))}
+
+        def end(trainer: Trainer) -> None:
+            if trainer.end_pass():
+                del due[trainer]
+
+        while due := {trainer: now for trainer, now in due.items() if trainer not in self.errors}:
+            count = next(iter(due.values())).rows
+            members = [trainer for trainer, now in due.items() if now.rows == count]
+            again: Callable[[], Iterable[Batch]] = partial(members[0].rows.some, count, order)
+            self._each(lambda trainer, again: trainer.solver.begin_pass(due[trainer], again), members, again)
+            for batch in again():
                 self._each(lambda trainer, batch: trainer.solver.observe(batch), members, batch)
-            self._each(Trainer.end_pass, members)
+            self._each(end, members)
 
     def _each(self, action: Callable[..., None], trainers: Sequence[Trainer] | None = None, *given: Any) -> None:
         """Call `action(trainer, *given)` for each that has not failed; with several, an error ends only its own."""

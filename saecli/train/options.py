@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -21,46 +20,11 @@ if TYPE_CHECKING:
 
 WINDOW = 16  # batches among which inner steps mix rows
 MOST_INNER_STEPS = 10
-REVIVAL_ROWS = 2  # rows per latent, from which on they are: with fewer, latents stay idle because rows are few
-DECODER_STEPS = 16  # in training, at least, as long as their passes take no more than a fraction of its rows
+REVIVAL_ROWS = 2  # least rows per latent for revival: with fewer, latents stay idle for lack of rows
+DECODER_STEPS = 16  # least number in training, while their passes take no more than a fraction of its rows
 RELEASE = 0.5  # fraction of all steps after which the decoder may be released
-RELEASED_BELOW = 0.3  # alpha over the Gram matrix's mean diagonal, from which up it is held to the end
-SPELLING = "a number, FIRST:LAST with both above 0, or numbers of at least 0 with commas between them"
-
-
-def check_schedule(text: str) -> None:
-    """Refuse a text that is no schedule, by a ValueError whose message completes "the option must be"."""
-    try:
-        values = _values(text)
-    except ValueError:
-        raise ValueError(SPELLING) from None
-    if not all(math.isfinite(value) and (value > 0 or (value == 0 and ":" not in text)) for value in values):
-        raise ValueError(SPELLING)
-
-
-def weight_at(schedule: float | str, outer: int, outers: int) -> float:
-    """The weight at outer iteration `outer` of `outers`, by a number or a schedule that passes `check_schedule`."""
-    if not isinstance(schedule, str):
-        return schedule
-    values = _values(schedule)
-    if ":" not in schedule:
-        return values[min(outer, len(values) - 1)]
-    first, last = values
-    progress = min(1.0, outer / (outers - 1)) if outers > 1 else 0.0
-    return math.exp((1 - progress) * math.log(first) + progress * math.log(last))
-
-
-def _values(text: str) -> list[float]:
-    values = [float(part) for part in text.split(":" if ":" in text else ",")]
-    if len(values) < 2 or (":" in text and len(values) != 2):
-        raise ValueError(text)
-    return values
-
-
-def proximal(difference: str, more: str) -> Any:
-    """Declare a proximal weight: a number or a schedule."""
-    return option(0.0, f"Proximal weight of ||{difference}||^2{more}.", minimum=0, check=check_schedule,
-                  metavar="FLOAT|FIRST:LAST|A,B,...", **PAPER)
+RELEASED_BELOW = 0.3  # alpha over the mean Gram diagonal, above which the decoder is held to the end
+VECTORS = 2  # numbers that the optimiser keeps per trained weight, besides the weight and its gradient
 
 
 @dataclass(frozen=True)
@@ -72,18 +36,12 @@ class SolverConfig(Config, ABC):
     made_by: ClassVar[str]  # `module:function` in this package, imported when the solver is built
     memory_advice: ClassVar[str] = "use a smaller --d-sae"
 
-    optimizer: str = option("adam", "What takes the descent steps: adam; sgd, plain gradient steps as in the paper's "
-                                    "algorithm, for which --lr must be a number; lbfgs, a solve to tolerance on all "
-                                    "rows as one batch, without learning rate, smoothing or warm-up.",
-                            choices=("adam", "sgd", "lbfgs"), **PAPER)
-    clip_norm: float | None = option(None, "Largest norm of a step's gradient, of the mean loss over a batch; a larger "
-                                           "gradient is scaled down to it.", above=0, **PAPER)
-    weight_decay: float = option(0.0, "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, beside the squared error "
+    clip_norm: float | None = option(None, "Clip the gradient of a batch's mean loss to this norm.", above=0, **PAPER)
+    weight_decay: float = option(0.0, "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, next to the squared error "
                                       "summed over all rows.", minimum=0, **PAPER)
-    mu_enc: float | str = proximal("W_enc - W_enc^t", ", beside the squared error summed over all rows: a number, or a "
-                                   "schedule over the outer iterations t (with sgd, epochs), FIRST:LAST (geometric) or "
-                                   "A,B,... (one each, then the last)")
-    nu_enc: float | str = proximal("b_enc - b_enc^t", ", as --mu-enc")
+    mu_enc: float = option(0.0, "Proximal weight of ||W_enc - W_enc^t||^2, next to the squared error summed over all "
+                                "rows; t counts decoder steps, with sgd epochs.", minimum=0, **PAPER)
+    nu_enc: float = option(0.0, "Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", minimum=0, **PAPER)
 
     inner_steps: int | str = option("auto", f"Optimiser steps per batch. auto: about {DEFAULT_STEPS} in all of "
                                             f"training, at most {MOST_INNER_STEPS} per batch; with --steps, 1.",
@@ -91,11 +49,6 @@ class SolverConfig(Config, ABC):
     revive: bool = option(True, "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
                                 f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent.",
                           advanced=True)
-
-    @property
-    def to_tolerance(self) -> bool:
-        """Whether one step solves the problem of its batch, which must then stay the same."""
-        return self.optimizer == "lbfgs"
 
     def resolved(self, batches: int | None) -> Self:
         """The same with `inner_steps` a number: little data is no reason for few steps.
@@ -105,27 +58,11 @@ class SolverConfig(Config, ABC):
         """
         if self.inner_steps != "auto":
             return self
-        wanted = round(DEFAULT_STEPS / batches) if batches and not self.to_tolerance else 1
+        wanted = round(DEFAULT_STEPS / batches) if batches else 1
         return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
 
     def check(self, training: TrainingConfig, rows: RowSource) -> None:
         """Refuse training settings, or rows, that cannot work with the solver's options, by a ConfigError."""
-        from .optimizers import OPTIMIZERS
-
-        OPTIMIZERS[self.optimizer].check(rows.rows, training.batch_size, training.lr, training.smoothing)
-        if self.to_tolerance and self.clip_norm is not None:
-            raise ConfigError(f"--clip-norm does nothing with --optimizer {self.optimizer}, whose line search finds "
-                              "its steps; leave it out, or use --optimizer adam or sgd", option="clip_norm")
-        if self.to_tolerance and self.inner_steps not in ("auto", 1):
-            raise ConfigError(f"--inner-steps {self.inner_steps} does nothing with --optimizer {self.optimizer}, "
-                              "whose one step solves for the encoder to tolerance; leave it out", option="inner_steps")
-
-    def default_smoothing(self, rows: int, d_in: int, d_sae: int) -> float:
-        """The width of smoothing when the user gives none: the wider, the more latents there are per row (see
-        `smoothing.py`)."""
-        from .smoothing import default_width
-
-        return 0.0 if self.to_tolerance else default_width(rows, d_in, d_sae)
 
     def window(self, rows: int, batch_size: int, d_in: int) -> int:
         """Bytes of the window in which inner steps mix rows: apart, joined, mixed."""
@@ -153,9 +90,7 @@ class Sgd(SolverConfig):
 
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
         """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
-        from .optimizers import OPTIMIZERS
-
-        matrices = (2 + OPTIMIZERS[self.optimizer].vectors) * (1 if self.tied else 2) + bool(self.mu_enc)
+        matrices = (2 + VECTORS) * (1 if self.tied else 2) + bool(self.mu_enc)
         return 4 * matrices * d_in * d_sae + self.window(rows, batch_size, d_in)
 
 
@@ -169,26 +104,24 @@ class PamSgd(SolverConfig):
 
     decoder: str = option("residual", "Unknown of the decoder step: residual, Delta in W_dec = c W_enc' + Delta; free, "
                                       "W_dec itself, as in the paper.", choices=("residual", "free"), **PAPER)
-    alpha: float | str = option("auto", "Ridge of the decoder step, beside the squared error summed over all rows: "
-                                        "weight of ||W_dec - c W_enc'||^2, with --decoder free of ||W_dec||^2. auto: "
+    alpha: float | str = option("auto", "Ridge of the decoder step: weight of ||W_dec - c W_enc'||^2, with --decoder "
+                                        "free of ||W_dec||^2, next to the squared error summed over all rows. auto: "
                                         "the best by leave-one-out.",
                                 choices=("auto",), minimum=0)
-    beta: float = option(0.0, "Weight of ||b_dec||^2, beside the squared error summed over all rows.", minimum=0,
+    beta: float = option(0.0, "Weight of ||b_dec||^2, next to the squared error summed over all rows.", minimum=0,
                          **PAPER)
     bias: str = option("joint", "How the decoder step finds b_dec: joint, together with W_dec; after, as the mean of "
                                 "what a W_dec solved without bias leaves, as in the paper's code, for which --alpha "
                                 "must be a number.", choices=("joint", "after"), **PAPER)
-    mu_dec: float | str = proximal("W_dec - W_dec^t", ", as --mu-enc")
-    nu_dec: float | str = proximal("b_dec - b_dec^t", ", as --mu-enc")
-    decoder_every: int | str = option("auto", "When to solve for the decoder besides after each epoch: every N "
-                                              "batches. auto: where epochs are few, so that it is about "
-                                              f"{DECODER_STEPS} times in all. epoch: never.",
+    mu_dec: float = option(0.0, "Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", minimum=0, **PAPER)
+    nu_dec: float = option(0.0, "Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", minimum=0, **PAPER)
+    decoder_every: int | str = option("auto", "Extra decoder steps: one every N batches, besides one after each epoch. "
+                                              f"auto: about {DECODER_STEPS} in all. epoch: none.",
                                       choices=("auto", "epoch"), minimum=1, metavar="auto|epoch|N", advanced=True)
-    release: float | str = option("auto", "Fraction of the steps after which the decoder descends beside the encoder, "
-                                          "untied, and is solved for after each epoch as before. auto: "
-                                          f"{RELEASE}, with --decoder residual and if alpha is then below "
-                                          f"{RELEASED_BELOW} of the Gram matrix's mean diagonal; of a transcoder 0. 1: "
-                                          "never.",
+    release: float | str = option("auto", "Fraction of steps after which W_dec is also trained by gradient. auto: "
+                                          f"{RELEASE} with --decoder residual if alpha is then below "
+                                          f"{RELEASED_BELOW} of the mean Gram diagonal, else never; 0 for transcoders. "
+                                          "1: never.",
                                   choices=("auto",), minimum=0, maximum=1, advanced=True)
     decoder_first: bool = option(False, "Solve for the decoder before the encoder steps of each epoch, not after them, "
                                         "as in the paper's code for language models.", **PAPER)
@@ -198,8 +131,7 @@ class PamSgd(SolverConfig):
                                 advanced=True)
 
     def check(self, training: TrainingConfig, rows: RowSource) -> None:
-        super().check(training, rows)
-        if rows.ready < rows.rows and (self.decoder_first or takes_all_rows(self)):
+        if rows.ready < rows.rows and self.takes_all_rows:
             name = "decoder_first" if self.decoder_first else "decoder"
             raise ConfigError(f"{flag_of(name)} needs all rows in memory, at most {rows.ready:,} with --model, got "
                               f"{rows.rows:,}; lower --rows, or make a store by `sae extract`", option=name)
@@ -209,6 +141,11 @@ class PamSgd(SolverConfig):
         if self.decoder_first and not isinstance(self.decoder_every, str):
             raise ConfigError("--decoder-first cannot be used with --decoder-every, which adds decoder steps after "
                               "encoder steps; use one of them", option="decoder_first")
+
+    @property
+    def takes_all_rows(self) -> bool:
+        """Whether every decoder step takes all rows, as the paper's do."""
+        return self.decoder_first or self.decoder == "free"
 
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
         """The decoder step's memory, solved in the way that takes least, and `beside`."""
@@ -221,16 +158,8 @@ class PamSgd(SolverConfig):
     def beside(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
         """Bytes besides the decoder step's: the sample on which alpha is chosen, the encoder's weights and optimiser,
         and the window in which inner steps mix rows."""
-        from .decoder_pass import choosing_bytes
-        from .optimizers import OPTIMIZERS
+        from .decoder_step import sampled_bytes
 
-        choosing = choosing_bytes(rows, d_in, d_sae)
         moved = 1 if self.release == 1 else 2  # matrices that have a gradient and an optimiser's state
-        weights = 4 * (3 + moved * (1 + OPTIMIZERS[self.optimizer].vectors)) * d_in * d_sae
-        return choosing + weights + self.window(rows, batch_size, d_in)
-
-
-def takes_all_rows(config: PamSgd) -> bool:
-    """Whether every decoder step takes all rows, as the paper's theorem wants it: where the decoder is its, or the
-    encoder step is solved to tolerance."""
-    return config.decoder == "free" or config.to_tolerance
+        weights = 4 * (3 + moved * (1 + VECTORS)) * d_in * d_sae
+        return sampled_bytes(rows, d_in, d_sae) + weights + self.window(rows, batch_size, d_in)

@@ -4,8 +4,7 @@ Source: the paper's Algorithm 3.1. One outer iteration t is a pass of encoder st
 
     sum ||x_hat - x||^2 + penalty + mu_enc ||W_enc - W_enc^t||_F^2 + nu_enc ||b_enc - b_enc^t||^2
 
-(no term has a 1/2), and then the decoder step of `saecli/train/ridge`, with proximal weights mu_dec and nu_dec. All
-four may follow schedules in t.
+(no term has a 1/2), and then the decoder step of `saecli/train/ridge`, with proximal weights mu_dec and nu_dec.
 
 The paper's decoder, `free`, is the unknown W_dec itself. The default, `residual`, has the unknown Delta in
 `W_dec = c W_enc' + Delta`: the decoder step solves for Delta, c and b_dec with the ridge alpha on Delta, and the
@@ -13,9 +12,9 @@ encoder step holds Delta and c fixed and differentiates through c W_enc'; it mov
 As alpha grows it tends to SGD with tied weights, as alpha falls to the free decoder.
 
 Held to the end, alternating minimisation moves slowly along valleys that joint descent follows. From some step on the
-decoder is therefore released: W_dec becomes a parameter of its own, which descends beside the encoder, and is replaced
-by the decoder step's optimum at the end of each pass as before. Where leave-one-out chooses a large alpha the rows
-don't support a decoder far from the tie, and it is held to the end (`--release`). A transcoder's is released at once.
+decoder is therefore released: W_dec becomes a parameter of its own, trained by gradient with the encoder, and decoder
+steps replace it by its optimum as before. Where leave-one-out chooses a large alpha the rows don't support a decoder
+far from the tie, and it is held to the end (`--release`). A transcoder's is released at once.
 """
 
 import math
@@ -29,32 +28,81 @@ from ..base.distributed import ALONE, Communicator
 from ..sae.batch import Batch
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Coupled
-from .decoder_pass import DecoderPass, Observed, broadcast, notes_on
-from .maintenance import balance, least_useful, penalty_decay, silence
-from .optimizers import is_choosing_step, outer_iterations
-from .options import DECODER_STEPS, RELEASE, RELEASED_BELOW, PamSgd, takes_all_rows
-from .ridge import DecoderState, Place, Plan, Terms, by_place, choose_alpha, plan, solve
+from .decoder_step import (
+    DecoderPass,
+    Observed,
+    Pass,
+    balance,
+    broadcast,
+    penalty_places,
+    silence,
+    solved,
+    useful,
+)
+from .options import DECODER_STEPS, RELEASE, RELEASED_BELOW, PamSgd
+from .ridge import TOLERANCE, DecoderState, Terms, plan
 from .solver import DECODER_STEP, Solver
-from .task import StepReport, Task
+from .task import Task
 
-# Rows per latent that a decoder step takes, other ones each time. All of 117 took 1.4 times as long on tiny-gemma2, and
-# were no better: FVU 0.1346 for 0.1333, in a world of known features 0.148 for 0.145.
+# Rows per latent of a decoder step, resampled for each. Using all 117 took 1.4 times as long on tiny-gemma2, and was no
+# better: FVU 0.1346 instead of 0.1333, in a world of known features 0.148 instead of 0.145.
 PASS_ROWS = 32
 MOST_ROWS = 256  # of the step that decides on the release, and of the last
 PASS_FRACTION = 1 / 3
-DOF_ROWS = 512  # sample of rows for the effective degrees of freedom
+CHOICE_GROWTH = 1.25  # ratio of the decoder steps at which alpha is chosen anew, once there are several
+# A given alpha is warned about if rows and latents are within this ratio, and degrees of freedom above this fraction
+# of the rows.
+THRESHOLD_RATIO, THRESHOLD_FRACTION = 2, 0.8
+NUMBERS = ("c", "alpha", "relative_alpha", "ridge", "condition", "residual", "dof")  # of a decoder, in a checkpoint
 
 
-def batches_between_decoder_steps(task: Task, config: PamSgd, d_sae: int) -> float:
-    """Batches between decoder steps within an epoch; infinite for none."""
-    if not isinstance(config.decoder_every, str):
+def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
+    """All decoder steps of a training.
+
+    They come after each epoch (before it with `decoder_first`), and after every `batches_between` batches within. Each
+    takes `PASS_ROWS` rows per latent; the last, and the one that decides on the release, `MOST_ROWS`; with the paper's
+    decoder all. Alpha is chosen at the first few, then less and less often, since it changes less and less and a choice
+    costs about a solution. The last step keeps the alpha chosen on smoothed rows: rows that the encoder has fitted
+    exactly would choose one too small.
+    """
+    batches, free, first = task.batches, config.decoder == "free", config.decoder_first
+    every, smooths = batches_between(task, config, d_sae), task.training.smoothing > 0 and len(task.sample.x) > 1
+    # A transcoder's targets support no tie: on an MLP of tiny-gemma2 FVU is 0.212 untied from the start, 0.220 from
+    # half way on, where SGD has 0.218.
+    at_once = config.release == "auto" and task.B is not None and not free
+    asks = config.release == "auto" and not (at_once or free or first)
+    release_from = 0.0 if at_once else RELEASE if asks else 1.0 if config.release == "auto" else config.release
+    passes: list[Pass] = []
+    held, choice = True, 0
+    for epoch in range(math.ceil(task.steps / (batches * config.inner_steps))):
+        for batch in [0] if first else [*range(every, batches, every), batches]:
+            steps, number = (epoch * batches + batch) * config.inner_steps, len(passes)
+            over = steps >= task.steps
+            if over and batch < batches:
+                continue  # the epoch is cut short
+            last, turns = over and not first, held and not over and steps >= release_from * task.steps
+            held = held and not turns
+            chooses = number == choice or (turns and asks) or last
+            if number == choice:
+                choice = max(choice + 1, math.floor(CHOICE_GROWTH * choice))
+            rows = (task.rows if config.takes_all_rows
+                    else min(task.rows, (MOST_ROWS if last or (turns and asks) else PASS_ROWS) * d_sae))
+            passes.append(Pass(
+                number, epoch, batch, rows, last=last, decides=turns and asks, releases=turns and not asks,
+                chooses=config.alpha == "auto" and chooses and not (last and smooths and number > 0)))
+    return passes
+
+
+def batches_between(task: Task, config: PamSgd, d_sae: int) -> int:
+    """The number of batches between decoder steps within an epoch; an epoch's for none."""
+    if isinstance(config.decoder_every, int):
         return config.decoder_every
-    if config.decoder_every == "epoch" or config.decoder_first or takes_all_rows(config):
-        return math.inf
+    if config.decoder_every == "epoch" or config.takes_all_rows:
+        return task.batches
     epochs = task.steps / (task.batches * config.inner_steps)
     affordable = PASS_FRACTION * task.steps * task.rows / task.batches / (PASS_ROWS * d_sae)
     parts = int(min(DECODER_STEPS, affordable) / epochs)  # of an epoch
-    return math.ceil(task.batches / parts) if parts > 1 else math.inf
+    return math.ceil(task.batches / parts) if parts > 1 else task.batches
 
 
 class PamSgdSolver(Solver):
@@ -65,172 +113,108 @@ class PamSgdSolver(Solver):
         start, c = initial.sae(), 1.0 if config.decoder == "residual" else 0.0
         dictionary = Coupled(start, c, start.W_dec.detach().clone(), task.B)
         dictionary.Delta.sub_(dictionary.direction(), alpha=c)
-        self._every = batches_between_decoder_steps(task, config, initial.d_sae)
-        outers = outer_iterations(math.ceil(task.steps / config.inner_steps), task.batches, self._every)
         held = ["Delta", "W_skip"]
         if config.decoder == "free" or config.beta or config.nu_dec:  # terms on b_dec, which encoder steps lack
             held.append("b_dec")
-        super().__init__(dictionary, held, task, config, outers, communicator)
+        every = batches_between(task, config, initial.d_sae)
+        super().__init__(dictionary, held, task, config, every, communicator)
+        self.passes = {(one.epoch, one.after_batch): one for one in decoder_steps(task, config, initial.d_sae)}
         nan = math.nan
         self.decoder = DecoderState(c, dictionary.Delta.detach(), dictionary.b_dec.detach(),
-                                    nan if config.alpha == "auto" else config.alpha, nan, nan, False, nan, nan, nan)
-        # A transcoder's targets support no tie: on an MLP of tiny-gemma2 FVU is 0.212 untied from the start, 0.220 from
-        # half way on, where SGD has 0.218.
-        at_once = config.release == "auto" and task.B is not None and not takes_all_rows(config)
-        self._release_from = 0.0 if at_once else config.release
-        self.released = self._decided = False
-        self.raised = 0.0
+                                    nan if config.alpha == "auto" else config.alpha, nan, nan, False, nan, nan, nan,
+                                    ratios=(1.0,) * len(dictionary.places))
+        self.released = False
+        self.raised = 0.0  # the largest ridge that a decoder step used instead of a smaller one
         self._size = dictionary.W_enc.norm().item()
-        self._ratios = [1.0] * len(dictionary.places)  # of a crosscoder's alphas to the one of all places
-        self._due: int | None = None
-        self._last = self._silenced = False
         width, batch_size = max(initial.d_in, initial.d_out), math.ceil(task.rows / task.batches)
         self._memory = task.memory - config.beside(task.rows, batch_size, width, initial.d_sae)
 
-    @property
-    def due(self) -> int | None:
-        return self._due
-
-    def begin_epoch(self) -> None:
-        super().begin_epoch()
-        if self.config.decoder_first:
-            self._due = self.task.rows
-
-    def _end_part(self) -> None:
-        self._due = self._rows_of_step()
-
-    def end_epoch(self) -> list[StepReport]:
-        """Take steps on the batches collected, and ask for the epoch's decoder step."""
-        reports = super().end_epoch()
-        if self.config.decoder_first:
-            if self.finished:
-                self.calibrate()
-            return reports
-        self._last, self._silenced = self.finished, False
-        self._due = self._rows_of_step()
-        return reports
-
-    def _rows_of_step(self) -> int:
-        """The number of rows that a decoder step now observes."""
-        if takes_all_rows(self.config):
-            return self.task.rows
-        return min(self.task.rows, (MOST_ROWS if self._last or self._decides else PASS_ROWS) * self.dictionary.d_sae)
-
-    def _plan(self, rows: int) -> Plan:
-        dictionary = self.dictionary
-        targets = dictionary.d_out + (0 if dictionary.W_skip is None else dictionary.d_in)
-        return plan(rows, dictionary.d_sae, targets, self._memory, self.config.solve, dictionary.prefixes)
-
-    def _trained(self, codes: Codes, batch: Batch) -> None:
-        pass
-
     @torch.no_grad()
-    def begin_pass(self, again: Callable[[], Iterable[Batch]]) -> None:
+    def begin_pass(self, now: Pass, again: Callable[[], Iterable[Batch]]) -> None:
         """Begin a decoder step.
 
         Before the last, it minimises the objective of the encoder steps: over smoothed rows, with the sparsity penalty
         on the decoder's norms. The last one does without either, so that codes shrunk by a penalty reconstruct the
         unsmoothed rows as well as they can.
         """
-        if self._last and not self._silenced:
-            self.calibrate()
-        self._drawn = self.draws(self.outer, DECODER_STEP)
+        self._now, self._drawn = now, self.draws(now.number, DECODER_STEP)
 
         def codes_again() -> Iterator[Codes]:
-            drawn = self.draws(self.outer, DECODER_STEP)
+            drawn = self.draws(now.number, DECODER_STEP)
             for batch in again():
                 if len(batch.x):
                     yield self._encoded(batch, drawn)[0]
 
-        start = self.dictionary.decoder().detach()
-        if self.dictionary.W_skip is not None:  # the rows' dimensions are targets too
-            start = torch.cat([start, start.new_zeros(len(start), self.dictionary.d_in)], 1)
-        system = self._plan(self._due).system(start, codes_again)
-        self._pass = DecoderPass(system, self.dictionary, self.task.training.sparsity, self._due)
+        dictionary = self.dictionary
+        start = dictionary.decoder().detach()
+        if dictionary.W_skip is not None:  # the rows' dimensions are targets too
+            start = torch.cat([start, start.new_zeros(len(start), dictionary.d_in)], 1)
+        way = plan(now.rows, *start.shape, self._memory, self.config.solve, dictionary.prefixes)
+        self._pass = DecoderPass(way.system(start, codes_again), dictionary, self.task.training.sparsity, now.rows)
 
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:
+        """Encode a batch and add it to the decoder step's sums."""
         self._pass.add(*self._encoded(batch, self._drawn))
 
     def _encoded(self, batch: Batch, drawn: torch.Generator) -> tuple[Codes, Batch]:
-        batch = batch if self._last else self.smoothing(batch, drawn)
+        batch = batch if self._now.last else self.smoothing(batch, drawn)
         return self.dictionary.codes(batch.x), batch
 
     @torch.no_grad()
-    def end_pass(self) -> None:
-        """Solve for the decoder, revive dead latents, and take the result as the reference of proximal terms.
+    def end_pass(self) -> bool:
+        """Solve for the decoder, release it if that is due, revive latents, and balance encoder and decoder.
 
-        If a penalty has silenced latents before the last decoder step, another pass is due.
+        False, with nothing solved, if a penalty has silenced latents before the last step.
         """
-        observed, self._pass = self._pass.finish(self.communicator), None
-        silenced = not self.task.held and silence(self.dictionary, observed.norm_weights, observed.rows)
-        if silenced and self._last and not self._silenced:
-            self._silenced = True
-            return
-        self._due = None
-        state = self._solved(observed)
-        releases, self._decided = self._releases(state), self._decided or self._decides
-        if releases:
+        now, observed = self._now, self._pass.finish(self.communicator)
+        del self._pass
+        if not self.task.held and silence(self.dictionary, observed.norm_weights, observed.rows) and now.last:
+            return False
+        state = self._solve(now, observed)
+        if now.releases or (now.decides and state.relative_alpha < RELEASED_BELOW):
             self._release()
-        self._apply(state)
-        self.outer += 1
-        weak = torch.zeros_like(observed.fired) if state.effect is None else least_useful(state.effect, observed.fired)
-        self.revive(observed.fired & ~weak, observed.rows)
+        self._take(state)
+        self.revive(observed.fired if state.effect is None else useful(state.effect, observed.fired), observed.rows)
         self._balance()
-        self._hold_encoder()
+        self.hold_encoder()
+        return True
 
-    def _solved(self, observed: Observed) -> DecoderState:
-        """The decoder for the rows observed, on all processes; alpha is chosen first if it is time to.
+    def _solve(self, now: Pass, observed: Observed) -> DecoderState:
+        """The decoder for the rows observed, on all processes.
 
-        The last step keeps the alpha chosen on smoothed rows, since rows that the encoder has fitted exactly would
-        choose one too small. After training with a penalty, rows are not fitted exactly, and the last step, without
-        the penalty, is another problem: alpha is then chosen anew.
+        After training with a penalty, the last step, without it, is another problem, whose alpha is chosen anew.
         """
+        dictionary, fraction, revives = self.dictionary, observed.rows / self.task.rows, self.revives
+        like = {"Delta": dictionary.Delta, "b": dictionary.b_dec}
+        like |= {} if dictionary.W_skip is None else {"skip": dictionary.W_skip}
+        like |= {"effect": dictionary.b_enc.detach()} if revives else {}
         state = None
         if self.communicator.is_main or observed.solve_together:
-            fraction, dtype = observed.rows / self.task.rows, self.dictionary.W_enc.dtype
-            terms, alpha, factorisation = self._terms(observed, fraction), self.decoder.alpha, None
-            if self.config.alpha == "auto":
-                pulled = bool(observed.norm_weights.any()) and self.task.training.sparsity_weight > 0
-                new_problem = math.isnan(alpha) or (self._last and pulled)
-                settled = self._last and self.smoothing.moves
-                if new_problem or ((is_choosing_step(self.outer) or self._decides or self._last) and not settled):
-                    before = None if new_problem else fraction * alpha
-                    factorisation = choose_alpha(observed.system, terms, observed.z, observed.y, before)
-                    if terms.places:
-                        alpha, factorisation = factorisation.alpha / fraction, None
-                        terms = by_place(observed.system, terms, observed.z, observed.y, fraction * alpha)
-                        self._ratios = [place.ratio for place in terms.places]
-            z = None
-            if self._last or self.outer + 1 == self._outers:
-                whole = len(observed.z) == observed.rows
-                z = observed.z if whole else observed.z[:: math.ceil(len(observed.z) / DOF_ROWS)]
-            found = solve(observed.system, replace(terms, alpha=fraction * alpha), factorisation, z, self._revives)
-            tensors = {"Delta": found.Delta, "b": found.b} | ({"effect": found.effect} if self._revives else {})
-            if found.skip is not None:
-                tensors["skip"] = found.skip + self.dictionary.W_skip  # targets lacked what the last skip predicts
+            pulled = bool(observed.norm_weights.any()) and self.task.training.sparsity_weight > 0
+            another = now.last and pulled and self.config.alpha == "auto"
+            terms = self._terms(now, observed, math.nan if another else fraction * self.decoder.alpha)
+            found = solved(observed, terms, now.chooses or another, revives, now.number + 1 == len(self.passes))
+            if found.skip is not None:  # targets lacked what the last skip predicts
+                found = replace(found, skip=found.skip + dictionary.W_skip)
             state = replace(found, alpha=found.alpha / fraction,
-                            **{name: tensor.to(dtype) for name, tensor in tensors.items()})
-        like = {"Delta": self.dictionary.Delta, "b": self.dictionary.b_dec}
-        like |= {} if self.dictionary.W_skip is None else {"skip": self.dictionary.W_skip}
-        like |= {"effect": self.dictionary.b_enc.detach()} if self._revives else {}
+                            **{name: getattr(found, name).to(dictionary.W_enc.dtype) for name in like})
         return broadcast(state, like, self.communicator)
 
-    def _terms(self, observed: Observed, fraction: float) -> Terms:
-        """The decoder step's terms, scaled to a fraction of all rows, with alpha left at 0."""
-        dictionary, b_dec = self.dictionary, self.dictionary.b_dec.detach()
-        direction = dictionary.direction().detach() if self.config.decoder == "residual" else None
-        W_dec = dictionary.decoder().detach()
+    def _terms(self, now: Pass, observed: Observed, alpha: float) -> Terms:
+        """The decoder step's terms, scaled to the fraction of all rows that was observed, as alpha is."""
+        dictionary, config, fraction = self.dictionary, self.config, observed.rows / self.task.rows
+        W_dec, b_dec = dictionary.decoder().detach(), dictionary.b_dec.detach()
         if observed.skip is not None:
             b_dec = torch.cat([b_dec, b_dec.new_zeros(dictionary.d_in)])
-        weights = self.task.penalty_weight(self.steps - 1) * (not self._last) * observed.norm_weights
-        decay = penalty_decay(W_dec, weights, self._size, dictionary.places)
-        places = [Place(*one) for one in zip(dictionary.places, decay, self._ratios, strict=True)]
-        return Terms(0.0, fraction * self.config.beta, fraction * self.weight("mu_dec"),
-                     fraction * self.weight("nu_dec"), direction, W_dec, b_dec, decay.mean(0),
-                     self.config.bias == "joint", observed.skip, places if len(places) > 1 else [])
+        weights = self.task.penalty_weight(self.steps - 1) * (not now.last) * observed.norm_weights
+        places = penalty_places(W_dec, weights, self._size, dictionary.places, self.decoder.ratios)
+        return Terms(alpha, fraction * config.beta, fraction * config.mu_dec, fraction * config.nu_dec,
+                     direction=dictionary.direction().detach() if config.decoder == "residual" else None,
+                     W_t=W_dec, b_t=b_dec, decay=torch.stack([place.decay for place in places]).mean(0),
+                     joint=config.bias == "joint", skip=observed.skip, places=places if len(places) > 1 else [])
 
-    def _apply(self, state: DecoderState) -> None:
+    def _take(self, state: DecoderState) -> None:
         """Put a solved decoder into the dictionary."""
         if math.isnan(state.dof):
             state = replace(state, dof=self.decoder.dof)
@@ -245,28 +229,13 @@ class PamSgdSolver(Solver):
         else:
             dictionary.c, dictionary.Delta.data = state.c, state.Delta
 
-    @property
-    def _decides(self) -> bool:
-        """Whether the next decoder step, the first after half of the steps, decides on the release."""
-        config = self.config
-        may = not takes_all_rows(config) and not config.decoder_first
-        return (self._release_from == "auto" and may and not self._decided and not self.finished
-                and self.steps >= RELEASE * self.task.steps)
-
-    def _releases(self, state: DecoderState) -> bool:
-        """Whether the decoder is to be released now that it has been solved for."""
-        if self._release_from == "auto":
-            return self._decides and state.relative_alpha < RELEASED_BELOW
-        return not self.released and not self.finished and self.steps >= self._release_from * self.task.steps
-
     @torch.no_grad()
     def _release(self) -> None:
         """Turn `c W_enc' + Delta` into a parameter that descends: Delta, with c = 0."""
-        dictionary = self.dictionary
-        dictionary.untie()
+        self.dictionary.untie()
         self.released = True
-        for name in ("Delta", "b_dec", *(["W_skip"] * (dictionary.W_skip is not None))):
-            tensor = getattr(dictionary, name).requires_grad_(True)
+        for name in ("Delta", "b_dec", *(["W_skip"] * (self.dictionary.W_skip is not None))):
+            tensor = getattr(self.dictionary, name).requires_grad_(True)
             if name not in self.optimizer.tensors:
                 self.optimizer.include(name, tensor)
 
@@ -280,7 +249,7 @@ class PamSgdSolver(Solver):
             self.optimizer.rescale({name: factors.get(name, factor) for name in self.optimizer.tensors})
 
     def record(self) -> dict[str, float]:
-        """The decoder step's alpha, beside a sum over normalised rows, and over the Gram matrix's mean diagonal; its
+        """The decoder step's alpha, next to a sum over normalised rows, and over the Gram matrix's mean diagonal; its
         condition estimate; whether the decoder is released; the number of revivals; the residual of an iterative
         solve; and at the end the effective degrees of freedom."""
         state = self.decoder
@@ -290,30 +259,38 @@ class PamSgdSolver(Solver):
                                    "condition": state.condition, "released": int(self.released)} | known
 
     def notes(self) -> list[str]:
-        """Sentences on the last decoder step; see `notes_on`."""
-        return notes_on(self.decoder, self.config.alpha == "auto", self.task.rows, self.dictionary.d_sae, self.raised)
+        """Sentences on the problems of the decoder steps."""
+        chosen, rows, latents = self.config.alpha == "auto", self.task.rows, self.dictionary.d_sae
+        alpha, dof, notes = self.decoder.alpha, self.decoder.dof, []
+        if not chosen and dof > THRESHOLD_FRACTION * rows and 1 / THRESHOLD_RATIO <= rows / latents <= THRESHOLD_RATIO:
+            notes.append(f"--alpha {alpha:.3g} lets the decoder fit nearly every one of {rows:,} rows by itself with "
+                         f"{latents:,} latents, which is where the error on other rows peaks; use --alpha auto, or a "
+                         "larger --alpha")
+        if self.decoder.residual > 2 * TOLERANCE:
+            notes.append(f"the last decoder step was solved to a residual of {self.decoder.residual:.1g} only, where "
+                         f"{TOLERANCE:g} was wanted; give a larger --alpha, or --solve direct")
+        if self.raised:
+            advice = ("the codes are degenerate: see `sae sparsity`, and try a lower --lr" if chosen
+                      else "give a larger --alpha, or leave the choice to --alpha auto")
+            notes.append(f"a decoder step could not be solved with the ridge asked for, and took "
+                         f"{self.raised:.3g} instead; {advice}")
+        return notes
 
     def state(self) -> dict[str, Tensor]:
-        return super().state() | {f"decoder.{name}": torch.tensor(value, dtype=torch.float64)
-                                  for name, value in self._numbers().items()}
+        """All tensors needed to resume after a decoder step, by name."""
+        numbers = {name: getattr(self.decoder, name) for name in NUMBERS}
+        numbers |= {"most_raised": self.raised, "released": self.released, "size": self._size}
+        kept = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+        kept["ratios"] = torch.tensor(self.decoder.ratios, dtype=torch.float64)
+        return super().state() | {f"decoder.{name}": value for name, value in kept.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Resume from the tensors of `state`, taken after a decoder step."""
         if state["decoder.released"]:
             self._release()
         super().restore(state)
-        self._decided = self.steps >= RELEASE * self.task.steps
-        numbers = {name: state[f"decoder.{name}"].item() for name in self._numbers()}
-        self.raised, self._size, _ = (numbers.pop(name) for name in ("most_raised", "size", "released"))
-        self._ratios = [numbers.pop(name) for name in sorted(numbers) if name.startswith("ratio.")] or [1.0]
-        self.decoder = replace(self.decoder, **numbers, Delta=self.dictionary.Delta.detach(),
-                               b=self.dictionary.b_dec.detach())
+        self.raised, self._size = state["decoder.most_raised"].item(), state["decoder.size"].item()
+        self.decoder = replace(self.decoder, **{name: state[f"decoder.{name}"].item() for name in NUMBERS},
+                               Delta=self.dictionary.Delta.detach(), b=self.dictionary.b_dec.detach(),
+                               ratios=tuple(state["decoder.ratios"].tolist()))
         if not self.released:
             self.dictionary.c = self.decoder.c
-
-    def _numbers(self) -> dict[str, float]:
-        """The decoder's numbers in a checkpoint, beside its tensors."""
-        own = {name: getattr(self.decoder, name) for name in ("c", "alpha", "relative_alpha", "ridge", "condition",
-                                                              "residual", "dof")}
-        ratios = {f"ratio.{number:03}": ratio for number, ratio in enumerate(self._ratios) if len(self._ratios) > 1}
-        return own | {"most_raised": self.raised, "released": self.released, "size": self._size} | ratios

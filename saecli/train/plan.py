@@ -9,24 +9,22 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ..base.devices import device_named
-from ..base.errors import ConfigError, flag_of
+from ..base.errors import ConfigError
 from ..base.precision import multiplies_bf16
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
 from ..store.rows import RowSource
 from .config import (
-    DECAY,
     DEFAULT_STEPS,
     MOST_DEFAULT_EPOCHS,
     PENALTY_WARM_UP,
     SMALLEST,
-    WARM_UP,
     TrainingConfig,
 )
 from .options import SolverConfig
+from .smoothing import default_width
 from .starting import Start
 
-SCHEDULE = {"lr_warm_up": WARM_UP, "lr_decay": DECAY, "sparsity_warm_up": PENALTY_WARM_UP}  # fractions of all steps
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
 STORE = "make a store of them by `sae extract`, and train on that"  # advice on rows that come once
 
@@ -69,7 +67,7 @@ class Plan:
                                                          train_rows))
         if train_rows.passes == 1 and training.epochs is training.steps is None:
             training = replace(training, epochs=1)
-        training = settled(training, activation, solver, train_rows.rows, train_rows.d_in)
+        training = settled(training, activation, train_rows.rows, train_rows.d_in)
         solver.check(training, train_rows)
         solver = solver.resolved(training.batches(train_rows.rows))
         activation = activation.resolved(training.sparsity, training.d_sae)
@@ -114,9 +112,8 @@ class Plan:
                               f"rows; use --precision float32, or {STORE}", option="precision")
 
 
-def settled(training: TrainingConfig, activation: Activation, solver: SolverConfig, rows: int,
-            d_in: int) -> TrainingConfig:
-    """The options with every default filled in that depends on the data, the activation or the solver; idempotent.
+def settled(training: TrainingConfig, activation: Activation, rows: int, d_in: int) -> TrainingConfig:
+    """The options with every default filled in that depends on the data or the activation; idempotent.
     Raises ConfigError if options contradict each other, or do nothing together."""
     if training.epochs is not None and training.steps is not None:
         raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
@@ -133,17 +130,12 @@ def settled(training: TrainingConfig, activation: Activation, solver: SolverConf
     d_sae = training.d_sae or 4 * d_in
     prefixes = None if training.prefixes is None else _prefixes(training.prefixes, d_sae)
     activation.check(d_sae)
-    for name, default in SCHEDULE.items():
-        if getattr(training, name) != default and solver.to_tolerance:
-            raise ConfigError(f"{flag_of(name)} does nothing with --optimizer {solver.optimizer}, whose problem "
-                              "stays the same from step to step; leave it out, or use --optimizer adam or sgd",
-                              option=name)
     epochs = training.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / training.epoch_batches(rows)))
     smoothing, weight = training.smoothing, training.sparsity_weight
     return replace(
-        training, d_sae=d_sae, prefixes=prefixes, precision=_precision(training, solver, d_in * d_sae),
+        training, d_sae=d_sae, prefixes=prefixes, precision=_precision(training, d_in * d_sae),
         sparsity=sparsity, epochs=None if training.steps else epochs,
-        smoothing=solver.default_smoothing(rows, d_in, d_sae) if smoothing == "auto" else smoothing,
+        smoothing=default_width(rows, d_in, d_sae) if smoothing == "auto" else smoothing,
         sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
 
 
@@ -156,16 +148,15 @@ def _prefixes(text: str, d_sae: int) -> str:
     return ",".join(str(number) for number in sorted({*numbers, d_sae}))
 
 
-def _precision(training: TrainingConfig, solver: SolverConfig, weights: int) -> str:
+def _precision(training: TrainingConfig, weights: int) -> str:
     """The precision of products; ConfigError if it would undo the precision that other options ask for."""
-    exact = "float64" if training.dtype == "float64" else "lbfgs" if solver.to_tolerance else ""
+    exact = training.dtype == "float64"
     if training.precision == "auto":
         rounded = not exact and weights >= SMALLEST and multiplies_bf16(device_named(training.device))
         return "bf16" if rounded else "float32"
     if exact and training.precision != "float32":
-        other = "--dtype float64" if exact == "float64" else f"--optimizer {solver.optimizer}"
-        raise ConfigError(f"--precision {training.precision} cannot be used with {other}, which asks for more; leave "
-                          "it out", option="precision")
+        raise ConfigError(f"--precision {training.precision} cannot be used with --dtype float64, which asks for more; "
+                          "leave it out", option="precision")
     return training.precision
 
 
@@ -200,9 +191,7 @@ def _for_less_error(plan: Plan, overfitted: bool, l0: float) -> str:
         return "fewer than one latent is active per row: lower --sparsity-weight"
     if overfitted:
         return "train FVU is not: lower --d-sae, or train on more rows"
-    options = [] if plan.solver.to_tolerance else ["--lr"]
-    options += ["--sparsity-weight"] if plan.training.sparsity != "none" else []
-    return f"lower {' or '.join(options)}" if options else "use another --optimizer"
+    return "lower --lr" + (" or --sparsity-weight" if plan.training.sparsity != "none" else "")
 
 
 def _for_fewer_active(plan: Plan) -> str:

@@ -26,7 +26,7 @@ from ..base.errors import MachineError, RunError, TrainingError
 from ..sae.batch import Batch
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE
-from .decoder_pass import DecoderPass, Observed, choosing_bytes
+from .decoder_step import DecoderPass, Observed, sampled_bytes
 from .ridge import DecoderState, System, Terms, choose_alpha, plan, solve
 from .rows import SUMMED_ROWS, RowSource
 
@@ -102,7 +102,7 @@ def _not_finite() -> RunError:
 def _system(sae: SAE, rows: RowSource) -> System:
     """Empty normal equations that fit in memory."""
     device, d_sae, skipped = sae.W_enc.device, sae.d_sae, 0 if sae.W_skip is None else sae.d_in
-    beside = choosing_bytes(rows.rows, sae.d_out + skipped, d_sae) + 3 * sae.W_enc.itemsize * SUMMED_ROWS * d_sae
+    beside = sampled_bytes(rows.rows, sae.d_out + skipped, d_sae) + 3 * sae.W_enc.itemsize * SUMMED_ROWS * d_sae
     free = free_memory(device)
     chosen = plan(rows.rows, d_sae, sae.d_out + skipped, free - beside, prefixes=sae.prefixes)
     if chosen.bytes + beside > free:

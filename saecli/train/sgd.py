@@ -22,40 +22,39 @@ def solver(initial: SAE, task: Task, config: Sgd, communicator: Communicator = A
 
 
 class SgdSolver(Solver):
-    """Descent on all parameters of a dictionary together."""
+    """Descent on all parameters of a dictionary together. Dead latents are revived a few times per epoch."""
 
     def __init__(self, dictionary: Dictionary, task: Task, config: Sgd, communicator: Communicator = ALONE) -> None:
-        super().__init__(dictionary, (), task, config, math.ceil(task.steps / task.batches), communicator)
+        looks = max(1, round(task.batches * config.inner_steps * REVIVALS / task.steps))
+        super().__init__(dictionary, (), task, config, math.ceil(task.batches / looks), communicator)
 
     def begin_epoch(self) -> None:
-        """Begin a pass over the rows, after each of a few parts of which dead latents are revived."""
         super().begin_epoch()
-        steps_per_epoch = self.task.batches * self.config.inner_steps
-        looks = max(1, round(steps_per_epoch * REVIVALS / self.task.steps))
-        self._every = math.ceil(self.task.batches / looks)
         self._forget_firing()
 
-    def _forget_firing(self) -> None:
-        self._seen, self._fired = 0, torch.zeros_like(self.dictionary.b_enc, dtype=torch.bool)
+    def step(self, batch: Batch) -> list[StepReport]:
+        reports = super().step(batch)
+        if self.batches % self.every == 0 and self.batches < self.task.batches and not self.finished:
+            self._revive_silent()
+        return reports
 
-    def _trained(self, codes: Codes, batch: Batch) -> None:
+    def trained(self, codes: Codes, rows: int) -> None:
         """Note which latents fire."""
-        self._seen += batch.size
+        self._seen += rows
         self._fired |= codes.fired()
 
-    def _end_part(self) -> None:
-        """Revive latents that did not fire in this part of the epoch."""
+    def end_epoch(self) -> list[StepReport]:
+        reports = super().end_epoch()
+        self._revive_silent()
+        self.hold_encoder()
+        return reports
+
+    def _revive_silent(self) -> None:
+        """Revive latents that have not fired since the last call."""
         if self.config.revive:
             fired = self.communicator.all_reduce(self._fired.to(torch.int32)) > 0
             self.revive(fired, self._seen)
         self._forget_firing()
 
-    def end_epoch(self) -> list[StepReport]:
-        """End the pass; after the last epoch the activation's estimates are set."""
-        reports = super().end_epoch()
-        self._end_part()
-        self.outer += 1
-        self._hold_encoder()
-        if self.finished:
-            self.calibrate()
-        return reports
+    def _forget_firing(self) -> None:
+        self._seen, self._fired = 0, torch.zeros_like(self.dictionary.b_enc, dtype=torch.bool)

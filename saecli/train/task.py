@@ -1,6 +1,6 @@
 """What a solver is given, and what it reports of each step.
 
-Shapes: n rows, D = d_in, E = d_out. Rows are normalised rows (see `training/rows.py`).
+Shapes: B rows, n sampled rows, D = d_in, E = d_out. All rows are normalised (see `rows.py`).
 """
 
 import math
@@ -13,27 +13,23 @@ from ..sae.batch import Batch
 from .config import TrainingConfig
 
 
-def _no_rows() -> Batch:
-    return Batch.of(torch.empty(0, 0))
-
-
 @dataclass(frozen=True, eq=False)
 class Task:
     """The training problem: its settings, its length, and what is measured on its rows.
 
-    The loss of a batch is the mean over its rows of `||y_hat - y||^2 + sparsity_weight * penalty`; terms
-    that the paper adds to the sum over all N rows are divided by N.
+    The loss of a batch is the mean over its rows of `||y_hat - y||^2 + sparsity_weight * penalty`; terms that the paper
+    adds to the sum over all N rows are divided by N.
 
     Args:
         training: resolved settings.
         rows: N, the number of training rows.
         steps: optimiser steps in all of training.
         lr: the peak learning rate.
-        sample: some training rows, spread over all, (n, D), and their targets, (n, E): smoothing takes differences of
-            them, and an activation's estimates are set on them at the end; empty if neither is needed.
+        sample: training rows spread over all, (n, D), and their targets, (n, E), for smoothing and for an activation's
+            estimates; may be empty.
         B: the targets' linear regression on the rows, (D, E); None if they are the rows.
-        held: the weights that keep their start bit for bit, W_enc or, where they are a parameter, W_dec; None for none.
-            No latent is then revived, and with W_enc none is silenced or rescaled.
+        held: W_enc or W_dec, to keep its start bit for bit; None for neither. No latent is then revived, silenced or
+            rescaled.
         memory: bytes that the solver may use.
     """
 
@@ -41,7 +37,7 @@ class Task:
     rows: int
     steps: int
     lr: float
-    sample: Batch = field(default_factory=_no_rows)
+    sample: Batch = field(default_factory=lambda: Batch.of(torch.empty(0, 0)))
     B: Tensor | None = None
     held: str | None = None
     memory: float = math.inf
@@ -67,7 +63,7 @@ class Task:
 class StepReport:
     """Measures of one smoothed batch before its step; tensors, so that the host does not wait for the device.
 
-    With several processes each reports its part of the measures, from its rows, and the parts sum to the batch's.
+    With several processes each reports its part, and the parts sum to the batch's measures.
 
     Args:
         step: the step's number, from 1.

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -163,10 +163,10 @@ class Trainer:
         """Train on a batch of the epoch."""
         self._look(self.solver.step(batch))
 
-    def end_pass(self) -> None:
-        """End a decoder step's pass."""
+    def end_pass(self) -> bool:
+        """End a decoder step's pass; False if it has to be made again."""
         try:
-            self.solver.end_pass()
+            return self.solver.end_pass()
         except TrainingError:
             if self.communicator.world_size == 1:  # else the others, which have not failed, would not all-reduce
                 self._look([], now=True)  # a NaN loss explains the failure better
@@ -218,19 +218,19 @@ class Trainer:
             test: the same on the test rows.
 
         Returns:
-            `rows_train, rows_counted, rows_test, epochs, steps, seconds, rows_per_second, warnings, notes, final`;
-            rows counted are those that `train` is of, of a model's rows the last.
+            `rows_train, rows_counted, rows_test, epochs, steps, seconds, rows_per_second, warnings, notes,
+            decoder_steps, final`; rows counted are those that `train` is of, of a model's rows the last.
         """
         solver, progress = self.solver, self.progress
         warnings = [*doubts_at_start(self.plan), *doubts_at_end(self.plan, train, test)]
-        rate = {} if solver.optimizer.to_tolerance else {"lr": solver.task.lr}
         return {
             "rows_train": self.train_rows.rows, "rows_counted": train["rows"], "rows_test": self.test_rows.rows,
             "epochs": progress.epoch, "steps": progress.step, "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9), "warnings": warnings,
-            "notes": solver.notes(),
+            "notes": solver.notes(), "decoder_steps": [asdict(one) for one in solver.passes.values()],
             "final": {"test_fvu": test["fvu"], "test_mse": test["mse"], "test_l0": test["l0"],
-                      "train_fvu": train["fvu"], "dead_fraction": train["silent_fraction"], **rate, **solver.record()}}
+                      "train_fvu": train["fvu"], "dead_fraction": train["silent_fraction"], "lr": solver.task.lr,
+                      **solver.record()}}
 
     def _demand_processes(self, trainings: int) -> None:
         """Refuse what several processes cannot do together."""

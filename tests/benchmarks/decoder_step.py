@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saecli.sae.encoding import where
+from saecli.sae.activations.selection import where
 from saecli.train.ridge import HeldRows, Sums, System, Terms, choose_alpha, solve
 from saecli.train.ridge.choice import LEAST, MOST, Press
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,13 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
-from saecli.extract.fill import COLUMNS, Target, fill
-from saecli.extract.forward import Forward, batch_tokens
+from saecli.extract.forward import COLUMNS, Forward, batch_tokens, fill
+from saecli.extract.hook_points import HookPoint
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
-from saecli.extract.places import BUNDLED, TINY_GEMMA2, Place
-from saecli.extract.steady import Document
-from saecli.extract.texts import STDLIB_DOCS, TextSource
-from saecli.extract.token_windows import Spot, Windows
-from saecli.extract.window_blocks import Block, Cursor, in_blocks
+from saecli.extract.options import BUNDLED, TINY_GEMMA2
+from saecli.extract.texts import STDLIB_DOCS, Document, TextSource
+from saecli.extract.windows import START, Block, Cursor, Spot, Windows, in_blocks
 from saecli.store.schema import StoreMeta, rows_per_shard
 from saecli.store.writer import StoreWriter
 
@@ -59,25 +58,24 @@ def write_text(path: Path) -> list[str]:
     return texts
 
 
-def all_blocks(model: LanguageModel, text: TextSource, rows: int) -> Iterator[Block]:
+def all_blocks(model: LanguageModel, text: TextSource, rows: int, cursor: Cursor = START) -> Iterator[Block]:
     """The blocks of an extraction."""
     def documents_from(spot: Spot) -> Iterator[Document]:
         return text.documents(spot.document, spot.mark)
 
-    return in_blocks(documents_from, Windows(model.tokenizer, CONTEXT), rows, Cursor())
+    return in_blocks(documents_from, Windows(model.tokenizer, CONTEXT), rows, cursor)
 
 
-def extract(model: LanguageModel, text: TextSource, place: Place, rows: int, folder: Path) -> None:
+def extract(model: LanguageModel, text: TextSource, place: HookPoint, rows: int, folder: Path) -> None:
     """Run an extraction, from opening the text to the finished store."""
     width = model.source.d_model
     meta = StoreMeta({}, "", "bfloat16", width, rows_per_shard(width, "bfloat16"), columns=COLUMNS)
     with StoreWriter.open(folder, meta, limit=rows) as writer:
         forward = Forward(model, "bfloat16", batch_tokens(model, "auto", CONTEXT, [place]), print)
-        fill([Target(place, writer)], all_blocks(model, text, rows), forward, rows, lambda tokens, rows: None)
-        writer.finish()
+        fill({place: writer}, partial(all_blocks, model, text, rows), forward, rows, lambda tokens, rows: None)
 
 
-def recorded(model: LanguageModel, text: TextSource, place: Place, rows: int, folder: Path) -> list[dict[str, Any]]:
+def recorded(model: LanguageModel, text: TextSource, place: HookPoint, rows: int, folder: Path) -> list[dict[str, Any]]:
     """What the model was called with in an extraction."""
     batches = []
     handle = model.model.register_forward_pre_hook(lambda _, args, given: batches.append(dict(given)), with_kwargs=True)
@@ -109,7 +107,7 @@ def cut_off(model: LanguageModel, layer: int) -> torch.nn.Module:
     return plain
 
 
-def compare(name: str, model: LanguageModel, text: TextSource, place: Place, rows: int, repeats: int,
+def compare(name: str, model: LanguageModel, text: TextSource, place: HookPoint, rows: int, repeats: int,
             folder: Path) -> None:
     """Time both in turn, and say what share of the batches was padding."""
     plain, batches = cut_off(model, place.layer), recorded(model, text, place, rows, folder / "recorded")
@@ -161,7 +159,7 @@ def main() -> None:
             name = Path(model_name).name
             if model_name == TINY_GEMMA2:
                 print(f"in document order, {WINDOWS} windows a batch: {in_document_order(model, texts):.1%} padding")
-            compare(name, model, TextSource(str(folder / "text.jsonl")), Place(layer, "resid_post"), rows,
+            compare(name, model, TextSource(str(folder / "text.jsonl")), HookPoint(layer, "resid_post"), rows,
                     arguments.repeats, folder / name)
             del model
         peaks = [peak_memory(folder / "text.jsonl", rows, folder) for rows in (MEMORY_ROWS, 4 * MEMORY_ROWS)]

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from saecli.geometry.partition import cells_of
+from saecli.geometry.largest_cells import cells_of
 from saecli.geometry.survey import batch_size, gather
 from saecli.sae.activations import Activation, Relu, TopK, activation_to_json
 from saecli.sae.dictionary import SAE

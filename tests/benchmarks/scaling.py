@@ -35,7 +35,8 @@ from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
 from saecli.train.config import TrainingConfig
 from saecli.train.loop import Loop
-from saecli.train.pam_sgd import PamSgd, PamSgdSolver
+from saecli.train.options import PamSgd
+from saecli.train.pam_sgd import PamSgdSolver
 from saecli.train.plan import Plan
 from saecli.train.trainer import Record, Trainer
 
@@ -84,7 +85,7 @@ def work(home: Path, d_sae: int) -> None:
     PamSgdSolver.descend = told("step", PamSgdSolver.descend)
     for name in OUTER:
         setattr(PamSgdSolver, name, told("outer", getattr(PamSgdSolver, name)))
-    PamSgdSolver._solved = told("solve", PamSgdSolver._solved)
+    PamSgdSolver._solve = told("solve", PamSgdSolver._solve)
     store = ActivationStore.open(home / "activations" / "rows")
     training = TrainingConfig(d_sae=d_sae, epochs=2, batch_size=BATCH, smoothing=0.0)
     plan = Plan.resolved(training.rows_of(store), None, training, PamSgd(inner_steps=1), TopK(k=32))

@@ -26,10 +26,8 @@ import torch
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.batch import Batch
 from saecli.train.config import TrainingConfig
-from saecli.train.pam_sgd import PamSgd
+from saecli.train.options import PamSgd, Sgd, SolverConfig
 from saecli.train.rows import initial_sae
-from saecli.train.sgd import Sgd
-from saecli.train.solver import SolverConfig
 from saecli.train.task import Task
 
 SAELENS = "sae-lens==6.54.12"

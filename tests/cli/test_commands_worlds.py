@@ -16,8 +16,7 @@ from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
 from saecli.store.options import SyntheticConfig
 from saecli.store.reader import ActivationStore
-from saecli.store.worlds import world_of
-from saecli.store.worlds import World
+from saecli.store.worlds import World, world_of
 
 G, D, ROWS = 64, 8, 3000
 SMALL = ["--features", str(G), "--d-in", str(D), "--l0", "4", "--rows", str(ROWS)]

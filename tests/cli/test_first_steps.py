@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
 from saecli.base.errors import ConfigError, ModelError, StoreError
-from saecli.extract.places import BUNDLED
+from saecli.extract.options import BUNDLED
 from saecli.sae.formats import SavedSAE, save_native
 from saecli.show.measures import places_table
-from saecli.show.run_plots import firing, loss_curves
+from saecli.show.runs import firing, loss_curves
 
 TOPK_METRICS = [{"step": step, "batch_fvu": 1 / step, "batch_l0": 4.0, "test_fvu": 1 / step, "test_l0": 4.0}
                 for step in (1, 2, 3)]

@@ -12,7 +12,7 @@ from day import Day, Figures
 from extraction import CONTEXT, write_text
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
-from saecli.extract.places import BUNDLED, TINY_GEMMA2
+from saecli.extract.options import BUNDLED, TINY_GEMMA2
 
 LAYER = 12
 

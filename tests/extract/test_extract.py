@@ -209,7 +209,7 @@ def test_weights_that_hold_code_are_refused_and_not_run(sae: CommandLine, models
     torch.save({"x": Code()}, folder / "pytorch_model.bin")
     done = sae("extract", "--model", folder, "--dataset", text)
     assert done.status == 1
-    assert "got a pickle that is damaged or holds code; use a model with model.safetensors" in done.err
+    assert "use a model with model.safetensors" in done.err
     assert not (tmp_path / "ran").exists()
 
 
@@ -220,7 +220,7 @@ def test_a_model_without_tokenizer_gets_a_sentence(sae: CommandLine, models, tex
         path.unlink()
     done = sae("extract", "--model", folder, "--dataset", text)
     assert (done.status, done.out) == (1, "")
-    assert "cannot load the tokenizer of" in done.err and "such as tokenizer.json" in done.err
+    assert "cannot load the tokenizer of" in done.err and "tokenizer.json" in done.err
 
 
 def test_cut_off_weights_get_a_sentence(sae: CommandLine, models, text, tmp_path: Path):
@@ -239,7 +239,7 @@ def test_a_token_that_the_model_has_no_embedding_for_gets_a_sentence(sae: Comman
     (tmp_path / "a.txt").write_text("abzzc")
     done = sae("extract", "--model", folder, "--dataset", tmp_path / "a.txt")
     assert done.status == 1
-    assert f"cannot read the token {VOCABULARY}: expected token ids below {VOCABULARY}" in done.err
+    assert f"cannot read the token {VOCABULARY}" in done.err
 
 
 def test_rows_that_all_overflow_end_the_extraction_early_with_the_remedy(sae: CommandLine, models, tmp_path: Path):
@@ -252,8 +252,7 @@ def test_rows_that_all_overflow_end_the_extraction_early_with_the_remedy(sae: Co
     words = ("extract", "--model", folder, "--layer", "0", "--dataset", tmp_path / "a.txt")
     done = sae(*words, "--dtype", "float16")
     assert done.status == 1
-    found = re.search(r"no row can be stored: expected rows that are finite in float16, got ([\d,]+) that are not and "
-                      r"none that is; use --dtype bfloat16 or --dtype float32", done.err)
+    found = re.search(r"none of ([\d,]+) is finite in float16; use --dtype bfloat16 or --dtype float32", done.err)
     assert 10_000 <= int(found[1].replace(",", "")) < 20_000
     assert not list((sae.home / "activations").iterdir())
     assert sae(*words, "--dtype", "bfloat16", "--rows", "50").status == 0

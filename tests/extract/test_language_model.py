@@ -8,9 +8,10 @@ from tiny_models import CONFIGS, LAYERS, VOCABULARY, WIDTH, loaded, save_model
 from torch import Tensor, nn
 
 from saecli.base.errors import ConfigError, ModelError
+from saecli.extract.hook_points import SITES, HookPoint
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
-from saecli.extract.places import SITES, TINY_GEMMA2, Place
+from saecli.extract.options import TINY_GEMMA2
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -37,7 +38,7 @@ def by_plain_hook(model: LanguageModel, module: nn.Module, tokens: tuple[Tensor,
 
 
 def read(model: LanguageModel, tokens: tuple[Tensor, Tensor], layer: int, site: str) -> Tensor:
-    return model.read(*tokens, [Place(layer, site)], torch.clone)[0]
+    return model.read(*tokens, [HookPoint(layer, site)], torch.clone)[0]
 
 
 def kept(activations: Tensor, mask: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ def test_replacing_mlp_in_replaces_what_the_mlp_computes_from(model, tokens, lay
 
 def test_mlp_in_of_tiny_gemma2_is_what_a_hook_written_here_sees(tokens):
     model = LanguageModel(find_model(TINY_GEMMA2), torch.device("cpu"))
-    places = [Place(layer, site) for layer in range(4) for site in ("mlp_in", "mlp_out")]
+    places = [HookPoint(layer, site) for layer in range(4) for site in ("mlp_in", "mlp_out")]
     together = model.read(*tokens, places, torch.clone)
     for layer, block in enumerate(model.blocks):
         wanted = [by_plain_hook(model, norm, tokens)
@@ -157,7 +158,7 @@ def test_forward_pass_stops_at_the_site(model, tokens):
 
 
 def test_places_read_together_are_those_read_one_by_one(model, tokens):
-    places = [Place(layer, site) for layer in range(LAYERS) for site in SITES]
+    places = [HookPoint(layer, site) for layer in range(LAYERS) for site in SITES]
     together = model.read(*tokens, places, torch.clone)
     for place, activations in zip(places, together, strict=True):
         torch.testing.assert_close(activations, read(model, tokens, *place), rtol=0, atol=0)
@@ -184,7 +185,7 @@ def test_the_middle_layer_is_the_default_and_12_for_gemma_2_2b():
 @pytest.mark.parametrize(("name", "error", "sentence"), [
     ("nowhere", ModelError, "no network|cannot be reached"),
     ("google/gemma-2-2b", ModelError, "licence accepted at https://huggingface.co/google/gemma-2-2b, and `hf auth"),
-    ("./missing", ModelError, "no model './missing'"),
+    ("./missing", ModelError, "no model ../missing'"),
     ("a/b/c", ModelError, "no model 'a/b/c'"),
 ])
 def test_a_model_that_is_not_there_gets_a_sentence(name, error, sentence, monkeypatch):
@@ -194,7 +195,7 @@ def test_a_model_that_is_not_there_gets_a_sentence(name, error, sentence, monkey
 
 
 def test_a_folder_that_is_no_model_gets_a_sentence(tmp_path: Path):
-    with pytest.raises(ModelError, match="expected the files of a Hugging Face causal language model"):
+    with pytest.raises(ModelError, match="give the files of a Hugging Face causal language model"):
         find_model(str(tmp_path))
 
 

@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from saecli.base.errors import ModelError
-from saecli.extract import weights
+from saecli.extract import language_model
+from saecli.extract.hook_points import SITES, HookPoint
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
-from saecli.extract.places import SITES, Place
 
 MORE = {
     "gemma3": lambda: Gemma3TextConfig(**DEEP, num_key_value_heads=1, head_dim=8, sliding_window=4),
@@ -56,7 +56,7 @@ def test_activations_without_the_later_blocks_are_bitwise_those_of_the_whole_mod
     assert (len(cut.blocks), len(whole.blocks)) == (last + 1, LAYERS)
     assert cut.size == whole.size == AutoModel.from_pretrained(folder).num_parameters()
     sites = [site for site in SITES if hasattr(whole.blocks[0], "mlp") or site in ("resid_pre", "resid_post")]
-    places = [Place(layer, site) for layer in range(last + 1) for site in sites]
+    places = [HookPoint(layer, site) for layer in range(last + 1) for site in sites]
     token_ids = torch.randint(3, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(token_ids)
     mask[1, 6:] = 0
@@ -92,7 +92,7 @@ def test_files_are_read_rather_than_mapped(tmp_path: Path, monkeypatch: pytest.M
 
     opened.__text_signature__ = safe_open.__text_signature__
     monkeypatch.setattr(modeling_utils, "safe_open", opened)
-    monkeypatch.setattr(weights, "safe_open", opened)
+    monkeypatch.setattr(language_model, "safe_open", opened)
     first_blocks(folder, 0)
     assert backends == ["pread"]
     assert modeling_utils.safe_open is opened
@@ -108,13 +108,13 @@ def without(folder: Path, name: str) -> None:
 def test_missing_weights_are_refused_where_the_forward_pass_needs_them(tmp_path: Path):
     folder = save_model(tmp_path / "llama", "llama")
     without(folder, "model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(ModelError, match=r"got none for layers\.1\.mlp\.up_proj\.weight; use a checkpoint that is"):
+    with pytest.raises(ModelError, match=r"no weights for layers\.1\.mlp\.up_proj\.weight; use a complete"):
         first_blocks(folder, 1)
-    with pytest.raises(ModelError, match=r"got none for layers\.1\.mlp"):
+    with pytest.raises(ModelError, match=r"no weights for layers\.1\.mlp"):
         loaded(folder)
     first_blocks(folder, 0)
     without(folder, "lm_head.weight")
-    with pytest.raises(ModelError, match=r"got none for lm_head\.weight and 1 more"):
+    with pytest.raises(ModelError, match=r"no weights for lm_head\.weight and 1 more"):
         loaded(folder, head=True)
 
 
@@ -122,7 +122,7 @@ def test_a_file_that_ends_early_is_refused(tmp_path: Path):
     folder = save_model(tmp_path / "llama", "llama")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ModelError, match=r"cannot load the model .*expected the files of a Hugging Face"):
+    with pytest.raises(ModelError, match=r"cannot load the model .*give the files of a Hugging Face"):
         first_blocks(folder, 0)
 
 

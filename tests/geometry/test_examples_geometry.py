@@ -1,21 +1,28 @@
 """The scripts of examples/geometry run, say what the theory says, and draw."""
 
+import itertools
+import math
 import re
 import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from saecli.geometry.diagram import PowerDiagram
+
 SCRIPTS = Path(__file__).parents[2] / "examples" / "geometry"
 QUICK = {"bridge.py": ["--steps", "40"]}
+HELPERS = ("diagrams.py", "recovery.py")
 SAYS = {"orders.py": "residual", "lift.py": "10,000 of 10,000 points", "kth_order_or_not.py": "around: refused"}
 
 
 def run(name: str, out: Path, *words: str) -> None:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(SCRIPTS)
         patched.setattr(sys, "argv", [name, "--out", str(out), *words])
         runpy.run_path(str(SCRIPTS / name), run_name="__main__")
     torch.set_num_threads(threads)  # one script computes in one
@@ -28,7 +35,7 @@ def fvus(said: str, k: int) -> tuple[float, float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.name for path in SCRIPTS.glob("*.py")))
+@pytest.mark.parametrize("name", sorted(path.name for path in SCRIPTS.glob("*.py") if path.name not in HELPERS))
 def test_script_runs_and_draws(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(name, tmp_path / "x.svg", *QUICK.get(name, []))
     said = capsys.readouterr().out
@@ -55,3 +62,24 @@ def test_kmeans_is_worse_than_the_sae_and_the_sae_worse_than_local_pca(
     for k in (1, 3):
         kmeans, sae, local_pca = fvus(said, k)
         assert kmeans > 2 * sae > 2 * local_pca
+
+
+@pytest.mark.parametrize(("d", "k"), [(4, 2), (5, 3), (6, 1)])
+def test_sites_are_recovered_from_their_kth_order_diagram(d: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from diagrams import sites_of
+    from recovery import recover
+
+    rng = np.random.default_rng(d)
+    diagram = PowerDiagram(torch.from_numpy(rng.normal(size=(d, 2))), torch.from_numpy(rng.normal(size=d)))
+    supports = rng.permutation(list(itertools.combinations(range(d), k)))
+    nu = sites_of(diagram, torch.from_numpy(supports))
+    found = recover(nu, k, supports.tolist())
+    assert found.is_kth_order
+    torch.testing.assert_close(found.diagram.centroids, diagram.centroids)
+    torch.testing.assert_close(found.diagram.weights, diagram.weights, atol=1e-9, rtol=0)
+    x = torch.from_numpy(3 * rng.normal(size=(500, 2)))
+    kept = torch.from_numpy(supports)[nu.nearest(x, 1)[:, 0]]
+    assert torch.equal(kept.sort(1).values, diagram.nearest(x, k).sort(1).values)
+    random = PowerDiagram(torch.from_numpy(rng.normal(size=(math.comb(d, k), 2))), torch.zeros(math.comb(d, k)))
+    assert k == 1 or not recover(random, k, supports.tolist()).is_kth_order

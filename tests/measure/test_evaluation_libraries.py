@@ -11,8 +11,8 @@ from homes import CommandLine
 
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
-from saecli.extract.places import BUNDLED, TINY_GEMMA2
-from saecli.extract.token_windows import Windows
+from saecli.extract.options import BUNDLED, TINY_GEMMA2
+from saecli.extract.windows import Windows
 from saecli.measure.splice import stored_windows
 from saecli.store.reader import ActivationStore
 from saecli.store.rows import Rows

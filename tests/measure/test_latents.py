@@ -12,14 +12,14 @@ from tiny_models import save_model
 from saecli.base.devices import device_named
 from saecli.extract.language_model import LanguageModel, load_tokenizer
 from saecli.extract.model_source import find_model
-from saecli.extract.places import TINY_GEMMA2
+from saecli.extract.options import TINY_GEMMA2
 from saecli.extract.tokens import LOGIT_BINS, TokenTexts, Unembedding
 from saecli.measure import cofiring
 from saecli.measure.cofiring import LEAST, CoFiring
 from saecli.measure.latent_examples import BEFORE, TOKENS, Block, Examples, at_random, in_blocks
 from saecli.measure.latents import Magnitudes, bin_edges, neighbours
+from saecli.sae.activations.selection import where
 from saecli.sae.codes import DenseCodes, SparseCodes
-from saecli.sae.encoding import where
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.split import is_test

@@ -24,14 +24,15 @@ from test_steering import steerable
 from tiny_models import CONFIGS, WIDTH, loaded, save_model
 
 import saecli
-from saecli.extract.places import TINY_GEMMA2, Place
+from saecli.extract.hook_points import HookPoint
+from saecli.extract.options import TINY_GEMMA2
 from saecli.measure.probe_sets import Sets
 from saecli.measure.probed_rows import LastTokens, codes_of
 from saecli.measure.probes import CS, dense_score, mean_and_interval, most_different, sparse_scores
 from saecli.sae.activations import AbsTopK, Relu
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
-from saecli.show.probe_plots import probes
+from saecli.show.latents import probes
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,7 +106,7 @@ def test_activations_are_those_of_the_last_token_of_each_text_alone_and_long_tex
         tmp_path: Path, architecture: str):
     model = loaded(save_model(tmp_path / "model", architecture, bos=architecture != "gpt2"))
     texts = ["abc", "f", "abcdefghijklmnop", "zz", "qrstuvwxyz"]
-    places = [Place(0, "resid_post"), Place(1, "mlp_in")]
+    places = [HookPoint(0, "resid_post"), HookPoint(1, "mlp_in")]
     found = LastTokens(model, places, 12)(texts)
     bos = [] if architecture == "gpt2" else [1]
     for row, text in enumerate(texts):
@@ -251,7 +252,7 @@ def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list
     (("first", "--k", "21"), "--k must be at most the number of latents, 20 of first, got 21"),
     (("first", "--k", "2", "--k", "2"), "--k must be different numbers of at least 1, got 2, 2"),
     (("first", "--context", "129"), "tiny-gemma2 takes windows of at most 128 tokens, got --context 129"),
-    (("first", "--context", "1"), "--context must be above 1, the number of tokens that the model wants before"),
+    (("first", "--context", "1"), "--context must be above 1, the number of special tokens"),
     (("first", "two"), "probing with two is not defined: expected an SAE or a transcoder"),
     (("first", "narrow"), "narrow does not fit tiny-gemma2"),
     (("first", "--layer", "2"), "--layer must be that of first, 1, got 2"),

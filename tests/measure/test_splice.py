@@ -12,14 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from saecli.extract.fill import COLUMNS, Target, fill
-from saecli.extract.forward import Forward
+from saecli.extract.forward import COLUMNS, Forward, fill
+from saecli.extract.hook_points import HookPoint
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
-from saecli.extract.places import Place
-from saecli.extract.steady import Document
-from saecli.extract.token_windows import Windows
-from saecli.extract.window_blocks import Cursor, in_blocks
+from saecli.extract.texts import Document
+from saecli.extract.windows import Windows, in_blocks
 from saecli.measure.splice import stored_windows
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
@@ -70,11 +68,10 @@ def extracted(home: Path, model: LanguageModel, positions: str = "all", limit: i
     meta = StoreMeta(source=source, request_hash="x", dtype="float32", d_in=D, shard_rows=500, chunk_rows=64,
                      columns=COLUMNS)
     windows = Windows(model.tokenizer, CONTEXT, positions)
-    place = Place(LAYER, "resid_post")
     with StoreWriter.open(path, meta, limit=limit) as writer:
-        fill([Target(place, writer)], in_blocks(lambda _: text or documents(), windows, limit or 10**9, Cursor()),
+        fill({HookPoint(LAYER, "resid_post"): writer},
+             lambda cursor: in_blocks(lambda _: text or documents(), windows, limit or 10**9, cursor),
              Forward(model, "float32", 8 * CONTEXT, print), limit or 10**9, lambda tokens, rows: None)
-        writer.finish()
     return path
 
 

@@ -20,8 +20,8 @@ from saecli.sae.activations import (
 )
 from saecli.sae.codes import DenseCodes
 from saecli.train.config import TrainingConfig
+from saecli.train.options import Sgd
 from saecli.train.plan import settled
-from saecli.train.sgd import Sgd
 
 B, F, K = 20, 12, 3
 EVERY = [kind(k=K) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]

@@ -17,11 +17,10 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.formats import load
 from saecli.train.array_rows import ArrayRows
 from saecli.train.config import TrainingConfig
-from saecli.train.pam_sgd import PamSgd
+from saecli.train.options import PamSgd, Sgd, SolverConfig
 from saecli.train.plan import Plan
 from saecli.train.rows import initial_sae
-from saecli.train.sgd import Sgd
-from saecli.train.solver import Solver, SolverConfig
+from saecli.train.solver import Solver
 
 B, F, D, L = 40, 60, 12, 5.0
 AIM, MULTIPLIER = 7.0, 0.4
@@ -142,8 +141,8 @@ def trained(solver: Solver, x: Tensor, epochs: range) -> SAE:
         for rows in x[torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))].split(50):
             solver.step(Batch.of(rows))
         solver.end_epoch()
-        while solver.due is not None:
-            solver.begin_pass(lambda: [Batch.of(x)])
+        if now := solver.passes.get((epoch, solver.task.batches)):
+            solver.begin_pass(now, lambda: [Batch.of(x)])
             solver.observe(Batch.of(x))
             solver.end_pass()
     return solver.sae()

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation, JumpRelu
+from saecli.sae.activations.selection import at, at_entries, where
 from saecli.sae.batch import Batch
 from saecli.sae.codes import DENSITY, Codes, DenseCodes, SparseCodes, few_entries, joined
-from saecli.sae.dictionary import SAE
-from saecli.sae.encoding import at, at_entries, pre_activations, where
+from saecli.sae.dictionary import SAE, PreActivations
 
 B, D, F = 30, 7, 50
 BANDWIDTH = 0.5
@@ -139,7 +139,7 @@ def test_selected_pre_activations_and_their_gradients_equal_autograds(density: f
             "at": (torch.zeros(B, F).scatter(1, latents, 1.0) > 0, lambda pre: at(pre, latents))}
     for kept, way in ways.values():
         found, expected = ([leaf.clone().requires_grad_() for leaf in leaves] for _ in range(2))
-        ours = way(pre_activations(*found)).dense()
+        ours = way(PreActivations.apply(*found)).dense()
         theirs = (expected[0] @ expected[1] + expected[2]) * kept
         torch.testing.assert_close(ours, theirs)
         for one, other in zip(torch.autograd.grad((ours * upstream).sum(), found),
@@ -151,7 +151,7 @@ def test_selected_pre_activations_and_their_gradients_equal_autograds(density: f
 def test_gradients_of_pre_activations_equal_autograds(density: float) -> None:
     leaves, gradient = [normal(B, D, seed=3), normal(D, F, seed=4), normal(F, seed=5)], matrix(density)
     found, expected = ([leaf.clone().requires_grad_() for leaf in leaves] for _ in range(2))
-    ours, dense = pre_activations(*found), torch.addmm(expected[2], expected[0], expected[1])
+    ours, dense = PreActivations.apply(*found), torch.addmm(expected[2], expected[0], expected[1])
     assert torch.equal(ours, dense)
     ours.backward(gradient)
     dense.backward(gradient)
@@ -230,7 +230,7 @@ def test_codes_that_are_known_are_not_searched_for(name: str, monkeypatch: pytes
         pytest.fail("searched")
 
     monkeypatch.setattr("saecli.sae.codes.few_entries", search)
-    monkeypatch.setattr("saecli.sae.encoding.few_entries", search)
+    monkeypatch.setattr("saecli.sae.activations.selection.few_entries", search)
     sae = sae_of(ACTIVATIONS[name](k=2), many=False)
     loss = sae.loss(Batch.of(normal(B, D, seed=3)), "l1", 0.3)
     loss.value.backward()

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu
+from saecli.sae.activations.selection import where
 from saecli.sae.codes import DenseCodes, SparseCodes
 from saecli.sae.dictionary import SAE
-from saecli.sae.encoding import where
 from saecli.sae.metrics import DENSE_FREQUENCY, Firing, Reconstruction, doubts, firing, reconstruction
 
 

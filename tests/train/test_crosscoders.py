@@ -17,7 +17,7 @@ from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
 from saecli.store.joined import Joined
 from saecli.store.statistics import Spread
-from saecli.train.maintenance import penalty_decay
+from saecli.train.decoder_step import penalty_places
 from saecli.train.ridge import Place, by_place, choose_alpha
 
 SHARED, OWN, D = 16, 8, 24
@@ -127,7 +127,7 @@ def replace_widths(sae: SAE) -> SAE:
 def test_the_decoder_step_majorises_l1_at_each_place_and_is_each_places_own_ridge_regression():
     z, y, direction, W_t, b_t = problem(60, 12, 8)
     places, weights = [slice(0, 5), slice(5, 8)], torch.linspace(0, 2, 12).double()
-    decay = penalty_decay(W_t, weights, 1.0, places)
+    decay = [place.decay for place in penalty_places(W_t, weights, 1.0, places, (1.0, 1.0))]
     for place, own in zip(places, decay, strict=True):
         torch.testing.assert_close(own, weights / (2 * W_t[:, place].norm(dim=1)))
     terms = replace(terms_of((0.7, 2.0, 0.3, 5.0), None, W_t, b_t), decay=decay[0],
@@ -154,7 +154,7 @@ def test_each_place_has_the_alpha_that_is_best_for_it_alone_whatever_the_scale_o
     decay, columns = torch.zeros(12).double(), [slice(0, 5), slice(5, 8)]
     terms = replace(terms_of((0.0, 0, 0, 0), direction, W_t, b_t), places=[Place(one, decay) for one in columns])
     together = choose_alpha(sums_of(z, y, 7), terms, z, y, None).alpha
-    found = by_place(sums_of(z, y, 7), terms, z, y, together)
+    found = by_place(sums_of(z, y, 7), replace(terms, alpha=together), z, y)
     alone = [choose_alpha(sums_of(z, y[:, one].contiguous(), 7),
                           replace(terms_of((0.0, 0, 0, 0), direction[:, one], W_t[:, one], b_t[one]), decay=decay),
                           z, y[:, one], None).alpha for one in columns]

@@ -18,9 +18,9 @@ from test_train import assert_same_weights
 from saecli.base.console import Silent
 from saecli.base.errors import ConfigError, ModelError
 from saecli.base.home import Home
-from saecli.extract.config import StoreRequest
+from saecli.extract.extraction import StoreRequest
+from saecli.extract.hook_points import HookPoint
 from saecli.extract.options import ExtractConfig
-from saecli.extract.places import Place
 from saecli.extract.streaming import Streamed, open_stream
 from saecli.sae.activations import ACTIVATIONS
 from saecli.store.reader import ActivationStore
@@ -41,7 +41,7 @@ TRAIN = ("train", "--model", "tiny-gemma2", "--layer", "2")
 def source(rows: np.ndarray, documents: np.ndarray, cuts: list[int], block_rows: int = 64,
            error: Exception | None = None) -> Streamed:
     """A model that gives these rows in blocks, and then fails with an error if there is one."""
-    request = StoreRequest(Place(0, "resid_post"), Path("some-model-l0"), {"rows": len(rows)})
+    request = StoreRequest(HookPoint(0, "resid_post"), Path("some-model-l0"), {"rows": len(rows)})
     meta = StoreMeta(source={}, request_hash=request.hash, dtype="float32", d_in=rows.shape[1], shard_rows=1000)
 
     def blocks(show) -> Iterator[tuple[np.ndarray, np.ndarray]]:

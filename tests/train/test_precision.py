@@ -16,12 +16,11 @@ from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.batch import Batch
 from saecli.train import plan
 from saecli.train.config import TrainingConfig
-from saecli.train.pam_sgd import PamSgd
+from saecli.train.options import PamSgd, Sgd, SolverConfig
 from saecli.train.plan import settled
 from saecli.train.rows import initial_sae
 from saecli.train.run import RunRecord
-from saecli.train.sgd import Sgd
-from saecli.train.solver import Solver, SolverConfig
+from saecli.train.solver import Solver
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # whose products are cast, wherever the matrices are
 needs_bf16 = pytest.mark.skipif(not multiplies_bf16(CPU), reason="this processor has no bfloat16 products")
@@ -88,9 +87,7 @@ def test_decoder_steps_are_bit_for_bit_those_of_float32():
     for solver in (exact, rounded):
         solver.dictionary.load_state_dict(solver_in("float32", PamSgd(), Relu(), "l1").dictionary.state_dict())
         solver.steps = 1
-        solver.begin_epoch()
-        solver.end_epoch()
-        solver.begin_pass(lambda: [Batch.of(x)])
+        solver.begin_pass(solver.passes[0, 1], lambda: [Batch.of(x)])
         solver.observe(Batch.of(x))
         solver.end_pass()
     for name, tensor in exact.dictionary.state_dict().items():
@@ -137,12 +134,12 @@ def test_a_run_keeps_the_precision_that_auto_found_and_goes_on_in_it(sae: Comman
 @pytest.mark.parametrize("supported", [True, False])
 def test_auto_is_bf16_where_the_device_has_it_and_nothing_more_is_asked_for(monkeypatch, supported: bool):
     monkeypatch.setattr(plan, "multiplies_bf16", lambda _: supported)
-    small = settled(TrainingConfig(d_sae=8, batch_size=1000), Relu(), Sgd(), 1000, 8)
+    small = settled(TrainingConfig(d_sae=8, batch_size=1000), Relu(), 1000, 8)
     assert small.precision == "float32"
     monkeypatch.setattr(plan, "SMALLEST", 64)
-    for options, solver in (({}, Sgd()), ({"dtype": "float64"}, Sgd()), ({}, Sgd(optimizer="lbfgs"))):
-        found = settled(TrainingConfig(d_sae=8, batch_size=1000, **options), Relu(), solver, 1000, 8)
-        assert found.precision == ("bf16" if supported and not options and solver.optimizer == "adam" else "float32")
+    for options in ({}, {"dtype": "float64"}):
+        found = settled(TrainingConfig(d_sae=8, batch_size=1000, **options), Relu(), 1000, 8)
+        assert found.precision == ("bf16" if supported and not options else "float32")
 
 
 def test_bf16_is_refused_where_a_processor_has_no_such_products(sae: CommandLine, monkeypatch):
@@ -159,7 +156,6 @@ def test_bf16_is_refused_where_a_processor_has_no_such_products(sae: CommandLine
 @pytest.mark.parametrize(("words", "sentence"), [
     (("--precision", "tf32"), "--precision tf32 does nothing here: --device cpu multiplies float32 matrices"),
     (("--precision", "bf16", "--dtype", "float64"), "--precision bf16 cannot be used with --dtype float64"),
-    (("--precision", "bf16", "--optimizer", "lbfgs", "--batch-size", "5000"), "--precision bf16 cannot be used with"),
 ])
 def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine, words: tuple, sentence: str):
     make_store(sae.home, "rows", some_rows(1500))

@@ -31,7 +31,7 @@ CASES = [case if (SOLVERS.index(case[0]), ACTS.index(case[1])) in QUICK else pyt
 def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products as a device takes them, on the CPU too: then the results are the same to the bit."""
     monkeypatch.setattr("saecli.sae.codes.few_entries", lambda mask, wait=False: None)
-    monkeypatch.setattr("saecli.sae.encoding.few_entries", lambda mask: None)
+    monkeypatch.setattr("saecli.sae.activations.selection.few_entries", lambda mask: None)
 
     def dense_gradient(indices, values, shape, check_invariants):  # tensors of the device cannot be sparse
         return values.new_zeros(shape).index_put_(tuple(indices), values)

@@ -4,18 +4,17 @@ import math
 
 import pytest
 import torch
-from test_solvers import F, RowsInMemory, one_epoch, solve_decoder, sparse_mixture, started, trained
+from solver_problems import F, RowsInMemory, one_epoch, solve_decoder, sparse_mixture, started, trained
 from torch import Tensor
 
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.batch import Batch
-from saecli.train.maintenance import directions_of_worst, least_useful
-from saecli.train.options import MOST_INNER_STEPS
-from saecli.train.pam_sgd import PamSgd
+from saecli.train import decoder_step
+from saecli.train.decoder_step import directions_of_worst, useful
+from saecli.train.options import MOST_INNER_STEPS, PamSgd, Sgd, SolverConfig
 from saecli.train.rows import HIGHEST_RATE, fitted_learning_rate
-from saecli.train.sgd import Sgd
 from saecli.train.smoothing import WIDEST, Smoothing, default_width
-from saecli.train.solver import Solver, SolverConfig
+from saecli.train.solver import Solver
 
 DEAD = [2, 5]
 
@@ -91,9 +90,6 @@ def test_where_there_is_nothing_to_move_along_rows_stay(x):
 def test_the_default_width_is_widest_up_to_as_many_rows_as_latents_and_falls_from_there():
     assert [default_width(rows, 8, 100) for rows in (1, 100)] == [WIDEST, WIDEST]
     assert default_width(400, 8, 100) == default_width(400, 25, 10) == pytest.approx(WIDEST / 2)
-    for solver in (Sgd, PamSgd):
-        assert solver().default_smoothing(400, 8, 100) == default_width(400, 8, 100)
-        assert solver(optimizer="lbfgs").default_smoothing(400, 8, 100) == 0
 
 
 def test_the_fitted_learning_rate_is_that_of_its_formula():
@@ -129,7 +125,6 @@ def test_the_fitted_learning_rate_of_rows_that_are_zero_is_the_highest_for_their
 def test_inner_steps_make_up_for_few_batches(solver, batches, inner):
     assert solver().resolved(batches).inner_steps == inner
     assert solver(inner_steps=7).resolved(batches).inner_steps == 7
-    assert solver(optimizer="lbfgs").resolved(batches).inner_steps == 1
 
 
 def smoothing_solver(data: RowsInMemory, activation: Activation, seed: int = 0, kind: type[SolverConfig] = PamSgd,
@@ -182,7 +177,7 @@ def test_revival_leaves_latents_that_fire_as_they_are():
     for one in (solver, without):
         kill(one)
         one.descend(Batch.of(data.x))
-        solve_decoder(one, data, last=False)
+        solve_decoder(one, data)
     alive = [latent for latent in range(F) if latent not in DEAD]
     assert solver.revived == len(DEAD)
     for name, value in solver.sae().tensors().items():
@@ -201,21 +196,6 @@ def test_directions_of_revival_are_of_rows_with_an_error():
     assert not directions_of_worst(torch.zeros(20, 4), 3, generator()).any()
 
 
-def test_smoothed_training_resumes_bit_for_bit_and_another_seed_draws_otherwise():
-    data = sparse_mixture()
-    whole, first, second, other = (smoothing_solver(data, Relu(), seed) for seed in (0, 0, 0, 1))
-    kill(whole)
-    kill(first)
-    expected = trained(whole, data, 6).tensors()
-    trained(first, data, 2)
-    second.restore({name: tensor.clone() for name, tensor in first.state().items()})
-    for epoch in range(2, 6):
-        one_epoch(second, data, epoch)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in second.sae().tensors().items())
-    kill(other)
-    assert not torch.equal(trained(other, data, 6).W_enc, expected["W_enc"])
-
-
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e25])
 def test_directions_of_the_worst_rows_are_unit_whatever_their_size(size):
     residuals = normal(20, 4).float() * size
@@ -228,21 +208,21 @@ def test_the_least_useful_latents_are_few_fire_and_have_far_less_effect_than_the
     effect[:6] = torch.tensor([0.29, 0.31, 0.0, 0.1, 0.05, 0.2])
     fired = torch.ones(200, dtype=torch.bool)
     fired[2] = False  # dead already
-    assert least_useful(effect, fired).nonzero()[:, 0].tolist() == [0, 3, 4, 5]
+    assert (fired & ~useful(effect, fired)).nonzero()[:, 0].tolist() == [0, 3, 4, 5]
     effect[10:20] = 0.01
-    assert least_useful(effect, fired).sum() == 4  # 2% of 200
-    assert not least_useful(torch.full((200,), torch.nan), fired).any()
-    assert not least_useful(effect, torch.zeros(200, dtype=torch.bool)).any()
+    assert useful(effect, fired).sum() == 199 - 4  # 2% of 200
+    assert useful(torch.full((200,), torch.nan), fired).sum() == 199
+    assert not useful(effect, torch.zeros(200, dtype=torch.bool)).any()
 
 
 def test_a_latent_that_doubles_another_is_re_aimed_after_the_decoder_step(monkeypatch):
-    monkeypatch.setattr("saecli.train.maintenance.MOST_REAIMED", 1.5 / F)
+    monkeypatch.setattr(decoder_step, "MOST_REAIMED", 1.5 / F)
     rows = sparse_mixture()
     solver = started(PamSgd(alpha=0.01), rows, Relu())
     with torch.no_grad():
         solver.dictionary.W_enc[:, 1] = solver.dictionary.W_enc[:, 0]
     before = solver.dictionary.W_enc.detach().clone()
-    solve_decoder(solver, rows, last=False)
+    solve_decoder(solver, rows)
     cosines = torch.cosine_similarity(before, solver.dictionary.W_enc.detach(), dim=0)
     assert solver.revived == 1
     assert cosines.argmin().item() in (0, 1)

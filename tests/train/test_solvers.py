@@ -1,114 +1,48 @@
-"""The solvers on small problems in memory: optimality, descent, equivalences, and resuming."""
+"""The solvers on small problems in memory: optimality, descent, equivalences, and the terms left out by default."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+import subprocess
+import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from grids import grid
+from solver_problems import (
+    EVERY_ACTIVATION,
+    D,
+    F,
+    RowsInMemory,
+    decoder_of,
+    loss_of,
+    one_epoch,
+    solve_decoder,
+    sparse_mixture,
+    started,
+    trained,
+)
 from tasks import task_of
 from torch import Tensor
 
-from saecli.sae.activations import ACTIVATIONS, Activation, BatchTopK, JumpRelu, Relu, Swish, TopK
+from saecli.sae.activations import BatchTopK, JumpRelu, Relu, Swish, TopK
 from saecli.sae.batch import Batch
-from saecli.sae.dictionary import SAE
 from saecli.sae.metrics import reconstruction
-from saecli.train.pam_sgd import PamSgd, PamSgdSolver
+from saecli.train.decoder_step import balance
+from saecli.train.optimizers import Adam
+from saecli.train.options import PamSgd, Sgd, SolverConfig
+from saecli.train.pam_sgd import PamSgdSolver
 from saecli.train.rows import initial_sae
-from saecli.train.sgd import Sgd
-from saecli.train.solver import Solver, SolverConfig
+from saecli.train.solver import Solver
 from saecli.train.solvers import SOLVERS
-from saecli.train.task import StepReport
 
-D, F = 6, 16
-EVERY_ACTIVATION = [kind(k=3) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]
-
-
-@dataclass(frozen=True)
-class RowsInMemory:
-    x: Tensor
-    batch_size: int = 32
-
-    @property
-    def rows(self) -> int:
-        return len(self.x)
-
-    @property
-    def d_in(self) -> int:
-        return self.x.shape[1]
-
-    def shuffled(self, epoch: int) -> Iterator[Batch]:
-        order = torch.randperm(len(self.x), generator=torch.Generator().manual_seed(epoch))
-        return map(Batch.of, self.x[order].split(self.batch_size))
-
-    def some(self, count: int, epoch: int = 0) -> Iterator[Batch]:
-        return map(Batch.of, self.x[:count].split(40) if count else ())
+FREE = PamSgd(decoder="free", alpha=0.5, revive=False)
+KINDS = [Sgd(), PamSgd(), PamSgd(decoder="free")]
 
 
-def sparse_mixture(rows: int = 300, seed: int = 0) -> RowsInMemory:
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.rand(rows, F, generator=generator, dtype=torch.float64)
-    codes *= torch.rand(rows, F, generator=generator) < 0.15
-    dictionary = torch.randn(F, D, generator=generator, dtype=torch.float64)
-    x = codes @ dictionary + 0.02 * torch.randn(rows, D, generator=generator, dtype=torch.float64)
-    return RowsInMemory((x - x.mean(0)) / x.std())
-
-
-def started(config: SolverConfig, rows: RowsInMemory, activation: Activation, epochs: int = 4, sparsity: str = "none",
-            weight: float = 0.0, lr: float = 1e-2, smoothing: float = 0.0, seed: int = 0) -> Solver:
-    config = config.resolved(None)
-    batches = -(-rows.rows // rows.batch_size)
-    task = task_of(rows.rows, epochs * batches * config.inner_steps, lr, sparsity, weight, sample=rows.x,
-                   smoothing=smoothing, seed=seed, batches=batches)
-    return config.build(initial_sae(activation, F, Batch.of(rows.x[:64]), seed=1), task)
-
-
-def decoder_steps(solver: Solver, rows: RowsInMemory) -> None:
-    """The decoder steps that are due."""
-    while (due := solver.due) is not None:
-        solver.begin_pass(lambda due=due: rows.some(due))
-        for batch in rows.some(due):
-            solver.observe(batch)
-        solver.end_pass()
-
-
-def solve_decoder(solver: PamSgdSolver, rows: RowsInMemory, last: bool) -> None:
-    """A decoder step over all rows."""
-    solver._last, solver._silenced, solver._due = last, False, rows.rows
-    decoder_steps(solver, rows)
-
-
-def one_epoch(solver: Solver, rows: RowsInMemory, epoch: int = 0) -> list[StepReport]:
-    """A pass over the rows, as the training loop makes it."""
-    reports = []
-    solver.begin_epoch()
-    decoder_steps(solver, rows)
-    for batch in rows.shuffled(epoch):
-        reports += solver.step(batch)
-        decoder_steps(solver, rows)
-        if solver.finished:
-            break
-    reports += solver.end_epoch()
-    decoder_steps(solver, rows)
-    return reports
-
-
-def trained(solver: Solver, rows: RowsInMemory, epochs: int) -> SAE:
-    for epoch in range(epochs):
-        one_epoch(solver, rows, epoch)
-    return solver.sae()
-
-
-def loss_of(solver: Solver, data: RowsInMemory) -> Tensor:
-    """What descent lowers, on all rows."""
-    weight = solver.task.penalty_weight(solver.steps)
-    return solver.dictionary.loss(Batch.of(data.x), solver.task.training.sparsity, weight).value + solver.extra_loss()
-
-
-def decoder_of(solver: Solver) -> tuple[Tensor, Tensor]:
-    """The decoder's weights and bias as they stand."""
-    return solver.dictionary.decoder().detach().clone(), solver.dictionary.b_dec.detach().clone()
+@pytest.fixture
+def data() -> RowsInMemory:
+    return sparse_mixture()
 
 
 def full_objective(solver: PamSgdSolver, rows: RowsInMemory, W: Tensor, b: Tensor, c: float) -> Tensor:
@@ -123,10 +57,8 @@ def full_objective(solver: PamSgdSolver, rows: RowsInMemory, W: Tensor, b: Tenso
 
 
 @pytest.mark.parametrize("activation", EVERY_ACTIVATION, ids=lambda activation: activation.name)
-@pytest.mark.parametrize("decoder", ["residual", "free"])
-@pytest.mark.parametrize("alpha", ["auto", 0.5])
-@pytest.mark.parametrize("rows", [300, 12])
-def test_gradient_of_the_objective_vanishes_after_a_decoder_step(activation, decoder, alpha, rows):
+@pytest.mark.parametrize(("decoder", "alpha", "rows"), grid(["residual", "free"], ["auto", 0.5], [300, 12]))
+def test_objective_has_no_gradient_after_a_decoder_step(activation, decoder, alpha, rows):
     data = sparse_mixture(rows)
     solver = started(PamSgd(decoder=decoder, alpha=alpha, beta=0.3), data, activation)
     solver.descend(next(data.shuffled(0)))
@@ -142,8 +74,7 @@ def test_gradient_of_the_objective_vanishes_after_a_decoder_step(activation, dec
 @pytest.mark.parametrize("decoder", ["residual", "free"])
 @pytest.mark.parametrize("release", [1, 0])
 @pytest.mark.parametrize("sparsity", ["none", "l1"])
-def test_objective_never_rises_in_a_decoder_step(decoder, release, sparsity):
-    data = sparse_mixture()
+def test_objective_never_rises_in_a_decoder_step(data, decoder, release, sparsity):
     config = PamSgd(decoder=decoder, release=release, alpha=0.7, beta=0.2, revive=False)
     solver = started(config, data, Relu(), 6, sparsity, 0.5)
     for epoch in range(6):
@@ -152,7 +83,7 @@ def test_objective_never_rises_in_a_decoder_step(decoder, release, sparsity):
         with torch.no_grad():
             before = full_objective(solver, data, *decoder_of(solver), solver.decoder.c)
             held = {name: tensor.clone() for name, tensor in solver.optimizer.tensors.items()}
-            solve_decoder(solver, data, last=False)
+            solve_decoder(solver, data)
             after = full_objective(solver, data, *decoder_of(solver), solver.decoder.c)
         assert after <= before * (1 + 1e-12)
         assert all(torch.equal(held[name], solver.optimizer.tensors[name]) for name in ("W_enc", "b_enc"))
@@ -161,15 +92,15 @@ def test_objective_never_rises_in_a_decoder_step(decoder, release, sparsity):
 
 @pytest.mark.parametrize("activation", EVERY_ACTIVATION, ids=lambda activation: activation.name)
 @pytest.mark.parametrize("decoder", ["residual", "free"])
-def test_balancing_leaves_the_sae_as_it_was(activation, decoder):
-    data = sparse_mixture()
+def test_balancing_leaves_the_sae_as_it_was(data, activation, decoder):
     solver = started(PamSgd(decoder=decoder), data, activation)
     for batch in data.shuffled(0):
         solver.descend(batch)
     with torch.no_grad():
-        solver._apply(replace(solver.decoder, c=7.0 * solver.decoder.c, Delta=0.3 * solver.decoder.Delta))
+        solver.dictionary.c *= 7.0
+        solver.dictionary.Delta *= 0.3
         before = solver.sae()
-        solver._balance()
+        balance(solver.dictionary, 1.0)
         after = solver.sae()
         torch.testing.assert_close(after(data.x), before(data.x), rtol=1e-10, atol=1e-10)
     movable = activation.name not in ("swish", "soft-topk")  # the others compute something else at another size
@@ -177,56 +108,44 @@ def test_balancing_leaves_the_sae_as_it_was(activation, decoder):
 
 
 @pytest.mark.slow
-def test_a_penalty_does_not_drive_codes_to_nothing_over_many_outer_iterations():
-    data = sparse_mixture()
-    solver = started(PamSgd(), data, Relu(), epochs=150, sparsity="l1", weight=0.3)
+def test_a_penalty_does_not_drive_codes_to_nothing_in_150_iterations(data):
+    solver = started(PamSgd(), data, Relu(), 150, "l1", 0.3)
     found = reconstruction(trained(solver, data, 150), [data.x])
     assert found["l0"] > 0.5
     assert found["fvu"] < 0.5
 
 
-def test_a_large_alpha_makes_the_residual_decoder_a_multiple_of_the_encoder():
-    data = sparse_mixture()
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", [30.0, 3000.0, 1e6])
+def test_a_penalty_too_strong_for_any_code_ends_them_all(data, weight):
+    sae = trained(started(PamSgd(), data, Relu(), 30, "l1", weight), data, 30)
+    assert not sae.encode(data.x).any()
+    assert all(tensor.isfinite().all() for tensor in sae.tensors().values())
+
+
+def test_a_large_alpha_makes_the_decoder_a_multiple_of_the_encoder(data):
     solver = started(PamSgd(alpha=1e12), data, TopK(k=3))
     sae = trained(solver, data, 4)
     torch.testing.assert_close(sae.W_dec, solver.decoder.c * sae.W_enc.T, rtol=1e-6, atol=1e-6)
 
 
-def test_tied_weights_stay_tied():
-    data = sparse_mixture()
+def test_tied_weights_stay_tied(data):
     sae = trained(started(Sgd(tied=True), data, TopK(k=3)), data, 4)
     assert torch.equal(sae.W_dec, sae.W_enc.T)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "activation"), grid(
-    [Sgd(), Sgd(tied=True), PamSgd(decoder="free"), PamSgd()], EVERY_ACTIVATION), ids=lambda value: value.name)
-def test_training_lowers_the_unexplained_variance(config, activation):
-    data = sparse_mixture()
+@pytest.mark.parametrize(("config", "activation"), grid([Sgd(tied=True), *KINDS], EVERY_ACTIVATION),
+                         ids=lambda value: value.name)
+def test_training_lowers_the_unexplained_variance(data, config, activation):
     solver = started(config, data, activation, epochs=20)
     before = reconstruction(solver.sae(), [data.x])["fvu"]
     after = reconstruction(trained(solver, data, 20), [data.x])["fvu"]
     assert after < 0.8 * before
 
 
-@pytest.mark.parametrize("config", [Sgd(), PamSgd(inner_steps=2, decoder_every=3, mu_enc=0.1, nu_enc=0.2, mu_dec=0.3,
-                                                  nu_dec=0.4), PamSgd(release=0.3)],
-                         ids=["sgd", "pam-sgd", "released"])
-@pytest.mark.parametrize("activation", [Relu(), JumpRelu(), JumpRelu(fixed_threshold=True), BatchTopK(k=3)], ids=str)
-def test_a_restored_solver_goes_on_bit_for_bit(config, activation):
-    data = sparse_mixture()
-    whole, first, second = (started(config, data, activation, 4, "l1", 0.1) for _ in range(3))
-    expected = trained(whole, data, 4)
-    trained(first, data, 2)
-    second.restore({name: tensor.clone() for name, tensor in first.state().items()})
-    for epoch in (2, 3):
-        one_epoch(second, data, epoch)
-    for name, tensor in second.sae().tensors().items():
-        assert torch.equal(tensor, expected.tensors()[name]), name
-
-
-@pytest.mark.parametrize("config", [Sgd(), PamSgd(), PamSgd(decoder="free")], ids=str)
-def test_batchtopk_keeps_about_k_latents_of_rows_that_it_was_not_trained_on(config):
+@pytest.mark.parametrize("config", KINDS, ids=str)
+def test_batchtopk_keeps_about_k_latents_of_rows_not_trained_on(config):
     whole = sparse_mixture(1500).x
     data, fresh = RowsInMemory(whole[:1000], batch_size=100), whole[1000:]
     sae = trained(started(config, data, BatchTopK(k=3), epochs=15), data, 15)
@@ -236,17 +155,14 @@ def test_batchtopk_keeps_about_k_latents_of_rows_that_it_was_not_trained_on(conf
     assert kept.std() > 0.5
 
 
-@pytest.mark.parametrize("config", [Sgd(), PamSgd(), PamSgd(decoder="free")], ids=str)
+@pytest.mark.parametrize("config", KINDS, ids=str)
 @pytest.mark.parametrize("fixed", [False, True])
-def test_a_fixed_threshold_stays_where_it_starts(config, fixed):
-    data = sparse_mixture()
+def test_a_fixed_threshold_stays_where_it_starts(data, config, fixed):
     sae = trained(started(config, data, JumpRelu(threshold=0.2, fixed_threshold=fixed), 4, "l1", 0.1), data, 4)
     assert torch.equal(sae.activation_parameters["threshold"], torch.full((F,), 0.2).double()) == fixed
 
 
-def test_proximal_weights_hold_encoder_and_decoder_back():
-    data = sparse_mixture()
-
+def test_proximal_weights_hold_encoder_and_decoder_back(data):
     def moved(**weights: float) -> tuple[float, float]:
         solver = started(PamSgd(decoder="free", alpha=1.0, **weights), data, Relu())
         start = solver.sae()
@@ -259,27 +175,45 @@ def test_proximal_weights_hold_encoder_and_decoder_back():
     assert held_dec[1] < 0.01 * free[1]
 
 
-def test_inner_steps_and_the_step_limit_count_optimiser_steps():
-    data = sparse_mixture()
-    solver = PamSgd(inner_steps=3).build(initial_sae(Relu(), F, Batch.of(data.x[:64]), 1),
-                                                    task_of(data.rows, 10))
-    reports = one_epoch(solver, data)
+def test_proximal_terms_of_sgd_refer_to_the_start_of_the_epoch(data):
+    solver = started(Sgd(tied=True, mu_enc=8.0, nu_enc=3.0), data, Relu(), 3)
+    for epoch in range(3):
+        encoder = {name: getattr(solver.dictionary, name) for name in ("W_enc", "b_enc")}
+        held = {name: tensor.detach().clone() for name, tensor in encoder.items()}
+        solver.begin_epoch()
+        for batch in data.shuffled(epoch):
+            solver.step(batch)
+            moved = {name: (tensor.detach() - held[name]).square().sum().item() for name, tensor in encoder.items()}
+            assert solver.extra_loss().item() == pytest.approx((8 * moved["W_enc"] + 3 * moved["b_enc"]) / data.rows)
+        solver.end_epoch()
+
+
+def test_inner_steps_and_the_step_limit_count_optimiser_steps(data):
+    solver = started(PamSgd(inner_steps=3), replace(data, batch_size=300), Relu(), steps=10)
+    reports = [report for epoch in range(4) for report in one_epoch(solver, data, epoch)]
     assert solver.steps == 10
     assert [report.step for report in reports] == list(range(1, 11))
 
 
-def test_learning_rate_rises_holds_and_falls_to_nearly_zero():
+@pytest.mark.parametrize(("rise", "fall", "expected"), [
+    (0.0, 0.0, [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]), (0.4, 0.2, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 0.5]),
+    (0.0, 1.0, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+])
+def test_learning_rate_rises_and_falls_over_fractions_of_all_steps(rise: float, fall: float, expected: list):
+    task = task_of(100, 10, 0.02, lr_warm_up=rise, lr_decay=fall)
+    assert [task.learning_rate(step) for step in range(10)] == pytest.approx([0.02 * share for share in expected])
+
+
+def test_default_learning_rate_rises_holds_and_falls_to_nearly_zero():
     task = task_of(1, 100, 2.0)
     rates = [task.learning_rate(step) for step in range(100)]
-    peak = rates.index(max(rates))
-    assert max(rates) == 2.0
+    peak = rates.index(2.0)
     assert all(later >= earlier for earlier, later in pairwise(rates[: peak + 1]))
     assert all(later <= earlier for earlier, later in pairwise(rates[peak:]))
     assert rates[-1] == pytest.approx(0.04)
 
 
-def test_every_solver_starts_from_an_aligned_decoder_of_the_datas_scale():
-    data = sparse_mixture()
+def test_every_solver_starts_from_an_aligned_decoder_of_the_datas_scale(data):
     for activation in EVERY_ACTIVATION:
         sae = initial_sae(activation, F, Batch.of(data.x), seed=3)
         z = activation.training_codes(sae.pre_activations(data.x), sae.activation_parameters)
@@ -292,11 +226,118 @@ def test_every_solver_starts_from_an_aligned_decoder_of_the_datas_scale():
 
 @pytest.mark.parametrize("activation", [Relu(), Swish()], ids=lambda activation: activation.name)
 @pytest.mark.parametrize("d_sae", [2 * D, 2 * D + 3])
-def test_where_opposites_are_linear_the_first_decoder_step_reconstructs_all_rows(activation, d_sae):
-    x = sparse_mixture().x
-    z = initial_sae(activation, d_sae, Batch.of(x), seed=1).encode(x)
-    ones = torch.ones(len(x), 1).double()
+def test_codes_of_opposite_latents_reconstruct_all_rows_from_the_start(data, activation, d_sae):
+    z = initial_sae(activation, d_sae, Batch.of(data.x), seed=1).encode(data.x)
+    ones = torch.ones(len(z), 1).double()
     # What combinations of the codes reach, by a decomposition that stands dependent columns: lstsq may answer anything.
     u, singular, _ = torch.linalg.svd(torch.cat([z, ones], 1), full_matrices=False)
     reached = u[:, singular > 1e-10 * singular[0]]
-    torch.testing.assert_close(reached @ (reached.T @ x), x, rtol=0, atol=1e-9)
+    torch.testing.assert_close(reached @ (reached.T @ data.x), data.x, rtol=0, atol=1e-9)
+
+
+def gradients(solver: Solver, data: RowsInMemory) -> dict[str, Tensor]:
+    """Of the loss on all rows, as autograd has them."""
+    tensors = solver.optimizer.tensors
+    return dict(zip(tensors, torch.autograd.grad(loss_of(solver, data), list(tensors.values())), strict=True))
+
+
+@pytest.mark.parametrize("config", [Sgd(), PamSgd()], ids=["sgd", "pam-sgd"])
+@pytest.mark.parametrize("share", [0.3, 3.0])
+def test_adam_steps_by_the_gradient_clipped_to_its_norm(data, config: SolverConfig, share: float):
+    found = gradients(started(config, data, Relu()), data)
+    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in found.values()))
+    solver = started(replace(config, clip_norm=share * norm), data, Relu())
+    solver.descend(Batch.of(data.x))
+    for name, gradient in found.items():  # Adam's first moment after one step is a tenth of the gradient
+        moment = solver.optimizer.state()[f"adam.exp_avg.{name}"]
+        torch.testing.assert_close(moment, 0.1 * min(1.0, share) * gradient)
+
+
+@pytest.mark.parametrize("config", [Sgd(tied=True), Sgd(), FREE], ids=["tied", "untied", "pam-sgd"])
+def test_weight_decay_adds_the_squares_of_trained_weights(data, config: SolverConfig):
+    plain, decayed = started(config, data, Relu()), started(replace(config, weight_decay=6.0), data, Relu())
+    names = ("W_enc", "W_dec") if config == Sgd() else ("W_enc",)
+    squares = sum((getattr(decayed.dictionary, name) ** 2).sum() for name in names)
+    assert (loss_of(decayed, data) - loss_of(plain, data)).item() == pytest.approx(6 * squares.item() / 300)
+
+
+def test_l1_of_the_codes_is_blind_to_the_decoder(data):
+    solver = started(PamSgd(decoder="free", alpha=1e-3), data, Relu(), 4, "l1-codes", 0.7)
+    solver.steps = 40
+    z = (data.x @ solver.dictionary.W_enc + solver.dictionary.b_enc).relu()
+    loss = solver.dictionary.loss(Batch.of(data.x), "l1-codes", solver.task.penalty_weight(40))
+    assert (loss.value - loss.squared_error).item() == pytest.approx(0.7 * z.sum(1).mean().item())
+    solve_decoder(solver, data)
+    with_one = torch.cat([z.detach(), torch.ones(300, 1).double()], 1)
+    ridge = 1e-3 * torch.eye(F + 1).double()
+    ridge[-1, -1] = 0
+    expected = torch.linalg.solve(with_one.T @ with_one + ridge, with_one.T @ data.x)
+    found = torch.cat([solver.decoder.Delta, solver.decoder.b[None]])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", ["joint", "after"])
+def test_decoder_first_solves_for_the_encoder_before_the_epoch(data, bias: str):
+    solver = started(replace(FREE, decoder_first=True, bias=bias), data, TopK(k=3), 3)
+    for epoch in range(3):
+        z = solver.sae().encode(data.x)
+        steps = one_epoch(solver, data, epoch)
+        middle = z.mean(0) * (bias == "joint")
+        gram = (z - middle).T @ (z - middle) + 0.5 * torch.eye(F).double()
+        W = torch.linalg.solve(gram, (z - middle).T @ (data.x - data.x.mean(0) * (bias == "joint")))
+        torch.testing.assert_close(solver.decoder.Delta, W, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(solver.decoder.b, (data.x - z @ W).mean(0), rtol=1e-6, atol=1e-8)
+        assert len(steps) == 10
+    assert solver.notes() == []
+    assert 1 <= solver.record()["dof"] <= F + 1
+
+
+def test_decoder_first_sets_an_activations_estimates_at_the_end(data):
+    sae = trained(started(replace(FREE, decoder_first=True), data, BatchTopK(k=3), 3), data, 3)
+    assert sae.encode(data.x).count_nonzero().item() == pytest.approx(3 * 300, rel=0.02)
+
+
+def test_adam_matches_torchs_bit_for_bit_without_some_gradients():
+    generator = torch.Generator().manual_seed(0)
+    start = {"W_enc": torch.randn(5, 7, generator=generator).T, "b_enc": torch.randn(7, generator=generator)}
+    ours, theirs = ({name: tensor.clone().requires_grad_() for name, tensor in start.items()} for _ in range(2))
+    adam, oracle = Adam(ours), torch.optim.Adam(theirs.values(), fused=True)
+    for step in range(6):
+        def loss(tensors: dict, step: int = step) -> torch.Tensor:
+            found = (tensors["W_enc"] ** 2).sin().sum()
+            return found if step == 2 else found + (tensors["b_enc"] ** 3).sum()
+
+        oracle.param_groups[0]["lr"] = 0.1 / (step + 1)
+        for optimizer, tensors in ((adam, ours), (oracle, theirs)):
+            optimizer.zero_grad()
+            loss(tensors).backward()
+        adam.step(0.1 / (step + 1))
+        oracle.step()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name in ours:
+        for key, value in oracle.state[theirs[name]].items():
+            assert torch.equal(adam.state()[f"adam.{key}.{name}"], value)
+
+
+def test_adams_moments_follow_rescaled_and_revived_tensors(data):
+    solver = started(PamSgd(), data, Relu(), 4)
+    solver.descend(Batch.of(data.x))
+    adam = solver.optimizer
+    before = {name: value.clone() for name, value in adam.state().items()}
+    adam.rescale(dict.fromkeys(adam.tensors, 3.0))
+    adam.forget(torch.arange(F) < 2, solver.dictionary.latent_dimension)
+    average = before["adam.exp_avg.W_enc"] / 3
+    average[:, :2] = 0
+    torch.testing.assert_close(adam.state()["adam.exp_avg.W_enc"], average)
+    square = before["adam.exp_avg_sq.b_enc"] / 9
+    square[:2] = square[2:].mean()
+    torch.testing.assert_close(adam.state()["adam.exp_avg_sq.b_enc"], square)
+    assert adam.state()["adam.step.W_enc"] == 1
+
+
+@pytest.mark.slow
+def test_a_training_does_not_load_torchs_compiler():
+    script = ("import sys, numpy, saecli\n"
+              "saecli.fit(numpy.random.default_rng(0).normal(size=(60, 8)), d_sae=12, epochs=1)\n"
+              "sys.exit('torch._dynamo' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -21,16 +21,14 @@ VARIANTS = {
     "l1": ("--act", "relu", "--sparsity-weight", "3", "--inner-steps", "2", "--batch-size", "500"),
     "dead-latents": ("--act", "topk", "--k", "1", "--lr", "0.1", "--inner-steps", "1", "--batch-size",
                      "1000", "--epochs", "3"),
-    "jumprelu-clipped": ("--act", "jumprelu", "--sparsity", "l0", "--clip-norm", "0.5", "--optimizer", "sgd",
-                         "--lr", "0.01"),
+    "jumprelu-clipped": ("--act", "jumprelu", "--sparsity", "l0", "--clip-norm", "0.5"),
     "within-epochs": ("--act", "topk", "--k", "3", "--decoder-every", "7", "--inner-steps", "1", "--epochs", "1"),
     "nested": ("--act", "topk", "--k", "3", "--prefixes", "4,16", "--inner-steps", "1"),
     "one-block": ("--fraction", "0.1", "--act", "swish", "--inner-steps", "2"),  # of sums: one process has none
     "iterative": ("--solve", "iterative", "--act", "topk", "--k", "3", "--inner-steps", "2"),
     "few-rows": ("--fraction", "0.003", "--act", "abs-topk", "--k", "4", "--batch-size", "10", "--epochs", "5"),
-    "paper": ("--decoder", "free", "--alpha", "0.1", "--act", "swish", "--mu-enc", "2:0.1", "--nu-dec", "1",
+    "paper": ("--decoder", "free", "--alpha", "0.1", "--act", "swish", "--mu-enc", "2", "--nu-dec", "1",
               "--decoder-first", "--smoothing", "0"),
-    "lbfgs": ("--act", "swish", "--optimizer", "lbfgs", "--batch-size", "20000", "--epochs", "2"),
 }
 
 
@@ -87,9 +85,8 @@ def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant
     processes = 3 if variant == "few-rows" else 2
     done = together(processes, "--home", sae.home, *words, "--name", "several")
     assert done.status == 0, done.err
-    rel = 1e-5 if variant == "lbfgs" else 1e-7  # it goes to where the matrix is all but singular
-    assert_same_result(done.json, one.json, rel)
-    assert_same_run(sae.home, "several", "one", rel)
+    assert_same_result(done.json, one.json)
+    assert_same_run(sae.home, "several", "one")
 
 
 def assert_two_come_as_near(sae: CommandLine, *words: str) -> None:
@@ -153,7 +150,7 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
     (("--sparsity", "kl", "--act", "relu"), "--sparsity kl takes each batch as a whole"),
     (("--device", "cuda:1"), "--device cuda:1 gives one GPU to all 2 processes of this machine"),
     (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
-    (("--solver", "sgd", "--optimizer", "sgd", "--lr", "1e5"), "the loss became"),
+    (("--solver", "sgd", "--lr", "1e20"), "the loss became"),
     (("--seed", "0", "--seed", "1"), "options given several times train 2 SAEs in one process")])
 def test_what_fails_says_so_once_and_leaves_no_run(sae: CommandLine, words: tuple, sentence: str):
     make_store(sae.home, "rows", some_rows())

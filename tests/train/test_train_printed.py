@@ -9,7 +9,7 @@ from homes import CommandLine, make_store, some_rows
 from rich.console import Console
 
 import saecli
-from saecli.show.training import figures_table
+from saecli.show.tables import figures_table
 
 QUICK = ("--d-sae", "24", "--epochs", "2")
 

@@ -16,7 +16,7 @@ from saecli.base.errors import ConfigError
 from saecli.sae.activations import ACTIVATIONS, Relu
 from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
-from saecli.train.maintenance import revive
+from saecli.train.decoder_step import revive
 from saecli.train.rows import regressed
 from saecli.train.run import RunRecord
 from saecli.train.smoothing import Smoothing
@@ -216,7 +216,7 @@ def test_the_effect_of_a_transcoder_is_that_of_a_hook_on_the_mlp(sae, folder):  
     (found,) = sae("eval", "run", "--model", folder, "--split", "all", "--tokens", "100000", "--json").json["runs"]
     from saecli.extract.language_model import LanguageModel
     from saecli.extract.model_source import find_model
-    from saecli.extract.token_windows import Windows
+    from saecli.extract.windows import Windows
 
     model = LanguageModel(find_model(str(folder)), torch.device("cpu"))
     windows = [window.token_ids.tolist() for window in Windows(model.tokenizer, CONTEXT).cut(documents())]

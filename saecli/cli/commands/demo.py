@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from ...base.home import Home, read_settings
-from ...extract.places import TINY_GEMMA2
+from ...extract.options import TINY_GEMMA2
 from ...show.measures import comparison, meaning, read_measures
 from ..options import Json, start
 

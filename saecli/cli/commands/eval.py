@@ -83,15 +83,17 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
         document["stability"] = measured_stability(everything, match_threshold, session.console)
         tables += stability_tables(document["stability"])
     if plot is not None:
-        from ...show.run_plots import frontier  # matplotlib takes a second to import
+        from ...show.runs import frontier  # matplotlib takes a second to import
 
         kinds = {one.subject.name: one.sae.activation.name for one in everything}
         frontier(plot, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})
         session.console.note(f"drew {plot}")
         if stability:
-            from ...show.stability_plots import draw_stability
+            from ...show.latents import stability as draw_stability
 
-            session.console.note(f"drew {draw_stability(plot, document['stability'])}")
+            own = plot.with_stem(f"{plot.stem}-stability")
+            draw_stability(own, document["stability"])
+            session.console.note(f"drew {own}")
     if csv is not None:
         write_csv(csv, [flat(run) for run in ranked])
         session.console.note(f"wrote {csv}")

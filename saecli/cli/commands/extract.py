@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from ...base.distributed import communicator
-from ...extract.extraction import extract_stores
+from ...extract.extraction import extract
+from ...extract.hook_points import SITES
 from ...extract.options import ExtractConfig
-from ...extract.places import SITES
-from ...store.listing import stored
-from ...store.opening import told_when_stopped
+from ...show.listing import stored_tables
+from ...store.opening import stored
 from ..options import Device, Given, Json, configured, start
 
 Layers = Annotated[list[int] | None, typer.Option(
@@ -39,12 +39,9 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
     Example: sae extract --model google/gemma-2-2b --layer 12
     """
     session = start(ctx, json)
-    processes = communicator()
-    with told_when_stopped(session.console) as folders:
-        stores = extract_stores(
-            options.config(ExtractConfig), given=options.given, layers=layer or [],
-            sites=[one.value for one in site or []], name=name, device=device, home=session.home,
-            listener=session.console, communicator=processes, begin=folders.extend)
-    if processes.is_main:
-        document, tables = stored(stores)
-        session.console.result(document, *tables)
+    stores = extract(layer=layer or [], site=[one.value for one in site or []] or ["resid_post"], name=name,
+                     home=session.home.path, device=device, progress=session.console,
+                     **{option: options.values[option] for option in options.given})
+    if communicator().is_main:
+        document = stored(stores)
+        session.console.result(document, *stored_tables(document))

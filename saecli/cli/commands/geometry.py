@@ -5,12 +5,11 @@ from typing import Annotated
 import typer
 
 from ...base.errors import ConfigError
-from ...geometry.geometry import found_in
-from ...geometry.measures import Wanted, penalty_of
-from ...geometry.plane_cells import rows_of_slice
+from ...geometry.geometry import Wanted, found_in, penalty_of
+from ...geometry.plane import rows_of_slice
 from ...geometry.survey import SAMPLE_ROWS
 from ...measure.measured import all_measured
-from ...show.geometry_tables import disagreement, one_table, several_table
+from ...show.tables import disagreement, geometries_table, geometry_table
 from ..options import Json, Plot, Runs, start
 from .eval import Data, SplitName, given
 
@@ -67,18 +66,18 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     else:  # nothing but the documents is kept, so that memory does not grow with the runs
         documents = [found.document for found in everything_found]
     if plot is not None:
-        from ...show.geometry_plots import draw_geometry, geometry_runs  # matplotlib takes a second to import
+        from ...show.geometry import geometries, geometry  # matplotlib takes a second to import
 
         if len(documents) == 1:
-            draw_geometry(plot, found, marked)
+            geometry(plot, found, marked)
         else:
-            geometry_runs(plot, documents)
+            geometries(plot, documents)
         session.console.note(f"drew {plot}")
     for document in documents:
         if where := disagreement(document["power_diagram"]):
             session.console.note(f"{document['run']}: the power diagram disagrees {where}; by the theorem it agrees on "
                                  f"all, so this is a bug or rounding, please report it")
     if len(documents) == 1:
-        session.console.result(documents[0], one_table(documents[0]))
+        session.console.result(documents[0], geometry_table(documents[0]))
     else:
-        session.console.result({"runs": documents}, several_table(documents))
+        session.console.result({"runs": documents}, geometries_table(documents))

@@ -45,7 +45,7 @@ def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: L
     document = probed(session.home, names, model, layer, site and site.value, sets, rows, k, context, device,
                       session.console)
     if plot is not None:
-        from ...show.probe_plots import probes  # matplotlib takes a second to import
+        from ...show.latents import probes  # matplotlib takes a second to import
 
         probes(plot, document)
         session.console.note(f"drew {plot}")

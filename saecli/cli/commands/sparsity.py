@@ -28,8 +28,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     tallies = tallied(everything, plot is not None, session.console)
     found = [sparsity_document(one, counts, session.console) for one, counts in zip(everything, tallies, strict=True)]
     if plot is not None:
-        from ...show.run_plots import sparsity  # matplotlib takes a second to import
+        from ...show.runs import sparsity  # matplotlib takes a second to import
 
-        session.console.note(f"drew {', '.join(map(str, sparsity(plot, tallies, found)))}")
+        session.console.note(f"drew {', '.join(str(path) for path, _ in sparsity(plot, tallies, found))}")
     session.console.result({"runs": found}, sparsity_table(found), *(extremes(run) for run in found),
                            *(places_table(run) for run in found if "places" in run))

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ...extract.places import SITES
+from ...extract.hook_points import SITES
 from ...measure.steer import NEW_TOKENS, steered
 from ...show.measures import steering_tables
 from ..options import Device, Json, Run, start

@@ -14,11 +14,11 @@ from ...base.distributed import Communicator, communicator
 from ...base.errors import ConfigError, SaeError, flag_of
 from ...base.home import checked_name, now
 from ...base.options import options_of
-from ...extract.options import ExtractConfig
-from ...extract.places import SITES, TINY_GEMMA2
+from ...extract.hook_points import SITES
+from ...extract.options import TINY_GEMMA2, ExtractConfig
 from ...extract.streaming import Streamed, open_stream
 from ...sae.activations import ACTIVATIONS
-from ...show.training import figures_table, results_table
+from ...show.tables import figures_table, results_table
 from ...store.joined import Joined
 from ...store.opening import open_joined
 from ...train.config import TrainingConfig
@@ -141,7 +141,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
 
 def _draw(documents: Sequence[Mapping[str, Any]]) -> None:
     """Draw each run's curves in its folder."""
-    from ...show.run_plots import loss_curves  # matplotlib takes a second to import
+    from ...show.runs import loss_curves  # matplotlib takes a second to import
 
     for document in documents:
         folder = Path(document["path"])

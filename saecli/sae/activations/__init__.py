@@ -1,16 +1,20 @@
 """Activations, which map pre-activations to codes.
 
-An activation is a configuration (its fields are its options), and owns everything that depends on it: its parameters,
-its gradient, its sparsity penalties and the shape of its cells. To add one, write its class here and a line in
-`ACTIVATIONS`.
+An activation is a configuration (its fields are its options), and owns what depends on it: its parameters, gradient,
+sparsity penalties and the shape of its cells. To add one, write its class and a line in `ACTIVATIONS`.
+
+    base.py         Activation, KeepsK; TargetsRate, the penalty kl
+    elementwise.py  relu, jumprelu, batchtopk, swish: each latent by its own pre-activation
+    topk.py         topk, relu-topk, abs-topk, soft-topk
+    selection.py    codes of selected pre-activations, with sparse and straight-through gradients; soft-topk's algebra
 """
 
+from typing import Any
+
 from ...base.errors import unknown_choice
-from .base import Activation, Parameters
-from .jumprelu import JumpRelu
-from .largest import AbsTopK, KeepsK, Largest, ReluTopK, TopK
-from .smooth import SoftTopK, Swish
-from .thresholded import BatchTopK, Relu, Thresholded
+from .base import Activation, KeepsK, Parameters
+from .elementwise import BatchTopK, JumpRelu, Relu, Swish, Thresholded
+from .topk import AbsTopK, Largest, ReluTopK, SoftTopK, TopK
 
 __all__ = ["ACTIVATIONS", "AbsTopK", "Activation", "BatchTopK", "JumpRelu", "KeepsK", "Largest", "Parameters", "Relu",
            "ReluTopK", "SoftTopK", "Swish", "Thresholded", "TopK", "activation_from_json", "activation_to_json",
@@ -25,13 +29,13 @@ def sparsity_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for kind in ACTIVATIONS.values() for name in ("none", *kind.sparsities)))
 
 
-def activation_to_json(activation: Activation) -> dict:
-    """The activation as a JSON object: its name and its settings."""
+def activation_to_json(activation: Activation) -> dict[str, Any]:
+    """The activation's name and settings."""
     return {"name": activation.name, **activation.to_json()}
 
 
-def activation_from_json(document: dict) -> Activation:
-    """The activation that `activation_to_json` wrote; ConfigError if its name is unknown or its settings do not fit."""
+def activation_from_json(document: dict[str, Any]) -> Activation:
+    """The activation that `activation_to_json` wrote; ConfigError for an unknown name or setting."""
     settings = dict(document)
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in ACTIVATIONS:

@@ -143,21 +143,20 @@ def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float
     return latest if latest.alpha == best.alpha else factorised(best.decades)
 
 
-def by_place(system: System, terms: Terms, z: Tensor, y: Tensor, alpha: float) -> Terms:
+def by_place(system: System, terms: Terms, z: Tensor, y: Tensor) -> Terms:
     """The terms with the best alpha for each place alone; all together would have that of the place of largest scale.
 
     Args:
         system, z, y: as of `choose_alpha`.
-        terms: of several places.
-        alpha: the best for all together, where each search starts.
+        terms: of several places, with the best alpha for all together, where each search starts.
 
     Cost: that of `choose_alpha` for each place.
     """
     def best(place: Place) -> float:
         alone = replace(terms, columns=place.columns, decay=place.decay, places=())
-        return choose_alpha(system, alone, z, y, alpha).alpha
+        return choose_alpha(system, alone, z, y, terms.alpha).alpha
 
-    return replace(terms, places=[replace(place, ratio=best(place) / alpha) for place in terms.places])
+    return replace(terms, places=[replace(place, ratio=best(place) / terms.alpha) for place in terms.places])
 
 
 def _descend(look: Callable[[float], Model], here: Model, gain: float) -> Model:

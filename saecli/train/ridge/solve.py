@@ -33,6 +33,7 @@ class DecoderState:
         skip: weights of the affine skip, (D, E), float64; None for none.
         effect: how much the objective would rise without each latent, all others solved for again and c fixed,
             `||W_i||^2 / M_ii`, (F,), float64, NaN for a solution by iteration; None if not asked for.
+        ratios: of each place's alpha to `alpha`.
     """
 
     c: float
@@ -47,6 +48,7 @@ class DecoderState:
     dof: float
     skip: Tensor | None = None
     effect: Tensor | None = None
+    ratios: tuple[float, ...] = (1.0,)
 
     def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
         """The decoder's weights, (F, E), float64, given its direction, (F, E)."""
@@ -100,7 +102,8 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
         effect = (W.square() / inverse).sum(1)
     Delta = W if T0 is None else W.sub_(T0, alpha=c)
     return DecoderState(c, Delta, b, alpha, factorisation.relative_alpha, factorisation.ridge, factorisation.raised,
-                        solution.condition, solution.residual, dof, skip, effect)
+                        solution.condition, solution.residual, dof, skip, effect,
+                        tuple(place.ratio for place in terms.places) or (1.0,))
 
 
 class _Solution(NamedTuple):

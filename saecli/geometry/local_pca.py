@@ -1,4 +1,4 @@
-"""The best autoencoder that is affine on each cell of a partition: local PCA, with fixed or variable rank; and k-means.
+"""k-means, and local PCA: the best autoencoder that is affine on each cell of a partition, of fixed or variable rank.
 
     x_hat = m_c + (x - m_c) V_c V_c'        m_c the mean of the cell's rows, V_c their first K_c principal directions
 
@@ -12,11 +12,9 @@ Shapes: N training rows, M rows measured, D = d_in, C cells, r directions.
 """
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,29 +38,18 @@ class Partition(Protocol):
 
 @dataclass(frozen=True)
 class Stream:
-    """Training rows that are read as often as needed.
-
-    Args:
-        rows: how many, N.
-        batches: reads them all, in the same random order each time, in batches (B, D); the larger, the less often each
-            cell's sums are gone through.
-    """
+    """N training rows that are read as often as needed: `batches` reads them all, (B, D) each, in the same random order
+    each time."""
 
     rows: int
     batches: Callable[[], Iterable[Rows]]
 
 
 def kmeans(train: Rows, count: int, seed: int) -> Partition:
-    """Cut training rows into cells by k-means.
+    """Cut training rows, (N, D), into at most `count` <= N cells by k-means.
 
-    Args:
-        train: rows, (N, D).
-        count: cells wanted, at most N; fewer where three passes would exceed `MINIBATCH_WORK`.
-        seed: of the initial centres.
-
-    Returns:
-        scikit-learn's KMeans, fitted from k-means++ until it converges, or above `CAREFUL_WORK` its MiniBatchKMeans,
-        from random rows in three passes.
+    scikit-learn's KMeans from k-means++ until it converges; above `CAREFUL_WORK` its MiniBatchKMeans, from random rows
+    in three passes, with fewer cells where these would exceed `MINIBATCH_WORK`.
 
     Source: Sculley, "Web-scale k-means clustering" (2010), for the mini-batches.
     """
@@ -73,9 +60,8 @@ def kmeans(train: Rows, count: int, seed: int) -> Partition:
     if train.size * count <= CAREFUL_WORK:
         estimator = KMeans(count, n_init=1, random_state=seed)
     else:
-        count = affordable(train, count)
-        estimator = MiniBatchKMeans(count, n_init=1, random_state=seed, init="random", max_iter=PASSES,
-                                    batch_size=BATCH, max_no_improvement=None, compute_labels=False)
+        estimator = MiniBatchKMeans(affordable(train, count), n_init=1, random_state=seed, init="random",
+                                    max_iter=PASSES, batch_size=BATCH, max_no_improvement=None, compute_labels=False)
     with warnings.catch_warnings():
         # Rows that repeat leave fewer distinct ones than cells, which costs nothing but empty cells.
         warnings.simplefilter("ignore", ConvergenceWarning)
@@ -88,19 +74,8 @@ def affordable(train: Rows, count: int) -> int:
 
 
 def streamed_kmeans(sample: Rows, stream: Stream, counts: Sequence[int], seed: int) -> list[Partition]:
-    """Cut streamed training rows into cells by k-means, for each of several numbers of cells, in one pass.
-
-    Args:
-        sample: some of the rows, (B, D), which the first centres are taken from.
-        stream: the rows.
-        counts: cells wanted, each at most B.
-        seed: of the first centres.
-
-    Returns:
-        scikit-learn's MiniBatchKMeans, one for each of `counts`.
-
-    Cost: N C D multiplications for each of C cells.
-    """
+    """MiniBatchKMeans of streamed training rows for each of several numbers of cells, in one pass, from centres in a
+    sample of them, (B, D), B at least each of `counts`."""
     from sklearn.cluster import MiniBatchKMeans  # half a second that only this needs
 
     fitted = [MiniBatchKMeans(count, n_init=1, random_state=seed, init="random").partial_fit(sample)
@@ -113,17 +88,7 @@ def streamed_kmeans(sample: Rows, stream: Stream, counts: Sequence[int], seed: i
 
 
 def principal_directions(rows: Rows, rank: int) -> Rows:
-    """The orthonormal directions along which rows about zero vary most.
-
-    Args:
-        rows: rows with mean zero, (N, D).
-        rank: how many directions; fewer where the rows span fewer.
-
-    Returns:
-        Directions, (D, r), float64, r = min(rank, N - 1, D).
-
-    Cost: O(N D min(N, D)).
-    """
+    """The first `rank` of `principal_components`, (D, r)."""
     return principal_components(rows)[0][:, :max(0, rank)]
 
 
@@ -131,7 +96,7 @@ def principal_components(rows: Rows) -> tuple[Rows, Rows]:
     """All principal directions of rows about zero, (N, D), and the variance along each.
 
     Returns:
-        Directions (D, r) and variances (r,), the greatest first, float64, r = min(N - 1, D); variances are over N.
+        Orthonormal directions (D, r) and variances (r,), over N, descending, float64, r = min(N - 1, D).
 
     Cost: O(N D min(N, D)).
     """
@@ -145,14 +110,13 @@ def principal_components(rows: Rows) -> tuple[Rows, Rows]:
 
 
 def _components_of(covariance: Rows, r: int) -> tuple[Rows, Rows]:
-    """The first r principal directions (D, r) and variances (r,) of a covariance, (D, D)."""
     variances, directions = np.linalg.eigh(covariance)
     return directions[:, ::-1][:, :r], variances[::-1][:r].clip(0)
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What local PCA leaves unexplained of some rows, for every choice of ranks.
+    """The error of local PCA on some rows for every choice of ranks.
 
     Args:
         rows: training rows in each cell, (C,).
@@ -167,7 +131,7 @@ class Spectrum:
     total: Rows
 
     def ranks(self, penalty: float) -> NDArray[np.int64]:
-        """K_c of the theorem, (C,): how many of the cell's eigenvalues exceed lambda."""
+        """K_c of the theorem, (C,): the number of the cell's eigenvalues above lambda."""
         return np.array([int((own > penalty).sum()) for own in self.variances], np.int64)
 
     def penalty_for(self, rank: float) -> float:
@@ -192,27 +156,31 @@ class Spectrum:
         return max(0.0, float(self.total.sum()) - sum(kept))
 
 
-class PiecewisePCA(ABC):
-    """Local PCA on the cells of a partition, fitted on training rows, wherever these are."""
+class LocalPCA:
+    """Local PCA fitted on training rows in memory.
 
-    @property
-    @abstractmethod
-    def counts(self) -> NDArray[np.int64]:
-        """Training rows in each cell, (C,)."""
+    Args:
+        train: training rows, (N, D).
+        cells: the cell of each, (N,).
+        centres: stand in for the mean of a cell without training rows, (C, D).
+    """
 
-    @abstractmethod
+    def __init__(self, train: Rows, cells: Labels, centres: Rows) -> None:
+        self._train, self._members = train, members(cells, len(centres))
+        self.centres = centres.astype(np.float64)
+        self.counts = np.array([len(inside) for inside in self._members])  # training rows in each cell, (C,)
+
     def mean(self, cell: int) -> Rows:
-        """Mean of a cell's training rows, (D,), float64; a stand-in where it has none."""
+        """Mean of a cell's training rows, (D,), float64."""
+        inside = self._members[cell]
+        return self._train[inside].mean(0, dtype=np.float64) if len(inside) else self.centres[cell]
 
-    @abstractmethod
     def components(self, cell: int) -> tuple[Rows, Rows]:
         """Directions (D, r) and variances (r,) of a cell's training rows, as `principal_components` has them."""
+        return principal_components(self._train[self._members[cell]].astype(np.float64) - self.mean(cell))
 
     def spectrum(self, rows: Rows, cells: Labels) -> Spectrum:
-        """Measure rows, (M, D), of those cells, (M,).
-
-        Cost: one SVD per cell, O(N D min(N / C, D)) in all.
-        """
+        """Measure rows, (M, D), of those cells, (M,). Cost: one SVD per cell, O(N D min(N / C, D)) in all."""
         variances, explained, total = [], [], np.zeros(len(self.counts))
         for cell, measured in enumerate(members(cells, len(self.counts))):
             directions, own = self.components(cell)
@@ -223,7 +191,7 @@ class PiecewisePCA(ABC):
         return Spectrum(self.counts, variances, explained, total)
 
     def means_residual(self, rows: Rows, cells: Labels) -> float:
-        """`sum ||x - m_c||^2` over rows, (M, D), of those cells, (M,): the spectrum's at rank 0, without an SVD."""
+        """`sum ||x - m_c||^2` over rows, (M, D), of those cells, (M,): the residual at rank 0, without an SVD."""
         return sum(float(np.square(rows[measured] - self.mean(cell)).sum())
                    for cell, measured in enumerate(members(cells, len(self.counts))) if len(measured))
 
@@ -232,88 +200,45 @@ class PiecewisePCA(ABC):
         result = np.empty(rows.shape)
         for cell, measured in enumerate(members(cells, len(self.counts))):
             if len(measured):
-                mean = self.mean(cell)
-                kept = self.components(cell)[0][:, :ranks[cell]] if ranks[cell] else np.zeros((len(mean), 0))
-                result[measured] = mean + ((rows[measured] - mean) @ kept) @ kept.T
+                result[measured] = mean = self.mean(cell)
+                if ranks[cell]:
+                    kept = self.components(cell)[0][:, :ranks[cell]]
+                    result[measured] += ((rows[measured] - mean) @ kept) @ kept.T
         return result
 
 
-@dataclass(frozen=True)
-class LocalPCA(PiecewisePCA):
-    """Local PCA fitted on training rows in memory.
+class StreamedPCA(LocalPCA):
+    """Local PCA fitted on a stream, from exact sums about centres, (C, D), near the cells' means, against rounding.
+
+    scikit-learn's IncrementalPCA takes 4.5 times as long for 64 of 768 directions, and has no others.
 
     Args:
-        train: training rows, (N, D).
-        cells: the cell of each, (N,).
-        centres: stand in for the mean of a cell without training rows, (C, D).
+        centres: (C, D).
+        directions: whether `components` is wanted, for 8 C D^2 bytes.
     """
 
-    train: Rows
-    cells: Labels
-    centres: Rows
-
-    @cached_property
-    def _members(self) -> list[NDArray[np.int64]]:
-        """Numbers of the training rows in each cell, C arrays."""
-        return members(self.cells, len(self.centres))
-
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        return np.array([len(inside) for inside in self._members])
-
-    def mean(self, cell: int) -> Rows:
-        inside = self._members[cell]
-        return self.train[inside].mean(0, dtype=np.float64) if len(inside) else self.centres[cell].astype(np.float64)
-
-    def components(self, cell: int) -> tuple[Rows, Rows]:
-        """Directions (D, r) and variances (r,) by the cell's rows themselves."""
-        return principal_components(self.train[self._members[cell]].astype(np.float64) - self.mean(cell))
-
-
-@dataclass(frozen=True)
-class StreamedPCA(PiecewisePCA):
-    """Local PCA fitted on a stream of training rows, from sums about each cell's centre.
-
-    Args:
-        rows: training rows in each cell, (C,).
-        centres: a point near each cell's mean, (C, D), float64, against rounding.
-        sums: `sum (x - centre)`, (C, D), float64.
-        products: `sum (x - centre)' (x - centre)`, (C, D, D), float64; (C, 0, 0) where no direction is asked for.
-    """
-
-    rows: NDArray[np.int64]
-    centres: Rows
-    sums: Rows
-    products: Rows
-
-    @classmethod
-    def over(cls, centres: Rows, directions: bool) -> Self:
-        """Sums over no rows yet, about centres (C, D); of cells that are to have directions, which takes 8 C D^2 bytes.
-        """
+    def __init__(self, centres: Rows, directions: bool) -> None:
         (C, D), width = centres.shape, centres.shape[1] if directions else 0
-        return cls(np.zeros(C, np.int64), centres.astype(np.float64), np.zeros((C, D)), np.zeros((C, width, width)))
+        self.centres, self.counts = centres.astype(np.float64), np.zeros(C, np.int64)
+        self._sums, self._products = np.zeros((C, D)), np.zeros((C, width, width))
 
     def add(self, rows: Rows, cells: Labels) -> None:
         """Add training rows, (B, D), of those cells, (B,)."""
         for cell in np.unique(cells):
             offset = rows[cells == cell] - self.centres[cell]
-            self.rows[cell] += len(offset)
-            self.sums[cell] += offset.sum(0)
-            if self.products.size:
-                self.products[cell] += offset.T @ offset
-
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        return self.rows
+            self.counts[cell] += len(offset)
+            self._sums[cell] += offset.sum(0)
+            if self._products.size:
+                self._products[cell] += offset.T @ offset
 
     def mean(self, cell: int) -> Rows:
-        return self.centres[cell] + self.sums[cell] / max(1, self.rows[cell])
+        return self.centres[cell] + self._sums[cell] / max(1, self.counts[cell])
 
     def components(self, cell: int) -> tuple[Rows, Rows]:
-        """Directions (D, r) and variances (r,) of `products / n - m m'`, m the mean about the centre."""
-        mean = self.sums[cell] / max(1, self.rows[cell])
-        covariance = self.products[cell] / max(1, self.rows[cell]) - np.outer(mean, mean)
-        return _components_of(covariance, int(np.clip(self.rows[cell] - 1, 0, len(mean))))
+        """Those of `products / n - m m'`, m the mean about the centre."""
+        rows = max(1, int(self.counts[cell]))
+        mean = self._sums[cell] / rows
+        return _components_of(self._products[cell] / rows - np.outer(mean, mean), min(rows - 1, len(mean)))
 
 
 def members(cells: Labels, count: int) -> list[NDArray[np.int64]]:

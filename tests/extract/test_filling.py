@@ -1,9 +1,8 @@
-"""Windows, blocks and batches: every token once, whatever the batches, wherever an earlier pass stopped."""
+"""Windows, blocks and stores: every token once, for any batches, from wherever an earlier pass stopped."""
 
 import shutil
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,22 +18,19 @@ from transformers import AutoTokenizer, LlamaModel
 
 from saecli.base.distributed import Communicator
 from saecli.base.errors import ConfigError, ModelError
-from saecli.extract.config import Quota, rows_by_rank
-from saecli.extract.fill import COLUMNS, Target, fill
-from saecli.extract.forward import Forward, batch_tokens, tokens_that_fit
+from saecli.extract.extraction import Quota, rows_by_rank
+from saecli.extract.forward import COLUMNS, Forward, batch_tokens, fill, tokens_that_fit
+from saecli.extract.hook_points import HookPoint
 from saecli.extract.language_model import LanguageModel
-from saecli.extract.places import Place
-from saecli.extract.steady import Document
-from saecli.extract.token_windows import Windows
-from saecli.extract.window_blocks import Cursor, in_blocks
-from saecli.store.ranks import saved_rows
+from saecli.extract.texts import Document
+from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import Admission, StoreWriter
 
 BOS, EOS, CONTEXT, ROWS = 1, 2, 16, 700
 LETTERS = "abcdefghijklmnop"
-PLACES = [Place(0, "resid_post"), Place(2, "mlp_out"), Place(1, "resid_pre")]
+POINTS = [HookPoint(0, "resid_post"), HookPoint(2, "mlp_out"), HookPoint(1, "resid_pre")]
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +49,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     return loaded(save_model(tmp_path_factory.mktemp("models") / "llama", "llama"))
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks small enough for a few texts to make many."""
-    monkeypatch.setattr(sys.modules["saecli.extract.window_blocks"], "LOOK_AHEAD", 400)
-    monkeypatch.setattr(sys.modules["saecli.extract.window_blocks"], "FIRST_ROWS", 100)
-
-
 def documents(texts: list[str], start: int = 0) -> list[Document]:
     return [Document(number, text, None) for number, text in enumerate(texts)][start:]
 
@@ -70,8 +59,9 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
     return ["".join(rng.choice(list(LETTERS), rng.integers(0, 41))) for _ in range(count)]
 
 
-def opened(texts: list[str]) -> Callable[[Any], list[Document]]:
-    return lambda spot: documents(texts, spot.document)
+def blocks(texts: list[str], windows: Windows, rows: int, cursor: Cursor = START) -> Generator[Block, None, None]:
+    """Blocks small enough for a few texts to make many."""
+    return in_blocks(lambda spot: documents(texts, spot.document), windows, rows, cursor, ahead=400, first_rows=100)
 
 
 TEXTS = st.lists(st.text(LETTERS, max_size=25), min_size=1, max_size=8)
@@ -160,10 +150,9 @@ def test_the_ranks_together_are_given_the_rows_of_one_process(tokenizers, texts,
         return found[:most]
 
     every, talk = documents(texts), Talk(world_size)
-    with ThreadPoolExecutor(world_size) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["saecli.extract.config"], "COUNTED", 3)
+    with ThreadPoolExecutor(world_size) as pool:
         found = list(pool.map(lambda rank: rows_by_rank(
-            every, Windows(tokenizers[True], 8, positions, packed, least), rows, talk.rank(rank), lambda done: None),
+            every, Windows(tokenizers[True], 8, positions, packed, least), rows, talk.rank(rank), lambda done: None, 3),
             range(world_size)))
     assert all(one == found[0] for one in found)
     stored = [row for rank, count in enumerate(found[0])
@@ -172,14 +161,14 @@ def test_the_ranks_together_are_given_the_rows_of_one_process(tokenizers, texts,
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_blocks_from_any_blocks_cursor_on_are_the_same_blocks(tokenizers, packed, small_blocks):
+def test_blocks_from_any_cursor_are_the_same_blocks(tokenizers, packed):
     texts = some_texts(200)
 
     def from_(cursor: Cursor) -> list[tuple]:
         windows = Windows(tokenizers[True], CONTEXT, packed=packed)
         return [(block.cursor.to_json(), block.offered, block.lengths.tolist(), block.left_out,
                  {name: column.tolist() for name, column in block.columns.items()})
-                for block in in_blocks(opened(texts), windows, 2000, cursor)]
+                for block in blocks(texts, windows, 2000, cursor)]
 
     whole = from_(Cursor())
     assert whole[0][1] == pytest.approx(100, abs=CONTEXT)
@@ -208,10 +197,9 @@ class CrampedLlama(LlamaModel):
 
 
 def rows_of(model: LanguageModel, tokens: int, notes: list[str]) -> list[np.ndarray]:
-    windows = Windows(model.tokenizer, CONTEXT)
-    (block,) = in_blocks(opened(some_texts(60)), windows, 10**6, Cursor())
+    (block,) = in_blocks(lambda spot: documents(some_texts(60)), Windows(model.tokenizer, CONTEXT), 10**6, Cursor())
     seen = []
-    found = Forward(model, "float32", tokens, notes.append)(block, PLACES, lambda *done: seen.append(done))
+    found = Forward(model, "float32", tokens, notes.append)(block, POINTS, lambda *done: seen.append(done))
     assert sum(rows for _, rows in seen) == block.rows == len(block.columns["position"])
     assert sum(tokens for tokens, _ in seen) == block.lengths.sum()
     assert all(part.special_norms.shape == (block.specials,) for part in found)
@@ -245,16 +233,14 @@ def test_automatic_batches_are_powers_of_two_that_fit(model):
     assert tokens_that_fit(free=10 * gib, window=gib, context=128) == 4 * 128  # seven tenths of ten are seven
     assert tokens_that_fit(free=gib // 2, window=gib, context=128) == 128  # the forward pass will tell
     assert tokens_that_fit(free=1000 * gib, window=1, context=128) == 1 << 15
-    assert batch_tokens(model, "auto", CONTEXT, PLACES) == 2048
-    assert batch_tokens(model, 3, CONTEXT, PLACES) == 3 * CONTEXT
+    assert batch_tokens(model, "auto", CONTEXT, POINTS) == 2048
+    assert batch_tokens(model, 3, CONTEXT, POINTS) == 3 * CONTEXT
 
 
-def fill_stores(home: Path, model: LanguageModel, places: list[Place], stop_at: int | None = None, *,
+def fill_stores(home: Path, model: LanguageModel, points: Iterable[HookPoint], stop_at: int | None = None, *,
                 packed: bool = False, batch: int = 64, multiple: float | None = None, rows: int = ROWS) -> None:
-    """What `sae extract` does, in batches of so many tokens; interrupted once so many rows were computed."""
-    windows, texts = Windows(model.tokenizer, CONTEXT, packed=packed), some_texts(100, seed=3)
-    metas = {place: StoreMeta({"place": str(place)}, "x", "bfloat16", 16, 90, columns=COLUMNS,
-                              max_norm_multiple=multiple) for place in places}
+    """Fill stores by batches of `batch` tokens, interrupted once `stop_at` rows were computed; hook points with a
+    complete store only decide which rows are dropped."""
     done = 0
 
     def show(tokens: int, rows: int) -> None:
@@ -263,132 +249,101 @@ def fill_stores(home: Path, model: LanguageModel, places: list[Place], stop_at: 
         if stop_at is not None and done >= stop_at:
             raise KeyboardInterrupt
 
-    writers = [StoreWriter.open(home / f"{place.layer}-{place.site}", metas[place], limit=rows) for place in places]
+    writers = {point: StoreWriter.open(
+        home / f"{point.layer}-{point.site}", StoreMeta({"point": str(point)}, "x", "bfloat16", 16, 90, columns=COLUMNS,
+                                                        max_norm_multiple=multiple), limit=rows) for point in points}
     try:
-        targets = [Target(place, writer) for place, writer in zip(places, writers, strict=True)]
-        start = min((target.cursor for target in targets), key=lambda cursor: cursor.place)
-        forward = Forward(model, "bfloat16", batch, print)
-        fill(targets, in_blocks(opened(texts), windows, rows, start), forward, rows, show)
-        for writer in writers:
-            writer.finish()
+        fill({point: writer for point, writer in writers.items() if not writer.complete},
+             lambda cursor: blocks(some_texts(100, seed=3), Windows(model.tokenizer, CONTEXT, packed=packed), rows,
+                                   cursor),
+             Forward(model, "bfloat16", batch, print), rows, show,
+             {point: Admission(writer.path, writer.meta) for point, writer in writers.items() if writer.complete})
     finally:
-        for writer in writers:
+        for writer in writers.values():
             writer.__exit__(None, None, None)
 
 
-def contents(home: Path, place: Place) -> tuple:
-    meta = ActivationStore.open(home / f"{place.layer}-{place.site}").meta
+def contents(home: Path, point: HookPoint) -> tuple:
+    meta = ActivationStore.open(home / f"{point.layer}-{point.site}").meta
     return meta.complete, meta.rows, meta.dropped, [shard.sha256 for shard in meta.shards]
 
 
-@pytest.mark.slow
-def test_stores_that_drop_no_row_are_byte_for_byte_those_filled_alone(model, tmp_path: Path, small_blocks):
-    for place in PLACES:
-        fill_stores(tmp_path / "alone", model, [place])
-    fill_stores(tmp_path / "together", model, PLACES)
-    # One store stands further on than another when they are first filled together; then all are interrupted.
-    with pytest.raises(KeyboardInterrupt):
-        fill_stores(tmp_path / "interrupted", model, PLACES[:1], stop_at=500)
-    with pytest.raises(KeyboardInterrupt):
-        fill_stores(tmp_path / "interrupted", model, PLACES[1:], stop_at=300)
-    with pytest.raises(KeyboardInterrupt):
-        fill_stores(tmp_path / "interrupted", model, PLACES, stop_at=250)
-    stood = [contents(tmp_path / "interrupted", place)[1] for place in PLACES]
-    assert len(set(stood)) > 1 and all(0 < rows < ROWS for rows in stood)
-    fill_stores(tmp_path / "interrupted", model, PLACES)
-    for place in PLACES:
-        alone = contents(tmp_path / "alone", place)
-        assert alone[:2] == (True, ROWS)
-        assert contents(tmp_path / "together", place) == alone
-        assert contents(tmp_path / "interrupted", place) == alone
-
-
-DROPPING, MULTIPLE = [Place(0, "attn_out"), Place(2, "mlp_out"), Place(1, "resid_pre")], 1.15
-
-
-def stored_rows(home: Path, place: Place) -> tuple[np.ndarray, np.ndarray]:
+def stored_rows(home: Path, point: HookPoint) -> tuple[np.ndarray, np.ndarray]:
     """A store's rows, (R, 16), and their columns, (3, R)."""
-    rows = ActivationStore.open(home / f"{place.layer}-{place.site}").split("all")
+    rows = ActivationStore.open(home / f"{point.layer}-{point.site}").split("all")
     return (np.concatenate([batch.copy() for batch in rows.sequential(64)]),
             np.stack([np.concatenate(list(rows.column(name, 64))) for name in COLUMNS]))
 
 
 @pytest.mark.slow
-def test_stores_filled_together_drop_what_any_of_them_drops_and_say_why(model, tmp_path: Path, small_blocks):
-    for place in DROPPING:  # every row there is
-        fill_stores(tmp_path / "every", model, [place], rows=10**6)
+def test_stores_that_drop_no_row_are_those_filled_alone(model, tmp_path: Path):
+    for point in POINTS:
+        fill_stores(tmp_path / "alone", model, [point])
+    fill_stores(tmp_path / "together", model, POINTS)
+    for point in POINTS:
+        alone = contents(tmp_path / "alone", point)
+        assert alone[:2] == (True, ROWS)
+        assert contents(tmp_path / "together", point) == alone
+
+
+DROPPING, MULTIPLE = [HookPoint(0, "attn_out"), HookPoint(2, "mlp_out"), HookPoint(1, "resid_pre")], 1.15
+
+
+@pytest.mark.slow
+def test_stores_filled_together_drop_what_any_of_them_drops(model, tmp_path: Path):
+    for point in DROPPING:  # every row there is
+        fill_stores(tmp_path / "every", model, [point], rows=10**6)
     fill_stores(tmp_path / "together", model, DROPPING, multiple=MULTIPLE)
-    every = {place: stored_rows(tmp_path / "every", place) for place in DROPPING}
-    norms = {place: np.linalg.norm(rows.astype(np.float64), axis=1) for place, (rows, _) in every.items()}
-    fit = {place: found <= MULTIPLE * np.median(found[:100]) for place, found in norms.items()}
+    every = {point: stored_rows(tmp_path / "every", point) for point in DROPPING}
+    norms = {point: np.linalg.norm(rows.astype(np.float64), axis=1) for point, (rows, _) in every.items()}
+    fit = {point: found <= MULTIPLE * np.median(found[:100]) for point, found in norms.items()}
     common = np.logical_and.reduce(list(fit.values()))
     assert all((each & ~common).sum() > 50 for each in fit.values())
-    for place in DROPPING:
-        rows, columns = stored_rows(tmp_path / "together", place)
-        np.testing.assert_array_equal(columns, every[place][1][:, common][:, :ROWS])
-        np.testing.assert_allclose(rows, every[place][0][common][:ROWS], rtol=0.02, atol=0.02)
-        meta = ActivationStore.open(tmp_path / "together" / f"{place.layer}-{place.site}").meta
+    for point in DROPPING:
+        rows, columns = stored_rows(tmp_path / "together", point)
+        np.testing.assert_array_equal(columns, every[point][1][:, common][:, :ROWS])
+        np.testing.assert_allclose(rows, every[point][0][common][:ROWS], rtol=0.02, atol=0.02)
+        meta = ActivationStore.open(tmp_path / "together" / f"{point.layer}-{point.site}").meta
         seen = ROWS + meta.dropped["high_norm"] + meta.dropped["beside"]
         if common[:seen].sum() == ROWS:  # else the store was full within a block, all of whose dropped rows it counts
-            assert meta.dropped["beside"] == (fit[place] & ~common)[:seen].sum()
+            assert meta.dropped["beside"] == (fit[point] & ~common)[:seen].sum()
         assert meta.dropped_norms["beside"].max <= MULTIPLE * meta.median_norm < meta.dropped_norms["high_norm"].max
 
 
 @pytest.mark.slow
-def test_stores_filled_together_from_wherever_each_was_stopped_are_those_never_stopped(model, tmp_path: Path,
-                                                                                      small_blocks):
-    fill_stores(tmp_path / "whole", model, DROPPING, multiple=MULTIPLE)
-    stopped, early = tmp_path / "stopped", tmp_path / "early"
-    ahead, behind, missing = (f"{place.layer}-{place.site}" for place in DROPPING)
-    for stop_at in (1000, 900):
+@pytest.mark.parametrize(("multiple", "stops"), [(None, (650, 450, 250)), (MULTIPLE, (1300, 1000, 700))])
+def test_stores_that_stopped_at_different_shards_equal_whole_ones(model, tmp_path: Path, multiple, stops):
+    fill_stores(tmp_path / "whole", model, DROPPING, multiple=multiple)
+    stopped = tmp_path / "stopped"
+    folders = [stopped / f"{point.layer}-{point.site}" for point in DROPPING]
+    stood: set[int] = set()
+    for stop_at, lost in zip(stops, [folders[2], folders[1], None], strict=True):
         with pytest.raises(KeyboardInterrupt):
-            fill_stores(stopped, model, DROPPING, stop_at, multiple=MULTIPLE)
-        if not early.exists():
-            shutil.copytree(stopped, early)
-    for name in (behind, missing):
-        shutil.rmtree(stopped / name)
-    shutil.copytree(early / behind, stopped / behind)
-    stood = [saved_rows(stopped / name) for name in (ahead, behind)]
-    assert ROWS > stood[0] > stood[1] > 0
-    with pytest.raises(KeyboardInterrupt):
-        fill_stores(stopped, model, DROPPING, stop_at=700, multiple=MULTIPLE)
-    assert [saved_rows(stopped / name) for name in (ahead, behind)] == stood
-    assert 0 < saved_rows(stopped / missing) < stood[1]
-    fill_stores(stopped, model, DROPPING, multiple=MULTIPLE)
-    for place in DROPPING:
-        assert contents(stopped, place) == contents(tmp_path / "whole", place)
-    shutil.rmtree(stopped / missing)
-    with_finished(stopped, model, DROPPING[:2], DROPPING[2])
-    assert contents(stopped, DROPPING[2]) == contents(tmp_path / "whole", DROPPING[2])
-
-
-def with_finished(home: Path, model: LanguageModel, finished: list[Place], place: Place) -> None:
-    """What `sae extract` does where the stores of some places are finished, and that of another is missing."""
-    meta = StoreMeta({"place": str(place)}, "x", "bfloat16", 16, 90, columns=COLUMNS, max_norm_multiple=MULTIPLE)
-    folders = {one: home / f"{one.layer}-{one.site}" for one in finished}
-    beside = {one: Admission(folder, ActivationStore.open(folder).meta) for one, folder in folders.items()}
-    blocks = in_blocks(opened(some_texts(100, seed=3)), Windows(model.tokenizer, CONTEXT), ROWS, Cursor())
-    with StoreWriter.open(home / f"{place.layer}-{place.site}", meta, limit=ROWS) as writer:
-        fill([Target(place, writer)], blocks, Forward(model, "bfloat16", 64, print), ROWS, lambda tokens, rows: None,
-             beside)
-        writer.finish()
+            fill_stores(stopped, model, DROPPING, stop_at, multiple=multiple)
+        stood |= {ActivationStore.open(folder).rows for folder in folders if folder.exists()}
+        if lost:
+            shutil.rmtree(lost)
+    assert len(stood) > 1 and max(stood) < ROWS
+    for _ in range(2):  # the second time, the others are finished
+        fill_stores(stopped, model, DROPPING, multiple=multiple)
+        for point in DROPPING:
+            assert contents(stopped, point) == contents(tmp_path / "whole", point)
+        shutil.rmtree(folders[2])
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_store_gone_on_with_in_other_batches_holds_every_token_once(model, tmp_path: Path, small_blocks, packed):
-    place = PLACES[0]
-    fill_stores(tmp_path / "whole", model, [place], packed=packed)
+def test_a_store_resumed_with_other_batches_holds_every_token_once(model, tmp_path: Path, packed):
+    point = POINTS[0]
+    fill_stores(tmp_path / "whole", model, [point], packed=packed)
     stood = []
     for batch, stop_at in ((CONTEXT, 300), (200, 500)):
         with pytest.raises(KeyboardInterrupt):
-            fill_stores(tmp_path / "stopped", model, [place], stop_at, packed=packed, batch=batch)
-        stood.append(contents(tmp_path / "stopped", place)[1])
+            fill_stores(tmp_path / "stopped", model, [point], stop_at, packed=packed, batch=batch)
+        stood.append(contents(tmp_path / "stopped", point)[1])
     assert 0 < stood[0] < stood[1] < ROWS
-    fill_stores(tmp_path / "stopped", model, [place], packed=packed, batch=100)
-    assert contents(tmp_path / "stopped", place)[:3] == contents(tmp_path / "whole", place)[:3]
-    found, expected = (ActivationStore.open(tmp_path / name / f"{place.layer}-{place.site}").split("all")
-                       for name in ("stopped", "whole"))
-    for name in COLUMNS:
-        np.testing.assert_array_equal(*(np.concatenate(list(rows.column(name, 64))) for rows in (found, expected)))
-    rows, whole = (np.concatenate([batch.copy() for batch in rows.sequential(64)]) for rows in (found, expected))
-    np.testing.assert_allclose(rows, whole, rtol=0.02, atol=0.02)
+    fill_stores(tmp_path / "stopped", model, [point], packed=packed, batch=100)
+    assert contents(tmp_path / "stopped", point)[:3] == contents(tmp_path / "whole", point)[:3]
+    (rows, columns), (expected, expected_columns) = (stored_rows(tmp_path / name, point) for name in
+                                                     ("stopped", "whole"))
+    np.testing.assert_array_equal(columns, expected_columns)
+    np.testing.assert_allclose(rows, expected, rtol=0.02, atol=0.02)

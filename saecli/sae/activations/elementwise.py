@@ -1,21 +1,4 @@
-"""JumpReLU: a learned threshold per latent, with a target for the number of active latents.
-
-With `--sparsity target-l0`, training minimises the squared error subject to L0 = L by the method of multipliers
-(Hestenes, "Multiplier and gradient methods", 1969). It adds to the squared error, times a weight,
-
-    e^2 + 2 m e,    e = (L0 - aim) / L
-
-where the aim falls from several times L to L. The quadratic alone exerts pressure only while L0 is above its target;
-the multiplier m, which sums up past excess, holds L0 there. One factor on all thresholds, changed after each step,
-removes at once the excess that Adam's small steps would leave. Gradients of steps are straight-through estimates.
-
-Sources: Rajamanoharan et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse Autoencoders"
-(2024), equations 8 to 12, and the quadratic of its appendix on training to a fixed sparsity, which Gemma Scope 2 uses;
-Anthropic, "Circuits Updates - January 2025", for the gradient of pre-activations; Gallego-Posada et al., "Controlled
-Sparsity via Constrained Optimization" (2022), for multipliers on L0.
-
-Shapes: B rows, F = d_sae, n entries of codes.
-"""
+"""Activations whose latents switch independently: relu, jumprelu, batchtopk, swish. Shapes: B rows, F = d_sae."""
 
 from __future__ import annotations
 
@@ -26,13 +9,120 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from ...base.errors import ConfigError
 from ...base.options import option
-from .base import Parameters, TargetsRate
-from .thresholded import Thresholded
+from .base import Activation, KeepsK, Parameters, TargetsRate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..codes import Codes
+
+# Weight of the newest batch in batchtopk's threshold. A slower mean lags behind growing pre-activations; PAM-SGD's
+# decoder is then fitted to denser codes than in training, which makes pre-activations grow faster (digits, k = 16: FVU
+# 0.129 with 0.05, 0.092 with 0.3 and 0.5).
+NEWEST = 0.3
+
+
+@dataclass(frozen=True)
+class Thresholded(Activation):
+    """Latent i is active where `pre_i > threshold_i`."""
+
+    def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
+        """The pre-activations above which latents are active, (F,)."""
+        import torch
+
+        return torch.zeros(d_sae)
+
+
+@dataclass(frozen=True)
+class Relu(Thresholded, TargetsRate):
+    """`z = max(pre, 0)`."""
+
+    name: ClassVar[str] = "relu"
+    sparsities: ClassVar[tuple[str, ...]] = ("l1", "l1-codes", "kl", "none")
+    opposites: ClassVar[bool] = True
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        from .selection import selected
+
+        return selected(pre, pre > 0).map(lambda values: values.relu())
+
+
+@dataclass(frozen=True)
+class BatchTopK(Thresholded, KeepsK):
+    """The `k B` largest pre-activations of a training batch, clipped at zero.
+
+    At inference codes are `pre * H(pre - threshold)`, with one threshold for all latents: during training the running
+    mean of each batch's smallest code, at the end the one with which sampled rows have `k` active latents on average.
+    Source: Bussmann, Leask and Nanda, "BatchTopK Sparse Autoencoders" (2024); clipped as in its authors' code.
+    """
+
+    name: ClassVar[str] = "batchtopk"
+
+    @property
+    def estimates(self) -> tuple[str, ...]:
+        return ("threshold",)
+
+    def parameters(self, d_sae: int) -> Parameters:
+        """The threshold, a scalar; 0 before the first batch."""
+        import torch
+
+        return {"threshold": torch.zeros(())}
+
+    def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
+        return parameters["threshold"].clamp(min=0).expand(d_sae)
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        from .selection import where
+
+        return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
+
+    def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
+        """`max(pre, 0)` at the `k B` largest entries; with several processes, each takes its own rows as the batch."""
+        from .selection import at_entries
+
+        kept = pre.detach().flatten().topk(self.k * len(pre), sorted=False).indices
+        return at_entries(pre, kept).map(lambda values: values.relu())
+
+    def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
+        """The running mean of the smallest positive code; unchanged by a batch without positive codes."""
+        values, threshold = codes.values, parameters["threshold"]
+        if not values.numel():
+            return {"threshold": threshold}
+        smallest = values.where(values > 0, math.inf).amin()
+        moved = threshold.lerp(smallest, NEWEST).where(threshold > 0, smallest)
+        return {"threshold": moved.where(smallest.isfinite(), threshold)}
+
+    def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
+        """The threshold that `k` pre-activations per row exceed on average; 0 if fewer are positive."""
+        kept = self.k * len(pre)
+        if kept >= pre.numel():
+            return {"threshold": parameters["threshold"].new_zeros(())}
+        largest = pre.flatten().topk(kept + 1).values
+        return {"threshold": ((largest[-2] + largest[-1]) / 2).clamp(min=0)}
+
+    def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
+        return {"threshold": parameters["threshold"] * factor}
+@dataclass(frozen=True)
+class Swish(TargetsRate):
+    """`z = pre * sigmoid(pre)`, also called SiLU. Hardly any code is exactly zero: l0 is about d_sae.
+
+    Source: Ramachandran, Zoph and Le, "Searching for Activation Functions" (2017), with beta = 1: another beta is the
+    same SAE with the encoder multiplied and the decoder divided by beta.
+    """
+
+    name: ClassVar[str] = "swish"
+    sparsities: ClassVar[tuple[str, ...]] = ("none", "l1", "l1-codes", "kl")
+    opposites: ClassVar[bool] = True
+    exact_zeros: ClassVar[bool] = False
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        from ..codes import DenseCodes
+
+        return DenseCodes(pre * pre.sigmoid())
+
+    def rescaled(self, parameters: Parameters, factor: float) -> None:
+        return None  # swish has a scale of its own
+
 
 TARGET_L0, MOST_TARGETED = 32.0, 1 / 8  # the default target, and the largest fraction of the latents that it may be
 THRESHOLD = 0.1  # at the start, unless fitted to a target
@@ -50,10 +140,22 @@ HELD_OUT_WIDTH = 0.2
 
 @dataclass(frozen=True)
 class JumpRelu(Thresholded, TargetsRate):
-    """`z = pre * H(pre - threshold)`, one threshold per latent, learned unless fixed.
+    """`z = pre * H(pre - threshold)`, one threshold per latent, learned unless fixed; its gradient takes a rectangular
+    kernel for the derivative of the step H.
 
-    Gradients take a rectangular kernel for the derivative of the step H; see the module's docstring. The threshold
-    itself is learned, not its logarithm.
+    With `--sparsity target-l0`, training minimises the squared error subject to L0 = L by the method of multipliers
+    (Hestenes, "Multiplier and gradient methods", 1969). It adds to the squared error, times a weight,
+
+        e^2 + 2 m e,    e = (L0 - aim) / L
+
+    where the aim falls from several times L to L. The quadratic alone exerts pressure only while L0 is above its
+    target; the multiplier m, a sum of past excess, holds L0 there. One factor on all thresholds, changed after each
+    step, removes at once the excess that Adam's small steps would leave.
+
+    Sources: Rajamanoharan et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse Autoencoders"
+    (2024), equations 8 to 12, and the quadratic of its appendix on training to a fixed sparsity, used by Gemma Scope 2;
+    Anthropic, "Circuits Updates - January 2025", for the gradient of pre-activations; Gallego-Posada et al.,
+    "Controlled Sparsity via Constrained Optimization" (2022), for multipliers on L0.
     """
 
     name: ClassVar[str] = "jumprelu"
@@ -72,22 +174,18 @@ class JumpRelu(Thresholded, TargetsRate):
 
     @property
     def estimates(self) -> tuple[str, ...]:
-        """The thresholds, if they are fixed; the controller's state, if there is a target."""
         return ("threshold",) if self.fixed_threshold else tuple(self.training_parameters(1))
 
     @property
     def default_sparsity(self) -> str:
-        """`target-l0`, which trains thresholds; if they are fixed, `l1`."""
         return "l1" if self.fixed_threshold else "target-l0"
 
     def check(self, d_sae: int) -> None:
-        """Refuse a target above the number of latents."""
         if self.target_l0 is not None and self.target_l0 > d_sae:
             raise ConfigError(f"--target-l0 must be at most --d-sae, {d_sae}, got {self.target_l0:g}; lower "
                               "--target-l0 or raise --d-sae", option="target_l0")
 
     def check_sparsity(self, sparsity: str) -> None:
-        """Refuse penalties on L0 with fixed thresholds, and settings without effect on the penalty."""
         super().check_sparsity(sparsity)
         if self.fixed_threshold and sparsity in ("l0", "target-l0"):
             others = ", ".join(name for name in self.sparsities if name not in ("l0", "target-l0"))
@@ -101,43 +199,34 @@ class JumpRelu(Thresholded, TargetsRate):
                               "rows; leave it out, or use another --sparsity", option="threshold")
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:
-        """With the target that `target-l0` has by default."""
         if sparsity != "target-l0" or self.target_l0 is not None:
             return self
         return replace(self, target_l0=min(TARGET_L0, MOST_TARGETED * d_sae))
 
     def expected_l0(self, d_in: int) -> float:
-        """The target, if there is one."""
         return super().expected_l0(d_in) if self.target_l0 is None else self.target_l0
 
     def parameters(self, d_sae: int) -> Parameters:
-        """The thresholds, (F,)."""
         import torch
 
         return {"threshold": torch.full((d_sae,), THRESHOLD if self.threshold is None else self.threshold)}
 
     def training_parameters(self, d_sae: int) -> Parameters:
-        """The controller's state, if there is a target: the current `aim` for L0, and the `multiplier` m; scalars."""
+        """With a target the controller's state, scalars: the current `aim`, and the `multiplier` m."""
         import torch
 
         if self.target_l0 is None:
             return {}
-        return {"aim": torch.tensor(self._aim(0.0, d_sae)), "multiplier": torch.zeros(())}
-
-    def _aim(self, progress: float, d_sae: int) -> float:
-        """The L0 to have at a fraction of all steps: at first a few times the target, but no more than a quarter of
-        the latents."""
-        first = max(self.target_l0, min(DENSE * self.target_l0, d_sae / 4))
-        return self.target_l0 + (first - self.target_l0) * max(0.0, 1 - progress / FALL)
+        return {"aim": torch.tensor(_aim(self.target_l0, 0.0, d_sae)), "multiplier": torch.zeros(())}
 
     def continuing(self, parameters: Parameters, l0: float) -> Parameters:
-        """With a target, an aim from which L0 need not rise first: the SAE has found its directions."""
+        """With a target, an aim of at most the SAE's L0: it has found its directions."""
         if self.target_l0 is None:
             return parameters
         return parameters | {"aim": parameters["aim"].clamp(max=max(self.target_l0, l0))}
 
     def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """With a target, one threshold for all latents with which the rows have the first aim as their L0."""
+        """With a target, the threshold at which the rows' L0 is the first aim."""
         if self.target_l0 is None:
             return parameters
         kept = min(max(1, round(parameters["aim"].item() * len(pre))), pre.numel())
@@ -145,7 +234,6 @@ class JumpRelu(Thresholded, TargetsRate):
         return parameters | {"threshold": parameters["threshold"].new_full((pre.shape[1],), lowest.item())}
 
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
-        """The thresholds, (F,), clamped at zero."""
         return parameters["threshold"].clamp(min=0)
 
     def _width(self, thresholds: Tensor) -> Tensor:
@@ -157,7 +245,7 @@ class JumpRelu(Thresholded, TargetsRate):
 
     def _near(self, pre: Tensor, parameters: Parameters) -> tuple[Codes, Tensor, Tensor]:
         """The pre-activations that are active or have a gradient, their thresholds and the widths of their kernels."""
-        from ..encoding import selected
+        from .selection import selected
 
         thresholds = self.thresholds(parameters, pre.shape[-1])
         width = self._width(thresholds)
@@ -167,14 +255,13 @@ class JumpRelu(Thresholded, TargetsRate):
         return near, near.by_latent(thresholds), near.by_latent(width)
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        """`pre` where it exceeds its latent's threshold, else 0, (B, F)."""
-        from .gates import Gate
+        from .selection import Gate
 
         near, thresholds, width = self._near(pre, parameters)
         return near.with_values(Gate.apply(near.values, thresholds, width, self.target_l0 is not None))
 
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
-        """With a target, the controller's step: thresholds and multiplier follow the excess of L0 over the aim."""
+        """With a target, the controller's step."""
         rows, d_sae = codes.shape
         if self.target_l0 is None:
             return {}
@@ -182,11 +269,11 @@ class JumpRelu(Thresholded, TargetsRate):
         excess = (codes.count() / (rows * aim) - 1).clamp(max=1.0) if rows else aim.new_zeros(())
         return {"threshold": parameters["threshold"] * (THRESHOLD_RATE * excess).exp(),
                 "multiplier": parameters["multiplier"] + MULTIPLIER_RATE * excess,
-                "aim": aim.clamp(max=self._aim(progress, d_sae))}  # which may have begun lower
+                "aim": aim.clamp(max=_aim(self.target_l0, progress, d_sae))}  # which may have begun lower
 
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
-        """With a target, the thresholds times the factor that leaves as many active on rows smoothed as little as rows
-        held out seem, as were on rows smoothed as in training, whose L0 the controller holds."""
+        """With a target, the thresholds times one factor: rows smoothed by `HELD_OUT_WIDTH` then have the L0 that rows
+        smoothed as in training, whose L0 the controller holds, have without it."""
         import torch
 
         if self.target_l0 is None:
@@ -199,15 +286,12 @@ class JumpRelu(Thresholded, TargetsRate):
         return {"threshold": thresholds * ratios.topk(kept + 1).values[-2:].mean().clamp(min=0)}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
-        """The thresholds scaled; None if they are fixed.
-
-        A `bandwidth` that was given, on which no code depends, stays, while pre-activations scale.
-        """
+        """The thresholds scaled; None if they are fixed. A given `bandwidth`, on which no code depends, stays."""
         return None if self.fixed_threshold else {"threshold": parameters["threshold"] * factor}
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
-        """An active latent costs a thousandth of a row's mean squared norm; with a target twice the L0 a twentieth, and
-        the multiplier does the rest."""
+        """An active latent costs a thousandth of a row's mean squared norm; with a target, twice its L0 costs a
+        twentieth, and the multiplier does the rest."""
         weights = {"l0": 0.001 * d_in, "target-l0": 0.05 * d_in}
         return weights[sparsity] if sparsity in weights else super().default_weight(sparsity, d_in)
 
@@ -216,14 +300,21 @@ class JumpRelu(Thresholded, TargetsRate):
         return self._l0(pre.detach(), parameters)
 
     def penalty_target_l0(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        """`e^2 + 2 m e,    e = (L0 - aim) / L`, with straight-through gradients of thresholds and pre-activations;
-        with several processes, each takes its own rows as the batch."""
+        """`e^2 + 2 m e`, with straight-through gradients of thresholds and pre-activations; with several processes,
+        each takes its own rows as the batch."""
+        assert self.target_l0 is not None  # see `resolved`
         excess = (self._l0(pre, parameters) - parameters["aim"]) / self.target_l0
         return excess.square() + 2 * parameters["multiplier"] * excess
 
     def _l0(self, pre: Tensor, parameters: Parameters) -> Tensor:
         """Mean number of active latents."""
-        from .gates import Step
+        from .selection import Step
 
         near, thresholds, width = self._near(pre, parameters)
         return Step.apply(near.values, thresholds, width).sum() / len(pre)
+
+
+def _aim(target: float, progress: float, d_sae: int) -> float:
+    """The L0 to have at a fraction of all steps; at first `DENSE` targets, at most a quarter of the latents."""
+    first = max(target, min(DENSE * target, d_sae / 4))
+    return target + (first - target) * max(0.0, 1 - progress / FALL)

@@ -1,7 +1,5 @@
 """Power diagrams against the encoders that they are, distances computed in extended precision."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -9,9 +7,7 @@ from encoders import Case, cases, encoder, sae_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saecli.base.errors import ConfigError
-from saecli.geometry.agreement import agreement, cell_agreement
-from saecli.geometry.power_diagram import PowerDiagram, kth_order_diagram
+from saecli.geometry.diagram import PowerDiagram, agreement, kth_order_diagram
 from saecli.sae.activations import AbsTopK, JumpRelu, Relu, TopK
 
 
@@ -28,25 +24,6 @@ def test_every_row_without_a_tie_lies_in_the_cell_of_its_nearest_sites(case: Cas
     assert found.fraction in (1.0, None)
 
 
-@given(cases(kinds=("topk", "abs-topk")))
-def test_every_row_without_a_tie_is_nearer_to_its_own_cells_site_than_to_any_other_visited(case: Case) -> None:
-    found, cells = cell_agreement(case.sae, case.rows)
-    assert (found.rows, found.matching) == (len(case.rows), len(case.rows) - found.ties)
-    assert 1 <= cells <= len(case.rows)
-
-
-def test_all_visited_cells_are_compared_and_equal_cells_are_ties() -> None:
-    rng = np.random.default_rng(0)
-    W, b = encoder(rng, 3, 12, "plain")
-    rows = torch.from_numpy(rng.normal(size=(300, 3)))
-    sae = sae_of(W, b, TopK(3), rng)
-    found, cells = cell_agreement(sae, rows)
-    assert (found.fraction, found.ties) == (1.0, 0)
-    assert cells == len((sae.encode(rows) != 0).unique(dim=0)) > 20
-    found, cells = cell_agreement(sae_of(np.zeros((3, 12)), np.zeros(12), TopK(3), rng), rows)
-    assert (found.ties, cells) == (0, 1)
-
-
 @given(cases(kinds=("topk",), shapes=("plain", "shifted", "uneven")))
 def test_nearest_sites_are_the_smallest_powers_and_the_largest_pre_activations(case: Case) -> None:
     diagram, k = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc), case.sae.activation.k
@@ -54,37 +31,6 @@ def test_nearest_sites_are_the_smallest_powers_and_the_largest_pre_activations(c
     np.testing.assert_array_equal(nearest, np.sort(np.argsort(powers(diagram, case.rows), axis=1)[:, :k], axis=1))
     kept = np.argsort(-case.sae.pre_activations(case.rows).numpy(), axis=1)[:, :k]
     np.testing.assert_array_equal(nearest, np.sort(kept, axis=1))
-
-
-@given(cases(kinds=("topk",), largest_d_sae=8, shapes=("plain", "shifted")))
-def test_supports_are_cells_of_the_ordinary_diagram_of_kth_order_sites(case: Case) -> None:
-    k = case.sae.activation.k
-    supports = torch.tensor(list(itertools.combinations(range(case.sae.d_sae), k)))
-    nu, beta = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc).sites_of(supports)
-    chosen = supports[powers(PowerDiagram(nu, beta), case.rows).argmin(1)]
-    kept = case.sae.pre_activations(case.rows).topk(k).indices.sort(-1).values
-    assert torch.equal(chosen, kept)
-
-
-@given(cases(kinds=("topk",)))
-def test_kth_order_power_is_the_mean_power_of_the_support(case: Case) -> None:
-    diagram = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc)
-    support = torch.arange(case.sae.d_sae)[: case.sae.activation.k]
-    nu, beta = diagram.sites_of(support)
-    mean = powers(diagram, case.rows)[:, support.numpy()].mean(1).astype(float)
-    np.testing.assert_allclose(powers(PowerDiagram(nu[None], beta[None]), case.rows)[:, 0].astype(float), mean,
-                               rtol=1e-9, atol=1e-9 * float(diagram.weights.abs().max()))
-
-
-@given(cases(kinds=("topk",)), st.floats(-5, 5))
-def test_encoder_to_diagram_and_back_is_the_identity_and_a_constant_only_shifts_the_bias(case: Case, c: float) -> None:
-    diagram = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc)
-    scale = diagram.weights.abs().max().item() + 1
-    W_enc, b_enc = diagram.to_encoder()
-    assert torch.equal(W_enc, case.sae.W_enc)
-    torch.testing.assert_close(b_enc, case.sae.b_enc, rtol=0, atol=1e-14 * scale)
-    shifted = PowerDiagram(diagram.centroids, diagram.weights + c)
-    torch.testing.assert_close(shifted.to_encoder()[1], case.sae.b_enc + c / 2, rtol=0, atol=1e-14 * scale)
 
 
 @given(cases(kinds=("topk",), shapes=("plain", "uneven")), st.floats(-100, 100))
@@ -130,9 +76,3 @@ def test_thresholded_activations_have_no_power_diagram(activation: Relu) -> None
     rng = np.random.default_rng(0)
     sae = sae_of(*encoder(rng, 2, 3, "plain"), activation, rng)
     assert agreement(sae, []) is None
-    assert cell_agreement(sae, torch.zeros(1, 2)) is None
-
-
-def test_shapes_that_do_not_belong_together_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs centroids \(n, D\) and weights \(n,\), got \(3, 2\) and \(2,\)"):
-        PowerDiagram(torch.zeros(3, 2), torch.zeros(2))

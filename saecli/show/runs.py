@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from ..base.wording import counted
 from ..sae.metrics import DENSE_FREQUENCY, Firing
-from .place_plots import places
+from .latents import places
 from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, log_scale, say_empty, short
 
 BINS = 60
@@ -23,16 +24,12 @@ NAMED = 40  # characters of a run's name in a picture's: a whole path may be too
 PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # of a pattern picture, about its pixels
 
 
-def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Draw learning curves: FVU and L0 against the step, for training batches and for held-out rows.
+def loss_curves(path: Path | None, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    """Draw learning curves: FVU and L0 against the step, for training batches and held-out rows.
 
     Args:
-        path: PNG, PDF or SVG by its ending.
-        runs: name -> the lines of `metrics.jsonl`: each has `step`, and some of `batch_fvu`, `batch_l0`, `test_fvu`,
+        runs: name -> the lines of `metrics.jsonl`, with `step` and some of `batch_fvu`, `batch_l0`, `test_fvu`,
             `test_l0`.
-
-    Raises:
-        ConfigError: the ending is another.
     """
     # Rounded, since the averages of batches may be 15.999999999999998 for 16.
     counts = [{round(value, 1) for key in ("batch_l0", "test_l0") for value in _curve(rows, key)[1]}
@@ -65,6 +62,7 @@ def loss_curves(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
         legend_below(drawn, handles, [*titles * (len(runs) > 1), "training batches, averaged", "held-out rows"])
         if len(runs) == 1:
             drawn.suptitle(titles[0], fontsize=10)
+    return drawn
 
 
 def _curve(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
@@ -78,16 +76,12 @@ def _width(index: int, count: int) -> float:
     return 1.6 + 2 * (count - 1 - index) if count <= 3 else 1.6
 
 
-def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
-    """Draw how many latents fire on a row, and on how many rows a latent fires.
+def firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
+    """Draw the distributions of L0 over rows and of firing frequency over latents.
 
     Args:
-        path: PNG, PDF or SVG by its ending.
-        runs: name -> how many rows had 0, 1, ..., F latents fire, (F + 1,), and the fraction of rows on which each
-            latent fires, (F,), in [0, 1].
-
-    Raises:
-        ConfigError: the ending is another.
+        runs: name -> the number of rows on which 0, 1, ..., F latents fire, (F + 1,), and the fraction of rows on which
+            each latent fires, (F,), in [0, 1].
     """
     tallies = {name: (np.asarray(l0), np.asarray(frequency)) for name, (l0, frequency) in runs.items()}
     chosen = all(np.count_nonzero(l0) == 1 for l0, _ in tallies.values())  # as of topk, where the words tell it
@@ -112,11 +106,11 @@ def firing(path: Path, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
         labels = [f"{short(name)} ({f'L0 {l0.argmax():,}, ' * chosen}{int((f == 0).sum()):,} of {len(f):,} silent on "
                   f"these {counted(int(l0.sum()), 'row')})" for name, (l0, f) in tallies.items()]
         legend_below(drawn, [Line2D([], [], **line_style(index)) for index in range(len(tallies))], labels)
+    return drawn
 
 
 def _l0_fractions(counts: NDArray) -> tuple[NDArray, NDArray]:
-    """The fraction of rows in each of at most `BINS` bins of L0, and the bins' edges, half-way between whole numbers.
-    """
+    """The fraction of rows in each of at most `BINS` bins of L0, and the bins' edges."""
     present = np.flatnonzero(counts)
     if not len(present):
         return np.zeros(1), np.array([-0.5, 0.5])
@@ -128,17 +122,8 @@ def _l0_fractions(counts: NDArray) -> tuple[NDArray, NDArray]:
     return np.add.reduceat(padded, edges[:-1]) / counts.sum(), edges - 0.5
 
 
-def patterns(path: Path, codes: ArrayLike, title: str) -> None:
-    """Draw codes as an image, rows by latents, the most frequent latents first.
-
-    Args:
-        path: PNG, PDF or SVG by its ending.
-        codes: codes, (rows, F); the first 400 rows are drawn.
-        title: the heading.
-
-    Raises:
-        ConfigError: the ending is another.
-    """
+def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
+    """Draw the first 400 rows of codes, (rows, F), as an image, the most frequent latents first."""
     size = np.abs(np.asarray(codes)[:PATTERN_ROWS])
     frequency = (size > 0).sum(0)
     order = np.argsort(-frequency, kind="stable")[:(frequency > 0).sum()]
@@ -159,6 +144,7 @@ def patterns(path: Path, codes: ArrayLike, title: str) -> None:
                            ticks=[fraction * norm.vmax for fraction in (0, 0.1, 0.25, 0.5, 1)], format="{x:.2g}")
         else:
             say_empty(axes, "no latent fires")
+    return drawn
 
 
 def _pooled(image: NDArray, columns: int) -> NDArray:
@@ -167,9 +153,10 @@ def _pooled(image: NDArray, columns: int) -> NDArray:
     return np.maximum.reduceat(image, np.arange(0, image.shape[1], step), axis=1)
 
 
-def sparsity(path: Path, tallies: Sequence[Firing], runs: Sequence[Mapping[str, Any]]) -> list[Path]:
-    """Draw histograms of L0 and of frequencies, and in one more picture per run the first rows' codes; of a crosscoder
-    latents by place in another.
+def sparsity(path: Path | None, tallies: Sequence[Firing],
+             runs: Sequence[Mapping[str, Any]]) -> list[tuple[Path | None, Figure]]:
+    """Draw histograms of L0 and of frequencies, for each run the codes of its first rows, and for each crosscoder its
+    latents by hook point.
 
     Args:
         path: of the histograms; the other pictures' names begin with its stem.
@@ -177,39 +164,36 @@ def sparsity(path: Path, tallies: Sequence[Firing], runs: Sequence[Mapping[str, 
         runs: their documents, in the same order.
 
     Returns:
-        The pictures' paths.
+        The pictures with their paths.
     """
-    firing(path, {run["run"]: (one.l0_histogram, one.frequency) for run, one in zip(runs, tallies, strict=True)})
-    drawn = [path]
+    drawn = [(path, firing(path, {run["run"]: (one.l0_histogram, one.frequency)
+                                  for run, one in zip(runs, tallies, strict=True)}))]
 
-    def another(kind: str, name: str) -> Path:
+    def another(kind: str, name: str) -> Path | None:
+        if path is None:
+            return None
         which = "-" + re.sub(r"[^\w.-]+", "-", name)[-NAMED:] if len(runs) > 1 else ""
         picture = path.with_stem(f"{path.stem}-{kind}{which}")
-        drawn.append(path.with_stem(f"{picture.stem}-{len(drawn)}") if picture in drawn else picture)
-        return drawn[-1]
+        taken = any(picture == other for other, _ in drawn)
+        return path.with_stem(f"{picture.stem}-{len(drawn)}") if taken else picture
 
     for run, one in zip(runs, tallies, strict=True):
         name = run["run"]
-        patterns(another("patterns", name), one.patterns, name)
+        own = another("patterns", name)
+        drawn.append((own, patterns(own, one.patterns, name)))
         if "places" in run:
             scaling = [[math.nan if value is None else value for value in row] for row in run["scaling"]]
-            places(another("places", name), name, [place["name"] for place in run["places"]], run["share"], scaling)
+            own = another("places", name)
+            drawn.append((own, places(own, name, [place["name"] for place in run["places"]], run["share"], scaling)))
     return drawn
 
 
-def frontier(path: Path, points: Mapping[str, tuple[float, float, str, bool | None]]) -> None:
-    """Draw runs by sparsity and error; better ones lie lower and further left.
-
-    Runs are numbered in the order given. Those of one family have one colour and shape, and a line joins them; those
-    that another run beats are hollow.
+def frontier(path: Path | None, points: Mapping[str, tuple[float, float, str, bool | None]]) -> Figure:
+    """Draw runs by L0 and FVU, numbered in the order given, joined by family; those that another run beats are hollow.
 
     Args:
-        path: PNG, PDF or SVG by its ending.
-        points: run -> its L0, FVU, family, and whether it is unbeaten, None if it was compared with no other; runs
-            whose figures are not finite are not drawn.
-
-    Raises:
-        ConfigError: the ending is another.
+        points: run -> L0, FVU, family, and whether it is unbeaten, None if it was compared with no other; runs with
+            infinite or undefined figures are left out.
     """
     finite = {name: point for name, point in points.items() if all(map(math.isfinite, point[:2]))}
     families = list(dict.fromkeys(family for _, _, family, _ in finite.values()))
@@ -243,6 +227,7 @@ def frontier(path: Path, points: Mapping[str, tuple[float, float, str, bool | No
             handles.append(Line2D([], [], color=GREY, linestyle="none", marker="o", fillstyle="none"))
             labels.append("hollow: beaten by another run")
         legend_below(drawn, handles, labels)
+    return drawn
 
 
 def _scale(axes: Axes, which: str, values: Sequence[float]) -> None:

@@ -1,14 +1,16 @@
-"""The smooth TopK takes each pre-activation times the probability that a random K-subset holds it:
+"""Pre-activations selected as codes, with gradients as sparse as the codes, and the exact gradient of soft-topk.
+
+The smooth TopK takes each pre-activation times the probability that a random K-subset holds it:
 
     rho_T(v)_i = v_i P(i in S),    P(S) = exp(sum_{j in S} v_j / T) / e_K(exp(v / T)),    |S| = K
 
-with e_K the elementary symmetric polynomial. The subset is distributed as the heads of independent coins of probability
-`q_i = sigmoid(v_i / T - lam)`, given K heads, for any lam. With lam such that the expected number of heads is K, no
-significant number overflows or underflows, so logarithms are not needed. The distribution of the number of heads is the
-product of the polynomials `(1 - q_i) + q_i t`, multiplied in a tree and cut off at degree K; a pass back down the tree
-gives for every coin the distribution of the number of heads among the others. Both cost O(F K) per row.
+with e_K the elementary symmetric polynomial. S is distributed as the heads of independent coins of probability
+`q_i = sigmoid(v_i / T - lam)`, given K heads, for any lam; with lam such that K heads are expected, nothing significant
+overflows or underflows. The number of heads is distributed as the product of the polynomials `(1 - q_i) + q_i t`,
+multiplied in a tree and cut off at degree K; a pass back down the tree gives for every coin the distribution of the
+number of heads among the others. Both cost O(F K) per row.
 
-Shapes: B rows, F = d_sae, K = k; polynomials (L, n, B), n of them per row, degree by degree.
+Shapes: B rows, n entries, F = d_sae, K = k; polynomials (L, n, B), n of them per row, degree by degree.
 """
 
 import math
@@ -18,8 +20,98 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..codes import DENSITY, Codes, DenseCodes, SparseCodes, few_entries, located
+
 SATURATED = 50.0  # distance of v / T from the middle of the gap beyond which a coin's outcome is certain in float64
 BISECTIONS = 16  # give lam to within 0.002; the result is exact for any lam
+
+
+class _Taken(torch.autograd.Function):
+    """Entries of a matrix, (n,), with a sparse gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, columns)
+        ctx.shape = matrix.shape
+        return matrix.flatten().gather(0, rows * matrix.shape[1] + columns)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return torch.sparse_coo_tensor(torch.stack(ctx.saved_tensors), gradient, ctx.shape,
+                                       check_invariants=False), None, None
+
+
+def at(pre: Tensor, indices: Tensor) -> Codes:
+    """Codes that keep the pre-activations, (B, F), of some distinct latents of each row, (B, K)."""
+    count = indices.shape[1]
+    if count > DENSITY * pre.shape[1]:
+        return DenseCodes(torch.zeros_like(pre).scatter(1, indices, pre.gather(1, indices)))
+    rows = torch.arange(len(pre), device=pre.device)
+    values = _Taken.apply(pre, rows.repeat_interleave(count), indices.flatten())
+    return SparseCodes(rows * count, indices.flatten(), values, pre.shape[1], each=count)
+
+
+def at_entries(pre: Tensor, entries: Tensor) -> Codes:
+    """Codes that keep some entries of the pre-activations, (B, F), by distinct flat indices, (n,)."""
+    if len(entries) > DENSITY * pre.numel():
+        flat = pre.flatten()
+        return DenseCodes(torch.zeros_like(flat).scatter(0, entries, flat.gather(0, entries)).view_as(pre))
+    return _at_ascending(pre, entries.sort().values)
+
+
+def where(pre: Tensor, active: Tensor) -> Codes:
+    """Codes that keep `pre` where a mask is true, (B, F) each; no gradient flows through the zeros."""
+    found = selected(pre, active)
+    return found if isinstance(found, SparseCodes) else DenseCodes(pre * active)
+
+
+def selected(pre: Tensor, active: Tensor) -> Codes:
+    """As `where`, but all of `pre` unless few entries of the mask are true; for activations that zero the others."""
+    few = few_entries(active)
+    return DenseCodes(pre) if few is None else _at_ascending(pre, few)
+
+
+def _at_ascending(pre: Tensor, entries: Tensor) -> SparseCodes:
+    offsets, rows, indices = located(entries, (pre.shape[0], pre.shape[1]))
+    return SparseCodes(offsets, indices, _Taken.apply(pre, rows, indices), pre.shape[1])
+
+
+class Gate(torch.autograd.Function):
+    """`pre * H(pre - threshold)`, elementwise, with straight-through gradients (see `JumpRelu`) of the threshold and,
+    if `to_pre`, of the pre-activation in the step."""
+
+    @staticmethod
+    def forward(ctx: Any, pre: Tensor, threshold: Tensor, width: Tensor | float, to_pre: bool) -> Tensor:
+        active = pre > threshold
+        ctx.save_for_backward(active, _kernel(pre, threshold, width) * threshold)
+        ctx.to_pre = to_pre
+        return pre * active
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        active, jump = ctx.saved_tensors
+        step = jump * gradient
+        return gradient * active + step if ctx.to_pre else gradient * active, -step, None, None
+
+
+class Step(torch.autograd.Function):
+    """`H(pre - threshold)`, elementwise, with straight-through gradients of both."""
+
+    @staticmethod
+    def forward(ctx: Any, pre: Tensor, threshold: Tensor, width: Tensor | float) -> Tensor:
+        ctx.save_for_backward(_kernel(pre, threshold, width))
+        return (pre > threshold).to(pre.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        step = ctx.saved_tensors[0] * gradient
+        return step, -step, None
+
+
+def _kernel(pre: Tensor, threshold: Tensor, width: Tensor | float) -> Tensor:
+    """The derivative of the step: 1 / width where `|pre - threshold| < width / 2`, else 0."""
+    return torch.where((pre - threshold).abs() < width / 2, 1 / torch.as_tensor(width).to(pre), 0.0)
 
 
 class SoftTopKCodes(torch.autograd.Function):
@@ -32,7 +124,7 @@ class SoftTopKCodes(torch.autograd.Function):
 
     where a prime is the derivative as each q_j t grows at the rate u_j; a second pass over the tree gives it.
 
-    Only v is saved for the backward pass: the tree, some twenty numbers per entry of v, is built again.
+    Only v is saved for the backward pass: the tree, some twenty numbers per entry, is built again.
     """
 
     @staticmethod
@@ -56,7 +148,7 @@ class SoftTopKCodes(torch.autograd.Function):
 
 
 def _tree(v: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """`1 - q` and `q` of v, (F, B) each, and their tree: its levels upwards, and `_of_the_others` of them."""
+    """`1 - q` and `q` of v, (F, B) each, the levels of their tree, and `_of_the_others` of them."""
     tails, heads = _coins(v, k, temperature)
     levels = _products(torch.stack([tails, heads]), k)
     return tails, heads, levels, _of_the_others(levels, k)
@@ -68,7 +160,7 @@ def _inclusion(heads: Tensor, levels: list[Tensor], others: list[Tensor], k: int
 
 
 def _coins(v: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """`1 - q` and `q`, each (F, B) and to full relative precision, with sum q near k in each row; v is (F, B)."""
+    """`1 - q` and `q`, (F, B) each, to full relative precision, with sum q near k in each row."""
     largest = v.topk(k + 1, dim=0).values
     half_gap = (largest[k - 1] - largest[k]) / 2
     logits = (v - (largest[k] + half_gap)) / temperature
@@ -84,8 +176,7 @@ def _coins(v: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 def _products(leaves: Tensor, degree: int) -> list[Tensor]:
-    """The tree's levels from the leaves, (2, F, B), to their product, (degree + 1, 1, B); levels of an odd number of
-    polynomials are padded with a constant 1."""
+    """The tree's levels from the leaves, (2, F, B), to their product, (degree + 1, 1, B), odd ones padded with 1."""
     levels = [leaves]
     while levels[-1].shape[1] > 1:
         levels[-1] = _evened(levels[-1], 1.0)
@@ -95,8 +186,7 @@ def _products(leaves: Tensor, degree: int) -> list[Tensor]:
 
 def _of_the_others(levels: list[Tensor], degree: int) -> list[Tensor]:
     """For each level from the root down, the derivative of the root's coefficient of degree `degree` in each
-    coefficient; at the leaves, (2, F, B) or one more, the probability of `degree`, or one less, heads among the other
-    coins."""
+    coefficient; at the leaves, (2, F, B), the probabilities of `degree` and one less heads among the other coins."""
     root = torch.zeros_like(levels[-1])
     root[degree] = 1
     found = [root]
@@ -108,8 +198,8 @@ def _of_the_others(levels: list[Tensor], degree: int) -> list[Tensor]:
 
 
 def _change_of_the_others(levels: list[Tensor], others: list[Tensor], change: Tensor, degree: int) -> Tensor:
-    """The derivative of `_of_the_others` at the leaves, (2, F, B), as each leaf's coefficient of t changes at the rate
-    `change`, (F, B)."""
+    """The derivative of `_of_the_others` at the leaves as their coefficients of t change at the rate `change`, (F, B).
+    """
     changes = [torch.stack([torch.zeros_like(change), change])]
     for level in levels[:-1]:
         changes[-1] = _evened(changes[-1], 0.0)
@@ -125,13 +215,11 @@ def _change_of_the_others(levels: list[Tensor], others: list[Tensor], change: Te
 
 
 def _halves(level: Tensor) -> tuple[Tensor, Tensor]:
-    """The left and the right factors of the level above."""
     half = level.shape[1] // 2
     return level[:, :half], level[:, half:]
 
 
 def _evened(level: Tensor, constant: float) -> Tensor:
-    """The level, padded with a constant polynomial to an even number."""
     if level.shape[1] % 2 == 0:
         return level
     added = torch.zeros_like(level[:, :1])
@@ -150,7 +238,7 @@ def _times(left: Tensor, right: Tensor, degree: int) -> Tensor:
 
 
 def _pulled(above: Tensor, sibling: Tensor) -> Tensor:
-    """Derivatives in the coefficients of a factor, from those in the product's and from the other factor."""
+    """Derivatives in a factor's coefficients, given those in the product's, `above`, and the other factor."""
     found = torch.zeros_like(sibling)
     for j in range(len(sibling)):
         terms = min(len(sibling), len(above) - j)

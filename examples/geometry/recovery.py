@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..base.errors import ConfigError
-from .power_diagram import PowerDiagram
+from saecli.base.errors import ConfigError
+from saecli.geometry.diagram import PowerDiagram
 
 TOLERANCE = 1e-9  # residual up to which the equations hold
 SEARCHED = 6  # cells whose every labelling is tried; 10, the next number of interest, would take 3,628,800

@@ -1,0 +1,48 @@
+"""Power diagrams of the plane for the scripts of this folder: their cells pixel by pixel, and the sites of these cells.
+
+Shapes: n sites, C cells, P pixels per side.
+"""
+
+import numpy as np
+import torch
+from matplotlib.colors import hsv_to_rgb
+from torch import Tensor
+
+from saecli.geometry.diagram import PowerDiagram
+from saecli.geometry.plane import PlaneCells, Window
+
+PIXELS = 600
+
+
+def pixels_of(window: Window) -> Tensor:
+    """The centres of the pixels of a window, (P P, 2), the lowest row first."""
+    left, right, bottom, top = window
+    steps = (torch.arange(PIXELS, dtype=torch.float64) + 0.5) / PIXELS
+    return torch.cartesian_prod(bottom + steps * (top - bottom), left + steps * (right - left)).flip(1)
+
+
+def cells_in(diagram: PowerDiagram, window: Window, k: int = 1) -> tuple[PlaneCells, np.ndarray]:
+    """The cells of the k-th order in a window of the plane, and the sites of each, (C, k)."""
+    nearest = diagram.nearest(pixels_of(window), k).sort(1).values.numpy()
+    supports, labels = np.unique(nearest, axis=0, return_inverse=True)
+    keys = [support.tobytes() for support in supports]
+    return PlaneCells(window, keys, np.full(len(keys), k), labels.reshape(PIXELS, PIXELS)), supports
+
+
+def tints(count: int) -> np.ndarray:
+    """Pale colours, (count, 3), consecutive ones unlike."""
+    return hsv_to_rgb([(0.618 * number % 1, 0.25, 1) for number in range(count)])
+
+
+def sites_of(diagram: PowerDiagram, support: Tensor) -> PowerDiagram:
+    """The cells of the K-th order diagram that keep the sites `support`, (C, K), as cells of an ordinary diagram.
+
+        nu_S = (1/K) sum_{i in S} mu_i        beta_S = ||nu_S||^2 - (1/K) sum_{i in S} (||mu_i||^2 - alpha_i)
+
+    so that `||x - nu_S||^2 - beta_S` is the mean power of the sites in S. Source: the paper's definition of K-th order
+    power diagrams.
+    """
+    centroids = diagram.centroids[support]  # (C, K, D)
+    nu = centroids.mean(-2)
+    side = (centroids.square().sum(-1) - diagram.weights[support]).mean(-1)
+    return PowerDiagram(nu, nu.square().sum(-1) - side)

@@ -1,0 +1,302 @@
+"""Cutting documents into windows of tokens, as the model reads them, and gathering windows into blocks.
+
+A window begins with the special tokens that the model's tokenizer puts before a text (Gemma's BOS). By default windows
+never mix documents, and a document's last window is short. Packed, documents are concatenated into full windows, each
+but a window's first after a separator: the special tokens that begin a text, or without these (GPT-2) the end-of-text
+token. A token then attends to all before it in its window, including other documents', as in SAELens and
+TransformerLens.
+
+A block is run sorted by length and stored in document order. Where it ends depends only on the text and the request,
+not on the batch size: an interrupted extraction resumes at the beginning of a block, with any batch size.
+
+Shapes: T tokens of a window, W windows of a block, N their tokens, R their rows, B windows of a batch.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..base.errors import ConfigError
+from .texts import Document, Mark
+
+LOOK_AHEAD = 1 << 15  # tokens per block, about
+LEAST_AHEAD = 1 << 12
+WORK_AHEAD = 1 << 42  # for larger models, parameters times tokens per block: about a minute on two cores
+FIRST_ROWS = 10_000  # rows of the first block, about: a wrong model or dtype shows early
+SPARE_ROWS = 2_048  # extra rows of the first block that makes up for rows not finite
+
+
+class Spot(NamedTuple):
+    """A position in the text: a token of a document, and the mark to read that document from."""
+
+    document: int
+    token: int
+    mark: Mark | None
+
+
+BEGINNING = Spot(0, 0, None)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window of tokens, as the model reads it.
+
+    Args:
+        token_ids: the prefix's and the documents' tokens, (T,), int64.
+        documents: number of each token's document, (T,), int64.
+        kept: which tokens are stored, (T,), bool.
+        special: which tokens are special, (T,), bool.
+        after: where the next window begins.
+    """
+
+    token_ids: np.ndarray
+    documents: np.ndarray
+    kept: np.ndarray
+    special: np.ndarray
+    after: Spot
+
+
+class Windows:
+    """Cuts documents into windows.
+
+    Args:
+        tokenizer: the model's.
+        context: most tokens in a window, including the prefix.
+        positions: keep `all` tokens that are not special; or only the `last` of them in each document's first window,
+            which is then its only one.
+        packed: concatenate documents into full windows.
+        min_tokens: documents of fewer tokens are skipped.
+
+    Attributes:
+        prefix: the special tokens before a text.
+        special: ids of all special tokens.
+        left_out: number of documents skipped since the last block, by reason.
+    """
+
+    def __init__(self, tokenizer: Any, context: int, positions: str = "all", packed: bool = False,
+                 min_tokens: int = 1) -> None:
+        self._tokenizer, self._last, self._packed, self._min_tokens = tokenizer, positions == "last", packed, min_tokens
+        with_special = tokenizer("a")["input_ids"]
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        self.prefix: list[int] = with_special[: with_special.index(plain[0])]
+        self._separator = self.prefix or [token for token in [tokenizer.eos_token_id] if token is not None]
+        self._context, self._room = context, context - len(self.prefix)
+        self.special = torch.tensor(sorted(tokenizer.all_special_ids))
+        self._special = frozenset(tokenizer.all_special_ids)
+        self.left_out: Counter[str] = Counter()
+        if self._room < 1:
+            raise ConfigError(f"--context must be above {len(self.prefix)}, the number of special tokens before a "
+                              f"text, got {context}", option="context")
+        if packed and not self._separator:
+            raise ConfigError("--packed needs a token to separate documents, and this tokenizer has neither BOS nor "
+                              "EOS; leave it out", option="packed")
+
+    def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
+        """The windows of documents, including blank ones, in order, from a token of the first on."""
+        return self._pack(documents, token) if self._packed else self._part(documents, token)
+
+    def rows(self, document: Document) -> int:
+        """Number of rows of a document, packed or not."""
+        return sum(int(window.kept.sum()) for window in self._part([document], 0))
+
+    def _part(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
+        for document in documents:
+            token_ids = self._tokens(document.text)
+            for start in range(token, len(token_ids), self._room):
+                part = token_ids[start : start + self._room]
+                ended = self._last or start + len(part) == len(token_ids)
+                after = Spot(document.number + ended, 0 if ended else start + len(part), document.mark)
+                yield self._window([*self.prefix, *part], [document.number] * (len(self.prefix) + len(part)), after)
+                if ended:
+                    break
+            token = 0
+
+    def _pack(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
+        token_ids, numbers = [*self.prefix], [-1] * len(self.prefix)
+        for document in documents:
+            waiting = self._tokens(document.text)
+            while token < len(waiting):
+                between = self._separator if token == 0 and len(token_ids) > len(self.prefix) else []
+                part = waiting[token : token + self._context - len(token_ids) - len(between)]
+                token_ids += [*between, *part]
+                numbers += [document.number] * (len(between) + len(part))
+                token += len(part)
+                ended = token == len(waiting)
+                after = Spot(document.number + ended, 0 if ended else token, document.mark)
+                # Full, or without room for a separator and a token; yielded before another document is read.
+                if self._context - len(token_ids) <= (len(self._separator) if ended else 0):
+                    yield self._window(token_ids, numbers, after)
+                    token_ids, numbers = [*self.prefix], [-1] * len(self.prefix)
+            token, end = 0, Spot(document.number + 1, 0, document.mark)
+        if len(token_ids) > len(self.prefix):
+            yield self._window(token_ids, numbers, end)
+
+    def _tokens(self, text: str) -> list[int]:
+        token_ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text.strip() else []
+        if len(token_ids) >= self._min_tokens:
+            return token_ids
+        self.left_out["short_texts" if token_ids else "empty_texts"] += 1
+        return []
+
+    def _window(self, token_ids: list[int], documents: list[int], after: Spot) -> Window:
+        ids = np.array(token_ids, np.int64)
+        special = np.fromiter((token in self._special for token in token_ids), bool, len(ids))  # np.isin is slower
+        kept = ~special
+        if self._last:
+            kept = np.zeros_like(special)
+            kept[np.flatnonzero(~special)[-1:]] = True
+        return Window(ids, np.array(documents, np.int64), kept, special, after)
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a block begins: a spot in the text, after `offered` rows of all blocks before it."""
+
+    spot: Spot = BEGINNING
+    offered: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The cursor as a store keeps it."""
+        mark = {} if self.spot.mark is None else {"_mark": self.spot.mark}
+        return {"document": self.spot.document, "token": self.spot.token, "offered": self.offered, **mark}
+
+    @classmethod
+    def from_json(cls, cursor: dict[str, Any] | None) -> Self:
+        """The cursor that `to_json` made; the beginning for None."""
+        if cursor is None:
+            return cls()
+        return cls(Spot(cursor["document"], cursor["token"], cursor.get("_mark")), cursor["offered"])
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """The key to compare cursors by; two passes may have different marks for one position."""
+        return self.offered, self.spot.document, self.spot.token
+
+
+START = Cursor()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Windows as the model takes them. Shapes: K kept tokens, S special tokens.
+
+    Args:
+        token_ids: (B, T), padded on the right with token 0.
+        mask: 1 at tokens, 0 at padding, (B, T).
+        kept: indices of the kept tokens in the flattened batch, (K,).
+        rows: their row numbers within the block, (K,).
+        special: indices of the special tokens in the flattened batch, (S,).
+        specials: their numbers among the block's special tokens, (S,).
+    """
+
+    token_ids: Tensor
+    mask: Tensor
+    kept: Tensor
+    rows: Tensor
+    special: Tensor
+    specials: Tensor
+
+
+class Block:
+    """Windows in document order.
+
+    Args:
+        windows: the windows.
+        cursor: where it begins.
+        left_out: number of documents skipped since the previous block, by reason.
+
+    Attributes:
+        lengths: tokens per window, (W,).
+        columns: `token_id`, `position` (in the window, including the prefix) and `document` of each row, (R,).
+        rows: number of rows.
+        specials: number of special tokens.
+        end: where the next block begins.
+    """
+
+    def __init__(self, windows: list[Window], cursor: Cursor, left_out: dict[str, int]) -> None:
+        self.cursor, self.left_out = cursor, left_out
+        self.lengths = np.array([len(window.token_ids) for window in windows], np.int64)
+        self._starts = np.cumsum(self.lengths) - self.lengths
+        self._token_ids = _joined([window.token_ids for window in windows], np.int64)
+        self._kept = _joined([window.kept for window in windows], bool)
+        self._special = _joined([window.special for window in windows], bool)
+        positions = np.arange(len(self._token_ids)) - np.repeat(self._starts, self.lengths)
+        documents = _joined([window.documents for window in windows], np.int64)
+        self.columns = {"token_id": self._token_ids[self._kept], "position": positions[self._kept],
+                        "document": documents[self._kept]}
+        self.rows, self.specials = int(self._kept.sum()), int(self._special.sum())
+        self.end = Cursor(windows[-1].after if windows else cursor.spot, cursor.offered + self.rows)
+
+    @property
+    def offered(self) -> int:
+        """Rows of this block and all before it."""
+        return self.end.offered
+
+    def by_length(self) -> np.ndarray:
+        """Numbers of the windows, longest first, so that one which does not fit in memory shows at once."""
+        return np.argsort(-self.lengths, kind="stable")
+
+    def batch(self, windows: np.ndarray) -> Batch:
+        """A batch of windows, given their numbers, (B,)."""
+        lengths = self.lengths[windows][:, None]
+        offsets = np.arange(lengths.max())
+        mask = offsets < lengths
+        tokens = np.where(mask, self._starts[windows][:, None] + offsets, 0)
+        kept, special = mask & self._kept[tokens], mask & self._special[tokens]
+        found = (np.where(mask, self._token_ids[tokens], 0), mask.astype(np.int64),
+                 np.flatnonzero(kept), (np.cumsum(self._kept) - 1)[tokens[kept]],
+                 np.flatnonzero(special), (np.cumsum(self._special) - 1)[tokens[special]])
+        return Batch(*map(torch.from_numpy, found))
+
+
+def look_ahead(parameters: int) -> int:
+    """Tokens per block, about; fewer for larger models, since an interrupted extraction loses the current block."""
+    fitting = min(max(WORK_AHEAD // parameters, LEAST_AHEAD), LOOK_AHEAD)
+    return 1 << (fitting.bit_length() - 1)
+
+
+def in_blocks(documents_from: Callable[[Spot], Iterable[Document]], windows: Windows, rows: int, cursor: Cursor = START,
+              ahead: int = LOOK_AHEAD, first_rows: int = FIRST_ROWS) -> Generator[Block, None, None]:
+    """The blocks of a text, from a cursor to the text's end.
+
+    Args:
+        documents_from: opens the text at the document of a spot.
+        windows: cuts documents into windows.
+        rows: number of rows wanted; a block ends once they have been offered.
+        cursor: where to begin.
+        ahead: tokens per block, about.
+        first_rows: rows of the first block, about.
+    """
+    def most_rows() -> int:
+        if not cursor.offered:
+            return min(first_rows, rows)
+        # Further blocks make up for rows that were not stored; each doubles the number of extra rows.
+        return rows - cursor.offered if cursor.offered < rows else max(SPARE_ROWS, cursor.offered - rows)
+
+    def block() -> Block:
+        left_out = dict(windows.left_out)
+        windows.left_out.clear()
+        return Block(gathered, cursor, left_out)
+
+    gathered: list[Window] = []
+    tokens = found = 0
+    for window in windows.cut(documents_from(cursor.spot), cursor.spot.token):
+        gathered.append(window)
+        tokens += len(window.token_ids)
+        found += int(window.kept.sum())
+        if tokens >= ahead or found >= most_rows():
+            whole = block()
+            yield whole
+            cursor = whole.end
+            gathered, tokens, found = [], 0, 0
+    if gathered or windows.left_out:
+        yield block()
+
+
+def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)

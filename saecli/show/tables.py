@@ -1,0 +1,183 @@
+"""The one helper that makes tables, and the tables of training and geometry; those of measures: `measures.py`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..base.errors import printable
+from ..base.wording import counted, number
+
+
+def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> RenderableType:
+    """A table under its title, if any, with one cell per column in each row; numbers are formatted by `number`.
+
+    The first column and those with phrases stand left, others right. What does not fit the console folds.
+    """
+    shown = Table(header_style="bold")
+    for place, head in enumerate(columns):
+        phrases = any(" " in str(row[place]) for row in rows)
+        shown.add_column(Text(head), justify="left" if place == 0 or phrases else "right", overflow="fold")
+    for row in rows:
+        shown.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell) if isinstance(cell, str)
+                                                                 else number(cell)) for cell in row))
+    return Group(Text(title, style="bold"), shown) if title else shown
+
+
+RESULTS = {"run": "run", "data": "data", "d_sae": "d_sae", "test_fvu": "FVU", "test_l0": "L0", "dead": "dead latents"}
+NO_VARIANCE = 1e9  # of a ridge over the mean diagonal: larger beside codes that do not vary
+FIGURES = {  # of a run, below its results, what a user can act on first; a solver's own go by their names
+    "train_fvu": ("FVU on training rows", "if far below the held-out one, more rows would help"),
+    "revived": ("latents re-aimed", "dead ones that were given new directions"),
+    "lr": ("peak learning rate", "--lr changes it"),
+    "test_mse": ("held-out MSE", "mean over rows and dimensions"),
+    "relative_alpha": ("ridge of the decoder step", "over the Gram matrix's mean diagonal; --alpha changes it"),
+    "condition": ("condition of the decoder step", "the solve loses its log10 of float64's 15 digits"),
+    "dof": ("effective degrees of freedom", "decoder vectors that the rows determine, of d_sae"),
+    "released": ("decoder released", "descends beside the encoder in the second half; --release"),
+    "residual": ("residual of the decoder step", "of its iterative solve, relative")}
+
+
+def results_table(documents: Sequence[Mapping[str, Any]], varied: Sequence[str] = ()) -> RenderableType:
+    """The results of runs on the same rows, a line each.
+
+    Args:
+        documents: as `sae train --json` prints them.
+        varied: the options in which the runs differ.
+    """
+    first = documents[0] if documents else None
+    title = first and (f"FVU and L0 on {counted(first['rows_test'], 'held-out row')}, dead latents on "
+                       f"{counted(first['rows_counted'], 'training row')}")
+    options = [name for name in varied if name not in RESULTS]
+    rows = [[document["run"], *(document["varied"][name] for name in options),
+             *(_result(name, document) for name in RESULTS if name != "run")] for document in documents]
+    return table(title, ["run", *(name.replace("_", " ") for name in options), *[*RESULTS.values()][1:]], rows)
+
+
+def _result(name: str, document: Mapping[str, Any]) -> Any:
+    if name == "dead":
+        return round(document["final"]["dead_fraction"] * document["d_sae"])
+    return document[name] if name in document else document["final"][name]
+
+
+def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Runs' other measures, and their solvers' figures, a column each; of a single run with their meanings."""
+    names = {name for document in documents for name in document["final"]} - {*RESULTS, "dead_fraction", "alpha"}
+    shown = [(name, *FIGURES.get(name, (name.replace("_", " "), "")))
+             for name in sorted(names, key=lambda name: ([*FIGURES, name].index(name), name))]
+    if len(documents) > 1:
+        return table(None, ["figure", *(each["run"] for each in documents)], [
+            ["steps", *(each["steps"] for each in documents)],
+            ["seconds", *(round(each["seconds"]) for each in documents)],
+            *([label, *(_figure(name, each) for each in documents)] for name, label, _ in shown)])
+    (one,) = documents
+    return table(f"{one['solver']}: {counted(one['epochs'], 'epoch')}, {counted(one['steps'], 'step')} in "
+                 f"{one['seconds']:.0f} s", ["figure", "value", "meaning"],
+                 [[label, _figure(name, one), meaning] for name, label, meaning in shown])
+
+
+def _figure(name: str, document: Mapping[str, Any]) -> Any:
+    """A cell: a ridge beside codes without variance has no size."""
+    value = document["final"].get(name)
+    if name == "released" and value is not None:
+        return "yes" if value else "no"
+    return None if name == "relative_alpha" and value is not None and value > NO_VARIANCE else value
+
+
+def _middle(measures: Mapping[str, Any]) -> str:
+    return f"5% to 95%: {number(measures['p5'])} to {number(measures['p95'])}"
+
+
+def disagreement(diagram: Mapping[str, Any] | None) -> str | None:
+    """The rows on which the power diagram disagrees with the SAE's cells: "on 3 of 100 rows"; None for none."""
+    decided = diagram["rows"] - diagram["ties"] if diagram else 0
+    if diagram is None or not decided or diagram["agreement"] == 1:
+        return None
+    return f"on {decided - round(diagram['agreement'] * decided):,} of {counted(decided, 'row')}"
+
+
+def _diagram(diagram: Mapping[str, Any] | None) -> list[list[Any]]:
+    if diagram is None:
+        return []
+    if where := disagreement(diagram):
+        return [["power diagram", Text("disagrees", style="bold red"), Text(where, style="bold red")]]
+    decided, ties = diagram["rows"] - diagram["ties"], counted(diagram["ties"], "tie")
+    if not decided:
+        return [["power diagram", None, f"no row but {ties}"]]
+    return [["power diagram", "agrees",
+             f"on {counted(decided, 'row')}{f'; {ties} left out' if diagram['ties'] else ''}"]]
+
+
+def _cells(document: Mapping[str, Any]) -> list[list[Any]]:
+    occupancy, rank, bad = document["occupancy"], document["rank"], document["degenerate"]
+    return [
+        ["rows", document["rows"], f"{number(document['l0'])} latents kept in a row"],
+        ["cells visited", document["cells_visited"], f"of 10^{document['cells_possible_log10']:.1f} possible"],
+        ["cells with one row", occupancy["singletons"], f"fullest cell {counted(occupancy['max'], 'row')}"],
+        ["effective number of cells", occupancy["effective"], f"entropy {number(occupancy['entropy'])} nats"],
+        ["rank of a cell's map, median", rank["median"],
+         f"full in {100 * rank['full']:.3g}% of {counted(rank['cells'], 'cell')}"],
+        *([["latents without encoder weights", bad["zero_encoder"], f"{bad['zero_decoder']:,} with a decoder of zeros"]]
+          if bad["zero_encoder"] or bad["zero_decoder"] else []),
+        *([["latents equal to another", bad["equal_encoder"], f"{bad['equal_decoder']:,} with another's decoder"]]
+          if bad["equal_encoder"] or bad["equal_decoder"] else [])]
+
+
+def _near(document: Mapping[str, Any]) -> list[list[Any]]:
+    margin, near, other = document["margin"], document["complexity"], document["other_split"]
+    lines = [
+        ["margin, median", margin["median"], _middle(margin)],
+        ["margin over row norm, median", margin["relative"]["median"], _middle(margin["relative"])],
+        ["local complexity, median", near["median"],
+         f"{near['boundary']} within {number(near['radius'])}, {counted(near['rows'], 'row')}"]]
+    if other is not None:
+        lines += [
+            [f"margin, {other['split']} rows, median", other["margin"]["median"], _middle(other["margin"])],
+            [f"complexity, {other['split']} rows, median", other["complexity"]["median"],
+             _middle(other["complexity"])]]
+    return lines
+
+
+def _price(own: Mapping[str, Any]) -> list[list[Any]]:
+    inside = f"{counted(own['rows_measured'], 'row')}, {counted(own['cells'], 'own cell')}"
+    if not own["enough"]:
+        return [["price of shared vectors", None,
+                 f"too few: {inside}" if own["cells"] else "no own cell has enough rows"]]
+    return [["FVU of local PCA on own cells", own["local_pca_fvu"], inside],
+            ["price of shared vectors", own["price"], f"SAE {number(own['sae_fvu'])} there, less that"]]
+
+
+def _bridge(compared: Mapping[str, Any]) -> list[list[Any]]:
+    return [
+        ["FVU of k-means", compared["kmeans_fvu"],
+         f"{counted(compared['kmeans_cells'], 'cell')}, {counted(compared['rows_fitted'], 'train row')}"],
+        ["FVU of the SAE", compared["sae_fvu"], f"{counted(compared['rows_measured'], 'row')}, as the others" + (
+            "" if compared["held_out"] else "; rows fitted on are among them")],
+        ["FVU of local PCA", compared["local_pca_fvu"],
+         f"{counted(compared['local_pca_cells'], 'cell')} of rank {compared['local_pca_rank']:,}"],
+        ["FVU of local PCA, variable rank", compared["variable_rank_fvu"],
+         f"lambda {number(compared['variable_rank_lambda'])}, mean rank {number(compared['variable_rank_mean'])}"],
+        *_price(compared["own_cells"])]
+
+
+def geometry_table(document: Mapping[str, Any]) -> RenderableType:
+    """The table of `sae geometry` for one SAE."""
+    title = f"{document['run']} on {document['data']}, {document['split']} rows"
+    lines = [*_cells(document), *_diagram(document["power_diagram"]), *_near(document),
+             *_bridge(document["references"])]
+    return table(title, ["measure", "value", "detail"], lines)
+
+
+def geometries_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """The table of `sae geometry` for several SAEs, one a line in the order given."""
+    rows = []
+    for one in documents:
+        compared, own = one["references"], one["references"]["own_cells"]
+        price = own["price"] if own["enough"] else "too few"
+        rows.append([one["run"], one["rows"], one["l0"], one["cells_visited"], one["margin"]["median"],
+                     one["complexity"]["median"], compared["kmeans_fvu"], compared["sae_fvu"],
+                     compared["local_pca_fvu"], price, own["rows_measured"], own["cells"]])
+    return table(None, ["run", "rows", "l0", "cells visited", "margin, median", "complexity, median", "k-means FVU",
+                        "SAE FVU", "local PCA FVU", "price of shared vectors", "rows behind it", "own cells"], rows)

@@ -1,0 +1,350 @@
+"""One decoder step: when it is due, its pass over the rows, the solution, and the upkeep of the latents.
+
+Shapes: B rows in a block, b of them in this process, n sampled, D = d_in, E = d_out, F = d_sae, P places of a
+crosscoder; one otherwise. With a skip the rows stand next to the targets, (B, E + D), and the targets lack what the
+last skip predicts.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..base.devices import moved
+from ..base.distributed import Communicator
+from ..sae.batch import Batch
+from ..sae.codes import Codes
+from ..sae.dictionary import Coupled, Dictionary
+from .ridge import (
+    DecoderState,
+    HeldRows,
+    Place,
+    SkipSums,
+    StreamedCodes,
+    System,
+    Terms,
+    by_place,
+    choose_alpha,
+    solve,
+)
+
+SAMPLED_ROWS = 4096  # evenly spaced over all rows: alpha is chosen on them
+DOF_ROWS = 512  # of these, for the effective degrees of freedom
+LEAST_SIZE = 1e-2  # least size of encoder and decoder, over the encoder's norm at the start
+LEAST_NORM = 1e-3  # decoder norm over the mean one, below which a penalty is replaced by a quadratic
+LEAST_EFFECT = 0.3  # effect over the median one, below which a latent is re-aimed
+MOST_REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step for their effect
+SILENT = 1e-7  # a latent's mean contribution over a row's norm, below which a penalty has silenced it
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass over rows that ends in a decoder step.
+
+    Args:
+        number: of decoder steps before it.
+        epoch: from 0.
+        after_batch: of the epoch, from 1; 0 before the first, the epoch's number of batches when it is over.
+        rows: that it takes; other ones each time, if not all.
+        chooses: whether alpha is chosen anew.
+        decides: whether the decoder is released if alpha is small.
+        releases: whether it is released whatever alpha is.
+        last: whether it takes rows unsmoothed, and leaves the penalty out.
+    """
+
+    number: int
+    epoch: int
+    after_batch: int
+    rows: int
+    chooses: bool
+    decides: bool
+    releases: bool
+    last: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """A pass over the rows of all processes.
+
+    Args:
+        system: the normal equations; solved by rank 0 alone, or by all processes if `solve_together`.
+        rows: N.
+        z: codes of the sampled rows, (n, F); of all rows if there are fewer than `SAMPLED_ROWS`. If rank 0 solves, the
+            others have only their own.
+        y: the targets of those rows, (n, E).
+        norm_weights: the penalty's weight of each decoder norm, a sum over rows, (F,), float64.
+        fired: the latents that fired on any row, a mask, (F,).
+        skip: sums for the affine skip; None for none.
+    """
+
+    system: System
+    rows: float
+    z: Tensor
+    y: Tensor
+    norm_weights: Tensor
+    fired: Tensor
+    skip: SkipSums | None
+
+    @property
+    def solve_together(self) -> bool:
+        """Whether all processes solve, in lockstep, since each multiplies by its own codes."""
+        return isinstance(self.system, StreamedCodes)
+
+
+class DecoderPass:
+    """Collects a pass block by block; `finish` combines the processes.
+
+    Args:
+        system: collects the normal equations of this process' rows.
+        dictionary: its decoder has the norms that a penalty weighs.
+        sparsity: the penalty, or `none`.
+        rows: number of rows expected; every `ceil(rows / SAMPLED_ROWS)`-th is sampled.
+    """
+
+    def __init__(self, system: System, dictionary: Dictionary, sparsity: str, rows: int) -> None:
+        self._system, self._activation, self._sparsity = system, dictionary.activation, sparsity
+        self._stride = max(1, math.ceil(rows / SAMPLED_ROWS))
+        self._holds = isinstance(system, HeldRows)  # all rows are collected, not only the sampled ones
+        W_dec = dictionary.decoder().detach()
+        self._weighed = dictionary.weighed(W_dec)
+        self._norm_weights = torch.zeros(len(W_dec), dtype=torch.float64, device=W_dec.device)
+        self._fired = torch.zeros(len(W_dec), dtype=torch.bool, device=W_dec.device)
+        self._W_skip, d_out = dictionary.W_skip, dictionary.d_out
+        self._skip = None if self._W_skip is None else SkipSums(dictionary.d_in, d_out, W_dec.device)
+        width = d_out if self._skip is None else d_out + dictionary.d_in
+        self._z, self._y = [W_dec.new_empty(0, len(W_dec))], [W_dec.new_empty(0, width)]
+        self._numbers, self._seen = [torch.arange(0)], 0
+
+    def add(self, codes: Codes, batch: Batch) -> None:
+        """Add a block of rows, with the codes of this process' rows, (b, F)."""
+        numbers = batch.numbers + self._seen
+        self._seen += batch.size
+        if not len(batch.x):
+            return
+        y = batch.y
+        if self._skip is not None:
+            y = torch.addmm(y, batch.x, self._W_skip.detach(), alpha=-1)
+            self._skip.add(batch.x, y)
+            y = torch.cat([y, batch.x], 1)
+        sampled = (numbers % (1 if self._holds else self._stride) == 0).nonzero()[:, 0]
+        if len(sampled):
+            here = moved(sampled, y.device)
+            self._z.append(codes.dense_rows(here))
+            self._y.append(y[here])
+            self._numbers.append(numbers[sampled])
+        if not self._holds:
+            self._system.add(codes, y)
+        self._norm_weights += self._activation.norm_weights(self._sparsity, codes, self._weighed)
+        self._fired |= codes.fired()
+
+    def finish(self, communicator: Communicator) -> Observed:
+        """The pass over all processes' rows."""
+        z, y, system = torch.cat(self._z), torch.cat(self._y), self._system
+        norm_weights, fired = self._norm_weights, self._fired
+        several = communicator.world_size > 1
+        if several:  # rank 0 has all rows, sorted by their numbers; the others only their own
+            order = communicator.gather(torch.cat(self._numbers)).argsort().to(z.device)
+            z, y = communicator.gather(z)[order], communicator.gather(y)[order]
+            norm_weights = communicator.all_reduce(norm_weights)
+            fired = communicator.all_reduce(fired.to(torch.int32)) > 0
+            if self._skip is not None:
+                self._skip.reduce(communicator.all_reduce)
+        if self._holds:
+            system, z, y = HeldRows(z, y), z[::self._stride], y[::self._stride]
+        elif several:
+            system.reduce(communicator.all_reduce)
+        if several and isinstance(system, StreamedCodes):
+            sizes = communicator.broadcast_object(lambda: len(z))
+            z, y = (communicator.broadcast(rows if communicator.is_main else rows.new_empty(sizes, rows.shape[1]))
+                    for rows in (z.contiguous(), y.contiguous()))
+        return Observed(system, system.rows, z, y, norm_weights, fired, self._skip)
+
+
+def sampled_bytes(rows: int, d_in: int, d_sae: int) -> int:
+    """Memory of the sample on which alpha is chosen, of N rows."""
+    return 4 * 4 * min(rows, SAMPLED_ROWS) * (d_sae + d_in)
+
+
+def solved(observed: Observed, terms: Terms, chooses: bool, effects: bool, dof: bool) -> DecoderState:
+    """The decoder for the rows observed.
+
+    Args:
+        observed: of all processes.
+        terms: their alpha is used, or is where the choice starts; NaN for a choice over all decades.
+        chooses: whether to choose alpha, of a crosscoder one for each place.
+        effects: whether to compute the effect of each latent.
+        dof: whether to compute the degrees of freedom.
+    """
+    system, z, y, factorisation = observed.system, observed.z, observed.y, None
+    if chooses:
+        factorisation = choose_alpha(system, terms, z, y, None if math.isnan(terms.alpha) else terms.alpha)
+        terms = replace(terms, alpha=factorisation.alpha)
+        if terms.places:
+            terms, factorisation = by_place(system, terms, z, y), None
+    some = z if len(z) == observed.rows else z[:: math.ceil(len(z) / DOF_ROWS)]
+    return solve(system, terms, factorisation, some if dof else None, effects)
+
+
+def penalty_places(W_dec: Tensor, weights: Tensor, size: float, places: Sequence[slice],
+                   ratios: Sequence[float]) -> list[Place]:
+    """The targets' places, with the quadratics in `||W_i||` that majorise a penalty and equal it at the current
+    decoder.
+
+    `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so a step that lowers the right side lowers the left: encoder and
+    decoder step then descend on one objective. A decoder step without the penalty would undo the encoder step's gain,
+    and the two together would drive the codes to zero.
+
+    Args:
+        W_dec: the decoder before the step, (F, E).
+        weights: the penalty's derivative in each decoder norm, a sum over rows, (F,), float64.
+        size: the encoder's norm at the start of training.
+        places: of the targets.
+        ratios: of each place's alpha to the one for all, (P,).
+    """
+    norms = torch.stack([W_dec[:, place].double().norm(dim=1) for place in places])  # (P, F)
+    mean = max(norms.mean().item(), LEAST_SIZE * size / math.sqrt(norms.numel()))
+    decay = weights / (2 * norms.clamp(min=LEAST_NORM * mean))
+    return [Place(*one) for one in zip(places, decay, ratios, strict=True)]
+
+
+def broadcast(state: DecoderState | None, like: Mapping[str, Tensor], communicator: Communicator) -> DecoderState:
+    """Rank 0's decoder on every process; `state` is None on processes that did not solve, where `like` has tensors of
+    the shapes and on the device of its tensors, by name."""
+    if communicator.world_size == 1:
+        return state
+    numbers = communicator.broadcast_object(lambda: replace(state, **dict.fromkeys(like)))
+    parts = {name: tensor if state is None else getattr(state, name) for name, tensor in like.items()}
+    return replace(numbers, **{
+        name: communicator.broadcast(part.detach().clone(memory_format=torch.contiguous_format))
+        for name, part in parts.items()})
+
+
+def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Unit directions of the residuals of rows drawn with probability proportional to their squared error.
+
+    Args:
+        residuals: `y - y_hat` of some rows, (n, E).
+        count: number of directions; drawn with replacement only if fewer rows have an error.
+        generator: on the CPU.
+
+    Returns:
+        (count, E); zero if no row has an error.
+    """
+    scaled = residuals.double() / residuals.abs().max().clamp(min=torch.finfo(residuals.dtype).tiny)
+    weights = scaled.square().sum(1).cpu()
+    if not weights.any():
+        return residuals.new_zeros(count, residuals.shape[1])
+    again = int(weights.count_nonzero()) < count
+    drawn = torch.multinomial(weights, count, replacement=again, generator=generator)
+    chosen = scaled[moved(drawn, scaled.device)]
+    return (chosen / chosen.norm(dim=1, keepdim=True)).to(residuals.dtype)
+
+
+def useful(effect: Tensor, fired: Tensor) -> Tensor:
+    """The latents that fire and that the others could not replace: not those with an effect far below the median.
+
+    In worlds of known features latents of little effect are mostly duplicates and mixtures of features that others
+    have; re-aimed, they find features that none has.
+
+    Args:
+        effect: of each latent, (F,), NaN where unknown; see `DecoderState.effect`.
+        fired: the latents that fired, a mask, (F,).
+
+    Returns:
+        A mask, (F,), without at most `MOST_REAIMED` of all latents that fire; of fewer than 50 with all.
+    """
+    if not fired.any():
+        return fired
+    ascending, order = effect.masked_fill(~fired, torch.inf).sort()
+    low = ascending < LEAST_EFFECT * effect[fired].median()
+    low[int(MOST_REAIMED * len(effect)):] = False
+    return fired & ~torch.zeros_like(fired).index_put((order,), low)
+
+
+@torch.no_grad()
+def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor, B: Tensor | None = None) -> None:
+    """Re-aim dead latents, with the mean norms and the mean parameters of the others.
+
+    The encoder is aimed along `B d`, the direction of rows in which the targets' regression grows most along d. A
+    decoder that descends is aimed at d. One that is solved for stays tied, or zero if it is free, until the next
+    decoder step.
+
+    Args:
+        dictionary: changed in place.
+        dead: a mask, (F,), neither all false nor all true.
+        directions: a unit vector d per dead latent, (m, E).
+        B: the regression, (D, E); None where the targets are the rows.
+    """
+    def mean_of_others(values: Tensor) -> Tensor:
+        return values.masked_fill(dead, 0).sum() / (~dead).sum()
+
+    W_enc, along = dictionary.W_enc, directions.T
+    if B is not None:
+        along = B @ along
+        norms = along.norm(dim=0)
+        along = along / norms.masked_fill(norms == 0, 1)
+    W_enc[:, dead] = mean_of_others(W_enc.norm(dim=0)) * along
+    dictionary.b_enc.masked_fill_(dead, 0)
+    for name, parameter in dictionary.activation_parameters.items():
+        if dictionary.latent_dimension(name) is not None:
+            parameter.masked_fill_(dead, mean_of_others(parameter))
+    for name, parameter in dictionary.named_parameters():
+        if name in ("W_dec", "Delta"):
+            norm = mean_of_others(parameter.norm(dim=1)) if parameter.requires_grad else 0.0
+            parameter[dead] = norm * directions
+
+
+@torch.no_grad()
+def silence(dictionary: Dictionary, norm_weights: Tensor, rows: float) -> bool:
+    """Turn off latents whose contribution a penalty has driven to nothing: otherwise they shrink until they underflow,
+    and a decoder step without the penalty would bring them back.
+
+    Args:
+        dictionary: its encoder is changed in place.
+        norm_weights: the penalty's weight of each decoder norm, a sum over rows, (F,).
+        rows: number of rows.
+
+    Returns:
+        Whether there were any.
+    """
+    W_dec = dictionary.decoder()
+    contribution = norm_weights * W_dec.double().norm(dim=1) / rows  # (F,)
+    gone = (norm_weights > 0) & (contribution < SILENT * math.sqrt(W_dec.shape[1]))
+    dictionary.W_enc.masked_fill_(gone, 0)
+    dictionary.b_enc.masked_fill_(gone, 0)
+    return bool(gone.any())
+
+
+@torch.no_grad()
+def balance(dictionary: Coupled, size: float) -> float | None:
+    """Scale the codes, and the decoder by the inverse, so that encoder and decoder have one norm.
+
+    Otherwise a penalty shrinks the codes a little in each encoder step, the decoder step compensates, and after some
+    hundred iterations Adam's steps are large compared to the encoder. Under a penalty too strong for any code this
+    stops at `LEAST_SIZE`, so that biases can silence the codes.
+
+    Args:
+        dictionary: changed in place.
+        size: the encoder's norm at the start of training.
+
+    Returns:
+        The codes' factor; None if there is none, as for an activation that cannot be rescaled.
+    """
+    norm = dictionary.W_enc.norm().item()
+    tiny = torch.finfo(dictionary.W_enc.dtype).tiny
+    square = dictionary.c or dictionary.Delta.norm().item() / max(norm, tiny)
+    if not 0 < square < math.inf or not norm:
+        return None
+    factor = max(math.sqrt(square), LEAST_SIZE * size / norm)
+    rescaled = dictionary.activation.rescaled(dictionary.activation_parameters, factor)
+    if rescaled is None:
+        return None
+    dictionary.W_enc.mul_(factor)
+    dictionary.b_enc.mul_(factor)
+    for name, value in rescaled.items():
+        getattr(dictionary, name).copy_(value)
+    dictionary.c /= factor**2
+    dictionary.Delta.div_(factor)
+    return factor

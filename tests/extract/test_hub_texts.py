@@ -1,0 +1,121 @@
+"""Datasets of a hub on this machine: resuming from marks, after failures of the network, and refusals."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from fake_hub import COMMIT, DATASET, FakeHub, serving
+
+from saecli.extract.texts import TextSource
+from saecli.store.reader import ActivationStore
+
+FILES, ROWS = 5, 300
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
+    """A hub with a dataset of several Parquet files of several row groups."""
+    folder = tmp_path_factory.mktemp("dataset")
+    for file in range(FILES):
+        texts = [f"File {file}, row {row}: {'so it goes. ' * (row % 19)}" for row in range(ROWS)]
+        table = pyarrow.table({"text": texts})
+        pyarrow.parquet.write_table(table, folder / f"train-{file:05d}-of-{FILES:05d}.parquet", row_group_size=70)
+    with serving(folder) as hub:
+        yield hub
+
+
+def run(hub: FakeHub, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process that knows no hub but this one; its address is read at import."""
+    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=own | {
+        "HF_ENDPOINT": hub.address, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1",
+        "SAE_HOME": str(home)})
+
+
+RESUMED = f"""
+import json
+from saecli.extract.texts import MARK_EVERY, TextSource
+source = TextSource({DATASET!r}, revision={COMMIT!r})
+whole = list(source.documents())
+assert [document.number for document in whole] == list(range({FILES * ROWS}))
+marks = {{document.mark["document"]: document for document in whole if document.mark}}
+assert list(marks) == list(range(MARK_EVERY, {FILES * ROWS}, MARK_EVERY))
+for number, document in marks.items():
+    rest = list(source.documents(number + 40, json.loads(json.dumps(document.mark))))
+    assert [part[:2] for part in rest] == [part[:2] for part in whole[number + 40:]]
+    later = next((part for part in rest if part.mark["document"] > number), None)  # a mark of a resumed pass
+    if later:
+        assert next(source.documents(later.number, json.loads(json.dumps(later.mark))))[:2] == later[:2]
+"""
+
+
+@pytest.mark.slow
+def test_a_pass_from_any_mark_gives_the_rest(hub: FakeHub, tmp_path: Path):
+    hub.failing_reads = 2  # retried by the hub's client
+    done = run(hub, tmp_path, "-c", RESUMED)
+    assert (done.returncode, hub.failing_reads) == (0, 0), done.stderr
+
+
+@pytest.mark.long
+def test_a_killed_extraction_does_not_read_files_again(hub: FakeHub, tmp_path: Path):
+    words = ["extract", "--model", "tiny-gemma2", "--dataset", DATASET, "--rows", "90000", "--shard-rows", "2000"]
+    done = run(hub, tmp_path, "-m", "saecli", *words, "--name", "whole")
+    assert done.returncode == 0, done.stderr
+    # Kills itself at a chosen shard: no signal comes as precisely from without.
+    kill = ("import os, sys; from saecli.cli.main import main\n"
+            "def hook(event, found):\n"
+            "    if event == 'os.rename' and str(found[1]).endswith('00038.h5'): os.kill(os.getpid(), 9)\n"
+            f"sys.addaudithook(hook); sys.argv = ['sae', *{words!r}, '--name', 'killed']; main()")
+    assert run(hub, tmp_path, "-c", kill).returncode == -9
+    hub.sent.clear()
+    done = run(hub, tmp_path, "-m", "saecli", *words, "--name", "killed")
+    assert done.returncode == 0 and "going on after 76,000 rows" in done.stderr, done.stderr
+    metas = [ActivationStore.open(tmp_path / "activations" / name).meta for name in ("whole", "killed")]
+    assert metas[0].source["dataset_revision"] == COMMIT
+    assert metas[0].source == metas[1].source
+    assert [shard.sha256 for shard in metas[0].shards] == [shard.sha256 for shard in metas[1].shards]
+    # `datasets` looks at the first file for the columns, and not at others before the cursor.
+    assert hub.sent["train-00001-of-00005.parquet"] == 0 < hub.sent["train-00004-of-00005.parquet"]
+
+
+@pytest.mark.slow
+def test_refusals_of_a_hub_are_sentences(hub: FakeHub, tmp_path: Path):
+    expected = {f"{DATASET!r}, column='body'": "row 0 of the dataset some/texts has no column 'body'; expected one of "
+                                               "its columns, text",
+                f"{DATASET!r}, revision='nowhere'": "check its id and dataset_revision",
+                f"{DATASET!r}, split='tests'": "check its id, configuration and split",
+                "'some/nothing'": "cannot be found"}
+    tries = "".join(f"try:\n    next(TextSource({source}).pinned().documents())\n"
+                    "except ModelError as error:\n    print(error)\n" for source in expected)
+    done = run(hub, tmp_path, "-c",
+               f"from saecli.base.errors import ModelError\nfrom saecli.extract.texts import TextSource\n{tries}")
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(expected), done.stderr
+    for line, said in zip(lines, expected.values(), strict=True):
+        assert said in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [{"HF_ENDPOINT": "http://hub.invalid"}, {"HF_HUB_OFFLINE": "1"}])
+def test_without_network_the_error_names_other_sources(tmp_path: Path, environment):
+    program = ("from saecli.extract.texts import TextSource\n"
+               "try:\n    next(TextSource('some/dataset').documents())\nexcept OSError as error:\n    print(error)")
+    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60,
+                          env={**own, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1", **environment})
+    assert done.stdout.count("\n") == 1
+    assert "cannot be fetched" in done.stdout and "dataset stdlib-docs or a local .txt" in done.stdout
+
+
+def test_a_commit_needs_no_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for revision in ("0" * 40, "main", None):
+        identity = TextSource(DATASET, revision=revision).pinned().identity()
+        assert json.loads(json.dumps(identity)) == identity
+        assert identity["dataset_revision"] == revision

@@ -1,0 +1,113 @@
+"""Small problems for solvers in memory, and the training loop around them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tasks import task_of
+from torch import Tensor
+
+from saecli.sae.activations import ACTIVATIONS, Activation
+from saecli.sae.batch import Batch
+from saecli.sae.dictionary import SAE
+from saecli.train.decoder_step import Pass
+from saecli.train.options import SolverConfig
+from saecli.train.rows import initial_sae
+from saecli.train.solver import Solver
+from saecli.train.task import StepReport
+
+D, F = 6, 16
+EVERY_ACTIVATION = [kind(k=3) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]
+
+
+@dataclass(frozen=True)
+class RowsInMemory:
+    x: Tensor
+    batch_size: int = 32
+
+    @property
+    def rows(self) -> int:
+        return len(self.x)
+
+    @property
+    def batches(self) -> int:
+        return -(-self.rows // self.batch_size)
+
+    def shuffled(self, epoch: int) -> Iterator[Batch]:
+        order = torch.randperm(len(self.x), generator=torch.Generator().manual_seed(epoch))
+        return map(Batch.of, self.x[order].split(self.batch_size))
+
+    def some(self, count: int) -> Iterator[Batch]:
+        return map(Batch.of, self.x[:count].split(40) if count else ())
+
+
+def sparse_mixture(rows: int = 300, seed: int = 0) -> RowsInMemory:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.rand(rows, F, generator=generator, dtype=torch.float64)
+    codes *= torch.rand(rows, F, generator=generator) < 0.15
+    dictionary = torch.randn(F, D, generator=generator, dtype=torch.float64)
+    x = codes @ dictionary + 0.02 * torch.randn(rows, D, generator=generator, dtype=torch.float64)
+    return RowsInMemory((x - x.mean(0)) / x.std())
+
+
+def started(config: SolverConfig, rows: RowsInMemory, activation: Activation, epochs: int = 4, *given: Any,
+            **more: Any) -> Solver:
+    """A solver for a number of epochs, with a learning rate of 0.01; further arguments as of `task_of`."""
+    config = config.resolved(None)
+    initial = initial_sae(activation, F, Batch.of(rows.x[:64]), seed=1)
+    steps = more.pop("steps", epochs * rows.batches * config.inner_steps)
+    return config.build(initial, task_of(rows.rows, steps, 1e-2, *given, sample=rows.x, batches=rows.batches, **more))
+
+
+def decoder_step(solver: Solver, rows: RowsInMemory, now: Pass) -> None:
+    """A decoder step, made again if the penalty has silenced latents."""
+    solved = False
+    while not solved:
+        solver.begin_pass(now, lambda: rows.some(now.rows))
+        for batch in rows.some(now.rows):
+            solver.observe(batch)
+        solved = solver.end_pass()
+
+
+def solve_decoder(solver: Solver, rows: RowsInMemory, last: bool = False) -> None:
+    """The first or the last decoder step, over all rows."""
+    decoder_step(solver, rows, replace([*solver.passes.values()][-1 if last else 0], rows=rows.rows))
+
+
+def one_epoch(solver: Solver, rows: RowsInMemory, epoch: int = 0) -> list[StepReport]:
+    """A pass over the rows, as the training loop makes it."""
+    reports: list[StepReport] = []
+
+    def after(number: int) -> None:
+        if now := solver.passes.get((epoch, number)):
+            decoder_step(solver, rows, now)
+
+    solver.begin_epoch()
+    after(0)
+    for number, batch in enumerate(rows.shuffled(epoch), 1):
+        reports += solver.step(batch)
+        if solver.finished:
+            break
+        if number < rows.batches:
+            after(number)
+    reports += solver.end_epoch()
+    after(rows.batches)
+    return reports
+
+
+def trained(solver: Solver, rows: RowsInMemory, epochs: int) -> SAE:
+    for epoch in range(epochs):
+        one_epoch(solver, rows, epoch)
+    return solver.sae()
+
+
+def loss_of(solver: Solver, data: RowsInMemory) -> Tensor:
+    """What descent lowers, on all rows."""
+    weight = solver.task.penalty_weight(solver.steps)
+    return solver.dictionary.loss(Batch.of(data.x), solver.task.training.sparsity, weight).value + solver.extra_loss()
+
+
+def decoder_of(solver: Solver) -> tuple[Tensor, Tensor]:
+    """The decoder's weights and bias as they stand."""
+    return solver.dictionary.decoder().detach().clone(), solver.dictionary.b_dec.detach().clone()
