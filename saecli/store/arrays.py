@@ -285,7 +285,8 @@ def _list_idx(path: Path) -> Arrays:
         if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in IDX_TYPES:
             raise FormatError(f"cannot read {path}: expected an idx file to begin with 0, 0 and a type, got "
                               f"{list(head)}; check that the file is of this format")
-        shape = struct.unpack(f">{head[3]}I", file.read(4 * head[3]).ljust(4 * head[3], b"\xff"))
+        with libraries():
+            shape = struct.unpack(f">{head[3]}I", file.read(4 * head[3]))
     dtype = np.dtype(IDX_TYPES[head[2]])
     begin, size = 4 + 4 * head[3], math.prod(shape) * dtype.itemsize
 
