@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .base.errors import SaeError
     from .extract.extraction import extract
     from .geometry.geometry import geometry
-    from .measure.api import fit, join, open_store
     from .measure.controls import controls
     from .measure.evaluate import compare, evaluate, sparsity
     from .measure.export import export
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from .store.import_worlds import import_synthetic
     from .store.opening import list_home
     from .store.reader import ActivationStore
+    from .train.fit import fit, join, open_store
 
 __version__ = "0.1.0"
 _MODULES = {
@@ -57,14 +57,14 @@ _MODULES = {
     "evaluate": "measure.evaluate",
     "export": "measure.export",
     "extract": "extract.extraction",
-    "fit": "measure.api",
+    "fit": "train.fit",
     "geometry": "geometry.geometry",
     "import_array": "store.import_arrays",
     "import_synthetic": "store.import_worlds",
-    "join": "measure.api",
+    "join": "train.fit",
     "list_home": "store.opening",
     "load_sae": "sae.library",
-    "open_store": "measure.api",
+    "open_store": "train.fit",
     "probe": "measure.probe",
     "push": "measure.push",
     "refit": "measure.refit",

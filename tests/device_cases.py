@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from saecli.measure.api import _planned
 from saecli.sae.dictionary import SAE
-from saecli.train.loop import Loop
-from saecli.train.trainer import Record, Trainer
+from saecli.train.fit import planned
+from saecli.train.loop import Loop, Record, start_training
 
 random = np.random.default_rng(0)
 ROWS = (random.standard_normal((300, 12)) @ random.standard_normal((12, 20)) + 1).astype(np.float32)
@@ -40,5 +39,5 @@ def trained(device: str, solver: str, act: str, options: dict[str, Any], start: 
     """The SAE, and the state after the first epoch."""
     record = Kept(start)
     given = {"d_sae": 32, "epochs": 2, "batch_size": 100, "device": device} | options
-    (sae,) = Loop([Trainer(_planned(rows, None, solver, act, given), record)]).train()
+    (sae,) = Loop([start_training(planned(rows, solver, act, given), record)]).train()
     return sae, record.kept

@@ -13,8 +13,8 @@ from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
 from saecli.train.decoder_step import Pass
 from saecli.train.options import SolverConfig
-from saecli.train.rows import initial_sae
 from saecli.train.solver import Solver
+from saecli.train.start import initial_sae
 from saecli.train.task import StepReport
 
 D, F = 6, 16

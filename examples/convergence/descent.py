@@ -25,7 +25,7 @@ from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
 from saecli.show.style import COLOURS, figure, legend_below, log_scale
 from saecli.train.ridge import Sums, Terms, solve
-from saecli.train.rows import initial_sae
+from saecli.train.start import initial_sae
 
 ROWS, LATENTS, OUTERS = 100, 16, 120
 ALPHA, BETA, GAMMA, MU = 5.0, 1.0, 5.0, 1.0

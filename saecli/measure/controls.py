@@ -40,13 +40,12 @@ from ..sae.metrics import reconstruction
 from ..store.joined import JoinedRows
 from ..store.rows import RowSource
 from ..train.array_rows import ArrayRows
-from ..train.jobs import run_again
-from ..train.loop import Loop
+from ..train.loop import Loop, Record, start_training
 from ..train.options import Sgd, SolverConfig
 from ..train.plan import Plan
 from ..train.rows import raw_batches
+from ..train.runs import run_again
 from ..train.solvers import SOLVERS
-from ..train.trainer import Record, Trainer
 from .control_rows import demand_memory, shuffled
 from .evaluate import check_model, check_tokens_of_model, evaluated
 from .matching import matching
@@ -252,9 +251,9 @@ class _Work:
         """The SAEs of a plan, one per seed, on raw rows. One after another, so that the memory of the run suffices."""
         found = []
         for seed in seeds:
-            trainer = Trainer(replace(plan, training=replace(plan.training, seed=seed)), Record())
-            with self.listener.progress(f"training {name}, seed {seed}", trainer.steps, "steps") as trainer.show:
-                found += Loop([trainer]).train()
+            seeded = replace(plan, training=replace(plan.training, seed=seed))
+            with self.listener.progress(f"training {name}, seed {seed}", plan.steps, "steps") as show:
+                found += Loop([start_training(seeded, Record(), show)]).train()
         return found
 
     def _stability(self, name: str, saes: Sequence[SAE]) -> float | None:

@@ -20,7 +20,7 @@ from ..store.rows import RowSource
 from ..train.array_rows import ArrayLike
 from ..train.refit_decoder import Refitted, refitted
 from ..train.ridge import TOLERANCE
-from ..train.run import origin_of
+from ..train.runs import origin_of
 from .evaluate import check_model, check_tokens_of_model, evaluated, warnings
 from .measured import Measured, RowsLike, measured
 

@@ -14,7 +14,7 @@ from ..measure.evaluate import evaluated, marked, sparsity_document, tallied
 from ..measure.measured import RowsLike, all_measured
 from ..measure.stability import stability
 from ..sae.library import SAELike
-from ..train.logs import read_metrics
+from ..train.files import read_metrics
 from . import geometry, latents, runs
 from .measures import sparsest_first
 

@@ -182,7 +182,7 @@ class Joined:
 
     def options(self) -> dict[str, Any]:
         """The options of `sae train` that name the stores."""
-        names = self.names()
+        names = {name: value for name, value in self.names().items() if name != "data_hash"}
         beside = names.pop("beside", [])
         return names | ({"data": [names["data"], *beside]} if beside else {})
 

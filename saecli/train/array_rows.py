@@ -121,12 +121,14 @@ class HeldRows:
         self._held: Tensor | None = None
         self.rows, self.d_in, self.d_target = rows.rows, rows.d_in, rows.d_target
 
-    def batches(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[Tensor]:
+    def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[Tensor]:
         """One epoch of shuffled batches, (B, D + E)."""
+        assert part == WHOLE, "several processes read their parts from the stores"
         return self._gathered(self._rows.order(batch_size, seed=seed, epoch=epoch))
 
-    def sequential(self, batch_size: int) -> Iterator[Tensor]:
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[Tensor]:
         """The rows in stored order, (B, D + E)."""
+        assert part == WHOLE, "several processes read their parts from the stores"
         return self._gathered(self._rows.numbers(batch_size))
 
     def _gathered(self, numbers: Iterator[np.ndarray]) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from ..base.errors import ConfigError
 from ..base.options import Config, option
 from ..sae.activations import sparsity_names
-from .logs import TRACKERS, check_trackers
+from .files import TRACKERS, check_trackers
 
 if TYPE_CHECKING:
     from ..sae.codes import Prefixes

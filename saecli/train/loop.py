@@ -4,32 +4,252 @@ Several SAEs are trained from one reading of the rows: each batch goes to each o
 results as alone.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from ..base.console import Step
+from ..base.devices import device_named
+from ..base.distributed import ALONE, Communicator
+from ..base.errors import RunError, TrainingError
 from ..sae.batch import Batch
 from ..sae.dictionary import SAE
-from ..sae.metrics import reconstructions
+from ..sae.metrics import reconstruction, reconstructions
 from ..store.rows import RowSource
-from .rows import raw_batches
-from .trainer import Measures, Trainer
+from .array_rows import HeldRows
+from .files import Progress
+from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
+from .rows import Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
+from .solver import Solver
+from .start import fitted_learning_rate, initial_sae
+from .task import StepReport, Task
+
+Measures = dict[str, Any]  # of `metrics.reconstruction`
+
+LOG_EVERY = 20  # steps between lines of measures, and between checks for divergence
+# Mean squared error, over the error of reconstructing every row as 0, above which training has diverged. Steps against
+# a decoder solved without a ridge reached 2e4 on the paper's settings, from which the next decoder step recovers.
+DIVERGED = 1e6
+ADVICE = "lower --lr, or look at the data"
+
+
+class Record:
+    """Keeps nothing of a training; subclasses write files."""
+
+    def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
+        """The state and the progress to resume from; None to start."""
+        return None
+
+    def begin(self, step: int, epochs: int) -> None:
+        """Training starts, or resumes after a step, and lines of later steps are void; it has `epochs` in all."""
+
+    def line(self, line: dict[str, Any]) -> None:
+        """A line of measures, with its `step`."""
+
+    def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
+        """The end of an epoch.
+
+        Args:
+            sae: the current SAE, acting on raw activations.
+            state: all tensors needed to resume.
+            progress: of training.
+            test: the SAE's measures on the test rows; None without test rows.
+        """
+
+    def end(self) -> None:
+        """Training is over, or stopped."""
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """One SAE in training, as `start_training` begins it.
+
+    Args:
+        plan: what is trained.
+        record: keeps checkpoints and measures.
+        show: called with the steps done and a few words on the measures.
+        rows: normalised, on the device.
+        solver: trains the dictionary.
+        progress: up to the last epoch kept, but for its rows.
+        worst: squared error over the variance of the rows above which training has diverged.
+        pending: reports of the steps since the last line of measures.
+    """
+
+    plan: Plan
+    record: Record
+    show: Step
+    rows: TrainingRows
+    solver: Solver
+    progress: Progress
+    worst: float
+    pending: list[StepReport] = field(default_factory=list)
+
+    @property
+    def sae(self) -> SAE:
+        """The current SAE, acting on raw activations."""
+        return on_raw_rows(self.solver.sae(), self.rows.normalisation)
+
+    def look(self, reports: Sequence[StepReport], began: float, now: bool = False) -> None:
+        """Log reports of steps, `LOG_EVERY` at a time, or all of them now.
+
+        Args:
+            began: time at which the epoch began.
+
+        Raises:
+            TrainingError: training has diverged.
+        """
+        for report in reports:
+            self.progress.rows += report.rows
+            self.pending.append(report)
+            if len(self.pending) == LOG_EVERY:
+                self._log(began)
+        if now and self.pending:
+            self._log(began)
+
+    def _log(self, began: float) -> None:
+        pending, variance = self.pending.copy(), self.rows.normalisation.variance
+        self.pending.clear()
+        line = averages(pending, variance * self.solver.smoothing.inflation, self.rows.communicator)
+        self.record.line(line)
+        if len(pending) == LOG_EVERY:  # fewer may hold one batch of outliers, and the epoch's end checks again
+            demand_no_worse(line["batch_fvu"], self.worst, f"over steps {pending[0].step} to {line['step']}")
+        rate = self.progress.rows / max(self.progress.seconds + time.monotonic() - began, 1e-9)
+        self.show(self.solver.steps, f"loss {line['loss']:.4g} fvu {line['batch_fvu']:.4f} l0 {line['batch_l0']:.1f} "
+                                     f"{rate:,.0f} rows/s")
+
+    def end_pass(self, began: float) -> bool:
+        """End a decoder step's pass; False if it has to be made again."""
+        try:
+            return self.solver.end_pass()
+        except TrainingError:
+            if self.rows.communicator.world_size == 1:  # else the others, which have not failed, would not all-reduce
+                self.look([], began, now=True)  # a NaN loss explains the failure better
+            raise
+
+    def demand_convergence(self, sae: SAE) -> None:
+        """TrainingError if a weight of the current SAE is NaN or infinite, or it is far worse than none."""
+        step, sample = self.solver.steps, self.rows.sample
+        if any(not tensor.isfinite().all() for tensor in sae.tensors().values()):
+            raise TrainingError(f"the weights became NaN or infinite at step {step}; {ADVICE}")
+        rows = sample.x if sample.y is sample.x else torch.cat([sample.x, sample.y], 1)
+        error = reconstruction(self.solver.dictionary, [rows])["mse"] * sae.d_out
+        demand_no_worse(error / self.rows.normalisation.variance.item(), self.worst, f"at step {step}")
+
+    def keep(self, sae: SAE, test: Measures | None, began: float) -> None:
+        """Keep the epoch, after its decoder step: the SAE, and its measures on the test rows, if there are any."""
+        progress, solver, normalisation = self.progress, self.solver, self.rows.normalisation
+        progress.epoch, progress.step = progress.epoch + 1, solver.steps
+        progress.seconds += time.monotonic() - began
+        measures = {} if test is None else {"test_fvu": test["fvu"], "test_l0": test["l0"]}
+        self.record.line({"step": progress.step, "epoch": progress.epoch, **measures, **solver.record()})
+        tensors = {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
+        self.record.epoch(sae, solver.state() | tensors, progress, test)
+
+    def result(self, train: Measures, test: Measures) -> dict[str, Any]:
+        """The results, given the SAE's measures on the training and the test rows.
+
+        Returns:
+            `rows_train, rows_counted, rows_test, epochs, steps, seconds, rows_per_second, warnings, notes,
+            decoder_steps, final`; rows counted are those measured in `train`, the last ones where a model gives them.
+        """
+        solver, progress, plan = self.solver, self.progress, self.plan
+        return {
+            "rows_train": plan.train_rows.rows, "rows_counted": train["rows"], "rows_test": test["rows"],
+            "epochs": progress.epoch, "steps": progress.step, "seconds": progress.seconds,
+            "rows_per_second": progress.rows / max(progress.seconds, 1e-9),
+            "warnings": [*doubts_at_start(plan), *doubts_at_end(plan, train, test)], "notes": solver.notes(),
+            "decoder_steps": [asdict(one) for one in solver.passes.values()],
+            "final": {"test_fvu": test["fvu"], "test_mse": test["mse"], "test_l0": test["l0"],
+                      "train_fvu": train["fvu"], "dead_fraction": train["silent_fraction"], "lr": solver.task.lr,
+                      **solver.record()}}
+
+
+def start_training(plan: Plan, record: Record, show: Step = lambda done, words="": None, trainings: int = 1,
+                   communicator: Communicator = ALONE, shared: TrainingRows | None = None) -> Training:
+    """Start a training, or resume it from its checkpoint.
+
+    Args:
+        plan: what to train.
+        record: keeps checkpoints and measures.
+        show: called with the steps done and a few words on the measures.
+        trainings: number of trainings that divide the memory.
+        communicator: of the processes that train on other parts of each batch.
+        shared: the rows of another training on the same rows, which are then not measured and sampled again; not used
+            with a checkpoint, which has its own normalisation.
+
+    Raises:
+        ConfigError: the solver needs more memory than is free, the device is unknown, or several processes cannot
+            carry out the plan.
+        RunError: the checkpoint is of another training.
+    """
+    memory, holds = demand_machine(plan, trainings, communicator)
+    training, activation, start = plan.training, plan.activation, plan.start
+    checkpoint = communicator.broadcast_object(record.checkpoint)
+    state, progress = ({}, Progress()) if checkpoint is None else checkpoint
+    rows = shared if shared and not state else _normalised(plan, state, holds, communicator)
+    sample, B, normalisation = rows.sample, rows.regression, rows.normalisation
+    lr, places = training.lr, plan.train_rows.places
+    if lr == "auto":
+        firing_rate = activation.expected_l0(rows.d_in) / training.d_sae
+        lr = fitted_learning_rate(sample.x, training.batch_size * firing_rate)
+    if start is None or state:  # which has all that a start gives
+        initial = initial_sae(activation, training.d_sae, sample, training.seed, training.nested, B, training.skip,
+                              places)
+    else:
+        initial = start.initial(activation, sample.x, normalisation, training.nested, training.skip, places)
+    task = Task(training, rows.rows, plan.steps, lr, sample, B, plan.held, memory)
+    solver = plan.solver.build(initial, task, communicator)
+    if state:
+        demand_shapes(state, {name: tuple(own.shape) for name, own in solver.state().items()})
+        solver.restore(state)
+    try:
+        record.begin(progress.step, plan.epochs)
+    except BaseException:
+        record.end()
+        raise
+    worst = DIVERGED * max(1.0, (sample.y.square().sum(1).mean() / normalisation.variance).item())
+    return Training(plan, record, show, rows, solver, replace(progress), worst)
+
+
+def _normalised(plan: Plan, state: Mapping[str, Tensor], holds: bool, communicator: Communicator) -> TrainingRows:
+    """The training rows, normalised as in a checkpoint, else by their spread."""
+    training, rows, device = plan.training, plan.train_rows, device_named(plan.training.device)
+    if state:
+        width = rows.d_in + rows.d_target
+        shapes: dict[str, tuple[int, ...]] = {"mean": (width,), "scale": (width,), "variance": ()}
+        demand_shapes(state, {f"normalisation.{name}": shape for name, shape in shapes.items()})
+        normalisation = Normalisation(**{name: state[f"normalisation.{name}"] for name in shapes}, d_in=rows.d_in)
+    else:
+        spread = communicator.broadcast_object(rows.spread)
+        normalisation = fit_normalisation(training.normalize, spread, getattr(torch, training.dtype), rows.widths,
+                                          rows.d_target)
+    # A GPU gets the rows as stored, and converts them.
+    stored = rows if device.type == "cpu" else HeldRows(rows, device) if holds else rows.as_stored()
+    return TrainingRows(stored, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator)
 
 
 class Loop:
     """Trains SAEs on the same batches.
 
     Args:
-        trainers: one per SAE; their plans have the same rows, normalisation, batch size and order.
+        trainings: one per SAE; their plans have the same rows, normalisation, batch size and order.
+        alone: whether to raise the error of a training, rather than continue with the others.
 
     Attributes:
-        errors: with several trainers, the errors of those that failed; the others continue.
+        errors: of trainings that failed while others continued.
     """
 
-    def __init__(self, trainers: Sequence[Trainer]) -> None:
-        self.trainers = trainers
-        self.errors: dict[Trainer, Exception] = {}
+    def __init__(self, trainings: Sequence[Training], alone: bool = True) -> None:
+        self.trainings, self.alone = trainings, alone
+        self.errors: dict[Training, Exception] = {}
+        self._tests: dict[Training, Measures] = {}
+        self._began = 0.0  # of the epoch
 
     def train(self) -> list[SAE]:
         """Train to the end.
@@ -39,83 +259,128 @@ class Loop:
 
         Raises:
             TrainingError: the only one diverged: the loss or a weight became NaN or infinite, or the reconstructions
-                are far worse than none; its last checkpoint, `Trainer.kept`, is from before that.
+                are far worse than none; its last checkpoint is from before that.
         """
         try:
-            self._each(lambda trainer: trainer.begin(next((one.rows for one in self._live() if one.rows), None)))
-            while running := [trainer for trainer in self._live() if trainer.progress.epoch < trainer.epochs]:
-                self._epoch(min(trainer.progress.epoch for trainer in running), running)
+            for epoch in range(min((one.progress.epoch for one in self.trainings), default=0),
+                               max((one.plan.epochs for one in self.trainings), default=0)):
+                running = [one for one in self.live() if one.progress.epoch == epoch < one.plan.epochs]
+                if not running:
+                    break
+                self._began = time.monotonic()
+                self._each(lambda one: one.solver.begin_epoch(), running)
+                self._decoder_steps(epoch, 0, running)
+                with closing(running[0].rows.shuffled(epoch)) as batches:
+                    for number, batch in enumerate(batches, 1):
+                        self._each(lambda one, batch: one.look(one.solver.step(batch), self._began), running, batch)
+                        if number < running[0].plan.batches:
+                            self._decoder_steps(epoch, number, running)
+                        if all(one.solver.finished for one in self.live(running)):
+                            break
+                self._each(lambda one: one.look(one.solver.end_epoch(), self._began, now=True), running)
+                self._decoder_steps(epoch, running[0].plan.batches, running)
+                self._keep(running)
         finally:
-            for trainer in self.trainers:
-                trainer.record.end()
-        return [trainer.sae for trainer in self._live()]
+            for one in self.trainings:
+                one.record.end()
+        return [one.sae for one in self.live()]
 
-    def results(self, saes: Sequence[SAE]) -> list[dict]:
-        """`Trainer.result` of each training that did not fail, given the SAEs that `train` returned.
+    def results(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
+        """`Training.result` of each training that did not fail, given the SAEs that `train` returned.
 
         Cost: a pass over the training rows.
         """
-        live = self._live()
-        train = self._measured(saes, live[0].train_rows)
-        tests = [trainer.test for trainer in live]
+        live = self.live()
+        train, tests = self._measured(saes, live[0].plan.train_rows), [self._tests.get(one) for one in live]
         if None in tests:  # no epoch was left to train
-            tests = self._measured(saes, live[0].test_rows)
-        return [trainer.result(*measures) for trainer, *measures in zip(live, train, tests, strict=True)]
+            tests = self._measured(saes, live[0].plan.test_rows)
+        return [one.result(*measures) for one, *measures in zip(live, train, tests, strict=True)]
 
-    def _epoch(self, epoch: int, running: Sequence[Trainer]) -> None:
-        rows = running[0].rows
-        self._each(Trainer.begin_epoch, running)
-        self._decoder_steps(epoch, 0, running)
-        with closing(rows.shuffled(epoch)) as batches:
-            for number, batch in enumerate(batches, 1):
-                self._each(Trainer.step, running, batch)
-                if number < running[0].batches:
-                    self._decoder_steps(epoch, number, running)
-                if all(trainer.solver.finished for trainer in self._live(running)):
-                    break
-        self._each(Trainer.end_epoch, running)
-        self._decoder_steps(epoch, running[0].batches, running)
-        saes = {trainer: trainer.sae for trainer in self._live(running)}
-        self._each(lambda trainer: trainer.demand_convergence(saes[trainer]), running)
-        live = self._live(running)
-        if not live:
-            return
-        tests: dict[Trainer, Measures] = {}
-        if live[0].test_rows is not None:
-            tests = dict(zip(live, self._measured([saes[trainer] for trainer in live], live[0].test_rows), strict=True))
-        self._each(lambda trainer: trainer.keep(saes[trainer], tests.get(trainer)), live)
+    def live(self, trainings: Sequence[Training] | None = None) -> list[Training]:
+        """Those that have not failed."""
+        return [one for one in (self.trainings if trainings is None else trainings) if one not in self.errors]
 
-    def _decoder_steps(self, epoch: int, number: int, running: Sequence[Trainer]) -> None:
+    def _decoder_steps(self, epoch: int, number: int, running: Sequence[Training]) -> None:
         """Make the decoder steps after a batch of an epoch; solvers that need equally many rows share a pass."""
-        order = epoch * (running[0].batches + 1) + number  # other rows for each pass, if not all are taken
-        due = {trainer: now for trainer in self._live(running) if (now := trainer.solver.passes.get((epoch, number)))}
+        order = epoch * (running[0].plan.batches + 1) + number  # other rows for each pass, if not all are taken
+        due = {one: now for one in self.live(running) if (now := one.solver.passes.get((epoch, number)))}
 
-        def end(trainer: Trainer) -> None:
-            if trainer.end_pass():
-                del due[trainer]
+        def end(one: Training) -> None:
+            if one.end_pass(self._began):
+                del due[one]
 
-        while due := {trainer: now for trainer, now in due.items() if trainer not in self.errors}:
+        while due := {one: now for one, now in due.items() if one not in self.errors}:
             count = next(iter(due.values())).rows
-            members = [trainer for trainer, now in due.items() if now.rows == count]
+            members = [one for one, now in due.items() if now.rows == count]
             again: Callable[[], Iterable[Batch]] = partial(members[0].rows.some, count, order)
-            self._each(lambda trainer, again: trainer.solver.begin_pass(due[trainer], again), members, again)
+            self._each(lambda one, again: one.solver.begin_pass(due[one], again), members, again)
             for batch in again():
-                self._each(lambda trainer, batch: trainer.solver.observe(batch), members, batch)
+                self._each(lambda one, batch: one.solver.observe(batch), members, batch)
             self._each(end, members)
 
-    def _each(self, action: Callable[..., None], trainers: Sequence[Trainer] | None = None, *given: Any) -> None:
-        """Call `action(trainer, *given)` for each that has not failed; with several, an error ends only its own."""
-        for trainer in self._live(trainers):
+    def _keep(self, running: Sequence[Training]) -> None:
+        """Keep the epoch, after its decoder step: SAEs, checkpoints, and measures on the test rows."""
+        saes = {one: one.sae for one in self.live(running)}
+        self._each(lambda one: one.demand_convergence(saes[one]), running)
+        live, tests = self.live(running), {}
+        if live and live[0].plan.test_rows is not None:
+            measured = self._measured([saes[one] for one in live], live[0].plan.test_rows)
+            tests = dict(zip(live, measured, strict=True))
+        self._tests |= tests
+        self._each(lambda one: one.keep(saes[one], tests.get(one), self._began), live)
+
+    def _each(self, action: Callable[..., None], trainings: Sequence[Training], *given: Any) -> None:
+        """Call `action(training, *given)` for each that has not failed; with several, an error ends only its own."""
+        for one in self.live(trainings):
             try:
-                action(trainer, *given)
+                action(one, *given)
             except Exception as error:  # reported at the end, when the others have finished
-                if len(self.trainers) == 1:
+                if self.alone:
                     raise
-                self.errors[trainer] = error
+                self.errors[one] = error
 
-    def _live(self, trainers: Sequence[Trainer] | None = None) -> list[Trainer]:
-        return [trainer for trainer in (self.trainers if trainers is None else trainers) if trainer not in self.errors]
+    def _measured(self, saes: Sequence[SAE], rows: RowSource) -> list[Measures]:
+        communicator = self.trainings[0].rows.communicator
+        return reconstructions(saes, raw_batches(rows, communicator), communicator)
 
-    def _measured(self, saes: Sequence[SAE], stored: RowSource) -> list[Measures]:
-        communicator = self.trainers[0].communicator
-        return reconstructions(saes, raw_batches(stored, communicator), communicator)
+
+def averages(reports: Sequence[StepReport], variance: Tensor, communicator: Communicator = ALONE) -> dict[str, Any]:
+    """The means over the rows of some consecutive batches, as a line of `metrics.jsonl`.
+
+    Args:
+        reports: for this process' parts of the batches.
+        variance: of the normalised rows, smoothed like the batches; squared errors are divided by it.
+        communicator: of the processes with the other parts.
+
+    Raises:
+        TrainingError: one of the losses is NaN or infinite; names the step.
+    """
+    parts = torch.stack([torch.stack([report.loss, report.squared_error, report.l0.to(report.loss)])
+                         for report in reports])
+    losses, errors, l0s = communicator.all_reduce(parts.double()).cpu().unbind(1)  # all in one copy
+    bad = (~losses.isfinite()).nonzero()
+    if len(bad):
+        first = reports[int(bad[0])]
+        raise TrainingError(f"the loss became {first.loss.item()} at step {first.step}; {ADVICE}")
+    rows = torch.tensor([report.rows for report in reports]).to(losses)
+    weights = rows / rows.sum()
+    return {"step": reports[-1].step, "loss": (weights @ losses).item(),
+            "batch_fvu": (weights @ errors / variance.item()).item(), "batch_l0": (weights @ l0s).item()}
+
+
+def demand_no_worse(fvu: float, worst: float, when: str) -> None:
+    """TrainingError if an error over the variance of the training rows is above `worst`, or NaN: descent that recovers
+    from there ends worse than it could."""
+    if not fvu <= worst:
+        raise TrainingError(f"training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most; "
+                            + ADVICE)
+
+
+def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """RunError if one of these tensors is missing in a checkpoint or has another shape."""
+    for name, shape in shapes.items():
+        got = tuple(kept[name].shape) if name in kept else None
+        if got != shape:
+            raise RunError(f"cannot go on from a checkpoint of another training: expected {name} of shape {shape}, got "
+                           f"{'none' if got is None else got}; remove the run's checkpoint.safetensors to train it "
+                           f"from the start")

@@ -6,14 +6,20 @@ A warning is one sentence: the doubtful measure, and the option to change.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
-from ..base.devices import device_named
+import torch
+
+from ..base.devices import device_named, free_memory
+from ..base.distributed import Communicator
 from ..base.errors import ConfigError
-from ..base.precision import multiplies_bf16
+from ..base.precision import demand_precision, multiplies_bf16
+from ..base.torchrun import local_world
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
 from ..store.rows import RowSource
+from .array_rows import held_bytes
 from .config import (
     DEFAULT_STEPS,
     MOST_DEFAULT_EPOCHS,
@@ -22,10 +28,12 @@ from .config import (
     TrainingConfig,
 )
 from .options import SolverConfig
+from .rows import SUMMED_ROWS
 from .smoothing import default_width
-from .starting import Start
+from .start import Start
 
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
+MOST_TAKEN = 0.8  # of a device's free memory, by the solver and rows that are kept there
 STORE = "make a store of them by `sae extract`, and train on that"  # advice on rows that come once
 
 
@@ -76,17 +84,17 @@ class Plan:
             plan._demand_one_pass()
         return plan
 
-    @property
+    @cached_property  # as rows of a model are fewer once the text has ended
     def batches(self) -> int:
         """Batches per epoch."""
         return self.training.epoch_batches(self.train_rows.rows)
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Optimiser steps in all of training."""
         return self.training.steps or self.training.epochs * self.batches * self.solver.inner_steps
 
-    @property
+    @cached_property
     def epochs(self) -> int:
         """Passes over the rows; of the last one perhaps a part."""
         return math.ceil(self.steps / (self.batches * self.solver.inner_steps))
@@ -158,6 +166,53 @@ def _precision(training: TrainingConfig, weights: int) -> str:
         raise ConfigError(f"--precision {training.precision} cannot be used with --dtype float64, which asks for more; "
                           "leave it out", option="precision")
     return training.precision
+
+
+def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> tuple[int, bool]:
+    """Refuse a plan that needs more memory than is free for one of `trainings`, a precision the device lacks, or what
+    several processes cannot do together.
+
+    Returns:
+        The bytes that are free for the solver, and whether the device keeps the rows besides.
+    """
+    training, solver, rows, d_sae = plan.training, plan.solver, plan.train_rows, plan.training.d_sae
+    device = device_named(training.device)
+    demand_precision(training.precision, device)
+    if communicator.world_size > 1:
+        _demand_processes(plan, trainings, communicator.world_size)
+
+    def with_batches(batch_size: int) -> tuple[int, int]:
+        batch = 3 * 4 * max(batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
+        width = max(rows.d_in, rows.d_target)
+        return batch, batch + solver.memory(rows.rows, batch_size, width, d_sae, training.nested)
+
+    batch, needed = with_batches(training.batch_size)
+    free = free_memory(device, local_world() if communicator.world_size > 1 else 1)
+    free = int(communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min").item()) // trainings
+    if needed > free:
+        each = "" if trainings == 1 else f" for each of {trainings} trainings"
+        sizes = (f"with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are "
+                 f"free{each}")
+        if training.batch_size > SUMMED_ROWS and with_batches(SUMMED_ROWS)[1] <= free:
+            raise ConfigError(f"--batch-size {training.batch_size:,} {sizes}; lower it", option="batch_size")
+        raise ConfigError(f"--solver {solver.name} {sizes}; {solver.memory_advice}", option="solver")
+    held = held_bytes(rows) // trainings
+    holds = (device.type != "cpu" and communicator.world_size == 1 and held > 0
+             and needed + held <= MOST_TAKEN * free)
+    return free - batch - holds * held, holds
+
+
+def _demand_processes(plan: Plan, trainings: int, world_size: int) -> None:
+    if trainings > 1:
+        raise ConfigError(f"options given several times train {trainings} SAEs in one process: expected one, got "
+                          f"{world_size}; run it without torchrun, or give each value to a command of its own")
+    if plan.training.batch_size < world_size:
+        raise ConfigError(f"--batch-size must be at least the number of processes, {world_size}, which share every "
+                          f"batch, got {plan.training.batch_size}", option="batch_size")
+    if plan.training.sparsity == "kl":
+        raise ConfigError("--sparsity kl takes each batch as a whole, since its firing rates are those of one: "
+                          f"expected one process, got {world_size}; run it without torchrun, or use another penalty",
+                          option="sparsity")
 
 
 def doubts_at_start(plan: Plan) -> list[str]:

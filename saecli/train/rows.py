@@ -1,6 +1,6 @@
-"""The rows that an SAE is trained on, from a store or in memory, normalised, and what training starts from.
+"""Normalised training rows in batches, and what is measured on them before training.
 
-Shapes: N rows, B rows of a batch, D = d_in, E the width of targets beside the rows, F = d_sae.
+Shapes: N rows, B rows of a batch, D = d_in, E the width of targets next to the rows, 0 if the targets are the rows.
 """
 
 import math
@@ -14,35 +14,109 @@ from torch import Tensor
 
 from ..base.devices import carried
 from ..base.distributed import ALONE, Communicator
-from ..sae.activations import Activation
+from ..base.errors import ConfigError
 from ..sae.batch import Batch
-from ..sae.codes import Prefixes
 from ..sae.dictionary import SAE
 from ..store.rows import RowSource
-from ..store.stream import Part
+from ..store.statistics import Spread
+from ..store.stream import WHOLE, Part
 from .array_rows import HeldRows
-from .normalisation import Normalisation
 
-STREAMED_ROWS = 2048  # rows at a time if their order does not matter
-SUMMED_ROWS = 4096  # the same for sums over all rows: each block goes through a whole d_sae x d_sae matrix
-SAMPLED_ROWS = 2048  # sample to which learning rate and initial scale are fitted, and from which rows are smoothed
-RATE_FACTOR, RATE_POWER = 0.105, 1 / 3
-HIGHEST_RATE, OF_WIDTH = 0.008, 128
-ENOUGH_FIRINGS, FIRINGS_POWER = 8, 2 / 3
-REGRESSED_ROWS = 32  # per dimension
+LEAST_SCALE = 1e-35  # weights for raw rows are divided by the scale, and float32's maximum is 3.4e38
+STREAMED_ROWS = 2048  # rows per block if their order does not matter
+SUMMED_ROWS = 4096  # rows per block of sums over all rows: each block goes through a whole d_sae x d_sae matrix
+SAMPLED_ROWS = 2048  # sample for learning rate, initial scale and smoothing
+REGRESSED_ROWS = 32  # rows per dimension of the targets' regression
 REGRESSION_RIDGES = 10.0 ** torch.arange(-12, 2)  # over the mean eigenvalue
 EXACT = 1e-13  # fraction of the targets' square up to which an error is rounding
-POWER_ITERATIONS = 30  # for two digits of an eigenvalue
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """`(x - mean) / scale`, of rows with their targets next to them; folded into the saved weights.
+
+    Args:
+        mean: (D + E,).
+        scale: (D + E,), positive.
+        variance: mean squared distance of the normalised targets of training rows from their mean, a scalar.
+        d_in: D.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    variance: Tensor
+    d_in: int
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"mean": self.mean, "scale": self.scale, "variance": self.variance}
+
+    def to(self, device: torch.device) -> "Normalisation":
+        return Normalisation(**{name: tensor.to(device) for name, tensor in self.tensors().items()}, d_in=self.d_in)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The normalised rows, (B, D + E), as a new tensor."""
+        return (x - self.mean) / self.scale
+
+    def of_sae(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The arguments of `SAE.on_raw_rows`: mean and scale of rows, (D,), and of targets, (E,)."""
+        D = self.d_in
+        targets = slice(D, None) if len(self.mean) > D else slice(None)
+        return self.mean[:D], self.scale[:D], self.mean[targets], self.scale[targets]
+
+
+def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype, widths: Sequence[int] = (),
+                      d_target: int = 0) -> Normalisation:
+    """The normalisation of rows, given their mean and scatter.
+
+    Args:
+        kind: `none`; `scale`, centre and divide by one number, so that the mean squared norm is D, for each input and
+            the target alone; or `standardize`, centre and give each dimension unit variance, as the paper does. A
+            dimension that varies by less than `LEAST_SCALE` is only centred.
+        spread: of the training rows, with their targets next to them.
+        widths: of inputs side by side; none for one.
+
+    Raises:
+        ConfigError: the rows do not vary, or by less than `LEAST_SCALE`.
+    """
+    mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
+    d_in = len(mean) - d_target
+    places = [*(widths or [d_in]), *([d_target] if d_target else [])]
+    found = [_scale(kind, part, spread.rows) for part in variance.split(places)]
+    mean, scale = (torch.zeros_like(mean) if kind == "none" else mean), torch.cat(found)
+    of_targets = slice(d_in, None) if d_target else slice(None)
+    left = (variance / scale.square())[of_targets].sum()
+    return Normalisation(mean.to(dtype), scale.to(dtype), left.to(dtype), d_in)
+
+
+def _scale(kind: str, variance: Tensor, rows: int) -> Tensor:
+    """The scale of one input or of the targets, (D,), from its variances."""
+    if variance.sum() == 0:
+        raise ConfigError(f"there is nothing to learn: expected training rows that differ, got {rows}, all the same; "
+                          "give another --data, or a larger --fraction")
+    overall = variance.mean().sqrt()
+    if overall < LEAST_SCALE:
+        raise ConfigError(f"the training rows are nearly the same: their spread must be at least {LEAST_SCALE:g}, "
+                          f"got {overall.item():.2g}; multiply them, and "
+                          "import them again")
+    if kind == "none":
+        return torch.ones_like(variance)
+    if kind == "scale":
+        return overall.expand_as(variance)
+    return torch.where(variance.sqrt() > LEAST_SCALE, variance.sqrt(), 1.0)
+
+
+def on_raw_rows(sae: SAE, normalisation: Normalisation) -> SAE:
+    """The SAE with the normalisation folded in, computed in float64."""
+    folded = sae.copy_to(torch.float64).on_raw_rows(*(part.double() for part in normalisation.of_sae()))
+    return folded.copy_to(sae.W_enc.dtype)
 
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """Normalised rows of a store's split, in batches as solvers take them.
+    """Normalised rows in batches, on the device of the normalisation.
 
     Args:
-        stored: the rows; where batches are moved, in the storage dtype, or there already.
-        normalisation: of the rows, on the device that batches are moved to.
-        batch_size: B.
+        stored: the rows, decoded or in storage dtype, perhaps there already.
         seed: of their order.
         communicator: of the processes that each take a part of each batch.
     """
@@ -55,22 +129,19 @@ class TrainingRows:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return self.stored.rows
 
     @property
     def d_in(self) -> int:
-        """Width of the rows."""
         return self.stored.d_in
 
     def shuffled(self, epoch: int) -> Iterator[Batch]:
-        """Every row once, in an order that is a pure function of seed and epoch; each process gets its part of every
-        batch."""
+        """Every row once, in an order that is a pure function of seed and epoch."""
         if self.communicator.world_size == 1:
             yield from (Batch.of(rows, self.d_in) for rows in self._batches(epoch))
             return
         part = part_of(self.communicator)
-        own = self._batches(epoch, part=part)
+        own = self._batches(epoch, part)
         for begin in range(0, self.rows, self.batch_size):
             size = min(self.batch_size, self.rows - begin)
             first, stop = part.of(size)
@@ -129,15 +200,15 @@ class TrainingRows:
             yield from (Batch.of(rows, self.d_in) for rows in self._normalised(self.stored.sequential(SUMMED_ROWS)))
             return
         part = part_of(self.communicator)
-        own = self._normalised(self.stored.sequential(SUMMED_ROWS, part=part))
+        own = self._normalised(self.stored.sequential(SUMMED_ROWS, part))
         first, stop = part.of(math.ceil(self.rows / SUMMED_ROWS))
         for block, begin in enumerate(range(0, self.rows, SUMMED_ROWS)):
             size, here = min(SUMMED_ROWS, self.rows - begin), first <= block < stop
             rows = next(own) if here else self._nothing()
             yield Batch.of(rows, self.d_in, size, None if here else torch.arange(0))
 
-    def _batches(self, epoch: int, **part: Part) -> Iterator[Tensor]:
-        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, **part))
+    def _batches(self, epoch: int, part: Part = WHOLE) -> Iterator[Tensor]:
+        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, part=part))
 
     def _nothing(self) -> Tensor:
         return self.normalisation.mean.new_empty(0, self.d_in + self.stored.d_target)
@@ -178,79 +249,6 @@ def part_of(communicator: Communicator) -> Part:
 
 
 def raw_batches(stored: RowSource, communicator: Communicator = ALONE) -> Iterator[Tensor]:
-    """The rows as stored, with their targets beside them, this process' part of them, in batches, (B, D + E), float32;
-    each is valid until the next."""
-    part = {"part": part_of(communicator)} if communicator.world_size > 1 else {}
-    return map(torch.from_numpy, stored.sequential(STREAMED_ROWS, **part))
-
-
-def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, prefixes: Prefixes = (),
-                B: Tensor | None = None, skip: bool = False, widths: Sequence[int] = ()) -> SAE:
-    """An SAE with random unit directions, its decoder the encoder's, W_dec = W_enc' B, its scale fitted to a batch.
-
-    If the activation is linear on pairs of opposites and there are at least two latents per dimension, half of the
-    directions are the opposites of the others: the SAE can then be linear in the rows from the start, which random
-    directions learn late (without a penalty, test FVU after 50 passes over 700 rows of tiny-gemma2: 1e-7 instead of
-    1e-3).
-
-    Args:
-        activation: the activation.
-        d_sae: F.
-        batch: normalised rows.
-        seed: of the directions.
-        prefixes: of a nested SAE; none otherwise.
-        B: the targets' linear regression on the rows, (D, E); None if they are the rows.
-        skip: whether it has an affine skip, which is 0 at first.
-        widths: of a crosscoder's places.
-    """
-    x, d_in = batch.x, batch.x.shape[1]
-    directions = torch.randn(d_in, d_sae, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    if activation.opposites and d_sae >= 2 * d_in:
-        half = d_sae // 2
-        directions[:, half:2 * half] = -directions[:, :half]
-    W_enc = (directions / directions.norm(dim=0)).to(x)
-    start = activation.parameters(d_sae) | activation.training_parameters(d_sae)
-    parameters = activation.fitted(x @ W_enc, {name: tensor.to(x) for name, tensor in start.items()})
-    y_hat = activation.training_codes(x @ W_enc, parameters).times(W_enc.T if B is None else W_enc.T @ B)
-    size = y_hat.square().sum()
-    fit = ((batch.y * y_hat).sum() / size).clamp(min=1e-3) if size > 0 else x.new_ones(())
-    W_enc = W_enc * fit.sqrt()
-    parameters = activation.fitted(x @ W_enc, parameters)
-    W_dec, d_out = W_enc.T if B is None else W_enc.T @ B, batch.y.shape[1]
-    return SAE(W_enc, x.new_zeros(d_sae), W_dec.contiguous(), x.new_zeros(d_out), activation, parameters, prefixes,
-               x.new_zeros(d_in, d_out) if skip else None, widths)
-
-
-def fitted_learning_rate(batch: Tensor, firings: float) -> float:
-    """The learning rate that suits rows of this size and spread, and latents that fire this often.
-
-        lr = min(0.008 sqrt(128 / D), 0.105 / (D lambda)^(1/3)) * min(1, firings / 8)^(2/3)
-
-    lambda is the largest eigenvalue of `sum ||x||^2 x x' / sum ||x||^2` for rows of mean squared norm D. A step of Adam
-    moves each of the D weights of a latent by up to lr: the latent, of norm about 1, by up to `lr sqrt(D)`, and the
-    pre-activations of rows along the leading direction by up to `lr sqrt(D lambda)`; the fourth moment in place of the
-    second lets rows of large norm, which dominate the gradient, count for more. Adam divides by the root of a mean
-    square over all steps, so that the fewer rows of a batch a latent fires on, the noisier its steps.
-
-    Powers and factors are fitted to the best of a few rates each, of 4,000 steps: 8e-3 on tiny-gemma2 (D = 128) at 8
-    firings, 4e-3 there at 2, 4e-3 to 8e-3 on image patches (256), about 4e-3 in two worlds of known features at 2.5
-    (128) and 3.8 (192).
-
-    Args:
-        batch: normalised rows, (B, D).
-        firings: expected number of rows of a batch that a latent fires on, above 0.
-
-    Source: Gao et al., "Scaling and evaluating sparse autoencoders" (2024), whose rate falls as 1/sqrt(d_sae).
-    """
-    most = HIGHEST_RATE * math.sqrt(OF_WIDTH / batch.shape[1])
-    rarity = min(1.0, firings / ENOUGH_FIRINGS) ** FIRINGS_POWER
-    x = batch.double()
-    square = x.square().sum(1)
-    direction, length = x[square.argmax()], square.max().sqrt()
-    if not length > 0:
-        return most * rarity
-    for _ in range(POWER_ITERATIONS):
-        direction = x.T @ (square * (x @ (direction / length))) / square.sum()
-        length = direction.norm()
-    spread = (length / square.mean()).item()  # lambda / D, whatever the rows' scale
-    return min(most, RATE_FACTOR / (x.shape[1] ** 2 * spread) ** RATE_POWER) * rarity
+    """This process' part of the rows with their targets, unnormalised, in batches, (B, D + E), float32; each is valid
+    until the next."""
+    return map(torch.from_numpy, stored.sequential(STREAMED_ROWS, part_of(communicator)))

@@ -1,23 +1,263 @@
-"""Training runs, each in its own folder; several together from one reading of the store."""
+"""Training runs, each in its own folder; several together from one reading of the rows."""
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..base import interrupts
 from ..base.console import Listener, Step
 from ..base.distributed import Communicator
-from ..base.errors import PeerError, SaeError, TrainingError
-from ..base.files import appearing_whole
+from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
+from ..base.files import appearing_whole, write_json
+from ..base.home import KEPT, RUN_MARKER, RUN_VERSION, Home, checked_name, read_settings
 from ..base.options import toml_lines
-from .checkpoints import CHECKPOINT
-from .jobs import Job
-from .loop import Loop
-from .plan import doubts_at_start
-from .run import CONFIG, Run, RunRecord
-from .trainer import Record, Trainer
+from ..extract.streaming import Streamed
+from ..sae.activations import activation_from_json, activation_to_json
+from ..sae.dictionary import SAE
+from ..sae.formats import SavedSAE, save_native
+from ..sae.library import origin_of
+from ..store.joined import Joined
+from ..store.opening import open_joined
+from .config import TrainingConfig
+from .files import (
+    CHECKPOINT,
+    CONFIG,
+    Log,
+    Logged,
+    Progress,
+    claimed,
+    demand_trackers,
+    load_checkpoint,
+    logs_of,
+    save_checkpoint,
+)
+from .loop import Loop, Measures, Record, Training, start_training
+from .plan import Plan, doubts_at_start
+from .solvers import SOLVERS
+from .start import Start
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training on rows of stores, or of a model.
+
+    Args:
+        stores: the activations, or where they come from.
+        plan: what is trained.
+        created: time of its start.
+    """
+
+    stores: Joined | Streamed
+    plan: Plan
+    created: str
+
+    def write(self, folder: Path, result: dict[str, Any] | None) -> None:
+        """Write the run's `run.json`: complete if there is a result, as of `Training.result`."""
+        plan = self.plan
+        start = {} if plan.start is None else {"init": {"name": plan.start.name, "hash": plan.start.hash}}
+        write_json(folder / RUN_MARKER, {
+            "format_version": RUN_VERSION, "created": self.created, "complete": result is not None,
+            **self.stores.names(), "training": plan.training.to_json(),
+            "solver": {"name": plan.solver.name, **plan.solver.to_json()},
+            "activation": activation_to_json(plan.activation), **start, "result": result})
+
+    def write_config(self, folder: Path, given: Mapping[str, Any]) -> None:
+        """Write a file for `--config` that repeats the run: the options given, and as comments those filled in."""
+        plan = self.plan
+        chosen = {"solver": plan.solver.name, "act": plan.activation.name, **self.stores.options(),
+                  "precision": plan.training.precision}  # which auto would choose anew on another device
+        if plan.start is not None:
+            chosen["init"] = plan.start.name
+        settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
+        if settled["sparsity"] == "none":
+            del settled["sparsity_weight"]
+        shown = {**chosen, **{name: value for name, value in given.items() if name != "precision"}}
+        filled = {name: value for name, value in settled.items() if name not in shown}
+        lines = [f"# sae train --config {CONFIG} trains this run again, to the same weights, on the same rows.",
+                 f"# Options on the command line win. Written by saecli {version('saecli')}.", "", *toml_lines(shown),
+                 "", "# Not given, and so by default:", *(f"# {line}" for line in toml_lines(filled))]
+        with appearing_whole(folder / CONFIG) as temporary:
+            temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+class RunRecord(Record):
+    """Keeps a run in its folder; ConfigError for a tracker that is not installed."""
+
+    def __init__(self, run: Run, folder: Path, listener: Listener) -> None:
+        demand_trackers(run.plan.training.log_to)
+        self.run, self.folder, self.listener = run, folder, listener
+        self.logs: list[Log] = []
+
+    def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
+        return load_checkpoint(self.folder)
+
+    def begin(self, step: int, epochs: int) -> None:
+        """Open `metrics.jsonl`, with lines of later steps dropped, and the trackers asked for."""
+        self.epochs, plan = epochs, self.run.plan
+        settings = self.run.stores.names() | plan.settings()
+        for log in logs_of(Logged(self.folder, self.run.created, settings, step, self.listener), plan.training.log_to):
+            self.logs.append(log)
+
+    def line(self, line: dict[str, Any]) -> None:
+        for log in self.logs:
+            log.write(line)
+
+    def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
+        """Write the SAE and the checkpoint, and if `--keep-every` asks for it, a run folder of this epoch."""
+        self._save(sae, self.folder)
+        save_checkpoint(self.folder, state, progress)
+        every = self.run.plan.training.keep_every
+        if test is None or every is None or progress.epoch % every:
+            return
+        folder = self.folder / KEPT / f"epoch-{progress.epoch:0{len(str(self.epochs))}}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._save(sae, folder)
+        self.run.write(folder, {"epochs": progress.epoch, "steps": progress.step,
+                                "final": {"test_fvu": test["fvu"], "test_l0": test["l0"]}})
+
+    def end(self) -> None:
+        for log in self.logs:
+            log.close()
+
+    def _save(self, sae: SAE, folder: Path) -> None:
+        training = self.run.plan.training
+        origin = origin_of(self.run.stores, training.split_seed, training.fraction)
+        save_native(SavedSAE(sae.copy_to(torch.float32), origin), folder)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to train.
+
+    Args:
+        folder: the run's folder, claimed.
+        run: what to train, on which store.
+        given: the options that a new run was given; None for a resumed run.
+        varied: with several runs, this run's options in which they differ.
+    """
+
+    folder: Path
+    run: Run
+    given: Mapping[str, Any] | None = None
+    varied: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    """The names of runs, with the varied values appended; None for a generated name. Raises ConfigError if they cannot
+    be folders, or are not all different."""
+    if name is None:
+        return [None] * len(varied)
+    names = ["-".join([name, *(re.sub(r"[^A-Za-z0-9._+-]", "_", f"{key}{value:g}" if isinstance(value, float) else
+                                      f"{key}{value}") for key, value in values.items())]) for values in varied]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--name {name} makes one name of several runs: their values differ in characters that a "
+                          "name cannot hold; leave --name out", option="name")
+    return [checked_name(one) for one in names]
+
+
+def claimed_folders(home: Home, names: Sequence[str | None], stem: str, claims: ExitStack,
+                    communicator: Communicator) -> list[Path]:
+    """The folders of new runs, claimed by rank 0 until `claims` is closed; a name of None is generated. Raises RunError
+    if there is a run of one of those names."""
+    return communicator.broadcast_object(lambda: [_new_folder(home.runs.path, name, stem, claims) for name in names])
+
+
+def _new_folder(runs: Path, name: str | None, stem: str, claims: ExitStack) -> Path:
+    """One of `claimed_folders`; runs that start at once get different generated names."""
+    if name is None:
+        for folder in (runs / f"{stem}-{number}" for number in count(1)):
+            with suppress(FileExistsError, RunError):
+                claims.enter_context(claimed(folder))
+                return folder
+    try:
+        claims.enter_context(claimed(runs / str(name)))
+    except FileExistsError:
+        raise RunError(f"there is a run named {name!r} already; give another --name, or where it is not finished go on "
+                       "with it by --resume") from None
+    return runs / str(name)
+
+
+def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack,
+                communicator: Communicator) -> Job:
+    """A run to resume, whose folder rank 0 claims.
+
+    Args:
+        name: the run's; by default the newest unfinished one.
+        claims: until it is closed the folder is claimed.
+
+    Raises:
+        RunError: there is none, it is finished, or it is being trained; or its settings, its store or the SAE that it
+            starts from have changed.
+    """
+    job = communicator.main_first(lambda: _begun_before(home, name, listener))
+    if communicator.is_main:
+        claims.enter_context(claimed(job.folder, new=False))
+    plan, begun = job.run.plan, job.run.plan.start
+    if begun is None or communicator.broadcast_object((job.folder / CHECKPOINT).exists):
+        return job
+    start = communicator.broadcast_object(lambda: begun.again(home, listener))
+    return replace(job, run=replace(job.run, plan=replace(plan, start=start)))
+
+
+def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
+    runs = home.runs
+    if name is None:
+        unfinished = runs.unfinished()
+        if not unfinished:
+            raise RunError(f"there is no unfinished run in {runs.path}; start one with `sae train`")
+        name = unfinished[0]
+        listener.note(f"going on with {name}")
+    folder = runs.find(name)
+    document = read_settings(folder / runs.marker)
+    if document["complete"]:
+        raise RunError(f"{folder.name} is finished; there is nothing to resume, start from its SAE by `sae train "
+                       f"--init {folder.name}`")
+    return Job(folder, run_again(home, folder, document, listener, "go on with"))
+
+
+def run_again(home: Home, folder: Path, document: Mapping[str, Any], listener: Listener, purpose: str) -> Run:
+    """The training of a run folder as it was begun, its stores and its plan; an SAE that it started from is not opened.
+
+    Args:
+        document: all entries of its `run.json`.
+        purpose: what it is for, in an error: "cannot PURPOSE NAME".
+
+    Raises:
+        RunError: its settings are not those of this version, or its store is another now.
+        StoreError: its store is missing or damaged.
+    """
+    name, path = folder.name, folder / home.runs.marker
+    if "streamed" in document:
+        raise RunError(f"cannot {purpose} {name}: its rows came from a model as it trained, and are not stored; train "
+                       f"it again by `sae train --config {folder / CONFIG}`, or on a store, made by `sae extract`")
+    stores = open_joined(home, [document["data"], *document.get("beside", [])], document.get("target"), listener)
+    try:
+        settings = dict(document["solver"])
+        training = TrainingConfig.from_json(document["training"])
+        plan = Plan.resolved(training.rows_of(stores), training.test_rows_of(stores), training,
+                             SOLVERS[settings.pop("name")].from_json(settings),
+                             activation_from_json(document["activation"]))
+        if plan.training != training:  # a setting was missing, and today's default would be filled in
+            raise ConfigError("not all of its settings are filled in")
+        if "init" in document:
+            plan = replace(plan, start=Start(document["init"]["name"], document["init"]["hash"], None))
+        run, trained_on = Run(stores, plan, document["created"]), document["data_hash"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"cannot {purpose} {name}: {path} is not what this version of `sae train` writes "
+                       f"({error}); train it anew") from error
+    if trained_on != stores.hash:
+        what = ("is not the store that it was begun on, though it has its name" if stores.is_single else
+                "are not the stores that it was begun on, though they have their names")
+        raise RunError(f"cannot {purpose} {name}: {stores.name} {what}; make them again, or train anew")
+    return run
 
 
 def train_runs(jobs: Sequence[Job], listener: Listener,
@@ -26,7 +266,7 @@ def train_runs(jobs: Sequence[Job], listener: Listener,
 
     Args:
         jobs: the runs; several differ only in numeric options of the SAE and its solver.
-        listener: shows progress, and at the end warnings and notes.
+        listener: shows progress, warnings and notes.
         communicator: of the processes that take part.
 
     Returns:
@@ -38,8 +278,9 @@ def train_runs(jobs: Sequence[Job], listener: Listener,
         SaeError: the error of the only run.
     """
     try:
-        loop = Loop([_begun(job, len(jobs), listener, communicator) for job in jobs])
-        documents = _trained(jobs, loop, listener)
+        for job in jobs:
+            _announce(job, listener, communicator)
+        documents, errors = _trained(jobs, listener, communicator)
     except (KeyboardInterrupt, PeerError) as stop:
         interrupts.told(stop)
         for job in jobs:
@@ -48,58 +289,73 @@ def train_runs(jobs: Sequence[Job], listener: Listener,
                           if (job.folder / CHECKPOINT).exists() else
                           f"stopped before the end of the first epoch; nothing was saved of {name}")
         raise
-    finished = [job for job, trainer in zip(jobs, loop.trainers, strict=True) if trainer not in loop.errors]
-    for job, document in zip(finished, documents, strict=True):
-        _tell_notes(job, document, listener, f"{document['run']}: " if len(jobs) > 1 else "")
-    return documents, {job.folder.name: _with_what_is_kept(job.folder.name, trainer, loop.errors[trainer])
-                       for job, trainer in zip(jobs, loop.trainers, strict=True) if trainer in loop.errors}
+    for job, document in zip([job for job in jobs if job.folder.name not in errors], documents, strict=True):
+        before, said = f"{document['run']}: " if len(jobs) > 1 else "", doubts_at_start(job.run.plan)
+        for warning in document["warnings"]:
+            if warning not in said:
+                listener.note(f"{before}warning: {warning}")
+        for note in document["notes"]:
+            listener.note(f"{before}{note}")
+    return documents, errors
 
 
-def _begun(job: Job, trainings: int, listener: Listener, communicator: Communicator) -> Trainer:
+def _announce(job: Job, listener: Listener, communicator: Communicator) -> None:
     """Write a run folder's first files, and print what is trained there."""
     folder, run, plan = job.folder, job.run, job.run.plan
     if job.given is not None and communicator.is_main:
-        _write_config(folder, run, job.given)  # before run.json, which marks a run that can be resumed
+        run.write_config(folder, job.given)  # before run.json, which marks a run that can be resumed
         run.write(folder, None)
-    if job.lengthened is not None:
-        listener.note(f"{folder.name}: {plan.training.epochs} epochs in place of {job.lengthened}; the learning rate "
-                      "goes on where it would be in a run of so many")
-        if communicator.is_main:
-            _lengthen_config(folder, job.lengthened, plan.training.epochs)
-            run.write(folder, None)
-    trainer = Trainer(plan, RunRecord(run, folder, listener) if communicator.is_main else Record(), trainings=trainings,
-                      communicator=communicator)
+    tests = 0 if plan.test_rows is None else plan.test_rows.rows
     listener.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
-                  f"on {run.stores.d_in} dimensions, {trainer.train_rows.rows:,} training and "
-                  f"{trainer.test_rows.rows:,} test rows, {trainer.steps:,} steps"
+                  f"on {run.stores.d_in} dimensions, {plan.train_rows.rows:,} training and {tests:,} test rows, "
+                  f"{plan.steps:,} steps"
                   + ("" if plan.training.precision == "float32" else f", products in {plan.training.precision}")
                   + (f", from {plan.start.name}" if plan.start else ""))
     for warning in doubts_at_start(plan):
         listener.note(f"{folder.name}: warning: {warning}")
-    return trainer
 
 
-def _trained(jobs: Sequence[Job], loop: Loop, listener: Listener) -> list[dict[str, Any]]:
-    """Train to the end, and finish the run folders; returns the documents of those that did not fail."""
+def _trained(jobs: Sequence[Job], listener: Listener,
+             communicator: Communicator) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
+    """Train to the end, and finish the run folders; as of `train_runs`."""
     one = len(jobs) == 1
-    title, total = ("training", loop.trainers[0].steps) if one else (f"training {len(jobs)} SAEs", None)
+    trainings: dict[str, Training] = {}
+    errors: dict[str, Exception] = {}
+    title, total = ("training", jobs[0].run.plan.steps) if one else (f"training {len(jobs)} SAEs", None)
     with listener.progress(title, total, "steps") as show:
         progress = _Progress(show)
-        for job, trainer in zip(jobs, loop.trainers, strict=True):
-            trainer.show = show if one else progress.of(job.folder.name)
+        for job in jobs:
+            name = job.folder.name
+            try:
+                record = RunRecord(job.run, job.folder, listener) if communicator.is_main else Record()
+                shared = next((training.rows for training in trainings.values()), None)
+                trainings[name] = start_training(job.run.plan, record, show if one else progress.of(name), len(jobs),
+                                                 communicator, shared)
+            except Exception as error:  # reported at the end, when the others have finished
+                if one:
+                    raise
+                errors[name] = error
+        loop = Loop([*trainings.values()], alone=one)
         try:
             saes = loop.train()
         except TrainingError as error:
-            raise error.within(after=_what_is_kept(loop.trainers[0])) from error
+            raise error.within(after=_what_is_kept(loop.trainings[0])) from error
         results = loop.results(saes) if saes else []
-    finished = [job for job, trainer in zip(jobs, loop.trainers, strict=True) if trainer not in loop.errors]
-    if loop.trainers[0].communicator.is_main:
+    for name, training in trainings.items():
+        if training in loop.errors:
+            errors[name] = loop.errors[training]
+            if isinstance(error := errors[name], TrainingError):
+                errors[name] = error.within(after=_what_is_kept(training))
+    errors = {job.folder.name: error.within(job.folder.name) if isinstance(error, SaeError) else error
+              for job in jobs if (error := errors.get(job.folder.name))}
+    finished = [job for job in jobs if job.folder.name not in errors]
+    if communicator.is_main:
         for job, result in zip(finished, results, strict=True):
             job.run.write(job.folder, result)
     return [{"run": job.folder.name, "path": str(job.folder), "solver": plan.solver.name, "act": plan.activation.name,
              "data": job.run.stores.name, "d_in": job.run.stores.d_in, "d_sae": plan.training.d_sae, **result,
              **({} if one else {"varied": dict(job.varied)})}
-            for job, result in zip(finished, results, strict=True) for plan in [job.run.plan]]
+            for job, result in zip(finished, results, strict=True) for plan in [job.run.plan]], errors
 
 
 class _Progress:
@@ -119,55 +375,10 @@ class _Progress:
         return step
 
 
-def _with_what_is_kept(name: str, trainer: Trainer, error: Exception) -> Exception:
-    """The error of one of several runs, with its name and a clause on what is left of it."""
-    if not isinstance(error, SaeError):
-        return error
-    return error.within(name, _what_is_kept(trainer) if isinstance(error, TrainingError) else "")
-
-
-def _what_is_kept(trainer: Trainer) -> str:
+def _what_is_kept(training: Training) -> str:
     """A clause on what is left of a failed run."""
-    if not (kept := trainer.kept).epoch:
-        return f"the run stops in epoch 1 of {trainer.epochs}, and nothing of it is kept"
-    return (f"the run stops in epoch {kept.epoch + 1} of {trainer.epochs}; its checkpoint of epoch {kept.epoch}, step "
+    kept, epochs = training.progress, training.plan.epochs
+    if not kept.epoch:
+        return f"the run stops in epoch 1 of {epochs}, and nothing of it is kept"
+    return (f"the run stops in epoch {kept.epoch + 1} of {epochs}; its checkpoint of epoch {kept.epoch}, step "
             f"{kept.step}, is kept")
-
-
-def _tell_notes(job: Job, document: Mapping[str, Any], listener: Listener, before: str) -> None:
-    """Print a run's notes, and its warnings that were not printed when it began."""
-    said = doubts_at_start(job.run.plan)
-    for warning in document["warnings"]:
-        if warning not in said:
-            listener.note(f"{before}warning: {warning}")
-    for note in document["notes"]:
-        listener.note(f"{before}{note}")
-
-
-def _write_config(folder: Path, run: Run, given: Mapping[str, Any]) -> None:
-    """Write a file for `--config` that repeats the run: the options given, and as comments those filled in."""
-    plan = run.plan
-    chosen = {"solver": plan.solver.name, "act": plan.activation.name, **run.stores.options(),
-              "precision": plan.training.precision}  # of auto's, which is another on another device
-    given = {name: value for name, value in given.items() if name != "precision"}
-    if plan.start is not None:
-        chosen |= {"init": plan.start.name, "init_hash": plan.start.hash}
-    settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
-    if settled["sparsity"] == "none":
-        del settled["sparsity_weight"]
-    heading = [f"sae train --config {CONFIG} trains this run again, to the same weights, on the same rows.",
-               f"Options on the command line win. Written by saecli {version('saecli')}."]
-    filled = {name: value for name, value in settled.items() if name not in {*given, *chosen}}
-    lines = [*(f"# {line}" for line in heading), "", *toml_lines({**chosen, **given}), "",
-             "# Not given, and so by default:", *(f"# {line}" for line in toml_lines(filled))]
-    with appearing_whole(folder / CONFIG) as temporary:
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _lengthen_config(folder: Path, had: int, epochs: int) -> None:
-    """Have the file for `--config` say how many epochs the run has now, and that it was lengthened."""
-    text = (folder / CONFIG).read_text(encoding="utf-8")
-    note = f"# Lengthened from {had} epochs to {epochs}: trained again in one, the weights will be others.\n"
-    text = re.sub(r"^(# )?epochs = \d+$", f"epochs = {epochs}", note + text, count=1, flags=re.MULTILINE)
-    with appearing_whole(folder / CONFIG) as temporary:
-        temporary.write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ import torch
 import saecli
 from saecli import SAE, ActivationStore
 from saecli.sae.metrics import reconstruction
-from saecli.train.normalisation import fit_normalisation, on_raw_rows
+from saecli.train.rows import fit_normalisation, on_raw_rows
 
 SCRIPT = Path(__file__).with_name("saelens_training.py")
 AGREEMENT = 1e-3  # relative, between SAELens' own measures of an SAE and ours

@@ -34,11 +34,10 @@ from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
 from saecli.train.config import TrainingConfig
-from saecli.train.loop import Loop
+from saecli.train.loop import Loop, Record, start_training
 from saecli.train.options import PamSgd
 from saecli.train.pam_sgd import PamSgdSolver
 from saecli.train.plan import Plan
-from saecli.train.trainer import Record, Trainer
 
 ROWS, BATCH, SEED = 24_576, 2_048, 0
 COUNTED = ("all_reduce", "reduce", "broadcast", "send", "recv")
@@ -89,7 +88,7 @@ def work(home: Path, d_sae: int) -> None:
     store = ActivationStore.open(home / "activations" / "rows")
     training = TrainingConfig(d_sae=d_sae, epochs=2, batch_size=BATCH, smoothing=0.0)
     plan = Plan.resolved(training.rows_of(store), None, training, PamSgd(inner_steps=1), TopK(k=32))
-    _, memory = peak_of(Loop([Trainer(plan, Record(), communicator=communicator)]).train)
+    _, memory = peak_of(Loop([start_training(plan, Record(), communicator=communicator)]).train)
     if communicator.is_main:
         print(json.dumps({"seconds": seconds, "calls": calls, "bytes": traffic.bytes, "memory": memory}))
     if communicator.world_size > 1:

@@ -27,7 +27,7 @@ from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.batch import Batch
 from saecli.train.config import TrainingConfig
 from saecli.train.options import PamSgd, Sgd, SolverConfig
-from saecli.train.rows import initial_sae
+from saecli.train.start import initial_sae
 from saecli.train.task import Task
 
 SAELENS = "sae-lens==6.54.12"

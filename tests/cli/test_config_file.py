@@ -70,16 +70,6 @@ def test_what_a_file_switches_on_the_command_line_switches_off(sae: CommandLine,
         assert json.loads((sae.home / "runs" / run / "run.json").read_text())["solver"]["tied"] is tied
 
 
-def test_a_store_that_took_the_name_of_the_configs_is_told_of(sae: CommandLine, tmp_path: Path):
-    make_store(sae.home, "rows", some_rows(300))
-    config = tmp_path / "run.toml"
-    config.write_text('data = "rows"\ndata_hash = "rows"\nd_sae = 24\nsteps = 2\n')
-    assert "is not the store" not in sae("train", "--config", config).err
-    config.write_text(config.read_text().replace('data_hash = "rows"', 'data_hash = "of others"'))
-    assert "rows is not the store that --data-hash of others is of" in sae("train", "--config", config).err
-    assert "is not the store" not in sae("train", "--config", config, "--data", "rows").err
-
-
 @pytest.mark.slow
 def test_options_that_are_given_several_times_are_lists(sae: CommandLine, tmp_path: Path):
     config = tmp_path / "extract.toml"

@@ -21,8 +21,8 @@ from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
 from saecli.train.config import TrainingConfig
 from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
-from saecli.train.rows import initial_sae
 from saecli.train.solvers import SOLVERS
+from saecli.train.start import initial_sae
 from saecli.train.task import Task
 
 PRECISIONS = ("float32", "tf32", "bf16")
@@ -76,7 +76,7 @@ def steps(day: Day) -> Figures:
 
 def rows(day: Day) -> Figures:
     """Rows per second from a bfloat16 store through a whole training step, kept on the device and copied to it."""
-    import saecli.train.trainer as trainer
+    import saecli.train.plan as plan
 
     B, D, widths = sizes(day)
     count, found = (65_536, {}) if day.full else (2048, {})
@@ -84,8 +84,8 @@ def rows(day: Day) -> Figures:
         store = written(Path(folder) / "store", count, D)
         options = {"k": K, "d_sae": widths[-1], "batch_size": B, "epochs": 4, "smoothing": 0.1}
         chosen = store.split("train")
-        for way, most in (("kept on the device", trainer.MOST_TAKEN), ("copied", 0.0)):
-            trainer.MOST_TAKEN = most
+        for way, most in (("kept on the device", plan.MOST_TAKEN), ("copied", 0.0)):
+            plan.MOST_TAKEN = most
             taken = day.seconds(lambda: trained(day.device, "sgd", "topk", options, rows=chosen), 1)
             found[f"{way}: rows/s"] = options["epochs"] * chosen.rows / taken
     return found

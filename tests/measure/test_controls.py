@@ -17,22 +17,20 @@ import saecli
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
 from saecli.measure import control_rows as control_rows
-from saecli.measure.api import _planned
 from saecli.measure.control_rows import shuffled
 from saecli.measure.model_rows import of_model
-from saecli.train.loop import Loop
-from saecli.train.trainer import Record, Trainer
+from saecli.train.fit import planned
+from saecli.train.loop import Loop, Record, Training, start_training
 
 QUICK = ("--d-sae", "24", "--epochs", "2", "--batch-size", "64")
 NAMES = ["none", "fixed encoder", "fixed decoder", "shuffled rows", "random weights"]
 
 
-def trained(held: str, solver: str, act: str, **options: Any) -> tuple[dict[str, torch.Tensor], Trainer]:
-    """The weights at the start, and the trainer at the end of a training with some of them held."""
+def trained(held: str, solver: str, act: str, **options: Any) -> tuple[dict[str, torch.Tensor], Training]:
+    """The weights at the start, and the training at its end, with some of them held."""
     given = {"d_sae": 24, "epochs": 3, "batch_size": 64} | options
-    plan = replace(_planned(some_rows(900), None, solver, act, given), held=held)
-    first, last = (Trainer(plan, Record()) for _ in range(2))
-    first.begin()
+    plan = replace(planned(some_rows(900), solver, act, given), held=held)
+    first, last = (start_training(plan, Record()) for _ in range(2))
     Loop([last]).train()
     return first.solver.sae().tensors(), last
 

@@ -19,8 +19,8 @@ from saecli.train.array_rows import ArrayRows
 from saecli.train.config import TrainingConfig
 from saecli.train.options import PamSgd, Sgd, SolverConfig
 from saecli.train.plan import Plan
-from saecli.train.rows import initial_sae
 from saecli.train.solver import Solver
+from saecli.train.start import initial_sae
 
 B, F, D, L = 40, 60, 12, 5.0
 AIM, MULTIPLIER = 7.0, 0.4

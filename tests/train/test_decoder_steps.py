@@ -25,7 +25,7 @@ from saecli.train.array_rows import ArrayRows
 from saecli.train.config import TrainingConfig
 from saecli.train.options import RELEASED_BELOW, PamSgd
 from saecli.train.pam_sgd import MOST_ROWS, PASS_ROWS, batches_between, decoder_steps
-from saecli.train.rows import initial_sae
+from saecli.train.start import initial_sae
 
 ROWS = RowsInMemory(torch.zeros(40 * F, 2), batch_size=64)  # ten batches
 

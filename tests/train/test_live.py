@@ -26,13 +26,13 @@ from saecli.sae.activations import ACTIVATIONS
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.split import is_test
+from saecli.store.stream import WHOLE, Part
 from saecli.train.array_rows import ArrayRows
 from saecli.train.config import TrainingConfig
 from saecli.train.live import LiveRows
-from saecli.train.loop import Loop
+from saecli.train.loop import Loop, Record, start_training
 from saecli.train.plan import Plan
 from saecli.train.solvers import SOLVERS
-from saecli.train.trainer import Record, Trainer
 
 D = 6
 TRAIN = ("train", "--model", "tiny-gemma2", "--layer", "2")
@@ -69,7 +69,7 @@ def planned(train, test, solver: str, act: str, **options) -> Plan:
 
 
 def weights(plan: Plan) -> dict[str, torch.Tensor]:
-    (sae,) = Loop([Trainer(plan, Record())]).train()
+    (sae,) = Loop([start_training(plan, Record())]).train()
     return sae.tensors()
 
 
@@ -105,7 +105,7 @@ def test_one_window_trains_bit_for_bit_as_its_rows_in_an_array(solver: str, act:
 class InOrder(ArrayRows):
     """Rows that are trained on in the order in which they lie."""
 
-    def batches(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+    def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         return self.sequential(batch_size)
 
 
@@ -138,9 +138,9 @@ def test_a_text_that_ends_in_a_later_window_is_trained_on_to_its_end_and_told(so
     rows, documents = of_documents(9000)
     there = int((~is_test(documents)).sum())
     with LiveRows(source(rows, documents, [900, 5000]), 20_000, 0, 1200, Silent(), windows_of(2500)) as live:
-        loop = Loop([Trainer(planned(live, live.test_rows, solver, "topk"), Record())])
+        loop = Loop([start_training(planned(live, live.test_rows, solver, "topk"), Record())])
         (result,) = loop.results(loop.train())
-    assert result["rows_train"] == there > result["rows_counted"] and result["steps"] < loop.trainers[0].steps
+    assert result["rows_train"] == there > result["rows_counted"] and result["steps"] < loop.trainings[0].plan.steps
     assert result["warnings"][0] == (
         f"the text ended after {there:,} of 20,000 training rows, before the learning rate had fallen; use --rows "
         f"{there}, or a longer text")
@@ -252,7 +252,7 @@ def test_the_papers_decoder_steps_over_all_rows_need_rows_that_stay_in_memory():
     with LiveRows(source(rows, documents, [900]), 7500, 0, 1200, Silent(), windows_of(2500)) as live:
         for option in ({"decoder": "free"}, {"decoder_first": True}):
             solver = SOLVERS["pam-sgd"](**option)
-            with pytest.raises(ConfigError, match="takes decoder steps over all rows: expected at most 2,500"):
+            with pytest.raises(ConfigError, match="needs all rows in memory, at most 2,500"):
                 Plan.resolved(live, live.test_rows, TrainingConfig(), solver, ACTIVATIONS["relu"]())
 
 

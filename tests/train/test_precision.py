@@ -18,9 +18,9 @@ from saecli.train import plan
 from saecli.train.config import TrainingConfig
 from saecli.train.options import PamSgd, Sgd, SolverConfig
 from saecli.train.plan import settled
-from saecli.train.rows import initial_sae
-from saecli.train.run import RunRecord
+from saecli.train.runs import RunRecord
 from saecli.train.solver import Solver
+from saecli.train.start import initial_sae
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # whose products are cast, wherever the matrices are
 needs_bf16 = pytest.mark.skipif(not multiplies_bf16(CPU), reason="this processor has no bfloat16 products")

@@ -15,13 +15,12 @@ from test_held import rows_of  # noqa: E402
 
 import saecli  # noqa: E402
 from saecli.base import precision  # noqa: E402
-from saecli.measure.api import _planned  # noqa: E402
 from saecli.sae.codes import DenseCodes, SparseCodes  # noqa: E402
 from saecli.store.codec import DTYPES  # noqa: E402
 from saecli.store.joined import Joined  # noqa: E402
 from saecli.train.array_rows import HeldRows  # noqa: E402
-from saecli.train.loop import Loop  # noqa: E402
-from saecli.train.trainer import Record, Trainer  # noqa: E402
+from saecli.train.fit import planned  # noqa: E402
+from saecli.train.loop import Loop, Record, start_training  # noqa: E402
 
 dense = simulated.dense  # products as a device takes them
 GPU = simulated_gpu.NAME
@@ -194,13 +193,13 @@ def test_few_codes_of_a_device_are_kept_as_entries(density: float, monkeypatch: 
                                                  if name != "bfloat16")])
 def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str, kept: bool,
                                                monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("saecli.train.trainer.MOST_TAKEN", 0.8 if kept else 0.0)
+    monkeypatch.setattr("saecli.train.plan.MOST_TAKEN", 0.8 if kept else 0.0)
     rows, saes = rows_of(tmp_path / "store", dtype), []
     for where in ("cpu", GPU):
-        plan = _planned(rows, None, "pam-sgd", "relu", {"d_sae": 16, "epochs": 2, "batch_size": 100, "device": where})
-        trainer = Trainer(plan, Record())
-        (sae,) = Loop([trainer]).train()
+        plan = planned(rows, "pam-sgd", "relu", {"d_sae": 16, "epochs": 2, "batch_size": 100, "device": where})
+        training = start_training(plan, Record())
+        (sae,) = Loop([training]).train()
         saes.append(sae)
-    assert isinstance(trainer.rows.stored, HeldRows) == kept
+    assert isinstance(training.rows.stored, HeldRows) == kept
     for name, tensor in saes[0].tensors().items():
         assert torch.equal(saes[1].tensors()[name].cpu(), tensor), name

@@ -12,9 +12,9 @@ from saecli.sae.batch import Batch
 from saecli.train import decoder_step
 from saecli.train.decoder_step import directions_of_worst, useful
 from saecli.train.options import MOST_INNER_STEPS, PamSgd, Sgd, SolverConfig
-from saecli.train.rows import HIGHEST_RATE, fitted_learning_rate
 from saecli.train.smoothing import WIDEST, Smoothing, default_width
 from saecli.train.solver import Solver
+from saecli.train.start import HIGHEST_RATE, fitted_learning_rate
 
 DEAD = [2, 5]
 

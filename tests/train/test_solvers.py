@@ -32,9 +32,9 @@ from saecli.train.decoder_step import balance
 from saecli.train.optimizers import Adam
 from saecli.train.options import PamSgd, Sgd, SolverConfig
 from saecli.train.pam_sgd import PamSgdSolver
-from saecli.train.rows import initial_sae
 from saecli.train.solver import Solver
 from saecli.train.solvers import SOLVERS
+from saecli.train.start import initial_sae
 
 FREE = PamSgd(decoder="free", alpha=0.5, revive=False)
 KINDS = [Sgd(), PamSgd(), PamSgd(decoder="free")]

@@ -12,7 +12,7 @@ from launching import Launched, launched, own_words, torchrun
 from test_torchrun_extract import assert_same_documents
 from test_torchrun_train import COMMON, assert_same_run, some_rows
 
-from saecli.train.checkpoints import CHECKPOINT
+from saecli.train.files import CHECKPOINT
 
 NETWORK = "10.77.7"
 

@@ -13,7 +13,7 @@ from homes import CommandLine, make_store
 from launching import launched, own_words, together, torchrun
 from safetensors.numpy import load_file
 
-from saecli.train.checkpoints import CHECKPOINT
+from saecli.train.files import CHECKPOINT
 
 COMMON = ("--dtype", "float64", "--d-sae", "32", "--data", "rows", "--json")
 VARIANTS = {

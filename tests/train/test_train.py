@@ -18,10 +18,10 @@ from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.formats import load_native
 from saecli.store.split import is_test
 from saecli.store.statistics import Spread
-from saecli.train import trainer
+from saecli.train import plan
 from saecli.train.config import NORMALISATIONS
-from saecli.train.logs import read_metrics
-from saecli.train.normalisation import fit_normalisation
+from saecli.train.files import read_metrics
+from saecli.train.rows import fit_normalisation
 
 KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_counted", "rows_test",
         "epochs", "steps", "seconds", "rows_per_second", "warnings", "notes", "final"]
@@ -276,7 +276,7 @@ def test_where_a_batch_is_what_needs_the_memory_it_is_named(sae: CommandLine, mo
     make_store(sae.home, "rows", some_rows(60_000))
     said = []
     for mebibytes in (1, *range(20, 400, 20)):
-        monkeypatch.setattr(trainer, "free_memory", lambda *_, of=mebibytes: of << 20)
+        monkeypatch.setattr(plan, "free_memory", lambda *_, of=mebibytes: of << 20)
         said.append(sae("train", "--d-sae", "256", "--epochs", "1", "--batch-size", "60000", "--solver", "sgd").err)
         if "--batch-size" in said[-1]:
             break

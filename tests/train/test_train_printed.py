@@ -4,11 +4,9 @@ import json
 import re
 
 import pytest
-import torch
 from homes import CommandLine, make_store, some_rows
 from rich.console import Console
 
-import saecli
 from saecli.show.tables import figures_table
 
 QUICK = ("--d-sae", "24", "--epochs", "2")
@@ -61,40 +59,3 @@ def test_several_runs_stand_in_one_table_with_what_they_differ_in(sae: CommandLi
     assert second == ["figure", *(line[0] for line in lines)]
     assert all(len(figure) == 5 for figure in figures)
     assert done.out.splitlines()[-1] == f"saved in {sae.home / 'runs'}; loss.png in each has its curves"
-
-
-def test_a_run_is_lengthened_and_ends_as_one_that_was_begun_so_long(sae: CommandLine):
-    """A flat schedule has the same rates whatever the number of steps, so that two parts give the bits of one."""
-    make_store(sae.home, "rows", some_rows(300))
-    flat = ("--solver", "sgd", "--d-sae", "24", "--batch-size", "64", "--lr", "1e-3", "--sparsity-warm-up", "0",
-            "--lr-warm-up", "0", "--lr-decay", "0", "--smoothing", "0", "--no-revive", "--inner-steps", "1")
-    for name, epochs in ("parts", "2"), ("whole", "5"):
-        assert sae("train", *flat, "--epochs", epochs, "--name", name).status == 0
-    done = sae("train", "--resume", "--name", "parts", "--epochs", "5", "--json")
-    assert "parts: 5 epochs in place of 2" in done.err and done.json["epochs"] == 5
-    parts, whole = (saecli.load_sae(name, sae.home).tensors() for name in ("parts", "whole"))
-    assert all(torch.equal(parts[name], whole[name]) for name in whole)
-    settings = (sae.home / "runs" / "parts" / "config.toml").read_text()
-    assert settings.startswith("# Lengthened from 2 epochs to 5") and "\nepochs = 5\n" in settings
-    assert sae("train", "--config", str(sae.home / "runs/parts/config.toml"), "--json").json["epochs"] == 5
-    assert sae("train", "--resume", "--epochs", "6").err.startswith("sgd-relu-1: 6 epochs in place of 5")
-
-
-def test_a_finished_run_with_its_decoder_released_is_lengthened(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows(300))
-    short = sae("train", *QUICK, "--name", "run", "--release", "0", "--json").json["final"]
-    longer = sae("train", "--resume", "--name", "run", "--epochs", "9", "--json").json["final"]
-    assert longer["test_fvu"] < short["test_fvu"]
-    assert [longer["released"], short["released"]] == [1, 1]
-
-
-def test_what_cannot_be_lengthened_is_told_in_a_sentence(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows(300))
-    assert sae("train", *QUICK, "--name", "run").status == 0
-    for words, sentence in ((("--epochs", "2"), "--epochs must be above 2 to lengthen run, which has so many, got 2"),
-                            (("--steps", "40"), "--steps does nothing with --resume"),
-                            ((), "lengthen it by `sae train --resume --name run --epochs`")):
-        done = sae("train", "--resume", "--name", "run", *words)
-        assert done.status == (2 if words else 1) and sentence in done.err
-    assert sae("train", *QUICK[:2], "--steps", "9", "--name", "short").status == 0
-    assert "cannot lengthen short, which was given --steps" in sae("train", "--resume", "--epochs", "9").err

@@ -9,7 +9,7 @@ from launching import signalled
 from test_train import assert_same_weights, weights
 
 from saecli.store.rows import Rows
-from saecli.train.logs import read_metrics
+from saecli.train.files import read_metrics
 
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64")
 

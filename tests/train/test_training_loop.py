@@ -1,6 +1,7 @@
-"""The loop over trainers: one reading of the rows for all, and failures and interrupts among several."""
+"""The loop over trainings: one reading of the rows for all, and failures and interrupts among several."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,11 @@ from homes import make_store, some_rows
 
 import saecli
 from saecli.base.errors import ConfigError, TrainingError
-from saecli.measure.api import _planned
 from saecli.store.rows import Rows
 from saecli.train.array_rows import ArrayRows
-from saecli.train.loop import Loop
-from saecli.train.trainer import Record, Trainer
+from saecli.train.fit import planned
+from saecli.train.loop import Loop, Record, Training, start_training
+from saecli.train.rows import TrainingRows
 
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
 KINDS = [("pam-sgd", "topk", {"k": 3}), ("sgd", "jumprelu", {}), ("pam-sgd", "batchtopk", {"k": 2, "inner_steps": 2}),
@@ -52,10 +53,15 @@ class Failing(Lines):
         raise self.failure
 
 
-def trainer(rows: Any, solver: str = "sgd", act: str = "topk", record: Record | None = None,
-            **options: Any) -> Trainer:
+def training(rows: Any, solver: str = "sgd", act: str = "topk", record: Record | None = None, test: Any = None,
+             shared: TrainingRows | None = None, **options: Any) -> Training:
     given = QUICK | ({"k": 3} if act == "topk" else {}) | options
-    return Trainer(_planned(rows, None, solver, act, given), record or Lines())
+    plan = replace(planned(rows, solver, act, given), test_rows=test)
+    return start_training(plan, record or Lines(), shared=shared)
+
+
+def several(*each: Training) -> Loop:
+    return Loop(each, alone=False)
 
 
 def same(one: saecli.SAE, other: saecli.SAE) -> bool:
@@ -87,26 +93,26 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Counter:
 @pytest.mark.slow
 def test_each_of_several_is_to_the_bit_what_it_is_alone():
     rows = some_rows(700)
-    alone = [Loop([trainer(rows, solver, act, **options)]) for solver, act, options in KINDS]
+    alone = [Loop([training(rows, solver, act, **options)]) for solver, act, options in KINDS]
     expected = [loop.train()[0] for loop in alone]
-    together = Loop([trainer(rows, solver, act, **options) for solver, act, options in KINDS])
+    together = several(*(training(rows, solver, act, **options) for solver, act, options in KINDS))
     for one, other in zip(together.train(), expected, strict=True):
         assert same(one, other)
-    for one, other in zip(together.trainers, alone, strict=True):
+    for one, other in zip(together.trainings, alone, strict=True):
         known = [[{name: value for name, value in line.items() if name != "seconds"} for line in found.record.lines]
-                 for found in (one, other.trainers[0])]
+                 for found in (one, other.trainings[0])]
         assert known[0] == known[1]
     assert together.errors == {}
 
 
 def test_several_read_the_rows_as_often_as_one(batches: Counter):
     rows = some_rows(700)
-    made = [trainer(rows, "pam-sgd", seed=seed) for seed in range(3)]
+    made = [training(rows, "pam-sgd", seed=seed) for seed in range(3)]
     batches.clear()
     Loop(made[:1]).train()
     one = {key: count for key, count in batches.items() if key[2]}  # the first batches are each one's sample too
     batches.clear()
-    Loop([trainer(rows, "pam-sgd", seed=seed) for seed in range(3)]).train()
+    Loop([made[0], *(training(rows, "pam-sgd", seed=seed, shared=made[0].rows) for seed in (1, 2))]).train()
     assert {key: count for key, count in batches.items() if key[2] and key[1] != 0} == \
         {key: count for key, count in one.items() if key[1] != 0}
     assert batches["batches", 1, 0] == 1
@@ -116,15 +122,15 @@ def test_several_read_the_rows_as_often_as_one(batches: Counter):
 def test_one_that_wants_passes_of_its_own_shares_the_others(batches: Counter):
     rows = some_rows(900)
     often = {"decoder_every": 3, "inner_steps": 1, "d_sae": 200}  # too few rows for running sums: it passes over all
-    plain, alone = Loop([trainer(rows, "pam-sgd", d_sae=200)]), Loop([trainer(rows, "pam-sgd", **often)])
+    plain, alone = Loop([training(rows, "pam-sgd", d_sae=200)]), Loop([training(rows, "pam-sgd", **often)])
     expected = plain.train() + alone.train()
     read = []
     for given in ({"d_sae": 200}, often):
         batches.clear()
-        Loop([trainer(rows, "pam-sgd", **given)]).train()
+        Loop([training(rows, "pam-sgd", **given)]).train()
         read.append(batches["sequential", None, 0])
     batches.clear()
-    found = Loop([trainer(rows, "pam-sgd", **options) for options in ({"d_sae": 200}, often)]).train()
+    found = Loop([training(rows, "pam-sgd", **options) for options in ({"d_sae": 200}, often)]).train()
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
     assert batches["sequential", None, 0] == read[1] + 1  # rows in memory are looked through as each is planned
     assert read[1] - read[0] == 2 * 4  # within an epoch of 15 batches; both make the pass at its end
@@ -133,33 +139,33 @@ def test_one_that_wants_passes_of_its_own_shares_the_others(batches: Counter):
 def test_of_different_lengths_each_comes_to_its_own_end():
     rows = some_rows(500)
     plans = [{"epochs": 1}, {"epochs": 3}, {"epochs": None, "steps": 5}]
-    expected = [Loop([trainer(rows, **plan)]).train()[0] for plan in plans]
-    found = Loop([trainer(rows, **plan) for plan in plans])
+    expected = [Loop([training(rows, **plan)]).train()[0] for plan in plans]
+    found = several(*(training(rows, **plan) for plan in plans))
     assert all(same(one, other) for one, other in zip(found.train(), expected, strict=True))
-    assert [one.record.epochs for one in found.trainers] == [1, 3, 1]
+    assert [one.record.epochs for one in found.trainings] == [1, 3, 1]
 
 
 @pytest.mark.parametrize("failing", [{"lr": 1e30}, {"record": Failing(OSError("full"))}], ids=["diverges", "full"])
 def test_a_failure_leaves_the_others_to_go_on(failing: dict):
     rows = some_rows(500)
-    (expected,) = Loop([trainer(rows)]).train()
-    loop = Loop([trainer(rows), trainer(rows, **failing), trainer(rows)])
+    (expected,) = Loop([training(rows)]).train()
+    loop = several(training(rows), training(rows, **failing), training(rows))
     found = loop.train()
     assert len(found) == 2 and all(same(one, expected) for one in found)
-    assert list(loop.errors) == [loop.trainers[1]]
-    assert isinstance(loop.errors[loop.trainers[1]], TrainingError if "lr" in failing else OSError)
-    assert [one.record.ended for one in loop.trainers] == [1, 1, 1]
+    assert list(loop.errors) == [loop.trainings[1]]
+    assert isinstance(loop.errors[loop.trainings[1]], TrainingError if "lr" in failing else OSError)
+    assert [one.record.ended for one in loop.trainings] == [1, 1, 1]
 
 
 def test_the_only_one_raises_what_ends_it():
-    alone = trainer(some_rows(500), lr=1e30)
+    alone = training(some_rows(500), lr=1e30)
     with pytest.raises(TrainingError, match="the loss became"):
         Loop([alone]).train()
     assert alone.record.ended == 1
 
 
 def test_all_that_fail_leave_no_sae():
-    loop = Loop([trainer(some_rows(500), lr=1e30), trainer(some_rows(500), lr=1e29)])
+    loop = several(training(some_rows(500), lr=1e30), training(some_rows(500), lr=1e29))
     assert loop.train() == [] and len(loop.errors) == 2
 
 
@@ -168,33 +174,32 @@ def test_rows_that_cannot_be_read_end_all(monkeypatch: pytest.MonkeyPatch):
 
     def damaged(self, *words, **named):
         for number, batch in enumerate(original(self, *words, **named)):
-            if len(reads) > 2 and number == 3:
+            if reads and number == 3:
                 raise OSError("damaged")
             yield batch
         reads.append(named)
 
-    loop = Loop([trainer(some_rows(500), epochs=9), trainer(some_rows(500), epochs=9)])
+    loop = several(training(some_rows(500), epochs=9), training(some_rows(500), epochs=9))
     monkeypatch.setattr(ArrayRows, "batches", damaged)
     with pytest.raises(OSError, match="damaged"):
         loop.train()
-    assert [one.record.ended for one in loop.trainers] == [1, 1]
+    assert [one.record.ended for one in loop.trainings] == [1, 1]
 
 
 def test_an_interrupt_reaches_all():
-    loop = Loop([trainer(some_rows(500), epochs=9, record=Failing(None)), trainer(some_rows(500), epochs=9)])
+    loop = several(training(some_rows(500), epochs=9, record=Failing(None)), training(some_rows(500), epochs=9))
     with pytest.raises(KeyboardInterrupt):
         loop.train()
     assert loop.errors == {}
-    assert [one.record.ended for one in loop.trainers] == [1, 1]
-    assert max(one.progress.epoch for one in loop.trainers) == 1
+    assert [one.record.ended for one in loop.trainings] == [1, 1]
+    assert max(one.progress.epoch for one in loop.trainings) == 1
 
 
 def test_results_are_measured_on_all_rows_for_those_that_came_through(tmp_path):
     make_store(tmp_path, "rows", some_rows(500))
     store = saecli.open_store("rows", tmp_path)
-    loop = Loop([trainer(store), trainer(store, lr=1e30), trainer(store, seed=2)])
-    for one in loop.trainers:
-        one.test_rows = store.split("test")
+    test = store.split("test")
+    loop = several(training(store, test=test), training(store, test=test, lr=1e30), training(store, test=test, seed=2))
     saes = loop.train()
     results = loop.results(saes)
     assert len(results) == 2
@@ -205,6 +210,6 @@ def test_results_are_measured_on_all_rows_for_those_that_came_through(tmp_path):
         assert result["rows_test"] == len(x)
 
 
-def test_trainers_that_have_no_memory_are_refused():
+def test_trainings_that_have_no_memory_are_refused():
     with pytest.raises(ConfigError, match="GiB of memory"):
-        trainer(some_rows(700), "pam-sgd", d_sae=10**7)
+        training(some_rows(700), "pam-sgd", d_sae=10**7)

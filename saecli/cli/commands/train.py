@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ...base import interrupts
-from ...base.console import Listener
 from ...base.distributed import Communicator, communicator
 from ...base.errors import ConfigError, SaeError, flag_of
 from ...base.home import checked_name, now
@@ -22,23 +21,21 @@ from ...show.tables import figures_table, results_table
 from ...store.joined import Joined
 from ...store.opening import open_joined
 from ...train.config import TrainingConfig
-from ...train.jobs import Job, claimed_folders, resumed_job
-from ...train.jobs import run_names as names_of
+from ...train.files import read_metrics
 from ...train.live import LiveRows
-from ...train.logs import read_metrics
 from ...train.plan import Plan
 from ...train.rows import SAMPLED_ROWS
-from ...train.run import Run
-from ...train.runs import train_runs
+from ...train.runs import Job, Run, claimed_folders, resumed_job, train_runs
+from ...train.runs import run_names as names_of
 from ...train.solvers import SOLVERS
-from ...train.starting import Start
+from ...train.start import Start
 from ..options import Given, Json, Session, configured, run_names, start, store_names, unfinished_names
 
 PANEL = "Rows of --model"
 _HELP = {
     "model": f"Train without a store, on activations of this language model as it gives them: hub id, folder, or "
              f"{TINY_GEMMA2}; with --layer, --site, --dataset, --rows and others of `sae extract` (--help-all).",
-    "rows": "Training rows, beside held-out ones; fewer if the text ends first.",
+    "rows": "Training rows, without held-out ones; fewer if the text ends first.",
 }
 # Rows in memory have one precision, and batches of the model leave room for the training beside it.
 FROM_MODEL = tuple(replace(one, help=_HELP.get(name, one.help), once=True, panel=None if name == "model" else PANEL,
@@ -48,22 +45,16 @@ FROM_MODEL = tuple(replace(one, help=_HELP.get(name, one.help), once=True, panel
 Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="Training algorithm.")]
 Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="Activation.")]
 Data = Annotated[list[str] | None, typer.Option(
-    "--data", help="Activation store to train on, its name or folder; several, of the same tokens at other places, are "
-                   "read side by side, for a crosscoder.", show_default="the newest", autocompletion=store_names)]
+    "--data", help="Activation store to train on, by name or folder; several of the same tokens, for a crosscoder.",
+    show_default="the newest", autocompletion=store_names)]
 Target = Annotated[str | None, typer.Option(
     "--target", help="Store of the same tokens to predict from --data, for a transcoder.", show_default="--data itself",
     autocompletion=store_names)]
-DataHash = Annotated[str | None, typer.Option(
-    "--data-hash", help="Hash of the store's origin, as in a run's config.toml: a note is printed if the store of that "
-                        "name has another.", show_default=False)]
 Init = Annotated[str | None, typer.Option(
-    "--init", metavar="RUN", help="Start from this SAE instead of random directions: a run's name, a folder that holds "
-                                  "an SAE, or user/repo/folder@revision on the Hugging Face hub. --d-sae and "
-                                  "--prefixes are its own, --act and --k too unless given.",
+    "--init", metavar="RUN", help="Start from this SAE instead of random directions: a run, a folder that holds an "
+                                  "SAE, or user/repo/folder@revision on the Hugging Face hub. d_sae and prefixes are "
+                                  "inherited; act and k can be overridden.",
     show_default="random directions", autocompletion=run_names)]
-InitHash = Annotated[str | None, typer.Option(
-    "--init-hash", help="Hash of the SAE of --init, as in a run's config.toml: a note is printed if the SAE of that "
-                        "name has another.", show_default=False)]
 Layer = Annotated[int | None, typer.Option("--layer", help="Block of --model to read, from 0.",
                                            show_default="the middle one", rich_help_panel=PANEL)]
 Site = Annotated[Literal[SITES], typer.Option("--site", help="Where in the block; see `sae extract`.",
@@ -72,16 +63,14 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number",
                                           autocompletion=unfinished_names)]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, else the newest unfinished one, from "
-                                                       "its last checkpoint, as if never stopped. With --epochs, "
-                                                       "lengthen it, or the newest, finished or not.")]
+                                                       "its last checkpoint, as if never stopped.")]
 
 
-@configured(TrainingConfig, repeated=True, advanced={"data_hash", "init", "init_hash", "layer", "site"},
+@configured(TrainingConfig, repeated=True, advanced={"init", "layer", "site"},
             beside=FROM_MODEL, solver=SOLVERS, act=ACTIVATIONS)
 def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
-            data: Data = None, target: Target = None, data_hash: DataHash = None, init: Init = None,
-            init_hash: InitHash = None, layer: Layer = None, site: Site = "resid_post", name: Name = None,
-            resume: Resume = False, json: Json = False) -> None:
+            data: Data = None, target: Target = None, init: Init = None, layer: Layer = None,
+            site: Site = "resid_post", name: Name = None, resume: Resume = False, json: Json = False) -> None:
     """Train a sparse autoencoder from a store or a model.
 
     Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch,
@@ -101,19 +90,15 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
         try:
             if resume:
                 _demand_no_others(ctx)
-                jobs = [resumed_job(session.home, name, session.console, claims, processes, ctx.params["epochs"])]
+                jobs = [resumed_job(session.home, name, session.console, claims, processes)]
             else:
                 names = names_of(name, [each.varied for each in options])
                 stores, rows = _rows(ctx, session, options[0], claims, processes)
                 begun = None if init is None else processes.broadcast_object(
                     lambda: Start.open(session.home, init, session.console))
                 if begun is not None and ctx.get_parameter_source("act").name == "DEFAULT":
-                    act = begun.sae.activation.name
+                    act = begun.activation
                 runs = [_planned(stores, rows, each, solver, act, begun) for each in options]
-                if isinstance(stores, Joined):
-                    what = "is not the store" if stores.is_single else "are not the stores"
-                    _note_hash(ctx, ("data", "target"), f"{stores.name} {what}", stores.hash, session.console)
-                _note_hash(ctx, ("init",), f"{init} is not the SAE", begun and begun.hash, session.console)
                 folders = claimed_folders(session.home, names, f"{solver}-{act}", claims, processes)
                 jobs = [Job(folder, run, _of_run(each), each.varied)
                         for folder, run, each in zip(folders, runs, options, strict=True)]
@@ -161,7 +146,7 @@ def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStac
         for store in stores.all:
             checked_name(store.name, "the name of the store's folder")
         return stores, None
-    if idle := sorted(given & {"data", "target", "data_hash", "fraction"}):
+    if idle := sorted(given & {"data", "target", "fraction"}):
         raise ConfigError(f"{flag_of(idle[0])} does nothing with --model {model}, whose rows are not stored; leave "
                           "one of them out, or store rows by `sae extract`", option=idle[0])
     if processes.world_size > 1:
@@ -197,22 +182,9 @@ def _planned(stores: Joined | Streamed, rows: LiveRows | None, options: Given, s
     return Run(stores, plan, now())
 
 
-def _note_hash(ctx: typer.Context, names: Sequence[str], words: str, found: str | None, listener: Listener) -> None:
-    """Say so if the stores or the SAE that options name, of which the first has a hash, are not those that a file of
-    options was written for, unless the command line names others."""
-    name = names[0]
-    wanted = ctx.params[f"{name}_hash"]
-    if wanted is not None and found is None:
-        raise ConfigError(f"--{name}-hash does nothing without --{name}; leave it out", option=f"{name}_hash")
-    on_line = {one for one in (*names, f"{name}_hash") if ctx.get_parameter_source(one).name == "COMMANDLINE"}
-    if (on_line and f"{name}_hash" not in on_line) or wanted in (None, found):
-        return
-    listener.note(f"{words} that --{name}-hash {wanted} is of, though named alike; the weights will be others")
-
-
 def _demand_no_others(ctx: typer.Context) -> None:
     """Refuse options beside --resume."""
     given = {name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"}
-    if others := sorted(given - {"name", "resume", "epochs", "json"}):
+    if others := sorted(given - {"name", "resume", "json"}):
         raise ConfigError(f"{flag_of(others[0])} does nothing with --resume, which goes on with the settings of the "
                           "run; leave it out", option=others[0])

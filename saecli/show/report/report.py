@@ -28,7 +28,7 @@ from ...measure.latents import neighbours, survey
 from ...measure.measured import Measured, RowsLike, held_out, measured
 from ...measure.places import places_document
 from ...sae.library import SAELike
-from ...train.logs import read_metrics
+from ...train.files import read_metrics
 from .details import Details, Readings, Texts, TokenNumbers
 from .neuronpedia import neuronpedia_url
 from .overview import overview

@@ -1,11 +1,11 @@
-"""saecli from Python: open stores, and fit SAEs.
+"""Training from Python: `saecli.open_store`, `join` and `fit`.
 
-`saecli/__init__.py` exports these functions, and imports them on first use. Options have the names, meanings and checks
-of the command line's; see `sae train --help`.
+Options have the names, meanings and checks of the command line's; see `sae train --help`.
 
-Shapes: N rows, D = d_in, F = d_sae.
+Shapes: N rows, D = d_in, E the width of targets, F = d_sae.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,16 @@ from ..store.joined import Joined, JoinedRows
 from ..store.opening import found_store
 from ..store.reader import ActivationStore
 from ..store.rows import Rows
-from ..train.array_rows import ArrayLike, ArrayRows
-from ..train.config import TrainingConfig
-from ..train.loop import Loop
-from ..train.plan import Plan
-from ..train.solvers import SOLVERS
-from ..train.starting import Start
-from ..train.trainer import Record, Trainer
+from .array_rows import ArrayLike, ArrayRows
+from .config import TrainingConfig
+from .loop import Loop, Record, start_training
+from .plan import Plan
+from .solvers import SOLVERS
+from .start import Start
 
 # Training options on files, and on the choice of a store's rows.
 OF_FOLDERS, OF_SPLITS = ("keep_every", "log_to"), ("fraction", "split_seed")
+Fitted = ActivationStore | Joined | Rows | JoinedRows | ArrayLike
 
 
 def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
@@ -54,11 +54,11 @@ def join(*inputs: ActivationStore | str | Path, target: ActivationStore | str | 
     """Stores of the same tokens side by side, for a crosscoder, or with a target, for a transcoder.
 
     Args:
-        *inputs: at least one, or its name in the home or its folder; their rows are read side by side.
+        *inputs: at least one store, its name in the home, or its folder.
         target: what is predicted from them; None for the inputs themselves.
 
     Returns:
-        What `fit` and `evaluate` take; its `split` gives batches (B, D + E) of the inputs and the target, side by side.
+        Stores for `fit` and `evaluate`; rows of their `split` come in batches (B, D + E).
 
     Raises:
         ConfigError: they are not row for row the same tokens, or none.
@@ -72,7 +72,6 @@ def join(*inputs: ActivationStore | str | Path, target: ActivationStore | str | 
 
 
 def _store(one: ActivationStore | str | Path) -> ActivationStore:
-    """A store given itself or by its name."""
     if isinstance(one, ActivationStore):
         return one
     if isinstance(one, str | Path):
@@ -81,25 +80,22 @@ def _store(one: ActivationStore | str | Path) -> ActivationStore:
                       "second)")
 
 
-def fit(rows: str | Path | ActivationStore | Joined | Rows | JoinedRows | ArrayLike, *,
-        target: ArrayLike | None = None, solver: str = "pam-sgd", act: str | None = None,
-        init: SAE | str | Path | None = None, progress: bool = False, **options: Any) -> SAE:
+def fit(rows: str | Path | Fitted, *, target: ArrayLike | None = None, solver: str = "pam-sgd",
+        act: str | None = None, init: SAE | str | Path | None = None, progress: bool = False, **options: Any) -> SAE:
     """Train an SAE, and write no files.
 
     The loss per row is `||x_hat - x||^2 + sparsity_weight * penalty`, with rows normalised to a mean squared norm of D.
     PAM-SGD alternates descent on the encoder with the decoder's closed-form optimum; see `saecli/train/pam_sgd.py`.
 
     Args:
-        rows: a store or its name, on whose training rows it returns bit for bit the SAE that `sae train` writes; rows
-            chosen from one (`store.split("all")`); or raw activations in memory, (N, D), a tensor or an array, all of
-            which are trained on, uniformly shuffled.
+        rows: a store or its name; rows of one (`store.split("all")`); or raw activations in memory, (N, D), all of
+            which are trained on. Given a store, it returns bit for bit the SAE that `sae train` writes.
         solver: pam-sgd or sgd.
-        act: the activation: relu, jumprelu, topk, relu-topk, abs-topk, batchtopk, swish or soft-topk; None for that
-            of `init`, or relu.
+        act: relu, jumprelu, topk, relu-topk, abs-topk, batchtopk, swish or soft-topk; None for that of `init`, or relu.
         target: with rows in memory, what is predicted from them, (N, E), for a transcoder; stores take `join`.
-        init: an SAE to start from instead of random directions, or whatever `load_sae` takes; `d_sae` is its own, and
-            so are `prefixes`, and with its activation `k`, unless given.
-        progress: show progress on stderr, and the solver's notes at the end.
+        init: an SAE to start from instead of random directions, or whatever `load_sae` takes; `d_sae`, `prefixes`, and
+            with its activation `k` are inherited.
+        progress: show progress and the solver's notes on stderr.
         **options: the training options of `sae train`: `d_sae` (F; 4 D by default), `k`, `epochs`, `lr`,
             `sparsity_weight`, `seed`, `device` and so on.
 
@@ -116,33 +112,35 @@ def fit(rows: str | Path | ActivationStore | Joined | Rows | JoinedRows | ArrayL
     """
     if isinstance(rows, str | Path):
         rows = open_store(rows)
-    start = None if init is None else Start.open(Home.at(None), init, listening(progress))
-    act = act or (start.sae.activation.name if start else "relu")
-    trainer = Trainer(_planned(rows, target, solver, act, options, start), Record())
     listener = listening(progress)
-    with listener.progress("training", trainer.steps, "steps") as trainer.show:
-        (sae,) = Loop([trainer]).train()
-    for note in trainer.solver.notes():
+    start = None if init is None else Start.open(Home.at(None), init, listener)
+    act = act or ("relu" if start is None else start.activation)
+    plan = planned(rows, solver, act, options, target=target, start=start)
+    with listener.progress("training", plan.steps, "steps") as show:
+        training = start_training(plan, Record(), show)
+        (sae,) = Loop([training]).train()
+    for note in training.solver.notes():
         listener.note(note)
-    sae.metadata = trainer.plan.settings() | _origin(rows, trainer.plan.training)
+    sae.metadata = plan.settings() | _origin(rows, plan.training)
     return sae
 
 
-def _origin(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, training: TrainingConfig) -> dict[str, Any]:
-    """Where rows come from, as of `origin_of`; nothing of rows in memory."""
+def _origin(rows: Fitted, training: TrainingConfig) -> dict[str, Any]:
+    """The origin of rows, as of `origin_of`; empty for rows in memory."""
     if isinstance(rows, ActivationStore | Joined):
         stores = rows if isinstance(rows, Joined) else Joined((rows,))
         return origin_of(stores, training.split_seed, training.fraction)
     if isinstance(rows, Rows | JoinedRows):
-        first, stores = (rows, Joined((rows.store,))) if isinstance(rows, Rows) else (rows.inputs[0], rows.stores)
-        return origin_of(stores, first.split.seed, first.split.fraction)
+        split = rows.inputs[0].split
+        return origin_of(Joined.of(rows), split.seed, split.fraction)
     return {}
 
 
-def _planned(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, target: ArrayLike | None, solver: str,
-             act: str, options: dict[str, Any], start: Start | None = None) -> Plan:
-    of_store = isinstance(rows, ActivationStore | Joined)
-    if target is not None and isinstance(rows, ActivationStore | Joined | Rows | JoinedRows):
+def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, target: ArrayLike | None = None,
+            start: Start | None = None) -> Plan:
+    """The plan of `fit` with these arguments; ConfigError for an option that is unknown, invalid or does nothing."""
+    of_store, chosen = isinstance(rows, ActivationStore | Joined), isinstance(rows, Rows | JoinedRows)
+    if target is not None and (of_store or chosen):
         raise ConfigError("--target goes with rows in memory; give fit the stores as one, by `saecli.join(store, "
                           "target=other)`", option="target")
     known = {name for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
@@ -158,11 +156,7 @@ def _planned(rows: ActivationStore | Joined | Rows | JoinedRows | ArrayLike, tar
         if name in idle:
             raise ConfigError(f"{flag_of(name)} does nothing in fit{idle[name]}; leave it out", option=name)
     training = TrainingConfig(**{name: options[name] for name in options_of(TrainingConfig) if name in options})
-    chosen = choose(SOLVERS, "solver", solver, options, options.keys())
-    settings = (start.settings(act) if start else {}) | options
-    activation = choose(ACTIVATIONS, "act", act, settings, settings.keys())
-    if of_store:
-        rows = training.rows_of(rows)
-    elif not isinstance(rows, Rows | JoinedRows):
-        rows = ArrayRows(rows, target)
-    return Plan.resolved(rows, None, training, chosen, activation, start)
+    settings = {**(start.settings(act) if start else {}), **options}
+    source = training.rows_of(rows) if of_store else rows if chosen else ArrayRows(rows, target)
+    return Plan.resolved(source, None, training, choose(SOLVERS, "solver", solver, options, options.keys()),
+                         choose(ACTIVATIONS, "act", act, settings, settings.keys()), start)

@@ -1,0 +1,282 @@
+"""The files of a run folder, and the trackers that `--log-to` names.
+
+    run.json                  configuration, data, state, result; written first, and again at the end
+    config.toml               the options of `sae train` that repeat the training
+    metrics.jsonl             one JSON object per line: `loss, batch_fvu, batch_l0`, means over some training batches,
+                              and at the end of each epoch `test_fvu, test_l0` of all held-out rows
+    checkpoint.safetensors    all state needed to resume, from the end of the last complete epoch
+    sae.safetensors           the SAE at that time, acting on raw activations
+    wandb/                    with --log-to wandb, its own files
+    kept/epoch-N              with --keep-every, the SAE of an earlier epoch, with a run.json
+
+Each file but `metrics.jsonl` appears whole or not at all; lines of `metrics.jsonl` newer than the checkpoint are
+dropped on resuming.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..base.console import Listener
+from ..base.documents import parse_json, read_json
+from ..base.errors import ConfigError, RunError, one_line
+from ..base.files import appearing_whole, lock_folder, regular, to_json
+from ..base.home import RUN_MARKER, Marker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
+PROJECT = "saecli"  # of runs in Weights & Biases and trackio, unless the environment names another
+
+
+@dataclass
+class Progress:
+    """Epochs and optimiser steps done, rows seen, seconds spent."""
+
+    epoch: int = 0
+    step: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+
+
+def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
+    """Replace a run's checkpoint by the tensors needed to resume, by name, and the progress."""
+    from ..sae.formats.common import write_safetensors  # imports torch
+
+    write_safetensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
+    """What `save_checkpoint` wrote last, None if it never did; RunError if the file is damaged."""
+    from ..sae.formats.common import read_safetensors  # imports torch
+
+    path = folder / CHECKPOINT
+    if not path.exists():
+        return None
+    try:
+        tensors, metadata = read_safetensors(path)
+        return tensors, parse_json(metadata.get("progress", ""), Progress)
+    except ValueError as error:
+        raise RunError(f"cannot read {path}: {error}; remove it to train this run from the start") from error
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A run, for what logs it.
+
+    Args:
+        folder: its folder.
+        created: time of its start, which tells it from a later run of the same name.
+        settings: its options, by name.
+        step: the last that counts; lines of later steps, left by a stopped run, are void.
+        listener: receives notes.
+    """
+
+    folder: Path
+    created: str
+    settings: dict[str, Any]
+    step: int
+    listener: Listener
+
+    @property
+    def identity(self) -> str:
+        """Its name and the second of its start."""
+        return f"{self.folder.name}-{self.created[:19].translate(str.maketrans('T:', '--'))}"
+
+
+class Log(Protocol):
+    """Where figures are written."""
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line, which has a `step`."""
+
+    def close(self) -> None:
+        """Finish: nothing more is written."""
+
+
+class MetricsLog:
+    """Appends to a run's `metrics.jsonl`."""
+
+    def __init__(self, run: Logged) -> None:
+        path = run.folder / METRICS
+        kept = [line for line in read_metrics(run.folder) if line["step"] <= run.step]
+        with appearing_whole(path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._file.write(to_json(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class _Step:
+    step: int
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's `metrics.jsonl`, without a last line cut off by a kill; RunError if another line is no JSON
+    object with a step."""
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    try:
+        text = regular(path).read_bytes()
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error}; remove it to go on without it") from error
+    lines = []
+    for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            parse_json(line, _Step)
+            lines.append(parse_json(line, dict[str, int | float | None]))
+        except ValueError as error:
+            raise RunError(f"cannot read line {number} of {path}: expected a JSON object of numbers with a step, got "
+                           f"{line[:60].decode(errors='replace')!r}; remove the line to go on without it") from error
+    return lines
+
+
+class WandbRun:
+    """A run in Weights & Biases, sent by a process of its own; offline if the server cannot be reached at the start.
+    ConfigError if it refuses the run, e.g. without login."""
+
+    def __init__(self, run: Logged) -> None:
+        import wandb
+
+        def begun(identity: str, mode: str | None) -> Any:
+            return wandb.init(project=os.environ.get("WANDB_PROJECT", PROJECT), name=run.folder.name, id=identity,
+                              resume="allow", dir=str(run.folder), config=run.settings, reinit="create_new", mode=mode,
+                              settings=wandb.Settings(silent=True, console="off"))
+
+        try:
+            with redirect_stdout(sys.stderr):  # stdout holds the command's result alone
+                self._run = begun(run.identity, None)
+        except wandb.errors.CommError as error:
+            run.listener.note(f"warning: Weights & Biases cannot be reached ({one_line(error)}); the run is kept in "
+                              f"{run.folder / 'wandb'}, from which `wandb sync` sends it")
+            self._run = begun(f"{run.identity}-offline", "offline")  # its process still holds the other
+        except wandb.errors.UsageError as error:
+            raise ConfigError(f"--log-to cannot begin a run in wandb: {one_line(error)}; log in by `wandb login`, or "
+                              "set WANDB_MODE=offline", option="log_to") from error
+
+    def write(self, line: dict[str, Any]) -> None:
+        if line["step"] >= self._run.step:  # those logged before a resumption are not again
+            self._run.log(_numbers(line), step=line["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioRun:
+    """A run in trackio, on this machine, shown by `trackio show`."""
+
+    def __init__(self, run: Logged) -> None:
+        import trackio
+
+        # A context of its own, since in one context trackio finishes the run begun before.
+        with redirect_stdout(sys.stderr):
+            self._run = contextvars.Context().run(
+                trackio.init, project=os.environ.get("TRACKIO_PROJECT", PROJECT), name=run.identity,
+                config=run.settings, resume="allow", embed=False)
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._run.log(_numbers(line), step=line["step"])
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Logged], Log]] = {"trackio": TrackioRun, "wandb": WandbRun}
+
+
+def check_trackers(text: str) -> None:
+    """Refuse a text that does not name trackers, by a ValueError whose message completes "the option must be"."""
+    words = text.split(",")
+    if not set(words) <= TRACKERS.keys() or len(set(words)) < len(words):
+        raise ValueError(f"one of {', '.join(TRACKERS)}, or several with commas between")
+
+
+def demand_trackers(names: str | None) -> None:
+    """Refuse trackers that are not installed, by a ConfigError."""
+    for name in names.split(",") if names else ():
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"--log-to needs the package {name}, which is not installed; install it with `pip "
+                              f"install 'saecli[{name}]'`, or leave --log-to out: metrics.jsonl holds the same "
+                              "figures", option="log_to")
+
+
+def logs_of(run: Logged, names: str | None) -> Iterator[Log]:
+    """A run's `metrics.jsonl` and the trackers named, opened one after the other."""
+    yield MetricsLog(run)
+    yield from (TRACKERS[name](run) for name in (names.split(",") if names else ()))
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, int | float]:
+    return {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
+
+
+BEFORE_MARKER = {CONFIG}  # files that a run writes before its run.json, and before its first checkpoint
+BEFORE_CHECKPOINT = {*BEFORE_MARKER, RUN_MARKER, METRICS, *TRACKERS, "sae.safetensors"}
+
+
+@contextmanager
+def claimed(folder: Path, new: bool = True) -> Iterator[None]:
+    """Lock a run's folder, and remove it at the end unless it has a checkpoint to resume from.
+
+    Args:
+        folder: made if need be.
+        new: whether the run is new, not resumed; leftovers of a run killed before its first checkpoint are then
+            removed.
+
+    Raises:
+        FileExistsError: the name of a new run is taken.
+        RunError: another process is training it.
+    """
+    if new and not _is_free(folder):
+        raise FileExistsError(folder)
+    try:
+        lock = lock_folder(folder)
+    except BlockingIOError as error:
+        raise RunError(f"another process is training {folder.name}; wait for it, or stop it") from error
+    try:
+        if new:
+            if not _is_free(folder):  # by now
+                raise FileExistsError(folder)
+            for path in folder.glob("[!.]*"):  # not its lock
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+        try:
+            yield
+        finally:
+            if not (folder / CHECKPOINT).exists():
+                shutil.rmtree(folder)
+    finally:
+        os.close(lock)
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether a folder is empty, or holds only leftovers of a run that cannot be resumed."""
+    if not folder.is_dir():
+        return not folder.exists()
+    names = {path.name for path in folder.glob("[!.]*")}
+    if names <= BEFORE_MARKER:
+        return True
+    with suppress(OSError, ValueError):
+        return names <= BEFORE_CHECKPOINT and not read_json(folder / RUN_MARKER, Marker).complete
+    return False

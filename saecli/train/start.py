@@ -1,0 +1,226 @@
+"""The start of a training: random directions or an SAE, and the learning rate.
+
+Shapes: n rows, B rows of a batch, D = d_in, E = d_out, F = d_sae.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..base.console import Listener
+from ..base.errors import ConfigError, RunError
+from ..base.files import to_json
+from ..base.home import Home
+from ..sae.activations import Activation, JumpRelu, activation_to_json
+from ..sae.batch import Batch
+from ..sae.codes import Prefixes
+from ..sae.dictionary import SAE
+from ..sae.library import lasting_name, open_sae
+from ..store.rows import RowSource
+from .rows import Normalisation
+
+RATE_FACTOR, RATE_POWER = 0.105, 1 / 3
+HIGHEST_RATE, OF_WIDTH = 0.008, 128
+ENOUGH_FIRINGS, FIRINGS_POWER = 8, 2 / 3
+POWER_ITERATIONS = 30  # for two digits of an eigenvalue
+
+
+def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, prefixes: Prefixes = (),
+                B: Tensor | None = None, skip: bool = False, widths: Sequence[int] = ()) -> SAE:
+    """An SAE with random unit directions, its decoder the encoder's, W_dec = W_enc' B, its scale fitted to a batch.
+
+    If the activation is linear on pairs of opposites and there are at least two latents per dimension, half of the
+    directions are the opposites of the others: the SAE can then be linear in the rows from the start, which random
+    directions learn late (without a penalty, test FVU after 50 passes over 700 rows of tiny-gemma2: 1e-7 instead of
+    1e-3).
+
+    Args:
+        batch: normalised rows.
+        B: the targets' linear regression on the rows, (D, E); None if they are the rows.
+        skip: whether to add an affine skip, which starts at 0.
+        widths: of a crosscoder's hook points.
+    """
+    x, d_in = batch.x, batch.x.shape[1]
+    directions = torch.randn(d_in, d_sae, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    if activation.opposites and d_sae >= 2 * d_in:
+        half = d_sae // 2
+        directions[:, half:2 * half] = -directions[:, :half]
+    W_enc = (directions / directions.norm(dim=0)).to(x)
+    start = activation.parameters(d_sae) | activation.training_parameters(d_sae)
+    parameters = activation.fitted(x @ W_enc, {name: tensor.to(x) for name, tensor in start.items()})
+    y_hat = activation.training_codes(x @ W_enc, parameters).times(W_enc.T if B is None else W_enc.T @ B)
+    size = y_hat.square().sum()
+    fit = ((batch.y * y_hat).sum() / size).clamp(min=1e-3) if size > 0 else x.new_ones(())
+    W_enc = W_enc * fit.sqrt()
+    parameters = activation.fitted(x @ W_enc, parameters)
+    W_dec, d_out = W_enc.T if B is None else W_enc.T @ B, batch.y.shape[1]
+    return SAE(W_enc, x.new_zeros(d_sae), W_dec.contiguous(), x.new_zeros(d_out), activation, parameters, prefixes,
+               x.new_zeros(d_in, d_out) if skip else None, widths)
+
+
+def fitted_learning_rate(batch: Tensor, firings: float) -> float:
+    """Peak learning rate of Adam.
+
+        lr = min(0.008 sqrt(128 / D), 0.105 / (D lambda)^(1/3)) * min(1, firings / 8)^(2/3)
+
+    lambda is the largest eigenvalue of `sum ||x||^2 x x' / sum ||x||^2` for rows of mean squared norm D. A step of Adam
+    moves each of the D weights of a latent by up to lr: the latent, of norm about 1, by up to `lr sqrt(D)`, and the
+    pre-activations of rows along the leading direction by up to `lr sqrt(D lambda)`; the fourth moment in place of the
+    second lets rows of large norm, which dominate the gradient, count for more. Adam divides by the root of a mean
+    square over all steps, so that the fewer rows of a batch a latent fires on, the noisier its steps.
+
+    Powers and factors are fitted to the best of a few rates each, of 4,000 steps: 8e-3 on tiny-gemma2 (D = 128) at 8
+    firings, 4e-3 there at 2, 4e-3 to 8e-3 on image patches (256), about 4e-3 in two worlds of known features at 2.5
+    (128) and 3.8 (192).
+
+    Args:
+        batch: normalised rows, (B, D).
+        firings: expected number of rows of a batch that a latent fires on, above 0.
+
+    Source: Gao et al., "Scaling and evaluating sparse autoencoders" (2024), whose rate falls as 1/sqrt(d_sae).
+    """
+    most = HIGHEST_RATE * math.sqrt(OF_WIDTH / batch.shape[1])
+    rarity = min(1.0, firings / ENOUGH_FIRINGS) ** FIRINGS_POWER
+    x = batch.double()
+    square = x.square().sum(1)
+    direction, length = x[square.argmax()], square.max().sqrt()
+    if not length > 0:
+        return most * rarity
+    for _ in range(POWER_ITERATIONS):
+        direction = x.T @ (square * (x @ (direction / length))) / square.sum()
+        length = direction.norm()
+    spread = (length / square.mean()).item()  # lambda / D, whatever the rows' scale
+    return min(most, RATE_FACTOR / (x.shape[1] ** 2 * spread) ** RATE_POWER) * rarity
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """The SAE that a training starts from.
+
+    Args:
+        name: of a run, a folder's path, or an address on the hub.
+        hash: its `fingerprint`.
+        sae: acting on raw rows; None if training resumes from a checkpoint.
+    """
+
+    name: str
+    hash: str
+    sae: SAE | None
+
+    @classmethod
+    def open(cls, home: Home, sae: SAE | str | Path, listener: Listener) -> Self:
+        """A start from an SAE, a run's name or anything else that `load_sae` takes."""
+        subject, saved = open_sae(home, sae, listener)
+        return cls(lasting_name(home, sae, subject), fingerprint(saved.sae), saved.sae)
+
+    @property
+    def activation(self) -> str:
+        """The name of the SAE's activation."""
+        return self._sae.activation.name
+
+    @property
+    def _sae(self) -> SAE:
+        assert self.sae is not None, "a training that resumes from a checkpoint has no start"
+        return self.sae
+
+    def again(self, home: Home, listener: Listener) -> Self:
+        """The same with its SAE, opened again; RunError if that has changed."""
+        found = Start.open(home, self.name, listener)
+        if found.hash != self.hash:
+            raise RunError(f"{self.name} is not the SAE that this run was begun from, though it has its name; train "
+                           "anew")
+        return replace(self, sae=found.sae)
+
+    def settings(self, act: str) -> dict[str, Any]:
+        """The settings, such as `k`, of an activation that has the SAE's name; none for another."""
+        own = self._sae.activation
+        return {name: getattr(own, name) for name in own.of_codes} if own.name == act else {}
+
+    def settled(self, d_sae: int | None, prefixes: str | None, skip: bool, activation: Activation,
+                rows: RowSource) -> dict[str, Any]:
+        """The values of `d_sae`, `prefixes` and `skip` to train with: as given, else inherited from the SAE.
+
+        Raises:
+            ConfigError: the rows or their targets have another width than the SAE's, another `d_sae` is given, or
+                initial thresholds are given and the SAE has its own.
+        """
+        sae = self._sae
+        for what, wanted, got in (("rows", sae.d_in, rows.d_in), ("targets", sae.d_out, rows.d_target or rows.d_in)):
+            if wanted != got:
+                raise ConfigError(f"--init {self.name} cannot be trained on these rows: expected {what} of {wanted} "
+                                  f"dimensions, got {got}; use other rows, or another SAE", option="init")
+        if sae.W_skip is not None and not rows.d_target:
+            raise ConfigError(f"--init {self.name} is a transcoder: expected the store of what it predicts, got "
+                              "none; name it with --target", option="init")
+        if d_sae not in (None, sae.d_sae):
+            raise ConfigError(f"--d-sae must be that of --init {self.name}, {sae.d_sae}, got {d_sae}; leave it out",
+                              option="d_sae")
+        if isinstance(activation, JumpRelu) and activation.threshold is not None and self._has_parameters(activation):
+            raise ConfigError(f"--threshold does nothing with --init {self.name}, which has thresholds of its own; "
+                              "leave it out", option="threshold")
+        return {"d_sae": sae.d_sae, "prefixes": prefixes or ",".join(map(str, sae.prefixes)) or None,
+                "skip": skip or sae.W_skip is not None}
+
+    def initial(self, activation: Activation, sample: Tensor, normalisation: Normalisation, prefixes: Prefixes,
+                skip: bool = False, widths: Sequence[int] = ()) -> SAE:
+        """The SAE acting on normalised rows, at the start of training; arguments as of `initial_sae`.
+
+        An activation of the SAE's kind has the SAE's parameters; another one's are fitted to the sample, (n, D). Codes
+        are scaled so that encoder and decoder have one norm, since Adam's steps are of one size for both.
+
+        Raises:
+            ConfigError: the activation's target for L0 cannot be reached from there.
+        """
+        mean, scale, target_mean, target_scale = (part.double() for part in normalisation.of_sae())
+        own = self._sae.copy_to(torch.float64).copy_to(sample.device)
+        # Raw rows are normalised ones, normalised by these.
+        own = balanced(own.on_raw_rows(-mean / scale, 1 / scale, -target_mean / target_scale, 1 / target_scale))
+        start = activation.parameters(own.d_sae) | activation.training_parameters(own.d_sae)
+        x = sample.double()
+        parameters = activation.continuing({name: tensor.to(own.W_enc) for name, tensor in start.items()},
+                                           own.codes(x).count().item() / len(x))
+        if self._has_parameters(activation):
+            parameters |= own.activation_parameters
+        else:
+            pre = own.pre_activations(x)
+            self._demand_positive(activation, (pre > 0).sum().item() / len(pre))
+            parameters = activation.fitted(pre, parameters)
+        W_skip = own.W_enc.new_zeros(own.d_in, own.d_out) if skip and own.W_skip is None else own.W_skip
+        return SAE(own.W_enc, own.b_enc, own.W_dec, own.b_dec, activation, parameters, prefixes,
+                   W_skip, widths).copy_to(sample.dtype)
+
+    def _demand_positive(self, activation: Activation, positive: float) -> None:
+        """Refuse a target for L0 above the number of positive pre-activations per row, which thresholds of 0 reach."""
+        if isinstance(activation, JumpRelu) and activation.target_l0 is not None and positive < activation.target_l0:
+            raise ConfigError(f"--target-l0 must be at most {positive:.1f}, the positive pre-activations per row of "
+                              f"--init {self.name}, got {activation.target_l0:g}; lower it, or use another --act",
+                              option="target_l0")
+
+    def _has_parameters(self, activation: Activation) -> bool:
+        return type(activation) is type(self._sae.activation)
+
+
+def fingerprint(sae: SAE) -> str:
+    """SHA-256 of an SAE's tensors, activation and prefixes, in hexadecimal."""
+    digest = hashlib.sha256(to_json([activation_to_json(sae.activation), sae.prefixes]).encode())
+    for name, tensor in sorted(sae.tensors().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())  # NumPy has no bfloat16
+    return digest.hexdigest()
+
+
+def balanced(sae: SAE) -> SAE:
+    """The same function with codes scaled so that encoder and decoder have one norm, if the activation allows it."""
+    factor = (sae.W_dec.norm() / sae.W_enc.norm()).sqrt().item()
+    if not 0 < factor < float("inf"):
+        return sae
+    rescaled: Mapping[str, Tensor] | None = sae.activation.rescaled(sae.activation_parameters, factor)
+    if rescaled is None:
+        return sae
+    return sae.changed(W_enc=sae.W_enc * factor, b_enc=sae.b_enc * factor, W_dec=sae.W_dec / factor, **rescaled)
