@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .sae.dictionary import SAE
     from .sae.library import load_sae, save_sae
     from .show.drawing import draw
-    from .show.report.report import report
+    from .show.report import report
     from .store.import_arrays import import_array
     from .store.import_worlds import import_synthetic
     from .store.opening import list_home
@@ -68,7 +68,7 @@ _MODULES = {
     "probe": "measure.probe",
     "push": "measure.push",
     "refit": "measure.refit",
-    "report": "show.report.report",
+    "report": "show.report",
     "save_sae": "sae.library",
     "sparsity": "measure.evaluate",
     "stability": "measure.stability",

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -17,6 +18,7 @@ from transformers import (
 from saecli.base.devices import device_named
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
+from saecli.store.reader import ActivationStore
 
 LAYERS, WIDTH, VOCABULARY = 3, 16, 64
 SHARED = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -58,3 +60,10 @@ def save_model(folder: Path, architecture: str, bos: bool = True) -> Path:
 def loaded(folder: Path, head: bool = False) -> LanguageModel:
     """The model in a folder, as the commands load it."""
     return LanguageModel(find_model(str(folder)), device_named("cpu"), head)
+
+
+def stored(folder: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The rows of a store of `sae extract`, and their columns."""
+    rows = ActivationStore.open(folder).split("all")
+    columns = {name: np.concatenate(list(rows.column(name, 512))) for name in ("token_id", "position", "document")}
+    return np.concatenate([batch.copy() for batch in rows.sequential(512)]), columns

@@ -30,7 +30,7 @@ from .forward import COLUMNS, Forward, batch_tokens, fill
 from .hook_points import SITES, HookPoint
 from .options import DEFAULT_CONTEXT, SHARD_ROWS, ExtractConfig
 from .texts import Document, TextSource
-from .windows import START, Block, Cursor, Spot, Windows, in_blocks, look_ahead
+from .windows import START, Block, Cursor, Windows, in_blocks, look_ahead
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel
@@ -57,25 +57,20 @@ def extract(model: str | None = None, *, layer: int | Sequence[int] | None = Non
             **options: Any) -> ActivationStore | list[ActivationStore]:
     """Run a language model over text and store its activations; CLI equivalent: `sae extract`.
 
-    A finished store of the same rows is opened at once, an interrupted one goes on. Under torchrun, once the process
-    group is initialised, each rank runs the model on its own documents.
+    A finished store of the same rows is opened at once, an interrupted one resumed. Under torchrun, each rank runs the
+    model on its own documents.
 
     Args:
         model: hub id or folder of a causal language model, or `tiny-gemma2`, which is bundled.
-        layer: block to read, from 0; None for the middle one. With lists of layers and sites, one pass over the text
-            fills a store per layer and site, all of the same tokens row for row; they are returned as a list.
+        layer: block to read, from 0; None for the middle one. Lists of layers and sites give a list of stores, one per
+            layer and site, filled in one pass with the same tokens row for row.
         site: resid_post, resid_pre, mlp_in, mlp_out or attn_out.
-        name: name of the store, of several the prefix of their names; None to derive it from model, layer, site and a
-            hash of the options.
+        name: the store's name, for several stores their prefix; None: from model, layer, site and a hash of the
+            options.
         home: the folder of stores and runs; None for $SAE_HOME, else ./sae-data.
         device: where to compute; auto is cuda if available.
         progress: show progress on stderr.
         **options: those of `sae extract` that determine the rows: `dataset`, `rows`, `context`, `dtype` and so on.
-
-    Raises:
-        ConfigError: an option is unknown, invalid, or does nothing with the others.
-        ModelError: the model or the text cannot be loaded.
-        StoreError: another process is writing the store, it holds something else, or a write fails.
     """
     known = {field.name for field in fields(ExtractConfig)}
     if unknown := sorted(options.keys() - known):
@@ -92,10 +87,9 @@ def extract(model: str | None = None, *, layer: int | Sequence[int] | None = Non
     listener = listening(progress) if isinstance(progress, bool) else progress
     processes = communicator()
     with told_when_stopped(listener) as folders:
-        config, source, text = settled(ExtractConfig(**options), options.keys(), device_named(device), listener,
-                                       processes)
-        layers = [source.default_layer() if layer is None else layer] if layer is None or isinstance(layer, int) else (
-            layer or [source.default_layer()])
+        where = device_named(device)
+        config, source, text = settled(ExtractConfig(**options), options.keys(), where, processes)
+        layers = [layer] if isinstance(layer, int) else layer or [source.default_layer()]
         requests = store_requests(config, source, text, layers, sites, name, Home.at(home).stores)
         folders += [request.folder for request in requests]
         there = processes.broadcast_object(lambda: {request.point for request in requests if finished_store(
@@ -103,9 +97,10 @@ def extract(model: str | None = None, *, layer: int | Sequence[int] | None = Non
         if len(there) < len(requests):
             from .language_model import LanguageModel  # transformers takes seconds to import
 
-            loaded = LanguageModel(source, device_named(device), dtype=config.model_dtype,
-                                   last=max(request.point.layer for request in requests))
-            there |= write_stores(Extraction(config, loaded, text, listener), requests, processes)
+            last = max(request.point.layer for request in requests)
+            extraction = Extraction(config, LanguageModel(source, where, dtype=config.model_dtype, last=last), text,
+                                    listener)
+            there |= write_stores(extraction, requests, processes)
         stores = [ActivationStore.open(request.folder) for request in requests]
         _check_same_rows(stores)
     for store, request in zip(stores, requests, strict=True):
@@ -113,7 +108,7 @@ def extract(model: str | None = None, *, layer: int | Sequence[int] | None = Non
     return stores[0] if isinstance(site, str) else stores
 
 
-def settled(config: ExtractConfig, given: Set[str], where: torch.device, listener: Listener,
+def settled(config: ExtractConfig, given: Set[str], where: torch.device,
             processes: Communicator) -> tuple[ExtractConfig, "ModelSource", TextSource]:
     """The options without `auto` and None, where the model is, and the text, pinned."""
     from .model_source import find_model
@@ -128,7 +123,7 @@ def settled(config: ExtractConfig, given: Set[str], where: torch.device, listene
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """A requested store: its hook point, its folder, and the entries that determine its rows."""
+    """A requested store: its hook point, its folder, and the entries of `store.json` that determine its rows."""
 
     point: HookPoint
     folder: Path
@@ -144,8 +139,8 @@ def store_requests(config: ExtractConfig, model: "ModelSource", text: TextSource
                    sites: Sequence[str], name: str | None, shelf: Shelf) -> list[StoreRequest]:
     """The requested stores: every site of every layer, all of the same tokens.
 
-    Since a row that one of several stores drops is dropped from all, each store's `source` lists the other hook points,
-    as `beside`; the names derived for them end in one hash, of the whole request.
+    A row that one store drops is dropped from all: each store's `source` lists the other hook points, as `beside`, and
+    derived names end in one hash, of the whole request.
     """
     for layer in layers:
         model.check_layer(layer)
@@ -185,8 +180,8 @@ def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, pro
                  show: Callable[[float], None], counted: int = COUNTED) -> list[int]:
     """The number of rows for each rank to store, so that together they store the rows that one process would.
 
-    Each rank tokenizes its own documents and counts their rows, until there are enough in all; they all-gather the
-    counts every `counted` documents. Ranks then need not communicate while they extract.
+    Each rank tokenizes its own documents; counts are all-gathered every `counted` documents. Ranks then need not
+    communicate while they extract.
     """
     world_size, waiting = processes.world_size, iter(documents)
     found, left = [0] * world_size, rows
@@ -204,16 +199,9 @@ def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, pro
 
 
 class Extraction:
-    """A text run through a language model: its blocks, and their activations.
+    """A text run through a language model: its blocks, of about `block_rows` rows at most, and their activations.
 
-    Args:
-        config: as `settled`.
-        model: the language model.
-        text: where the documents come from, pinned.
-        listener: shows notes and progress.
-
-    Attributes:
-        block_rows: rows per block, at most, about.
+    `config` and `text` are as `settled`.
     """
 
     def __init__(self, config: ExtractConfig, model: "LanguageModel", text: TextSource, listener: Listener) -> None:
@@ -242,17 +230,15 @@ class Extraction:
 
     def blocks(self, quota: Quota, cursor: Cursor = START) -> Generator[Block, None, None]:
         """The blocks of a rank's documents from a cursor on."""
-        def documents_from(spot: Spot) -> Iterator[Document]:
-            return quota.documents(self.text.documents(spot.document, spot.mark, self.listener.note))
+        def documents_from(begin: Cursor) -> Iterator[Document]:
+            return quota.documents(self.text.documents(begin.document, begin.mark, self.listener.note))
 
         return in_blocks(documents_from, self.windows(), quota.rows, cursor, self.block_rows)
 
 
 def write_stores(extraction: Extraction, requests: Sequence[StoreRequest], processes: Communicator) -> set[HookPoint]:
-    """Write the stores that are not finished; returns the hook points of those that are.
-
-    Ranks write stores of their own, which rank 0 then joins.
-    """
+    """Write the stores that are not finished; returns the hook points of those that are. Ranks write stores of their
+    own, which rank 0 joins."""
     metas, world_size = extraction.metas(requests), processes.world_size
     finished = processes.broadcast_object(lambda: {
         request.point: meta for request in requests if (meta := _finished_meta(request.folder))})
@@ -285,8 +271,7 @@ def write_stores(extraction: Extraction, requests: Sequence[StoreRequest], proce
 
 def _own_parts(extraction: Extraction, missing: Sequence[StoreRequest], metas: dict[HookPoint, StoreMeta],
                joint: Sequence[RankedStore], processes: Communicator) -> tuple[Quota, dict[HookPoint, Path]]:
-    """What this rank stores, and the folders of its own part of each store, whose `metas` are replaced by those that
-    rank 0 began."""
+    """This rank's quota, and the folders of its own stores; `metas` become those that rank 0 began."""
     if processes.broadcast_object(lambda: any(not store.meta.ranks for store in joint)):
         with extraction.listener.progress("counting", extraction.config.rows, "rows") as show:
             rows = rows_by_rank(extraction.text.documents(), extraction.windows(), extraction.config.rows, processes,
@@ -322,7 +307,7 @@ def _median_norms(extraction: Extraction, requests: Sequence[StoreRequest],
 @contextmanager
 def _progress(extraction: Extraction, requests: Sequence[StoreRequest], writers: Mapping[HookPoint, StoreWriter],
               processes: Communicator) -> Iterator[Callable[[int, int], None]]:
-    """Shows the progress of all ranks, taken to be as far as this one; called after each batch."""
+    """Shows the progress of all ranks, assumed to be as far as this one; called after each batch."""
     of_ranks = processes.all_gather_object({point: writer.rows for point, writer in writers.items()})
     stored = [sum(rows.get(request.point, 0) for rows in of_ranks) for request in requests]
     for request, rows in zip(requests, stored, strict=True):

@@ -1,17 +1,16 @@
 """Running blocks through the model, and filling stores with their activations in one pass over the text.
 
-The stores of one pass hold the same tokens, row for row: a row that one of them drops is dropped from all. So every
-block is read at all hook points, also at those whose stores have its rows already. Blocks do not depend on what is
-read: stores that were interrupted at different shards get the same blocks again, each from its own cursor on.
+The stores of one pass hold the same tokens, row for row: a row that one drops is dropped from all. So every block is
+read at all hook points, also where a store has its rows already: stores interrupted at different shards get the same
+blocks again, each from its own cursor on.
 """
 
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -37,27 +36,18 @@ NONFINITE_ROWS = 10_000  # if none of the first 10,000 rows can be stored, none 
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class Found:
-    """A block's activations at a hook point. Shapes: R rows, D the site's width, S special tokens.
+class Found(NamedTuple):
+    """A block's activations at a hook point. R rows, D the site's width, S special tokens."""
 
-    Args:
-        rows: (R, D) in document order, float32, or bfloat16 as its bits in uint16.
-        special_norms: norms at special tokens, (S,), float64.
-    """
-
-    rows: np.ndarray
-    special_norms: np.ndarray
+    rows: np.ndarray  # (R, D) in document order, float32, or bfloat16 as its bits in uint16
+    special_norms: np.ndarray  # (S,) float64, norms at special tokens
 
 
 class Forward:
     """Runs blocks in batches of windows of similar length, halved if they do not fit in memory.
 
-    Args:
-        model: the language model.
-        dtype: the stored type.
-        tokens: most tokens in a batch, including padding; a longer window is a batch of its own.
-        note: called with a message when batches are halved.
+    A batch has at most `tokens` tokens, including padding; a longer window is a batch of its own. `note` is called with
+    a message when batches are halved.
     """
 
     def __init__(self, model: "LanguageModel", dtype: str, tokens: int, note: Callable[[str], None]) -> None:
@@ -67,9 +57,6 @@ class Forward:
 
     def __call__(self, block: Block, points: Sequence[HookPoint], show: Callable[[int, int], None]) -> list[Found]:
         """A block's activations at hook points; `show` is called after each batch with its numbers of tokens and rows.
-
-        Raises:
-            ModelError: not even one window fits in memory.
         """
         found: list[tuple[Tensor, Tensor]] = []
         order = block.by_length()
@@ -124,15 +111,9 @@ class Forward:
 
 def batch_tokens(model: "LanguageModel", batch_size: int | str, context: int, points: Sequence[HookPoint],
                  ahead: int = LOOK_AHEAD) -> int:
-    """Tokens per batch.
+    """Tokens per batch: `batch_size` windows of `context` tokens.
 
-    Args:
-        model: the language model.
-        batch_size: windows of `context` tokens; `auto` for what fits in a CUDA device's free memory, at most a block,
-            and elsewhere for a fixed number of tokens.
-        context: most tokens in a window.
-        points: where the forward pass is read.
-        ahead: tokens in a block.
+    `auto` is what fits in a CUDA device's free memory, at most the `ahead` tokens of a block; elsewhere a fixed number.
     """
     if batch_size != "auto":
         return int(batch_size) * context
@@ -192,8 +173,7 @@ class Ahead(Generic[Item]):
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stopped.set()
         self._thread.join(self._patience)
 
@@ -220,15 +200,13 @@ class Ahead(Generic[Item]):
 
     def _put(self, item: Item | None, error: BaseException | None) -> None:
         while not self._stopped.is_set():
-            try:
+            with suppress(queue.Full):
                 self._queue.put((item, error), timeout=0.1)
                 return
-            except queue.Full:
-                continue
 
 
 def demand_some(stored: int, dtype: str, offered: int, points: int) -> None:
-    """Raise a StoreError if none of at least `NONFINITE_ROWS` rows could be stored in that dtype at all hook points."""
+    """Raise a StoreError if none of at least `NONFINITE_ROWS` rows could be stored in that dtype."""
     if offered < NONFINITE_ROWS or stored:
         return
     if points > 1:
@@ -243,7 +221,7 @@ def demand_some(stored: int, dtype: str, offered: int, points: int) -> None:
 def fill(writers: Mapping[HookPoint, StoreWriter], blocks_from: Callable[[Cursor], Generator[Block, None, None]],
          forward: Forward, rows: int, show: Callable[[int, int], None],
          others: Mapping[HookPoint, Admission] | None = None) -> None:
-    """Fill stores until all are full or the text ends, and finish them.
+    """Fill stores until each has `rows` rows or the text ends, and finish them.
 
     The next block is prepared, and the last one stored, while the model runs.
 
@@ -251,9 +229,9 @@ def fill(writers: Mapping[HookPoint, StoreWriter], blocks_from: Callable[[Cursor
         writers: the stores to fill.
         blocks_from: the blocks from a cursor on.
         forward: computes a block's rows.
-        rows: the number of rows per store.
+        rows: rows per store.
         show: called after each batch with its numbers of tokens and rows.
-        others: further hook points with stores of the same rows, and what decides which rows these can store.
+        others: hook points of finished stores of the same rows, and what decides which rows these can store.
     """
     if not writers:
         return

@@ -1,8 +1,7 @@
 """A loaded language model, whose activations are read or replaced at hook points.
 
-Hook points are read by module hooks rather than from `hidden_states`, whose last entry is normalised. Only the blocks
-wanted are loaded. The configuration stays the whole model's, and with it all that depends on its number of layers: a
-block computes the same whether those after it are there or not.
+They are read by module hooks rather than from `hidden_states`, whose last entry is normalised. Only the blocks wanted
+are loaded; the configuration stays the whole model's, so that they compute the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,14 +30,13 @@ class LanguageModel:
     Args:
         source: where it is.
         device: where it runs.
-        head: load the unembedding too, which only `logits` needs.
+        head: load the unembedding too, for `logits`.
         dtype: precision of weights and forward pass; see `ModelSource.dtype_on`.
         weights_seed: draw random weights, as the architecture initialises them; None for the model's own.
-        last: the last layer to load, where that is safe; None for all blocks.
+        last: the last layer to load, where that is safe; None for all.
 
     Attributes:
         size: number of parameters, including blocks that are not loaded.
-        blocks: its transformer blocks.
     """
 
     def __init__(self, source: ModelSource, device: torch.device, head: bool = False, dtype: str = "auto",
@@ -93,14 +91,14 @@ class LanguageModel:
     @torch.no_grad()
     def read(self, token_ids: Tensor, mask: Tensor, points: Sequence[HookPoint],
              take: Callable[[Tensor], Taken]) -> list[Taken]:
-        """The activations at hook points; the forward pass stops at the last one.
+        """The activations at distinct hook points, mapped by `take`; the forward pass stops at the last one.
 
         Args:
             token_ids: (B, T), int64.
             mask: 1 at tokens, 0 at padding, (B, T).
-            points: where to read, each once.
-            take: maps activations, (B, T, D) in the model's dtype and on its device, to a result; it must copy, for a
-                model may then add to them in place.
+            points: where to read.
+            take: maps activations, (B, T, D) in the model's dtype and on its device; it must copy, for a model may then
+                add to them in place.
         """
         self.check_tokens(token_ids)
         found: dict[HookPoint, Taken] = {}
@@ -123,7 +121,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def logits(self, token_ids: Tensor, mask: Tensor) -> Tensor:
-        """The logits, (B, T, vocabulary), float32; arguments as in `read`. Needs a model loaded with its head."""
+        """The logits, (B, T, vocabulary), float32; arguments as in `read`. The model must be loaded with its head."""
         return self._forward(token_ids, mask).logits.float()
 
     def _forward(self, token_ids: Tensor, mask: Tensor) -> Any:
@@ -133,7 +131,7 @@ class LanguageModel:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Raise a ModelError for an error in the model's own code, which does not name the model."""
+        """Turn an error in the model's code, which does not name the model, into a ModelError."""
         try:
             yield
         except (_Reached, SaeError):
@@ -157,7 +155,7 @@ class _Reached(Exception):  # noqa: N818 - not an error
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """A model's tokenizer; ModelError if its files are missing or cannot be read."""
+    """A model's tokenizer."""
     try:
         found = AutoTokenizer.from_pretrained(source.location, revision=source.revision, trust_remote_code=False)
     except UNLOADABLE as error:
@@ -169,8 +167,7 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 class Outline:
-    """A model on the meta device, without weights: its number of parameters `size`, and the name `path` of the module
-    list of its blocks."""
+    """A model without weights, of `size` parameters; `path` names the module list of its blocks."""
 
     def __init__(self, source: ModelSource, loader: Any, settings: dict[str, Any]) -> None:
         with torch.device("meta"):
@@ -203,7 +200,7 @@ class Outline:
         return any(id(self._whole.get_parameter(name)) in own for name in shared)
 
     def _needed(self) -> set[str]:
-        """Names of the parameters up to the last block's; of all parameters with a head, which comes last.
+        """Names of the parameters up to the last block's, or with a head of all.
 
         A checkpoint saved for another task may lack modules after the blocks, such as BERT's pooler.
         """
@@ -229,10 +226,8 @@ def blocks_of(model: nn.Module, layers: int, name: str) -> nn.Module:
 
 
 def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Module]:
-    """The architecture, made with its first blocks only; the library does not load weights of missing modules.
-
-    It keeps its name and module, by which the library looks up how to read older checkpoints.
-    """
+    """The architecture, made with its first blocks only, under the same name and module, by which the library looks up
+    how to read older checkpoints."""
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         architecture.__init__(self, *args, **kwargs)
         del self.get_submodule(path)[blocks:]
@@ -244,7 +239,7 @@ def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Modul
 def _unmapped() -> Iterator[None]:
     """While open, the library reads checkpoints tensor by tensor, where the installed safetensors can.
 
-    Mapped, the pages of all tensors read so far would stay in memory next to the tensors made of them.
+    Mapped, the pages of all tensors read so far would stay in memory.
     """
     def opened(*args: Any, **kwargs: Any) -> Any:
         return safe_open(*args, **kwargs | {"backend": "pread"})

@@ -29,28 +29,19 @@ OFFLINE_ADVICE = f"or use --model {TINY_GEMMA2}, which is bundled, or the folder
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that is bundled, in a local folder, or on the Hugging Face hub.
+    """A model that is bundled, in a local folder, or on the Hugging Face hub."""
 
-    Args:
-        name: as the user gave it.
-        location: argument of `from_pretrained`.
-        revision: the hub commit; None for folders.
-        config: transformers' configuration.
-    """
-
-    name: str
-    location: str
-    revision: str | None
-    config: Any
+    name: str  # as the user gave it
+    location: str  # argument of `from_pretrained`
+    revision: str | None  # the hub commit; None for folders
+    config: Any  # transformers'
 
     @property
     def layers(self) -> int:
-        """Number of blocks."""
         return self.config.get_text_config().num_hidden_layers
 
     @property
     def d_model(self) -> int:
-        """Width of the residual stream."""
         return self.config.get_text_config().hidden_size
 
     @property

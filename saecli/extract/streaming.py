@@ -30,10 +30,9 @@ class Streamed:
     Args:
         request: the store that `sae extract` makes of the same options.
         meta: its `store.json`.
-        given: the options that determine the rows, as `sae train` takes them.
-        blocks: gives, per block to the text's end, the rows in the storage dtype, (R, D), and the numbers of their
-            documents, (R,). Its argument is called after each batch of the model with its numbers of tokens and rows;
-            an error that it raises ends the stream.
+        given: the options of `sae train` that determine the rows.
+        blocks: yields per block the rows in the storage dtype, (R, D), and the numbers of their documents, (R,). Its
+            argument is called after each batch of the model with its numbers of tokens and rows.
         block_rows: rows per block, about.
     """
 
@@ -64,7 +63,7 @@ class Streamed:
         return self.meta.source
 
     def names(self) -> dict[str, Any]:
-        """The entries of a run's document: `data`, `data_hash`, and the options as `streamed`."""
+        """The entries of `run.json`: `data`, `data_hash`, and the options as `streamed`."""
         return {"data": self.name, "data_hash": self.hash, "streamed": self.given}
 
     def options(self) -> dict[str, Any]:
@@ -74,14 +73,14 @@ class Streamed:
 
 def open_stream(config: ExtractConfig, *, given: Set[str], layer: int | None, site: str, device: str, home: Home,
                 listener: Listener) -> Streamed:
-    """Load a model and open a text, to read the rows of one hook point.
+    """Load a model and open a text, to read the rows of one hook point; a `layer` of None is the middle one.
 
-    `given` names the options that the user set. A `layer` of None is the middle one.
+    `given` names the options that the user set.
     """
     from .language_model import LanguageModel  # transformers takes seconds to import
 
     where = device_named(device)
-    config, source, text = settled(config, given, where, listener, ALONE)
+    config, source, text = settled(config, given, where, ALONE)
     if where.type == "cuda":  # what fits in all free memory would leave none for training
         config = replace(config, batch_size=max(1, GPU_TOKENS // config.window))
     layer = source.default_layer() if layer is None else layer
@@ -111,6 +110,6 @@ def open_stream(config: ExtractConfig, *, given: Set[str], layer: int | None, si
 
 
 def _found_again(name: str) -> str:
-    """A model or text by a name that holds in another working directory: a file's or folder's whole path."""
+    """A file's or folder's whole path, which holds in another working directory; other names unchanged."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.exists() and name not in (TINY_GEMMA2, STDLIB_DOCS) else name

@@ -1,7 +1,7 @@
-"""Where documents come from: Python's docstrings, .txt, .jsonl and .parquet files, datasets of the Hugging Face hub.
+"""Documents from Python's docstrings, .txt, .jsonl and .parquet files, and datasets of the Hugging Face hub.
 
-Every document has a number, also a blank one, so that a later pass can go on where an earlier one stopped. Only hub
-datasets are read by `datasets`: it takes a second and a half to open the smallest file.
+Documents are numbered, blank ones too, so that a later pass resumes where an earlier one stopped. Only hub datasets are
+read by `datasets`, which takes over a second to open the smallest file.
 """
 
 import ast
@@ -47,21 +47,13 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where documents come from.
+    """Where documents come from; config, split and revision are those of a hub dataset."""
 
-    Args:
-        dataset: `stdlib-docs`, the path of a .txt, .jsonl or .parquet file, or a Hugging Face dataset id.
-        config: configuration of a hub dataset.
-        split: split of a hub dataset.
-        column: the column that holds the text.
-        revision: commit, branch or tag of a hub dataset; None for its newest state.
-    """
-
-    dataset: str
+    dataset: str  # `stdlib-docs`, the path of a .txt, .jsonl or .parquet file, or a Hugging Face dataset id
     config: str | None = None
     split: str = "train"
-    column: str = "text"
-    revision: str | None = None
+    column: str = "text"  # that holds the text
+    revision: str | None = None  # commit, branch or tag; None for the newest state
 
     def pinned(self) -> Self:
         """The source with its revision resolved to a commit, if the hub can be reached."""
@@ -77,10 +69,7 @@ class TextSource:
         return replace(self, revision=found.sha)
 
     def identity(self) -> dict[str, Any]:
-        """The part of a request's hash that determines the documents, a JSON object.
-
-        A local file is known by its path, size and SHA-256, `stdlib-docs` by the Python version.
-        """
+        """The part of a request's hash that determines the documents, a JSON object."""
         if self.dataset == STDLIB_DOCS:
             return {"dataset": STDLIB_DOCS, "python": platform.python_version()}
         if not _is_local(self.dataset):
@@ -92,12 +81,9 @@ class TextSource:
 
     def documents(self, start: int = 0, mark: Mark | None = None,
                   note: Callable[[str], None] = lambda _: None) -> Iterator[Document]:
-        """The documents from number `start` on, including blank ones.
+        """The documents from number `start` on, including blank ones, read from a mark at or before it.
 
-        Args:
-            start: number of the first document, from 0.
-            mark: the mark of an earlier pass's document at or before `start`, from which to read.
-            note: called with a message on skipped lines of a .jsonl file.
+        `note` is called with a message on skipped lines of a .jsonl file.
 
         Raises:
             ModelError: the source cannot be found, reached or read as text, or is empty.

@@ -57,24 +57,22 @@ LOGIT_BINS = 40
 
 
 class OutputTokens(NamedTuple):
-    """Tokens and the changes of their logits, largest first, (R, count) each; and `counts`, (R, LOGIT_BINS), the number
-    of all tokens by change, in equal bins from the lowest to the highest. On the CPU."""
+    """Tokens and the changes of their logits, largest first, (R, count) each, on the CPU."""
 
     promoted: Tensor
     promoted_logits: Tensor
     suppressed: Tensor
     suppressed_logits: Tensor
-    counts: Tensor
+    counts: Tensor  # (R, LOGIT_BINS), all tokens by change, in equal bins from the lowest to the highest
 
 
 class Unembedding:
-    """A model's final norm and unembedding, as one linear map from directions to logits.
+    """A model's final norm and unembedding, as one linear map from directions to logits; needs a model with its head.
 
-        logits(d) = W_U (g * (d / ||d||)),  less their mean over the vocabulary
+        logits(d) = W_U (g * (d / ||d||)),  minus their mean over the vocabulary, which affects no probability
 
     where g is the weight of the final norm, and `d / ||d||` is centred if the norm centres (LayerNorm). The norm's
-    denominator, which depends on the whole residual stream, is left out: it scales all logits of a direction alike. The
-    mean over the vocabulary affects no probability. The model must be loaded with its head.
+    denominator, which scales all logits of a direction alike, is left out.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -116,7 +114,7 @@ def _final_norm(model: LanguageModel, head: Any) -> tuple[Tensor, bool]:
     """The weight, (D,), of the norm before the head, and whether it centres; found by running the model.
 
     The norm is the last module whose output is the head's input. Its weight is read off its values at vectors of mean 0
-    and variance 1, since some norms multiply by their parameter and others, like Gemma's, by 1 plus it.
+    and variance 1, since Gemma's norms multiply by 1 plus their parameter.
     """
     outputs: list[tuple[nn.Module, Tensor]] = []
     taken: list[Tensor] = []
@@ -147,14 +145,10 @@ def _final_norm(model: LanguageModel, head: Any) -> tuple[Tensor, bool]:
 
 @torch.no_grad()
 def continuation(model: LanguageModel, token_ids: Tensor, most: int, temperature: float, seed: int) -> list[int]:
-    """The ids of the tokens, at least one, that a model puts after a prompt.
+    """The ids of the next tokens, 1 to `most`, after a prompt, (1, T), that begins with the special tokens of a text.
 
-    Args:
-        model: loaded with its head.
-        token_ids: the prompt, with the special tokens that begin a text, (1, T), int64.
-        most: number of tokens to stop at; the model's end-of-text token also ends it.
-        temperature: of sampling from all tokens; 0 for the likeliest token each time.
-        seed: of sampling; torch's own generators are left unchanged.
+    The model must be loaded with its head; its end-of-text token ends the continuation. A `temperature` of 0 takes the
+    likeliest token each time. `seed` is for sampling; torch's own generators are left unchanged.
     """
     given = model.model.generation_config
     # All that could come from the model's own defaults, such as top-k, is set.

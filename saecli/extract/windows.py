@@ -1,20 +1,18 @@
-"""Cutting documents into windows of tokens, as the model reads them, and gathering windows into blocks.
+"""Cutting documents into windows of tokens, and gathering windows into blocks.
 
-A window begins with the special tokens that the model's tokenizer puts before a text (Gemma's BOS). By default windows
-never mix documents, and a document's last window is short. Packed, documents are concatenated into full windows, each
-but a window's first after a separator: the special tokens that begin a text, or without these (GPT-2) the end-of-text
-token. A token then attends to all before it in its window, including other documents', as in SAELens and
-TransformerLens.
+A window begins with the special tokens that the tokenizer puts before a text (Gemma's BOS). By default windows never
+mix documents, and a document's last window is short. Packed, documents are concatenated into full windows, separated by
+the special tokens that begin a text, or without these (GPT-2) by the end-of-text token; tokens then attend across
+documents, as in SAELens and TransformerLens.
 
-A block is run sorted by length and stored in document order. Where it ends depends only on the text and the request,
-not on the batch size: an interrupted extraction resumes at the beginning of a block, with any batch size.
+A block is run sorted by length and stored in document order. Its end does not depend on the batch size: an interrupted
+extraction resumes at the beginning of a block, with any batch size.
 
-Shapes: T tokens of a window, W windows of a block, N their tokens, R their rows, B windows of a batch.
+Shapes: T tokens of a window, W windows of a block, R their rows, B windows of a batch.
 """
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -31,34 +29,42 @@ FIRST_ROWS = 10_000  # rows of the first block, about: a wrong model or dtype sh
 SPARE_ROWS = 2_048  # extra rows of the first block that makes up for rows not finite
 
 
-class Spot(NamedTuple):
-    """A position in the text: a token of a document, and the mark to read that document from."""
+class Cursor(NamedTuple):
+    """A position in the text, from which a later pass goes on: a token of a document, the mark to read that document
+    from, and the number of rows in all blocks before it."""
 
-    document: int
-    token: int
-    mark: Mark | None
+    document: int = 0
+    token: int = 0
+    mark: Mark | None = None
+    offered: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The cursor as a store keeps it."""
+        mark = {} if self.mark is None else {"_mark": self.mark}
+        return {"document": self.document, "token": self.token, "offered": self.offered, **mark}
+
+    @classmethod
+    def from_json(cls, cursor: dict[str, Any] | None) -> Self:
+        """The cursor that `to_json` made; the beginning for None."""
+        return cls(cursor["document"], cursor["token"], cursor.get("_mark"), cursor["offered"]) if cursor else cls()
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """The key to compare cursors by; two passes may have different marks for one position."""
+        return self.offered, self.document, self.token
 
 
-BEGINNING = Spot(0, 0, None)
+START = Cursor()
 
 
-@dataclass(frozen=True)
-class Window:
-    """A window of tokens, as the model reads it.
+class Window(NamedTuple):
+    """A window of tokens, as the model reads it, and where the next one begins."""
 
-    Args:
-        token_ids: the prefix's and the documents' tokens, (T,), int64.
-        documents: number of each token's document, (T,), int64.
-        kept: which tokens are stored, (T,), bool.
-        special: which tokens are special, (T,), bool.
-        after: where the next window begins.
-    """
-
-    token_ids: np.ndarray
-    documents: np.ndarray
-    kept: np.ndarray
-    special: np.ndarray
-    after: Spot
+    token_ids: np.ndarray  # (T,) int64, the prefix's and the documents'
+    documents: np.ndarray  # (T,) int64, number of each token's document
+    kept: np.ndarray  # (T,) bool, which tokens are stored
+    special: np.ndarray  # (T,) bool, which tokens are special
+    after: Cursor
 
 
 class Windows:
@@ -67,8 +73,7 @@ class Windows:
     Args:
         tokenizer: the model's.
         context: most tokens in a window, including the prefix.
-        positions: keep `all` tokens that are not special; or only the `last` of them in each document's first window,
-            which is then its only one.
+        positions: keep `all` tokens that are not special, or only the `last` of them in each document's first window.
         packed: concatenate documents into full windows.
         min_tokens: documents of fewer tokens are skipped.
 
@@ -110,7 +115,7 @@ class Windows:
             for start in range(token, len(token_ids), self._room):
                 part = token_ids[start : start + self._room]
                 ended = self._last or start + len(part) == len(token_ids)
-                after = Spot(document.number + ended, 0 if ended else start + len(part), document.mark)
+                after = Cursor(document.number + ended, 0 if ended else start + len(part), document.mark)
                 yield self._window([*self.prefix, *part], [document.number] * (len(self.prefix) + len(part)), after)
                 if ended:
                     break
@@ -127,12 +132,12 @@ class Windows:
                 numbers += [document.number] * (len(between) + len(part))
                 token += len(part)
                 ended = token == len(waiting)
-                after = Spot(document.number + ended, 0 if ended else token, document.mark)
+                after = Cursor(document.number + ended, 0 if ended else token, document.mark)
                 # Full, or without room for a separator and a token; yielded before another document is read.
                 if self._context - len(token_ids) <= (len(self._separator) if ended else 0):
                     yield self._window(token_ids, numbers, after)
                     token_ids, numbers = [*self.prefix], [-1] * len(self.prefix)
-            token, end = 0, Spot(document.number + 1, 0, document.mark)
+            token, end = 0, Cursor(document.number + 1, 0, document.mark)
         if len(token_ids) > len(self.prefix):
             yield self._window(token_ids, numbers, end)
 
@@ -143,7 +148,7 @@ class Windows:
         self.left_out["short_texts" if token_ids else "empty_texts"] += 1
         return []
 
-    def _window(self, token_ids: list[int], documents: list[int], after: Spot) -> Window:
+    def _window(self, token_ids: list[int], documents: list[int], after: Cursor) -> Window:
         ids = np.array(token_ids, np.int64)
         special = np.fromiter((token in self._special for token in token_ids), bool, len(ids))  # np.isin is slower
         kept = ~special
@@ -153,53 +158,15 @@ class Windows:
         return Window(ids, np.array(documents, np.int64), kept, special, after)
 
 
-@dataclass(frozen=True)
-class Cursor:
-    """Where a block begins: a spot in the text, after `offered` rows of all blocks before it."""
+class Batch(NamedTuple):
+    """Windows as the model takes them. K kept tokens, S special tokens."""
 
-    spot: Spot = BEGINNING
-    offered: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """The cursor as a store keeps it."""
-        mark = {} if self.spot.mark is None else {"_mark": self.spot.mark}
-        return {"document": self.spot.document, "token": self.spot.token, "offered": self.offered, **mark}
-
-    @classmethod
-    def from_json(cls, cursor: dict[str, Any] | None) -> Self:
-        """The cursor that `to_json` made; the beginning for None."""
-        if cursor is None:
-            return cls()
-        return cls(Spot(cursor["document"], cursor["token"], cursor.get("_mark")), cursor["offered"])
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """The key to compare cursors by; two passes may have different marks for one position."""
-        return self.offered, self.spot.document, self.spot.token
-
-
-START = Cursor()
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Windows as the model takes them. Shapes: K kept tokens, S special tokens.
-
-    Args:
-        token_ids: (B, T), padded on the right with token 0.
-        mask: 1 at tokens, 0 at padding, (B, T).
-        kept: indices of the kept tokens in the flattened batch, (K,).
-        rows: their row numbers within the block, (K,).
-        special: indices of the special tokens in the flattened batch, (S,).
-        specials: their numbers among the block's special tokens, (S,).
-    """
-
-    token_ids: Tensor
-    mask: Tensor
-    kept: Tensor
-    rows: Tensor
-    special: Tensor
-    specials: Tensor
+    token_ids: Tensor  # (B, T), padded on the right with token 0
+    mask: Tensor  # (B, T), 1 at tokens, 0 at padding
+    kept: Tensor  # (K,), positions of the kept tokens in the flattened batch
+    rows: Tensor  # (K,), their row numbers within the block
+    special: Tensor  # (S,), positions of the special tokens in the flattened batch
+    specials: Tensor  # (S,), their numbers among the block's special tokens
 
 
 class Block:
@@ -213,7 +180,6 @@ class Block:
     Attributes:
         lengths: tokens per window, (W,).
         columns: `token_id`, `position` (in the window, including the prefix) and `document` of each row, (R,).
-        rows: number of rows.
         specials: number of special tokens.
         end: where the next block begins.
     """
@@ -230,7 +196,7 @@ class Block:
         self.columns = {"token_id": self._token_ids[self._kept], "position": positions[self._kept],
                         "document": documents[self._kept]}
         self.rows, self.specials = int(self._kept.sum()), int(self._special.sum())
-        self.end = Cursor(windows[-1].after if windows else cursor.spot, cursor.offered + self.rows)
+        self.end = (windows[-1].after if windows else cursor)._replace(offered=cursor.offered + self.rows)
 
     @property
     def offered(self) -> int:
@@ -260,17 +226,13 @@ def look_ahead(parameters: int) -> int:
     return 1 << (fitting.bit_length() - 1)
 
 
-def in_blocks(documents_from: Callable[[Spot], Iterable[Document]], windows: Windows, rows: int, cursor: Cursor = START,
-              ahead: int = LOOK_AHEAD, first_rows: int = FIRST_ROWS) -> Generator[Block, None, None]:
+def in_blocks(documents_from: Callable[[Cursor], Iterable[Document]], windows: Windows, rows: int,
+              cursor: Cursor = START, ahead: int = LOOK_AHEAD,
+              first_rows: int = FIRST_ROWS) -> Generator[Block, None, None]:
     """The blocks of a text, from a cursor to the text's end.
 
-    Args:
-        documents_from: opens the text at the document of a spot.
-        windows: cuts documents into windows.
-        rows: number of rows wanted; a block ends once they have been offered.
-        cursor: where to begin.
-        ahead: tokens per block, about.
-        first_rows: rows of the first block, about.
+    `documents_from` opens the text at a cursor's document. A block has about `ahead` tokens, the first about
+    `first_rows` rows; it also ends once `rows` rows have been offered in all.
     """
     def most_rows() -> int:
         if not cursor.offered:
@@ -285,7 +247,7 @@ def in_blocks(documents_from: Callable[[Spot], Iterable[Document]], windows: Win
 
     gathered: list[Window] = []
     tokens = found = 0
-    for window in windows.cut(documents_from(cursor.spot), cursor.spot.token):
+    for window in windows.cut(documents_from(cursor), cursor.token):
         gathered.append(window)
         tokens += len(window.token_ids)
         found += int(window.kept.sum())

@@ -22,11 +22,10 @@ CHUNK = 1024  # sampled rows at a time
 class Partners(NamedTuple):
     """The latents that fire together with chosen ones, the highest phi first; (C, count) each, on the CPU.
 
-    phi and lift are 0 where a latent has fewer partners.
+    phi is 0 where a latent has fewer partners.
     """
 
     phi: Tensor
-    lift: Tensor
     latents: Tensor
 
 
@@ -56,7 +55,7 @@ class CoFiring:
     def partners(self, chosen: Tensor, count: int, show: Callable[[int], None]) -> Partners:
         """The latents that fire together with chosen ones, by the phi coefficient, the correlation of firing:
 
-            phi = (p_ij - p_i p_j) / sqrt(p_i (1 - p_i) p_j (1 - p_j)),  lift = p_ij / (p_i p_j)
+            phi = (p_ij - p_i p_j) / sqrt(p_i (1 - p_i) p_j (1 - p_j))
 
         where p_i is the fraction of the sampled rows on which latent i fires, and p_ij that on which both do. Pairs
         with a phi of 0 or less, or together on fewer than `LEAST` rows, are left out.
@@ -91,5 +90,4 @@ def _ranked(both: Tensor, p: Tensor, part: Tensor, count: int, least: float) -> 
     phi[both < least * (1 - 1e-6)] = 0
     phi.scatter_(1, part[:, None], -torch.inf)
     phi, latents = phi.topk(count, dim=1)
-    lift = both.gather(1, latents) / expected.gather(1, latents).clamp_min(torch.finfo(p.dtype).tiny)
-    return Partners(phi.clamp_min_(0).cpu(), lift.mul_(phi > 0).cpu(), latents.cpu())
+    return Partners(phi.clamp_min_(0).cpu(), latents.cpu())

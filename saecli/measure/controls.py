@@ -48,8 +48,8 @@ from ..train.runs import run_again
 from ..train.solvers import SOLVERS
 from .control_rows import demand_memory, shuffled
 from .evaluate import check_model, check_tokens_of_model, evaluated
-from .matching import matching
 from .measured import Measured
+from .stability import matching
 
 SEEDS = 2  # trainings of the run and of each control
 MEASURES = ("fvu", "l0", "dead_fraction", "mcc", "f1", "ce_recovered", "kl", "stability")
@@ -260,7 +260,7 @@ class _Work:
         """The mean PW-MCC of SAEs, see `saecli.stability`; None for one, or where there is too little memory."""
         with self._noting(f"the stability of {name} is left out"):
             pairs = list(combinations(saes, 2))
-            return float(np.mean([matching(*pair).decoder.mean() for pair in pairs])) if pairs else None
+            return float(np.mean([matching(*pair).cosine.mean() for pair in pairs])) if pairs else None
         return None
 
     def _measured(self, trained: Trained, split: str | None, rows: RowSource) -> Measured:

@@ -13,15 +13,14 @@ from ..base.home import RUN_MARKER, RUN_VERSION, Home, checked_name, now
 from ..sae.activations import activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
-from ..sae.library import SAELike
+from ..sae.library import SAELike, origin_of
 from ..store.joined import Joined
 from ..store.reader import ActivationStore
 from ..store.rows import RowSource
 from ..train.array_rows import ArrayLike
 from ..train.refit_decoder import Refitted, refitted
 from ..train.ridge import TOLERANCE
-from ..train.runs import origin_of
-from .evaluate import check_model, check_tokens_of_model, evaluated, warnings
+from .evaluate import check_model, check_tokens_of_model, evaluated, note_doubts
 from .measured import Measured, RowsLike, measured
 
 HELD = 100  # ridge over the Gram matrix's mean diagonal from which on the old decoder is kept but for its scale
@@ -93,8 +92,7 @@ def refitted_run(home: Home, sae: SAELike, data: str | None, target: str | None,
     after = replace(before, subject=replace(before.subject, name=folder.name, dead_fraction=found.dead_fraction),
                     saved=saved)
     measures = evaluated([before, after], model, tokens, listener)
-    for warning in warnings(measures[1:], [after]):
-        listener.note(warning)
+    note_doubts(measures[1:], [after], listener)
     notes = _notes(found, *measures)
     result = {"rows_train": found.rows, "rows_test": before.rows.rows, "seconds": seconds, "notes": notes,
               "final": _final(found, measures[1])}

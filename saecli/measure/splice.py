@@ -1,67 +1,119 @@
-"""The effect on a language model of replacing its activations at one site by an SAE's reconstructions.
+"""The effect on a language model of replacing its activations at a hook point by an SAE's reconstructions.
 
-The windows of tokens are rebuilt from the token ids that a store keeps beside its rows, so that neither the text nor
-the network is needed. Special tokens (BOS) keep their own activations, and predictions from them are excluded from
-every mean; but zero ablation applies to all tokens. SAELens' current evaluation does the same. Shapes: B windows, T
-tokens, D = d_in, V vocabulary.
+The windows of tokens are rebuilt from the token ids that a store keeps with its rows, so that neither the text nor the
+network is needed. Special tokens (BOS) keep their own activations, and predictions from them are excluded from every
+mean; but zero ablation applies to all tokens. SAELens' current evaluation does the same.
+
+Shapes: B windows, T tokens, D = d_in, E = d_out, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..base.console import Listener
 from ..base.errors import ConfigError, StoreError
 from ..extract.hook_points import HookPoint
 from ..extract.language_model import LanguageModel
-from ..extract.model_source import ModelSource
+from ..extract.model_source import ModelSource, find_model
+from ..extract.windows import Windows
 from ..sae.dictionary import SAE
 from ..store.rows import Rows
 from ..store.split import window_starts
+from .measured import Measured, by_rows
 
 COLUMNS = ("document", "position", "token_id")
-READ = 1 << 16  # rows of the columns at a time
-BATCH_LOGITS = 1 << 25  # logits at a time: 128 MB in float32, held a few times over
+READ = 1 << 16  # rows of the columns per read
+BATCH_LOGITS = 1 << 25  # logits per batch: 128 MB in float32, held a few times over
 
 
-def check_rows(rows: Rows, place: ModelSource) -> None:
+@dataclass(frozen=True)
+class Splice:
+    """One pass through a model.
+
+    Args:
+        members: indices of the SAEs on these rows.
+        model: loaded with its head.
+        rows: whose tokens it is run over.
+        cutter: of the rows' windows.
+        read: the hook point whose activations are encoded.
+        written: the one whose activations are replaced; for an SAE the same.
+    """
+
+    members: list[int]
+    model: LanguageModel
+    rows: Rows
+    cutter: Windows
+    read: HookPoint
+    written: HookPoint
+
+    def effects(self, saes: Sequence[SAE], tokens: int, listener: Listener) -> list[dict[str, Any]]:
+        """`effects` of SAEs over the first tokens."""
+        windows = stored_windows(self.rows, self.cutter.prefix, tokens)
+        with listener.progress(f"splicing into {self.model.source.name}", min(tokens, self.rows.rows),
+                               "tokens") as show:
+            return effects(self.model, windows, self.cutter.special, self.read, self.written, saes, show)
+
+
+def splices(everything: Sequence[Measured], name: str, listener: Listener) -> list[Splice]:
+    """The passes to make through a model for SAEs with their rows; all that cannot work is refused here."""
+    source, groups = find_model(name), by_rows(everything)
+    all_ends: list[list[Rows]] = []
+    for one in (everything[members[0]] for members in groups):
+        ends = [one.of_store, *([one.rows.target] if one.rows.target else [])]
+        if len(one.rows.inputs) > 1:
+            one.demand_reconstruction("the effect on a model")
+        for rows in ends:
+            check_rows(rows, source)
+        all_ends.append(ends)
+    model = LanguageModel(source, everything[0].sae.W_enc.device, head=True)
+    found = []
+    for ends, members in zip(all_ends, groups, strict=True):
+        rows, origin = ends[0], ends[0].store.meta.source
+        cutter = Windows(model.tokenizer, origin["context"])
+        if (largest := _largest(rows, "token_id")) >= model.vocabulary:
+            raise _unfit(rows, source, f"a token {largest}, got token ids below {model.vocabulary}")
+        next(stored_windows(rows, cutter.prefix, 1))  # raises if no window is whole
+        if origin["model"] != source.identity()["model"]:
+            listener.note(f"{rows.name} came from {origin['model']}, and is run through {name}")
+        places = [HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends]
+        found.append(Splice(members, model, rows, cutter, places[0], places[-1]))
+    return found
+
+
+def check_rows(rows: Rows, source: ModelSource) -> None:
     """Refuse rows from which windows cannot be rebuilt, or that do not fit a model; loads no weights.
 
     Raises:
         StoreError: the store has no tokens, not all of a window's, or does not record where they came from.
         ConfigError: the model has another width, or too few layers or positions.
     """
-    store, source = rows.store, rows.store.meta.source
-    expected = f"{store.name} cannot be run through a model: expected"
-    if not {"model", "layer", "site", "context"} <= source.keys():
+    origin = rows.store.meta.source
+    expected = f"{rows.name} cannot be run through a model: expected"
+    if not {"model", "layer", "site", "context"} <= origin.keys():
         raise StoreError(f"{expected} a store that `sae extract` made, got one that names no layer; leave --model out, "
                          f"or name another store")
-    if missing := [name for name in COLUMNS if name not in store.meta.columns]:
+    if missing := [name for name in COLUMNS if name not in rows.store.meta.columns]:
         raise StoreError(f"{expected} a store that `sae extract` made, got one without {', '.join(missing)}; leave "
                          f"--model out, or name another store")
-    if source.get("positions") == "last":
+    if origin.get("positions") == "last":
         raise StoreError(f"{expected} every position of a window, got only the last; extract a store with "
                          f"--positions all")
-    if place.d_model != rows.d_in:
-        raise _unfit(rows, place, f"activations of {rows.d_in} dimensions, got {place.d_model}")
-    if source["layer"] >= place.layers:
-        raise _unfit(rows, place, f"a layer {source['layer']}, got layers 0 to {place.layers - 1}")
-    if place.positions is not None and (longest := _largest(rows, "position") + 1) > place.positions:
-        raise _unfit(rows, place, f"windows of {longest:,} tokens, got at most {place.positions:,}")
+    if source.d_model != rows.d_in:
+        raise _unfit(rows, source, f"activations of {rows.d_in} dimensions, got {source.d_model}")
+    if origin["layer"] >= source.layers:
+        raise _unfit(rows, source, f"a layer {origin['layer']}, got layers 0 to {source.layers - 1}")
+    if source.positions is not None and (longest := _largest(rows, "position") + 1) > source.positions:
+        raise _unfit(rows, source, f"windows of {longest:,} tokens, got at most {source.positions:,}")
 
 
-def check_tokens(rows: Rows, model: LanguageModel, prefix: Sequence[int]) -> None:
-    """Raise a ConfigError for rows with tokens that the model lacks, or a StoreError if no window is whole."""
-    if (largest := _largest(rows, "token_id")) >= model.vocabulary:
-        raise _unfit(rows, model.source, f"a token {largest}, got token ids below {model.vocabulary}")
-    next(stored_windows(rows, prefix, 1))
-
-
-def _unfit(rows: Rows, place: ModelSource, expected: str) -> ConfigError:
-    return ConfigError(f"{rows.store.name} cannot be run through {place.name}: expected {expected}; name the model "
-                       "that the rows came from")
+def _unfit(rows: Rows, source: ModelSource, expected: str) -> ConfigError:
+    return ConfigError(f"{rows.name} cannot be run through {source.name}: expected {expected}; name the model that the "
+                       "rows came from")
 
 
 def _largest(rows: Rows, column: str) -> int:
@@ -69,17 +121,16 @@ def _largest(rows: Rows, column: str) -> int:
 
 
 def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """The first windows of tokens among a store's rows.
+    """The first windows of tokens among the rows of a store that keeps every position of its windows.
 
     A window from which the store dropped a token outside the prefix is skipped, since it cannot be rebuilt.
 
     Args:
-        rows: rows of a store that keeps every position of its windows.
         prefix: the special tokens before each window, which the store drops.
-        tokens: number of tokens to stop at, not counting the prefix.
+        tokens: number of tokens to stop at, not counting the prefix; the last window is whole.
 
     Yields:
-        The token ids of whole windows, in stored order; in all, there may be a few more tokens.
+        The token ids of whole windows, in stored order.
 
     Raises:
         StoreError: the rows make no whole window.
@@ -93,8 +144,8 @@ def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[l
         if found >= tokens:
             return
     if not found:
-        raise StoreError(f"{rows.store.name} cannot be run through a model: expected windows of "
-                         f"which every token was stored, got none; name another store")
+        raise StoreError(f"{rows.name} cannot be run through a model: expected windows with every token stored, got "
+                         "none; name another store")
 
 
 def _spans(rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
@@ -115,18 +166,19 @@ def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor,
     """Splice SAEs, or transcoders, into a model, one at a time.
 
     Args:
-        model: the language model, loaded with its head.
+        model: loaded with its head.
         windows: the token ids of its inputs.
         special: token ids whose activations are not replaced, and whose predictions do not count.
-        read: the place whose activations are encoded.
-        written: the place whose activations are replaced by what is predicted; of an SAE the same.
-        saes: the SAEs, of the places' widths.
+        read: the hook point whose activations are encoded.
+        written: the hook point whose activations are replaced; for an SAE the same.
+        saes: of the hook points' widths.
         show: called after each batch with the number of tokens done.
 
     Returns:
         For each SAE: tokens, the number that counted; ce_clean, ce_spliced and ce_zero, the next token's mean
-        cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the place written;
-        ce_recovered, `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`; kl, the mean of KL(clean || spliced) in nats.
+        cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the hook point
+        written; ce_recovered, `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`; kl, the mean KL(clean || spliced) in
+        nats.
 
     Cost: 2 forward passes, and one more per SAE.
     """
@@ -141,7 +193,8 @@ def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor,
         clean = model.logits(token_ids, mask).log_softmax(-1)
         following = token_ids[:, 1:].to(model.device)
 
-        def logits_with(replace: Any, token_ids: Tensor = token_ids, mask: Tensor = mask) -> Tensor:
+        def logits_with(replace: Callable[[Tensor], Tensor], token_ids: Tensor = token_ids,
+                        mask: Tensor = mask) -> Tensor:
             with model.intercepted(*written, replace):
                 return model.logits(token_ids, mask).log_softmax(-1)
 
@@ -149,7 +202,12 @@ def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor,
             if read == written:
                 return logits_with(lambda x: _replaced(sae, x, x, plain))
             seen: list[Tensor] = []
-            with model.intercepted(*read, lambda x: seen.append(x.clone()) or x):
+
+            def look(x: Tensor) -> Tensor:
+                seen.append(x.clone())
+                return x
+
+            with model.intercepted(*read, look):
                 return logits_with(lambda y: _replaced(sae, seen[0], y, plain))
 
         shared += torch.stack([_cross_entropy(clean, following, scored),
@@ -161,7 +219,10 @@ def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor,
         tokens += int(plain.sum())
         predictions += int(scored.sum())
         show(tokens)
-    return [_result(shared, own, tokens, predictions) for own in sums]
+    clean, zero = (shared / predictions).tolist()
+    return [{"ce_clean": clean, "ce_spliced": float(own[0] / predictions), "ce_zero": zero,
+             "ce_recovered": float((shared[1] - own[0]) / (shared[1] - shared[0])), "kl": float(own[1] / tokens),
+             "tokens": tokens} for own in sums]
 
 
 def in_batches(windows: Iterable[list[int]], most: int) -> Iterator[list[list[int]]]:
@@ -178,7 +239,7 @@ def in_batches(windows: Iterable[list[int]], most: int) -> Iterator[list[list[in
 
 
 def padded(windows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids and mask of some windows, (B, T) each, padded on the right with token 0 under mask 0."""
+    """Token ids and mask, (B, T) each, padded on the right with token 0 under mask 0."""
     length = max(map(len, windows))
     token_ids = torch.zeros(len(windows), length, dtype=torch.int64)
     mask = torch.zeros(len(windows), length, dtype=torch.int64)
@@ -194,21 +255,13 @@ def is_plain(token_ids: Tensor, mask: Tensor, special: Tensor) -> Tensor:
 
 
 def _cross_entropy(log_probabilities: Tensor, following: Tensor, scored: Tensor) -> Tensor:
-    """The cross-entropy of the next token, summed over the scored tokens, float64."""
+    """Summed over the scored tokens, float64."""
     chosen = log_probabilities[:, :-1].gather(-1, following[..., None])[..., 0]
     return -chosen[scored].sum(dtype=torch.float64)
 
 
 def _replaced(sae: SAE, x: Tensor, y: Tensor, plain: Tensor) -> Tensor:
-    """The activations y, (B, T, E), replaced at plain tokens by what the SAE predicts from x, (B, T, D)."""
+    """The activations y, (B, T, E), replaced at plain tokens by the SAE's predictions from x, (B, T, D)."""
     result = y.clone()
     result[plain] = sae(x[plain].to(sae.W_enc)).to(y)
     return result
-
-
-def _result(shared: Tensor, own: Tensor, tokens: int, predictions: int) -> dict[str, Any]:
-    clean, zero = (shared / predictions).tolist()
-    spliced = float(own[0] / predictions)
-    recovered = float((shared[1] - own[0]) / (shared[1] - shared[0]))
-    return {"ce_clean": clean, "ce_spliced": spliced, "ce_zero": zero, "ce_recovered": recovered,
-            "kl": float(own[1] / tokens), "tokens": tokens}

@@ -10,18 +10,21 @@ from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
 from ..geometry.geometry import Wanted, found_in, penalty_of
 from ..geometry.plane import rows_of_slice
-from ..measure.evaluate import evaluated, marked, sparsity_document, tallied
+from ..measure.evaluate import compare, sparsity_document
 from ..measure.measured import RowsLike, all_measured
 from ..measure.stability import stability
 from ..sae.library import SAELike
+from ..sae.metrics import firing
+from ..store.split import Which
 from ..train.files import read_metrics
 from . import geometry, latents, runs
 from .measures import sparsest_first
 
+PICTURED_ROWS = 200  # whose codes are drawn
 PICTURES = ("loss", "frontier", "sparsity", "geometry", "stability", "probe")
 
 
-def draw(picture: str, *saes: SAELike, data: RowsLike = None, split: str = "test", device: str = "auto",
+def draw(picture: str, *saes: SAELike, data: RowsLike = None, split: Which = "test", device: str = "auto",
          home: str | Path | None = None, progress: bool = False, **options: Any) -> list[Figure]:
     """Figures as by a command's `--plot`: loss, frontier (`sae eval`), sparsity, geometry, stability or probe.
 
@@ -53,10 +56,10 @@ def draw(picture: str, *saes: SAELike, data: RowsLike = None, split: str = "test
         return [geometry.geometry(None, found, through)]
     everything = all_measured(at, saes, data, split, device, listener, **options)
     if picture == "frontier":
-        ranked = sparsest_first(marked(evaluated(everything, None, None, listener), everything))
+        ranked = sparsest_first(compare(everything, progress=progress))
         kinds = {one.subject.name: one.sae.activation.name for one in everything}
         return [runs.frontier(None, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"])
                                      for run in ranked})]
-    tallies = tallied(everything, True, listener)
+    tallies = [firing(one.sae, one.inputs(listener), PICTURED_ROWS) for one in everything]
     documents = [sparsity_document(one, counts, listener) for one, counts in zip(everything, tallies, strict=True)]
     return [drawn for _, drawn in runs.sparsity(None, tallies, documents)]

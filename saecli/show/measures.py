@@ -14,6 +14,7 @@ from ..base.wording import counted, number
 from ..measure.controls import MEASURES as CONTROLLED
 from ..measure.evaluate import ERRORS, LIKE_L0
 from ..measure.places import EXCLUSIVE
+from ..measure.stability import MEASURES as STABILITY
 from ..sae.metrics import DENSE_FREQUENCY
 from .tables import table
 
@@ -23,8 +24,6 @@ RECONSTRUCTION = ("l0", "fvu", "explained_variance", "mse", "cosine", "l1", "sil
 EFFECT = ("ce_recovered", "kl", "ce_clean", "ce_spliced", "ce_zero", "tokens")
 FEATURES = ("mcc", "f1", "precision", "recall", "uniqueness", "true_l0")
 SPARSITY = ("l0", "l0_std", "density", "silent", "dense", "dead_fraction", "rows", "split", "data")
-STABILITY_OF_PAIRS = ("pw_mcc", "matched_fraction", "shared_fraction")
-STABILITY_OF_LATENTS = ("matched_in_all", "shared_in_all")
 REFITTED = ("fvu", "cosine", "l0", "mcc", "f1", "ce_recovered", "kl")
 LATENTS_LISTED = 12
 SETS_LISTED = 20
@@ -125,26 +124,16 @@ def places_table(run: Mapping[str, Any]) -> RenderableType:
                  [*columns, "scaling elsewhere"], rows)
 
 
-def stability_tables(document: Mapping[str, Any]) -> list[RenderableType]:
-    """The tables of `sae eval --stability` on what `stability` returned for runs with rows: of pairs, and of runs;
-    figures of the latents that fire stand in them where others do not."""
+def stability_table(document: Mapping[str, Any]) -> RenderableType:
+    """The pairs of `saecli.stability`; measures of latents that fire are columns of their own if some are silent."""
     silent = any(run["silent"] for run in document["runs"])
-    empty = {"latents": None, "d_sae": None, "silent": None}
-    pairs = [*({"name": ", ".join(pair["runs"]), **pair} for pair in document["pairs"]),
-             {"name": "all pairs", **empty, **document}]
-    runs = [*({"name": run["run"], **run} for run in document["runs"]), {"name": "all runs", **empty, **document}]
-    return [_table(f"stability; matched: |cosine| of decoder vectors above {document['match_threshold']:g}; shared: of "
-                   "encoder vectors too", "runs", pairs, ("latents",), STABILITY_OF_PAIRS, silent),
-            _table("fraction of latents matched and shared in every other run", "run", runs, ("d_sae", "silent"),
-                   STABILITY_OF_LATENTS, silent)]
-
-
-def _table(title: str, first: str, lines: Sequence[Mapping[str, Any]], columns: Sequence[str], measures: Sequence[str],
-           firing: bool) -> RenderableType:
-    heads = [first, *columns, *(name.replace("_", " ") for name in measures)]
-    heads += [f"{name}, firing".replace("_", " ") for name in measures if firing]
-    return table(title, heads, [[line["name"], *(line[name] for name in (*columns, *measures)),
-                                 *(line["firing"][name] for name in measures if firing)] for line in lines])
+    lines = [*({"name": ", ".join(pair["runs"]), **pair} for pair in document["pairs"]),
+             {"name": "all pairs", "latents": None, **document}]
+    names = [name.replace("_", " ") for name in STABILITY]
+    return table(f"stability; matched: |cosine| of decoder vectors above {document['match_threshold']:g}",
+                 ["runs", "latents", *names, *(f"{name}, firing" for name in names if silent)],
+                 [[line["name"], line["latents"], *(line[name] for name in STABILITY),
+                   *(line["firing"][name] for name in STABILITY if silent)] for line in lines])
 
 
 def probe_tables(document: Mapping[str, Any]) -> list[RenderableType]:

@@ -32,7 +32,7 @@ from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.extract.texts import STDLIB_DOCS, Document, TextSource
-from saecli.extract.windows import START, Block, Cursor, Spot, Windows, in_blocks
+from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
 from saecli.store.schema import StoreMeta, rows_per_shard
 from saecli.store.writer import StoreWriter
 
@@ -60,8 +60,8 @@ def write_text(path: Path) -> list[str]:
 
 def all_blocks(model: LanguageModel, text: TextSource, rows: int, cursor: Cursor = START) -> Iterator[Block]:
     """The blocks of an extraction."""
-    def documents_from(spot: Spot) -> Iterator[Document]:
-        return text.documents(spot.document, spot.mark)
+    def documents_from(begin: Cursor) -> Iterator[Document]:
+        return text.documents(begin.document, begin.mark)
 
     return in_blocks(documents_from, Windows(model.tokenizer, CONTEXT), rows, cursor)
 

@@ -12,8 +12,8 @@ from saecli.measure.cofiring import LEAST
 from saecli.measure.latents import bin_edges
 from saecli.sae.activations import AbsTopK, Relu, ReluTopK
 from saecli.sae.dictionary import SAE
-from saecli.show.report.neuronpedia import neuronpedia_url
-from saecli.show.report.report import SAMPLES, write_pages
+from saecli.show.report import SAMPLES, write_pages
+from saecli.show.report.overview import neuronpedia_url
 from saecli.store.reader import ActivationStore
 from saecli.store.worlds import World
 
@@ -80,9 +80,9 @@ def test_pages_show_texts_at_random_and_the_latents_that_fire_with_each(sae: Com
             rows = slice(30 * example["document"], 30 * example["document"] + 30)
             assert example["codes"] == pytest.approx(codes[rows, latent], abs=0.51 * page["scale"])
             assert example["tokens"] == [" " + WORDS[token] for token in texts.columns["token_id"][rows]]
-        partners = [other for other, _, _ in page["together"]]
-        assert [value for _, value, _ in page["together"]] == pytest.approx(phi[latent, partners], rel=1e-3)
-        most = max((value for _, value, _ in page["together"]), default=0)
+        partners = [other for other, _ in page["together"]]
+        assert [value for _, value in page["together"]] == pytest.approx(phi[latent, partners], rel=1e-3)
+        most = max((value for _, value in page["together"]), default=0)
         assert most == pytest.approx(max(phi[latent].max(), 0), rel=1e-3, abs=1e-6)
     assert len(chosen) == F  # each latent has its own
 

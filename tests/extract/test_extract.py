@@ -13,7 +13,7 @@ import pytest
 import torch
 from homes import CommandLine
 from launching import signalled
-from tiny_models import CONFIGS, VOCABULARY, WIDTH, loaded, save_model
+from tiny_models import CONFIGS, VOCABULARY, WIDTH, loaded, save_model, stored
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import saecli
@@ -37,12 +37,6 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def stored(home: Path, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    rows = ActivationStore.open(home / "activations" / name).split("all")
-    columns = {name: np.concatenate(list(rows.column(name, 512))) for name in ("token_id", "position", "document")}
-    return np.concatenate([batch.copy() for batch in rows.sequential(512)]), columns
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [name if name in ("gemma2", "gpt2") else
                                           pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS])
@@ -52,7 +46,7 @@ def test_rows_are_those_of_the_model_run_on_each_window_alone(sae: CommandLine, 
                    "--context", "16", "--dtype", "float32", "--batch-size", "5", "--name", "s", "--json").json
     assert list(document)[:7] == ["name", "path", "rows", "d_in", "dtype", "shards", "cached"]
     assert (document["d_in"], document["dtype"], document["cached"]) == (WIDTH, "float32", False)
-    rows, columns = stored(sae.home, "s")
+    rows, columns = stored(sae.home / "activations" / "s")
     model = loaded(models[architecture])
     expected, tokens, documents, special = [], [], [], []
     for number, paragraph in enumerate(TEXT.split("\n\n")):
@@ -81,8 +75,8 @@ def test_last_position_gives_one_row_a_document(sae: CommandLine, models, text):
              "--dtype", "float32")
     assert sae(*words, "--positions", "last", "--name", "last").status == 0
     assert sae(*words, "--name", "all").status == 0
-    last, columns = stored(sae.home, "last")
-    every, all_columns = stored(sae.home, "all")
+    last, columns = stored(sae.home / "activations" / "last")
+    every, all_columns = stored(sae.home / "activations" / "all")
     assert columns["document"].tolist() == list(range(40))
     for row, number in zip(last, columns["document"], strict=True):
         of_document = all_columns["document"] == number
@@ -91,7 +85,7 @@ def test_last_position_gives_one_row_a_document(sae: CommandLine, models, text):
         np.testing.assert_allclose(row, every[of_document][first_window_end], rtol=1e-4, atol=1e-5)
 
 
-def test_the_same_request_is_a_cache_hit_and_another_makes_another_store(sae: CommandLine, models, text):
+def test_the_same_request_is_a_cache_hit(sae: CommandLine, models, text):
     words = ("extract", "--model", models["llama"], "--layer", "0", "--dataset", text, "--json")
     first, again = sae(*words).json, sae(*words).json
     assert (first["cached"], again["cached"]) == (False, True)
@@ -103,41 +97,41 @@ def test_the_same_request_is_a_cache_hit_and_another_makes_another_store(sae: Co
     assert "made from something else; give another --name" in refused.err
 
 
+SITES = ("--layer", "0", "--layer", "2", "--site", "resid_post", "--site", "mlp_out", "--max-norm-multiple", "1.2")
+
+
 @pytest.mark.long
-def test_a_killed_extraction_equals_one_never_stopped(sae: CommandLine, tmp_path: Path):
-    words = ["extract", "--model", "tiny-gemma2", "--rows", "3000", "--shard-rows", "300", "--batch-size", "4"]
-    assert sae(*words, "--name", "whole").status == 0
-    for shard in ("00002.h5", "00007.h5"):
-        signalled(sae.home, [*words, "--name", "killed"], shard)
-    assert sae(*words, "--name", "killed").status == 0
-    (rows, columns), (expected, expected_columns) = stored(sae.home, "killed"), stored(sae.home, "whole")
-    np.testing.assert_array_equal(rows, expected)
-    assert all(np.array_equal(columns[name], expected_columns[name]) for name in columns)
-    metas = [ActivationStore.open(sae.home / "activations" / name).meta for name in ("killed", "whole")]
-    assert metas[0].dropped == metas[1].dropped
-    assert [shard.sha256 for shard in metas[0].shards] == [shard.sha256 for shard in metas[1].shards]
+@pytest.mark.parametrize(("words", "kills", "lost"), [
+    (("--rows", "3000", "--shard-rows", "300", "--batch-size", "4"), (3, 5), None),
+    (("--rows", "45000", "--shard-rows", "1500", *SITES), (31, 40), "k-l2-resid_post")])
+def test_killed_extractions_equal_whole_ones(sae: CommandLine, words: tuple, kills: tuple, lost: str | None):
+    words = ["extract", "--model", "tiny-gemma2", *words, "--name"]
+    assert sae(*words, "w").status == 0
+    for nth in kills:
+        signalled(sae.home, [*words, "k"], ".h5", nth)
+        if lost and nth == kills[0]:
+            shutil.rmtree(sae.home / "activations" / lost)  # its store is then behind the others
+    assert sae(*words, "k").status == 0
+    for path in (sae.home / "activations").glob("k*"):
+        meta, expected = (ActivationStore.open(path.with_name(name)).meta for name in (path.name, "w" + path.name[1:]))
+        assert meta.to_json() == {**expected.to_json(), "created": meta.created}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("extra", [(), ("--packed",)])
-def test_a_killed_extraction_gone_on_with_in_other_batches_loses_and_doubles_no_token(sae: CommandLine, extra: tuple):
+def test_a_killed_extraction_resumed_with_other_batches(sae: CommandLine, extra: tuple):
     words = ["extract", "--model", "tiny-gemma2", "--rows", "24000", "--shard-rows", "300", *extra, "--name"]
     assert sae(*words, "whole").status == 0
     folder = sae.home / "activations" / "killed"
-    stood = []
     for shard, windows in (("00002.h5", "1"), ("00036.h5", "7"), ("00070.h5", "300")):
         signalled(sae.home, [*words, "killed", "--batch-size", windows], shard)
-        stood.append(ActivationStore.open(folder).rows)
-    assert 0 < stood[0] < stood[1] < stood[2] < 24_000
-    plain = [word for word in words if word != "--packed"]
-    refused = sae(*(plain if extra else ["extract", "--packed", *plain[1:]]), "killed")
-    assert "made from something else; give another --name" in refused.err
+    stood = ActivationStore.open(folder).rows
     done = sae(*words, "killed", "--batch-size", "32", "--json")
-    assert f"going on after {stood[2]:,} rows" in done.err
-    (rows, columns), (expected, expected_columns) = stored(sae.home, "killed"), stored(sae.home, "whole")
+    assert f"going on after {stood:,} rows" in done.err
+    (rows, columns), (expected, expected_columns) = stored(folder), stored(folder.with_name("whole"))
     assert all(np.array_equal(columns[name], expected_columns[name]) for name in columns)
     np.testing.assert_allclose(rows, expected, rtol=0.02, atol=0.05)  # bfloat16 has 8 bits, and norms are about 30
-    metas = [ActivationStore.open(sae.home / "activations" / name).meta for name in ("killed", "whole")]
+    metas = [ActivationStore.open(folder.with_name(name)).meta for name in ("killed", "whole")]
     assert metas[0].complete
     assert metas[0].dropped == metas[1].dropped
 
@@ -162,9 +156,9 @@ UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
     (("--rows", "0"), "--rows must be at least 1"),
     (("--model", "google/gemma-2-2b"), UNAVAILABLE[1]),
     (("--name", "a/b"), "--name must be a plain folder name"),
+    (("--packed", "--positions", "last"), "--packed does nothing with --positions last"),
 ])
-def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine, models, text, words, sentence,
-                                                               monkeypatch):
+def test_what_cannot_work_is_refused(sae: CommandLine, models, text, words, sentence, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     rest = [word for name, value in (("--model", models["gpt2"]), ("--dataset", text)) if name not in words
             for word in (name, value)]
@@ -186,7 +180,7 @@ def test_the_default_context_is_what_the_model_allows(sae: CommandLine, models, 
 
 
 @pytest.mark.slow
-def test_code_in_a_models_folder_is_neither_run_nor_asked_about(sae: CommandLine, models, text, tmp_path: Path):
+def test_code_in_a_models_folder_is_not_run(sae: CommandLine, models, text, tmp_path: Path):
     folder = shutil.copytree(models["llama"], tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     classes = {"AutoConfig": "m.Own", "AutoModel": "m.Model", "AutoModelForCausalLM": "m.Model"}
@@ -199,50 +193,47 @@ def test_code_in_a_models_folder_is_neither_run_nor_asked_about(sae: CommandLine
     assert not (tmp_path / "ran").exists()
 
 
-def test_weights_that_hold_code_are_refused_and_not_run(sae: CommandLine, models, text, tmp_path: Path):
-    class Code:
-        def __reduce__(self):
-            return open, (str(tmp_path / "ran"), "w")
+class Code:
+    """Pickled, makes a file where it is loaded."""
 
-    folder = shutil.copytree(models["llama"], tmp_path / "model")
+    def __reduce__(self) -> tuple:
+        return open, ("ran", "w")
+
+
+def pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({"x": Code()}, folder / "pytorch_model.bin")
-    done = sae("extract", "--model", folder, "--dataset", text)
-    assert done.status == 1
-    assert "use a model with model.safetensors" in done.err
-    assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_a_model_without_tokenizer_gets_a_sentence(sae: CommandLine, models, text, tmp_path: Path, architecture):
-    folder = shutil.copytree(models[architecture], tmp_path / "model")
+def drop_tokenizer(folder: Path) -> None:
     for path in folder.glob("tokenizer*"):
         path.unlink()
-    done = sae("extract", "--model", folder, "--dataset", text)
-    assert (done.status, done.out) == (1, "")
-    assert "cannot load the tokenizer of" in done.err and "tokenizer.json" in done.err
 
 
-def test_cut_off_weights_get_a_sentence(sae: CommandLine, models, text, tmp_path: Path):
-    folder = shutil.copytree(models["llama"], tmp_path / "model")
-    os.truncate(folder / "model.safetensors", 2000)
-    done = sae("extract", "--model", folder, "--dataset", text)
-    assert done.status == 1
-    assert "cannot load the model" in done.err and "unexpected" not in done.err
-
-
-def test_a_token_that_the_model_has_no_embedding_for_gets_a_sentence(sae: CommandLine, models, tmp_path: Path):
-    folder = shutil.copytree(models["llama"], tmp_path / "model")
+def add_token(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["zz"])
     tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(("architecture", "damage", "sentence"), [
+    ("llama", pickle, "use a model with model.safetensors"),
+    ("llama", lambda folder: os.truncate(folder / "model.safetensors", 2000), "cannot load the model"),
+    ("llama", add_token, f"cannot read the token {VOCABULARY}"),
+    *((name, drop_tokenizer, "cannot load the tokenizer of") for name in CONFIGS)])
+def test_damaged_models_are_refused(sae: CommandLine, models, tmp_path: Path, monkeypatch, architecture, damage,
+                                    sentence):
+    folder = shutil.copytree(models[architecture], tmp_path / "model")
+    damage(folder)
     (tmp_path / "a.txt").write_text("abzzc")
-    done = sae("extract", "--model", folder, "--dataset", tmp_path / "a.txt")
-    assert done.status == 1
-    assert f"cannot read the token {VOCABULARY}" in done.err
+    monkeypatch.chdir(tmp_path)
+    done = sae("extract", "--model", folder, "--dataset", "a.txt")
+    assert (done.status, done.out) == (1, "")
+    assert sentence in done.err and len(done.err.splitlines()) == 1
+    assert not (tmp_path / "ran").exists()
 
 
-def test_rows_that_all_overflow_end_the_extraction_early_with_the_remedy(sae: CommandLine, models, tmp_path: Path):
+def test_rows_that_all_overflow_end_the_extraction_early(sae: CommandLine, models, tmp_path: Path):
     folder = tmp_path / "model"
     model = LlamaForCausalLM.from_pretrained(models["llama"])
     model.model.embed_tokens.weight.data.mul_(1e8)
@@ -267,8 +258,7 @@ def test_an_empty_text_is_refused_and_leaves_nothing(sae: CommandLine, models, t
     assert not list((sae.home / "activations").iterdir())
 
 
-def test_a_store_that_another_process_finished_while_the_model_was_loaded_is_there_already(
-        sae: CommandLine, models, text, monkeypatch):
+def test_a_store_finished_meanwhile_by_another_process_is_cached(sae: CommandLine, models, text, monkeypatch):
     words = ("extract", "--model", models["gpt2"], "--layer", "1", "--dataset", text, "--context", "16", "--name", "s")
     load = model.LanguageModel
 

@@ -61,14 +61,14 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
 
 def blocks(texts: list[str], windows: Windows, rows: int, cursor: Cursor = START) -> Generator[Block, None, None]:
     """Blocks small enough for a few texts to make many."""
-    return in_blocks(lambda spot: documents(texts, spot.document), windows, rows, cursor, ahead=400, first_rows=100)
+    return in_blocks(lambda begin: documents(texts, begin.document), windows, rows, cursor, ahead=400, first_rows=100)
 
 
 TEXTS = st.lists(st.text(LETTERS, max_size=25), min_size=1, max_size=8)
 
 
 @pytest.mark.parametrize("bos", [True, False])
-def test_windows_cover_each_document_once_and_begin_as_the_tokenizer_begins(tokenizers, bos):
+def test_windows_cover_each_document_once(tokenizers, bos):
     texts = ["abcdefghij", "k", "lmnopqrs"]
     windows = list(Windows(tokenizers[bos], context=5).cut(documents(texts)))
     prefix = [BOS] if bos else []
@@ -81,7 +81,7 @@ def test_windows_cover_each_document_once_and_begin_as_the_tokenizer_begins(toke
 
 
 @given(texts=TEXTS, context=st.integers(2, 12), bos=st.booleans())
-def test_packed_windows_are_full_and_are_the_documents_joined_by_bos_or_eos(tokenizers, texts, context, bos):
+def test_packed_windows_are_the_documents_joined(tokenizers, texts, context, bos):
     windows = list(Windows(tokenizers[bos], context, packed=True).cut(documents(texts)))
     plain = {number: tokenizers[bos](text, add_special_tokens=False)["input_ids"] for number, text in enumerate(texts)}
     for window in windows:
@@ -99,7 +99,7 @@ def test_packed_windows_are_full_and_are_the_documents_joined_by_bos_or_eos(toke
 
 
 @given(texts=TEXTS, context=st.integers(2, 12), packed=st.booleans(), bos=st.booleans(), least=st.integers(1, 4))
-def test_cutting_from_after_a_window_gives_the_windows_that_followed(tokenizers, texts, context, packed, bos, least):
+def test_cutting_after_a_window_gives_those_that_followed(tokenizers, texts, context, packed, bos, least):
     def cutter() -> Windows:
         return Windows(tokenizers[bos], context, packed=packed, min_tokens=least)
 
@@ -197,7 +197,7 @@ class CrampedLlama(LlamaModel):
 
 
 def rows_of(model: LanguageModel, tokens: int, notes: list[str]) -> list[np.ndarray]:
-    (block,) = in_blocks(lambda spot: documents(some_texts(60)), Windows(model.tokenizer, CONTEXT), 10**6, Cursor())
+    (block,) = in_blocks(lambda begin: documents(some_texts(60)), Windows(model.tokenizer, CONTEXT), 10**6, Cursor())
     seen = []
     found = Forward(model, "float32", tokens, notes.append)(block, POINTS, lambda *done: seen.append(done))
     assert sum(rows for _, rows in seen) == block.rows == len(block.columns["position"])
@@ -206,7 +206,7 @@ def rows_of(model: LanguageModel, tokens: int, notes: list[str]) -> list[np.ndar
     return [part.rows for part in found]
 
 
-def test_a_batch_that_does_not_fit_is_halved_and_the_rows_are_the_same(model, tmp_path: Path):
+def test_a_batch_that_does_not_fit_is_halved(model, tmp_path: Path):
     notes: list[str] = []
     expected = rows_of(model, 40 * CONTEXT, notes)
     assert notes == []
@@ -275,17 +275,6 @@ def stored_rows(home: Path, point: HookPoint) -> tuple[np.ndarray, np.ndarray]:
             np.stack([np.concatenate(list(rows.column(name, 64))) for name in COLUMNS]))
 
 
-@pytest.mark.slow
-def test_stores_that_drop_no_row_are_those_filled_alone(model, tmp_path: Path):
-    for point in POINTS:
-        fill_stores(tmp_path / "alone", model, [point])
-    fill_stores(tmp_path / "together", model, POINTS)
-    for point in POINTS:
-        alone = contents(tmp_path / "alone", point)
-        assert alone[:2] == (True, ROWS)
-        assert contents(tmp_path / "together", point) == alone
-
-
 DROPPING, MULTIPLE = [HookPoint(0, "attn_out"), HookPoint(2, "mlp_out"), HookPoint(1, "resid_pre")], 1.15
 
 
@@ -312,7 +301,7 @@ def test_stores_filled_together_drop_what_any_of_them_drops(model, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("multiple", "stops"), [(None, (650, 450, 250)), (MULTIPLE, (1300, 1000, 700))])
-def test_stores_that_stopped_at_different_shards_equal_whole_ones(model, tmp_path: Path, multiple, stops):
+def test_stores_stopped_at_different_shards_equal_whole_ones(model, tmp_path: Path, multiple, stops):
     fill_stores(tmp_path / "whole", model, DROPPING, multiple=multiple)
     stopped = tmp_path / "stopped"
     folders = [stopped / f"{point.layer}-{point.site}" for point in DROPPING]
@@ -332,7 +321,7 @@ def test_stores_that_stopped_at_different_shards_equal_whole_ones(model, tmp_pat
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_store_resumed_with_other_batches_holds_every_token_once(model, tmp_path: Path, packed):
+def test_a_store_resumed_with_other_batches_has_every_token(model, tmp_path: Path, packed):
     point = POINTS[0]
     fill_stores(tmp_path / "whole", model, [point], packed=packed)
     stood = []

@@ -51,7 +51,7 @@ def first_blocks(folder: Path, last: int, dtype: str = "auto") -> LanguageModel:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("last", range(LAYERS))
-def test_activations_without_the_later_blocks_are_bitwise_those_of_the_whole_model(folder: Path, last: int):
+def test_activations_without_later_blocks_equal_the_whole_models(folder: Path, last: int):
     whole, cut = loaded(folder), first_blocks(folder, last)
     assert (len(cut.blocks), len(whole.blocks)) == (last + 1, LAYERS)
     assert cut.size == whole.size == AutoModel.from_pretrained(folder).num_parameters()
@@ -105,7 +105,7 @@ def without(folder: Path, name: str) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_missing_weights_are_refused_where_the_forward_pass_needs_them(tmp_path: Path):
+def test_missing_weights_are_refused_where_needed(tmp_path: Path):
     folder = save_model(tmp_path / "llama", "llama")
     without(folder, "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(ModelError, match=r"no weights for layers\.1\.mlp\.up_proj\.weight; use a complete"):

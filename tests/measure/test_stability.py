@@ -12,7 +12,7 @@ from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 import saecli
 from saecli.base import memory
 from saecli.base.errors import ConfigError, MachineError
-from saecli.measure.matching import matching
+from saecli.measure.stability import matching
 from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
 
@@ -40,15 +40,15 @@ def test_the_matching_is_the_best_of_all_permutations(latents: int, others: int,
     small = table if latents <= others else table.T
     best = max(sum(small[range(len(small)), chosen]) for chosen in permutations(range(small.shape[1]), len(small)))
     found = matching(one, other)
-    assert found.decoder.sum() == pytest.approx(best, abs=1e-6)
-    np.testing.assert_allclose(found.decoder, table[found.first, found.second], atol=1e-12)
+    assert found.cosine.sum() == pytest.approx(best, abs=1e-6)
+    np.testing.assert_allclose(found.cosine, table[found.first, found.second], atol=1e-12)
     assert len(set(found.first)) == len(set(found.second)) == len(small)
     assert list(found.first) == sorted(found.first)
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 1024])
 def test_permuted_flipped_and_rescaled_copies_match_to_the_permutation(blocks: int, monkeypatch) -> None:
-    monkeypatch.setattr("saecli.measure.matching.BLOCK_ROWS", blocks)
+    monkeypatch.setattr("saecli.measure.stability.BLOCK_ROWS", blocks)
     one = sae_of(vectors(10, 0))
     order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
     sign = torch.tensor([1.0, -1.0] * 5).unsqueeze(1)
@@ -56,10 +56,7 @@ def test_permuted_flipped_and_rescaled_copies_match_to_the_permutation(blocks: i
     for scale in (1e-25, 3.0, 1e25):
         (pair,) = saecli.stability([one, sae_of(W * scale, W.T / scale)])["pairs"]
         assert pair["counterparts"] == torch.argsort(order).tolist()
-        assert [pair[name] for name in ("latents", "pw_mcc", "matched_fraction", "shared_fraction")] == pytest.approx(
-            [10, 1, 1, 1])
-    (pair,) = saecli.stability([one, sae_of(W, one.W_enc[:, order])])["pairs"]
-    assert (pair["pw_mcc"], pair["matched_fraction"], pair["shared_fraction"]) == pytest.approx((1, 1, 0.5))
+        assert [pair[name] for name in ("latents", "pw_mcc", "matched_fraction")] == pytest.approx([10, 1, 1])
 
 
 def test_measures_do_not_change_when_all_saes_are_rotated_together() -> None:
@@ -70,28 +67,23 @@ def test_measures_do_not_change_when_all_saes_are_rotated_together() -> None:
     assert 0 < before["matched_fraction"] < 1
     assert [pair.pop("counterparts") for pair in after["pairs"]] == [
         pair.pop("counterparts") for pair in before["pairs"]]
-    for name in ("pw_mcc", "matched_fraction", "shared_fraction", "matched_in_all", "shared_in_all"):
+    for name in ("pw_mcc", "matched_fraction"):
         assert after[name] == pytest.approx(before[name], abs=1e-6)
 
 
-def kept(latents: int, fresh: int, encoder_kept: int | None = None) -> SAE:
+def kept(latents: int, fresh: int) -> SAE:
     """Eight orthonormal latents, the first of them those of all such SAEs, the others axes from `fresh` on."""
-    axes = [*range(latents), *range(fresh, fresh + 8 - latents)]
-    encoder = axes if encoder_kept is None else [*axes[:encoder_kept], *range(40, 40 + 8 - encoder_kept)]
-    return sae_of(torch.eye(48)[axes], torch.eye(48)[encoder].T)
+    return sae_of(torch.eye(48)[[*range(latents), *range(fresh, fresh + 8 - latents)]])
 
 
-def test_fractions_of_latents_matched_are_those_that_the_runs_were_made_with() -> None:
-    found = saecli.stability([kept(8, 0), kept(4, 8), kept(2, 16, encoder_kept=1)])
-    assert [pair["matched_fraction"] for pair in found["pairs"]] == [0.5, 0.25, 0.25]
-    assert [pair["shared_fraction"] for pair in found["pairs"]] == [0.5, 0.125, 0.125]
-    assert [pair["pw_mcc"] for pair in found["pairs"]] == [0.5, 0.25, 0.25]
-    assert found["pw_mcc"] == found["matched_fraction"] == pytest.approx(1 / 3)
-    assert (found["matched_in_all"], found["shared_in_all"], found["firing"]) == (0.25, 0.125, None)
+def test_matched_fractions_are_those_that_the_runs_were_made_with() -> None:
+    found = saecli.stability([kept(8, 0), kept(4, 8), kept(2, 16)])
+    for measure in ("matched_fraction", "pw_mcc"):
+        assert [pair[measure] for pair in found["pairs"]] == [0.5, 0.25, 0.25]
+        assert found[measure] == pytest.approx(1 / 3)
     first, _, third = found["runs"]
-    assert first["match_fraction"] == [1, 1, 0.5, 0.5, 0, 0, 0, 0]
-    assert first["cosine"] == [1, 1, 0.5, 0.5, 0, 0, 0, 0]
-    assert (third["run"], third["silent"], third["frequency"]) == ("sae 3", None, None)
+    assert first["cosine"] == first["match_fraction"] == [1, 1, 0.5, 0.5, 0, 0, 0, 0]
+    assert (third["run"], third["silent"], third["frequency"], found["firing"]) == ("sae 3", None, None, None)
 
 
 def test_a_latent_is_matched_above_the_threshold_and_not_at_it() -> None:
@@ -111,9 +103,7 @@ def test_saes_of_different_width_are_matched_over_the_narrower_in_either_order()
         assert (pair["latents"], pair["pw_mcc"]) == (3, pytest.approx(1))
         assert pair["counterparts"] == ([None, None, 1, None, None, 2, None, 0, None] if saes[0] is wide else [7, 2, 5])
         of_wide = found["runs"][saes.index(wide)]
-        assert of_wide["matched_in_all"] == pytest.approx(1 / 3)
         assert [latent for latent, cosine in enumerate(of_wide["cosine"]) if cosine is not None] == [2, 5, 7]
-        assert found["matched_in_all"] == pytest.approx(6 / 12)
 
 
 def test_a_decoder_vector_of_length_zero_has_cosine_zero() -> None:
@@ -122,7 +112,7 @@ def test_a_decoder_vector_of_length_zero_has_cosine_zero() -> None:
     assert saecli.stability([sae_of(W), sae_of(W.clone())])["pw_mcc"] == pytest.approx(0.75)
 
 
-def test_silent_latents_are_matched_and_left_out_of_what_is_said_of_those_that_fire() -> None:
+def test_silent_latents_are_matched_and_left_out_of_the_measures_of_firing_ones() -> None:
     W, dead = vectors(6, 0, d_in=D), torch.tensor([100.0] * 4 + [-1e9] * 2)
     other = W.clone()
     other[3:] = vectors(3, 1, d_in=D)
@@ -135,11 +125,8 @@ def test_silent_latents_are_matched_and_left_out_of_what_is_said_of_those_that_f
     assert pair["firing"]["latents"] == len(fires)
     assert pair["firing"]["pw_mcc"] == pytest.approx(np.mean([table[i, pair["counterparts"][i]] for i in fires]))
     assert [run["silent"] for run in found["runs"]] == [2, 2]
-    first = found["runs"][0]
-    assert first["firing"]["matched_in_all"] == np.mean([one == 1 for one in first["match_fraction"][:4]])
     all_silent = saecli.stability([sae_of(W, b_enc=torch.full((6,), -1e9)), sae_of(other, b_enc=dead)], some_rows(200))
     assert all_silent["firing"]["pw_mcc"] is None
-    assert all_silent["runs"][0]["firing"]["matched_in_all"] is None
 
 
 def test_frequencies_are_those_of_sparsity() -> None:
@@ -159,7 +146,7 @@ def test_frequencies_are_those_of_sparsity() -> None:
 def test_what_cannot_be_compared_is_one_sentence(saes: list[SAE], options: dict[str, float], told: str) -> None:
     with pytest.raises(ConfigError) as error:
         saecli.stability(saes, **options)
-    assert told in str(error.value) and "--s" not in str(error.value).replace("`sae train --seed 1`", "")
+    assert told in str(error.value)
 
 
 def test_a_matrix_that_does_not_fit_is_refused_before_it_is_made(tmp_path: Path, monkeypatch) -> None:
@@ -181,7 +168,7 @@ def runs(sae: CommandLine) -> CommandLine:
 NAMES = ("seed-0", "seed-1", "seed-2")
 
 
-def test_the_command_prints_what_the_function_returns_beside_the_runs(runs: CommandLine, tmp_path: Path) -> None:
+def test_the_command_prints_the_functions_result(runs: CommandLine, tmp_path: Path) -> None:
     bare = runs("eval", *NAMES, "--json").json
     done = runs("eval", *NAMES, "--stability", "--match-threshold", "0.6", "--plot", tmp_path / "x.png", "--json")
     assert list(done.json) == ["runs", "unbeaten_means", "stability"]
@@ -196,7 +183,7 @@ def test_the_command_prints_what_the_function_returns_beside_the_runs(runs: Comm
     assert without_rows["pw_mcc"] == expected["pw_mcc"] and without_rows["firing"] is None
 
 
-def test_tables_show_the_mean_over_pairs_and_those_that_fire_where_some_are_silent(runs: CommandLine) -> None:
+def test_table_has_the_mean_and_firing_latents_if_some_are_silent(runs: CommandLine) -> None:
     shown = runs("eval", *NAMES, "--stability").out
     mean = saecli.stability(NAMES, home=runs.home)["pw_mcc"]
     (line,) = (line for line in shown.splitlines() if "all pairs" in line)

@@ -25,7 +25,7 @@ from saecli.sae.activations import (
     TopK,
 )
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats import FORMATS, STAND_INS, SavedSAE, load, recognise, save, save_native
+from saecli.sae.formats import FORMATS, SavedSAE, load, recognise, save, save_native, stand_in
 
 D, F, K = 12, 30, 4
 ORIGIN = {"model": "some/model", "layer": 3, "site": "resid_post", "context": 128, "prepend_bos": True}
@@ -322,7 +322,7 @@ def test_topk_and_its_stand_in_differ_only_on_rows_with_fewer_positive_pre_activ
     sae = sae_with(TopK(k=K))
     sae.b_enc.sub_(6)
     short = (sae.pre_activations(ROWS) > 0).sum(1) < K
-    differ = (STAND_INS[TopK](sae).encode(ROWS) != sae.encode(ROWS)).any(1)
+    differ = (stand_in(SavedSAE(sae)).sae.encode(ROWS) != sae.encode(ROWS)).any(1)
     assert 0 < short.sum() < len(ROWS)
     assert torch.equal(differ, short)
 

@@ -180,8 +180,8 @@ def test_circuit_tracer_files_are_what_its_own_loader_asks_for(tmp_path: Path) -
     (made(Relu, True), {}, "gemma-scope", "a transcoder; it can be written as saelens or"),
     (made(Relu), {"layer": 3, "site": "mlp_out"}, "circuit-tracer", "an SAE that is no transcoder; it can be written "
                                                                     "as saelens or sparsify or dictionary-learning"),
-    (made(Relu, width=E), MLP, "sparsify", f"targets of {E} dimensions predicted from rows of {D}; expected as many as "
-                                           "the rows'; it can be written as saelens or gemma-scope-2 or native"),
+    (made(Relu, width=E), MLP, "sparsify", f"targets of {E} dimensions predicted from rows of {D}; expected equal "
+                                           "widths; it can be written as saelens or gemma-scope-2 or native"),
     (made(Relu, width=E), MLP, "circuit-tracer", f"targets of {E} dimensions"),
     (made(ReluTopK), MLP, "saelens", "the activation relu-topk of a transcoder; expected one of relu, jumprelu, "
                                      "batchtopk; it can be written as sparsify or native"),

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from environments import python_with
 
-from saecli.show.report.neuronpedia import SITE, neuronpedia_url
+from saecli.show.report.overview import SITE, neuronpedia_url
 
 pytestmark = pytest.mark.slow
 LIST = """

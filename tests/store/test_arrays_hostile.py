@@ -226,7 +226,7 @@ def test_rows_that_no_disk_holds_are_refused_and_leave_nothing(sae: CommandLine,
 @pytest.mark.parametrize("dtype", ["M8[s]", object, "V4", "f4,i4"])
 def test_what_holds_no_real_numbers_is_refused(tmp_path, dtype):
     np.save(tmp_path / "a.npy", np.zeros((3, 2), dtype))
-    with pytest.raises(FormatError, match="expected (an array of real )?numbers"):
+    with pytest.raises(FormatError, match=r"expected (an array of real )?numbers"):
         read(tmp_path / "a.npy")
 
 

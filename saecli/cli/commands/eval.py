@@ -5,48 +5,43 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ...base.errors import ConfigError
 from ...base.files import write_csv
-from ...measure.evaluate import TOKENS, check_tokens_of_model, evaluated, marked, warnings
+from ...measure.evaluate import TOKENS, check_tokens_of_model, compare
 from ...measure.measured import all_measured
-from ...measure.stability import (
-    MATCH_THRESHOLD,
-    check_comparable,
-    check_stability,
-    measured_stability,
-)
-from ...show.measures import evaluation_tables, flat, meaning, sparsest_first, stability_tables
+from ...measure.stability import MATCH_THRESHOLD, check_comparable, check_stability, stability
+from ...show.measures import evaluation_tables, flat, meaning, sparsest_first, stability_table
 from ..options import Device, Json, Plot, Runs, start, store_names
 
 Data = Annotated[list[str] | None, typer.Option(
-    "--data", help="Activation store, its name or folder; of a crosscoder several, in order.",
+    "--data", help="Activation store, by name or folder; for a crosscoder several, in order.",
     autocompletion=store_names, show_default="the one that the run was trained on, else the newest",
     callback=lambda names: names or None)]  # without it typer gives an empty list
 Target = Annotated[str | None, typer.Option(
-    "--target", help="Store of what a transcoder predicts from --data.", autocompletion=store_names,
+    "--target", help="Store of a transcoder's targets.", autocompletion=store_names,
     show_default="the one that the run was trained on")]
 SplitName = Annotated[Literal["test", "train", "all"], typer.Option(
     "--split", help="Rows to measure on: test, held out; train, trained on; or all.")]
 Model = Annotated[str | None, typer.Option(
-    "--model", help="Hub id or folder of the language model that the store's rows came from, to measure the effect of "
-                    "splicing the SAE into it.", show_default="none, which leaves that out")]
-Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Number of the split's tokens to run --model on.")]
-Csv = Annotated[Path | None, typer.Option("--csv", dir_okay=False, help="Write the measures here too: one run per "
-                                                                        "line, with every digit, sparsest first.")]
+    "--model", help="Splice the SAE into this language model, which the store's rows came from: hub id or folder.",
+    show_default="none, which leaves that out")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the split to run --model on.")]
+Csv = Annotated[Path | None, typer.Option("--csv", dir_okay=False, help="Also write the measures here, one run per "
+                                                                        "line, every digit, sparsest first.")]
 
 Stability = Annotated[bool, typer.Option(
-    "--stability", help="Match latents between runs that differ in seed: PW-MCC, and the fraction of latents matched.")]
+    "--stability", help="Match latents between runs that differ in seed: PW-MCC and the fraction matched.")]
 MatchThreshold = Annotated[float, typer.Option(
-    "--match-threshold", help="With --stability: the |cosine| of decoder vectors, in [0, 1), above which a latent is "
-                              "matched.")]
+    "--match-threshold", help="With --stability: |cosine| of decoder vectors above which a latent is matched.")]
 
 
 def given(ctx: typer.Context, name: str) -> Any:
-    """An option's value as given by the user; None if it has its default."""
+    """An option's value if the user gave it, else None."""
     return None if ctx.get_parameter_source(name).name == "DEFAULT" else ctx.params[name]
 
 
 def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Target = None,
-            split: SplitName = "test", model: Model = None, tokens: Tokens = TOKENS, stability: Stability = False,
+            split: SplitName = "test", model: Model = None, tokens: Tokens = TOKENS, stable: Stability = False,
             match_threshold: MatchThreshold = MATCH_THRESHOLD, device: Device = "auto", plot: Plot = None,
             csv: Csv = None, json: Json = False) -> None:
     """Measure reconstruction, sparsity and the effect on the model.
@@ -56,45 +51,45 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     --csv and --json) if every other run on the same rows with at most 1.05 times its L0 is worse in FVU, or with
     --model in CE recovered or KL.
 
-    Silent latents fire on none of the rows measured; dead latents on none of the training rows, which only SAEs trained
-    here have counted.
+    Silent latents fire on none of the rows measured. Dead latents fire on none of the training rows; only SAEs trained
+    here have them counted.
 
-    --stability matches the latents of each two runs one to one by |cosine| of their decoder vectors. PW-MCC is its
-    mean; a latent is matched if it is above --match-threshold, and shared if the encoder vectors' cosine is too. Silent
-    latents are included; where there are some, the figures of those that fire stand beside. --plot draws a second
-    picture, with -stability after its name.
+    --stability matches the latents of every pair of runs one to one by |cosine| of their decoder vectors. PW-MCC is the
+    mean |cosine|; a latent is matched if its |cosine| is above --match-threshold. If some latents are silent, both
+    measures are repeated for those that fire. --plot draws a second picture, NAME-stability.
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
     session = start(ctx, json, plot, csv=csv)
-    check_tokens_of_model(given(ctx, "tokens"), model)
-    names = list(dict.fromkeys(runs or ()))
-    check_stability(stability, len(names), given(ctx, "match_threshold"))
-    everything = all_measured(session.home, names, data, split, device, session.console, target)
-    if stability:
-        check_comparable([one.subject for one in everything], [one.sae for one in everything])
-    found = marked(evaluated(everything, model, tokens, session.console), everything)
-    for warning in warnings(found, everything):
-        session.console.note(warning)
+    console, names, tokens_given = session.console, list(dict.fromkeys(runs or ())), given(ctx, "tokens")
+    check_tokens_of_model(tokens_given, model)
+    if stable:
+        check_stability(len(names), match_threshold)
+    elif given(ctx, "match_threshold") is not None:
+        raise ConfigError("--match-threshold does nothing without --stability; leave it out, or ask for --stability",
+                          option="match_threshold")
+    everything = all_measured(session.home, names, data, split, device, console, target)
+    if stable:
+        check_comparable([(one.subject, one.sae) for one in everything])
+    found = compare(everything, model=model, tokens=tokens_given, progress=console)
     ranked = sparsest_first(found)
     document = {"runs": found, "unbeaten_means": meaning(found[0])}
     tables = evaluation_tables(ranked, model)
-    if stability:
-        document["stability"] = measured_stability(everything, match_threshold, session.console)
-        tables += stability_tables(document["stability"])
+    if stable:
+        document["stability"] = stability(everything, match_threshold=match_threshold, progress=console)
+        tables.append(stability_table(document["stability"]))
     if plot is not None:
-        from ...show.runs import frontier  # matplotlib takes a second to import
+        from ...show.latents import stability as draw_stability  # matplotlib takes a second to import
+        from ...show.runs import frontier
 
         kinds = {one.subject.name: one.sae.activation.name for one in everything}
         frontier(plot, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})
-        session.console.note(f"drew {plot}")
-        if stability:
-            from ...show.latents import stability as draw_stability
-
-            own = plot.with_stem(f"{plot.stem}-stability")
-            draw_stability(own, document["stability"])
-            session.console.note(f"drew {own}")
+        console.note(f"drew {plot}")
+        if stable:
+            second = plot.with_stem(f"{plot.stem}-stability")
+            draw_stability(second, document["stability"])
+            console.note(f"drew {second}")
     if csv is not None:
         write_csv(csv, [flat(run) for run in ranked])
-        session.console.note(f"wrote {csv}")
-    session.console.result(document, *tables)
+        console.note(f"wrote {csv}")
+    console.result(document, *tables)

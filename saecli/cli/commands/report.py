@@ -7,7 +7,7 @@ import typer
 
 from ...base.wording import size_words
 from ...measure.measured import measured
-from ...show.report.report import MOST_EXAMPLES, MOST_PAGES, check_choice, write_report
+from ...show.report import MOST_EXAMPLES, MOST_PAGES, check_choice, write_report
 from ..options import Device, Json, Run, start
 from .eval import Data, SplitName, Target
 

@@ -2,22 +2,25 @@
 
 import typer
 
-from ...measure.evaluate import sparsity_document, tallied
+from ...measure.evaluate import sparsity_document
 from ...measure.measured import all_measured
+from ...sae.metrics import firing
 from ...show.measures import extremes, places_table, sparsity_table
 from ..options import Device, Json, Plot, Runs, start
 from .eval import Data, SplitName, Target
+
+PICTURED_ROWS = 200  # whose codes are drawn
 
 
 def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Target = None, split: SplitName = "test",
             device: Device = "auto", plot: Plot = None, json: Json = False) -> None:
     """Show how often latents fire, which are silent and which dense.
 
-    A latent is silent if it fires on none of the rows measured, dense if on more than a tenth of them, and dead if on
-    none of the training rows, which only SAEs trained here have counted. --plot saves histograms of L0 and of the
-    latents' frequencies, and beside them a picture of the first rows' codes for each run.
+    A latent is silent if it fires on none of the rows measured, dense if it fires on more than a tenth of them, and
+    dead if it fires on none of the training rows, counted only for SAEs trained here. --plot saves histograms of L0 and
+    of firing frequencies, and a picture of the first rows' codes for each run.
 
-    Of a crosscoder, latents by place too: how many are shared, and how many one place has alone, by decoder norms and
+    For a crosscoder, also how many latents its hook points share and how many belong to one alone, by decoder norms and
     by latent scaling.
 
     Example: sae sparsity first second --plot sparsity.png
@@ -25,7 +28,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     session = start(ctx, json, plot)
     names = list(dict.fromkeys(runs or ()))
     everything = all_measured(session.home, names, data, split, device, session.console, target)
-    tallies = tallied(everything, plot is not None, session.console)
+    pictured = 0 if plot is None else PICTURED_ROWS
+    tallies = [firing(one.sae, one.inputs(session.console), pictured) for one in everything]
     found = [sparsity_document(one, counts, session.console) for one, counts in zip(everything, tallies, strict=True)]
     if plot is not None:
         from ...show.runs import sparsity  # matplotlib takes a second to import

@@ -1,6 +1,10 @@
-"""SAEs in folders, in this tool's own format and in other libraries'.
+"""SAEs in folders, in this tool's own format and in other libraries'; no format runs code from a file.
 
-To add a format, write `saecli/sae/formats/NAME.py` and a line in `FORMATS`. No format runs code from a file.
+    common.py  SavedSAE, tables of tensors' names, reading and writing of files, hook points
+    native.py  this tool's own
+
+The other files are one format each; README.md says what each can express. To add one, write
+`saecli/sae/formats/NAME.py` and a line in `FORMATS`.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -8,15 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from ...base.errors import FormatError
 from ...base.files import folder_appearing_whole, is_free, is_utf8
 from ..activations import ACTIVATIONS, Activation, ReluTopK, TopK
-from ..dictionary import SAE
 from . import (
     circuit_tracer,
     dictionary_learning,
     gemma_scope,
-    gemma_scope_2,
     llama_scope,
     native,
     qwen_scope,
@@ -26,7 +30,7 @@ from . import (
 from .common import SavedSAE, in_words, matching
 from .native import load_native, save_native
 
-__all__ = ["FORMATS", "STAND_INS", "WRITABLE", "Format", "SavedSAE", "format_of", "known_files", "load", "load_native",
+__all__ = ["FORMATS", "WRITABLE", "Format", "SavedSAE", "format_of", "known_files", "load", "load_native",
            "matching", "named", "recognise", "save", "save_native", "stand_in"]
 
 
@@ -35,17 +39,17 @@ class Format:
     """A format of SAEs.
 
     Args:
-        files: patterns of the files that a folder of this format holds, one file of each, the weights last; in a
-            pattern, `|` stands between alternatives, and `/` after the name of a folder in the folder.
+        files: patterns of the files in a folder, one file of each, the weights last; `|` stands between alternatives,
+            and `/` after the name of a folder in the folder.
         load: reads the SAE in a folder, or with `layers` of each, in a file.
-        save: writes an SAE into an existing folder; None for a format that is only read.
-        activations: the activations of SAEs that `save` can express; none if it writes no SAEs.
-        transcoders: likewise, of transcoders.
+        save: writes an SAE in float32 into an existing folder; None for a format that is only read.
+        activations: of SAEs that `save` can express.
+        transcoders: activations of transcoders that `save` can express.
         one_width: whether a transcoder's targets must be as wide as its rows.
-        layers: how many files of weights there may be: one; one for each of several layers, which are SAEs of their
-            own; or one for each place of an SAE, all of which are its own.
-        check: reads the first of the files, and raises a FormatError if it says that the SAE cannot be expressed here,
-            before the weights are fetched from the hub.
+        layers: whether there is one file of weights; one for each of several layers, which are SAEs of their own; or
+            one for each hook point of an SAE, all of which are its own.
+        check: reads the first of the files, and raises a FormatError if the SAE cannot be expressed here, before the
+            weights are fetched from the hub.
     """
 
     files: tuple[str, ...]
@@ -58,19 +62,17 @@ class Format:
     check: Callable[[Path], object] | None = None
 
     def are_in(self, names: Collection[str]) -> bool:
-        """Whether a folder with these files holds all of this format's."""
         return all(matching(names, pattern) for pattern in self.files)
 
     def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
-        """The names of this format's files, the weights last; FormatError if several match one pattern, unless they are
-        all one SAE's.
+        """The names of one SAE's files, the weights last; FormatError if several SAEs' files match.
 
         Args:
             names: of the files in a folder.
             place: the folder, for the message.
-            file: the one of several layers' files that is wanted; None if there is one layer.
+            file: one of several layers' files.
         """
-        there, found = sorted(names), []
+        there, found = sorted(names), list[str]()
         for pattern in self.files:
             here = matching([file] if file and pattern == self.files[-1] else there, pattern)
             if len(here) != 1 and not (self.layers == "all" and pattern == self.files[-1]):
@@ -80,7 +82,7 @@ class Format:
         return found
 
     def lacks(self, saved: SavedSAE) -> str | None:
-        """What `save` cannot express of an SAE, in words with what it can; None if it can express it."""
+        """What `save` cannot express of an SAE, and what it can; None if it can express the SAE."""
         sae, kind = saved.sae, "a transcoder" if saved.is_transcoder else "an SAE that is no transcoder"
         able = self.transcoders if saved.is_transcoder else self.activations
         if not able:
@@ -90,8 +92,7 @@ class Format:
             return (f"the activation {sae.activation.name}{of}; expected one of "
                     f"{', '.join(activation.name for activation in able)}")
         if self.one_width and sae.d_out != sae.d_in:
-            return (f"targets of {sae.d_out} dimensions predicted from rows of {sae.d_in}; expected as many as the "
-                    "rows'")
+            return f"targets of {sae.d_out} dimensions predicted from rows of {sae.d_in}; expected equal widths"
         return None
 
 
@@ -99,15 +100,15 @@ FORMATS: dict[str, Format] = {  # the first whose files are all present is used:
     "saelens": Format((saelens.CONFIG, saelens.TENSORS), saelens.load_saelens, saelens.save_saelens,
                       saelens.ARCHITECTURES, saelens.TRANSCODERS),
     "sparsify": Format((sparsify.CONFIG, sparsify.TENSORS), sparsify.load_sparsify, sparsify.save_sparsify,
-                       sparsify.LATENTS_KEPT, sparsify.LATENTS_KEPT, one_width=True),
+                       sparsify.WRITTEN, sparsify.WRITTEN, one_width=True),
     "dictionary-learning": Format((dictionary_learning.CONFIG, dictionary_learning.TENSORS),
                                   dictionary_learning.load_dictionary_learning,
-                                  dictionary_learning.save_dictionary_learning, dictionary_learning.WRITTEN_AS),
-    "gemma-scope": Format((gemma_scope.TENSORS,), gemma_scope.load_gemma_scope, gemma_scope.save_gemma_scope,
+                                  dictionary_learning.save_dictionary_learning, dictionary_learning.WRITTEN),
+    "gemma-scope": Format((gemma_scope.ARRAYS,), gemma_scope.load_gemma_scope, gemma_scope.save_gemma_scope,
                           gemma_scope.WRITTEN),
-    "gemma-scope-2": Format((gemma_scope_2.CONFIG, gemma_scope_2.TENSORS), gemma_scope_2.load_gemma_scope_2,
-                            gemma_scope_2.save_gemma_scope_2, gemma_scope_2.WRITTEN, gemma_scope_2.WRITTEN,
-                            layers="all", check=gemma_scope_2.read_config_of),
+    "gemma-scope-2": Format((gemma_scope.CONFIG, gemma_scope.TENSORS), gemma_scope.load_gemma_scope_2,
+                            gemma_scope.save_gemma_scope_2, gemma_scope.WRITTEN, gemma_scope.WRITTEN, layers="all",
+                            check=gemma_scope.read_config_of),
     "llama-scope": Format((llama_scope.CONFIG, llama_scope.TENSORS), llama_scope.load_llama_scope),
     "qwen-scope": Format((qwen_scope.TENSORS,), qwen_scope.load_qwen_scope, layers="each"),
     "circuit-tracer": Format((circuit_tracer.CONFIG, circuit_tracer.TENSORS), circuit_tracer.load_circuit_tracer,
@@ -117,55 +118,48 @@ FORMATS: dict[str, Format] = {  # the first whose files are all present is used:
 }
 WRITABLE = tuple(name for name, form in FORMATS.items() if form.save is not None)
 
-# For activations that other libraries lack, the nearest SAE that they have.
-STAND_INS: dict[type[Activation], Callable[[SAE], SAE]] = {
-    TopK: lambda sae: sae.changed(activation=ReluTopK(k=sae.activation.k)),
-}
 
 
 def stand_in(saved: SavedSAE) -> SavedSAE | None:
-    """The SAE to write where a format lacks an SAE's activation; None if there is none."""
-    instead = STAND_INS.get(type(saved.sae.activation))
-    return None if instead is None else replace(saved, sae=instead(saved.sae))
+    """The nearest SAE that other libraries can express, if they lack the activation: for `topk`, `relu-topk`."""
+    activation = saved.sae.activation
+    if not isinstance(activation, TopK):
+        return None
+    return replace(saved, sae=saved.sae.changed(activation=ReluTopK(k=activation.k)))
 
 
 def named(name: str) -> str:
-    """A format's name as in `FORMATS`, where it is spelt as the library's own, such as dictionary_learning."""
+    """A format's name in `FORMATS`, also if spelt as the library's own, such as dictionary_learning."""
     return name.replace("_", "-")
 
 
 def recognise(path: Path) -> str | None:
-    """The name of the format of a folder, or of one of several layers' files in it; None if it is unknown."""
+    """The format of a folder, or of one of several layers' files in it; None if it is unknown."""
     return format_of(_files_in(path), path.name if path.is_file() else None)
 
 
 def _files_in(path: Path) -> set[str]:
-    """The files that some format's pattern matches, by names relative to a folder, or to a file's folder."""
+    """The files of known formats in a folder, or in a file's folder, by relative names."""
     folder = path.parent if path.is_file() else path
     return {found.relative_to(folder).as_posix() for form in FORMATS.values() for pattern in form.files
             for one in pattern.split("|") for found in folder.glob(one) if found.is_file()}
 
 
 def format_of(names: Iterable[str], file: str | None = None) -> str | None:
-    """The name of the format whose files are all among `names`; None if there is none.
-
-    Args:
-        names: of the files in a folder, relative to it.
-        file: one of them, which must be one of several layers' files of that format; None for the whole folder.
-    """
+    """The format whose files are all among these names, relative to a folder; None if there is none. A `file` must be
+    one of several layers'."""
     there = set(names)
     return next((name for name, form in FORMATS.items() if form.are_in(there)
                  and (file is None or (form.layers == "each" and matching([file], form.files[-1])))), None)
 
 
 def known_files() -> str:
-    """The files of the known formats, in words."""
     return "; ".join(f"{' and '.join(map(in_words, form.files))} ({name})" for name, form in FORMATS.items())
 
 
 def load(path: Path) -> SavedSAE:
-    """Read the SAE in a folder in any known format, or in one of several layers' files there; FormatError if there is
-    none, or it is damaged or cannot be expressed here."""
+    """Read the SAE in a folder, or in one of several layers' files there; FormatError if there is none, or it is
+    damaged or cannot be expressed here."""
     name = recognise(path)
     if name is None:
         there = ", ".join(sorted(found.name for found in path.iterdir())[:8]) if path.is_dir() else "no such folder"
@@ -183,23 +177,18 @@ def _demand_utf8(folder: Path) -> None:
 
 
 def save(saved: SavedSAE, name: str, folder: Path) -> None:
-    """Write an SAE in a format; the folder appears whole or not at all.
-
-    Args:
-        saved: the SAE.
-        name: one of `FORMATS`.
-        folder: does not exist yet, or is empty; its parents are created.
+    """Write an SAE in a format; the folder, new or empty, appears whole or not at all.
 
     Raises:
         FormatError: the folder is in use, or the format cannot express the SAE.
     """
     _demand_utf8(folder)
     form = FORMATS[name]
-    if lacking := form.lacks(saved):
+    if (lacking := form.lacks(saved)) or form.save is None:
         able = [key for key, other in FORMATS.items() if not other.lacks(saved)]
         raise FormatError(f"{name} cannot express {lacking}; it can be written as {' or '.join(able)}")
     if not is_free(folder):
         raise FormatError(f"cannot write to {folder}: expected an empty or a new folder, got one in use; "
                           f"name another")
     with folder_appearing_whole(folder) as temporary:
-        form.save(saved, temporary)
+        form.save(saved if name == "native" else replace(saved, sae=saved.sae.copy_to(torch.float32)), temporary)

@@ -1,12 +1,12 @@
-"""Common to all formats: an SAE with its origin, reading files without running code in them, biases.
+"""Common to all formats: an SAE with its origin, names of tensors, reading files without running code in them.
 
-Several libraries subtract the decoder bias from a row before encoding it; this tool does not. The two are equivalent:
+Libraries that subtract the decoder bias from a row before encoding are read and written by
 `(x - b_dec) @ W_enc + b = x @ W_enc + (b - b_dec @ W_enc)`. Shapes: D = d_in, F = d_sae.
 """
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,19 +21,21 @@ from ...base.documents import Origin, read_json
 from ...base.errors import ConfigError, FormatError, one_line
 from ...base.files import appearing_whole, as_named, regular
 from ...store.arrays import check_memory, list_numpy, load_torch, naming
-from ..activations import Activation
+from ..activations import Activation, Thresholded
 from ..codes import Prefixes, rise
 from ..dictionary import SAE
 
 Document = TypeVar("Document")
+Made = TypeVar("Made")
 
 WEIGHTS = ("W_enc", "b_enc", "W_dec", "b_dec")
-LINEAR = {"encoder.weight": "W_enc", "encoder.bias": "b_enc", "decoder.weight": "W_dec"}  # of nn.Linear: transposes
+PLAIN = {name: name for name in WEIGHTS}
+LINEAR = {"encoder.weight": "W_enc.T", "encoder.bias": "b_enc", "decoder.weight": "W_dec.T"}  # of two nn.Linear
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
 TO_FIT = "end other programs, or read it on a machine with more"
 
-# TransformerLens' name of `mlp_in`, the norm's weight apart; its own `hook_mlp_in` is before the norm: no site here.
+# TransformerLens' name of `mlp_in`, but for the norm's weight; its `hook_mlp_in` is before the norm: no site here.
 MLP_IN_HOOK = "ln2.hook_normalized"
 EXACT_MLP_IN_HOOK = "mlp.hook_in"  # circuit-tracer's; its `mlp.hook_out` is before Gemma's second norm: no site here.
 _HOOK = re.compile(rf"blocks\.(\d{{1,9}})\.(?:hook_(?!mlp_in$)(\w+)|{re.escape(MLP_IN_HOOK)}"
@@ -42,13 +44,8 @@ _HOOK = re.compile(rf"blocks\.(\d{{1,9}})\.(?:hook_(?!mlp_in$)(\w+)|{re.escape(M
 
 @dataclass(frozen=True)
 class SavedSAE:
-    """An SAE as found in a folder.
-
-    Args:
-        sae: the autoencoder.
-        origin: where its training rows came from, as recorded in the file: fields of `documents.Origin`.
-        transcodes: whether the file says that it is a transcoder.
-    """
+    """An SAE as found in a folder; `origin` has the known fields of `documents.Origin`, `transcodes` says whether the
+    file calls it a transcoder."""
 
     sae: SAE
     origin: dict[str, Any] = field(default_factory=dict)
@@ -56,35 +53,29 @@ class SavedSAE:
 
     @classmethod
     def of(cls, sae: SAE, origin: Origin, transcodes: bool = False) -> "SavedSAE":
-        """An SAE with the known fields of its origin."""
         return cls(sae, {name: value for name, value in asdict(origin).items() if value is not None}, transcodes)
 
     @property
     def is_transcoder(self) -> bool:
-        """Whether it predicts other targets than its rows, by what is recorded of it or by its weights."""
+        """Whether it predicts other targets than its rows, by its record or its weights."""
         return (self.transcodes or not self.origin.keys().isdisjoint(("target_layer", "target_site"))
                 or self.sae.W_skip is not None or self.sae.d_out != self.sae.d_in)
 
 
 def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, subtracts: bool = False,
              prefixes: Prefixes = (), transcodes: bool = False, widths: tuple[int, ...] = ()) -> SAE:
-    """Make an SAE from the tensors of a file, in at least float32.
+    """Make an SAE from the tensors of a file, by this tool's names, in at least float32.
 
     Args:
         path: the file, for messages.
-        tensors: the weights and the activation's parameters, by this tool's names.
-        activation: the activation.
         subtracts: whether the file's encoder subtracts `b_dec` from rows.
-        prefixes: of a nested SAE; none otherwise.
         transcodes: whether it may be a transcoder, of any output width, with W_skip or without.
-        widths: of a crosscoder's places; none otherwise.
 
     Raises:
-        FormatError: names or shapes do not match, a number is not finite, or the activation or the prefixes do not work
-            with this number of latents.
+        FormatError: names or shapes do not match, a number is not finite, or activation, prefixes or widths do not fit.
     """
     skip = ["W_skip"] if transcodes and "W_skip" in tensors else []
-    expect_names(path, tensors, {*WEIGHTS, *activation.parameters(1), *skip})
+    ours(path, tensors, {name: name for name in (*WEIGHTS, *activation.parameters(1), *skip)})
     if tensors["W_enc"].ndim != 2 or not tensors["W_enc"].numel():
         raise FormatError(f"{path}: expected W_enc of shape (d_in, d_sae), both at least 1, got "
                           f"{tuple(tensors['W_enc'].shape)}")
@@ -102,65 +93,70 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise FormatError(f"{path}: expected finite floating-point numbers in {name}, got "
                               f"{'others' if tensor.is_floating_point() else tensor.dtype}; the file is damaged")
-    try:
-        activation.check(d_sae)
-    except ConfigError as error:
-        raise FormatError(f"{path}: {error}") from error
+    configured(path, activation.check, d_sae=d_sae)
     if prefixes and (prefixes[-1] != d_sae or not rise(prefixes)):
         raise FormatError(f"{path}: expected prefixes that rise to d_sae, {d_sae}, got {list(prefixes)}")
     if widths and (min(widths) < 1 or sum(widths) != d_out):
         raise FormatError(f"{path}: expected widths of places that sum to {d_out}, got {list(widths)}")
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-    weights = {name: ready.pop(name) for name in (*WEIGHTS, *skip)}
-    sae = SAE(**weights, activation=activation, activation_parameters=ready, prefixes=prefixes, widths=widths)
+    W_enc, b_enc, W_dec, b_dec = (ready.pop(name) for name in WEIGHTS)
+    W_skip = ready.pop("W_skip", None)
+    sae = SAE(W_enc, b_enc, W_dec, b_dec, activation, ready, prefixes, W_skip, widths)
     if not subtracts:
         return sae
     shift = sae.b_dec.double() @ sae.W_enc.double()
     return sae.changed(b_enc=(sae.b_enc.double() - shift).to(dtype))
 
 
-def expect_names(path: Path, tensors: Mapping[str, Any], wanted: set[str]) -> None:
-    """Raise a FormatError that lists missing and unexpected names, if a file's tensors are not those wanted."""
-    if tensors.keys() != wanted:
-        raise FormatError(f"{path}: expected the tensors {sorted(wanted)}, got {sorted(tensors)}; "
-                          f"missing {sorted(wanted - tensors.keys())}, "
-                          f"unexpected {sorted(tensors.keys() - wanted)}")
+def ours(path: Path, found: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """A file's tensors by this tool's names; FormatError if they are not exactly those in `names`.
+
+    `names` maps a format's name to this tool's, with `.T` after it where the format stores the transpose.
+    """
+    if found.keys() != names.keys():
+        raise FormatError(f"{path}: expected the tensors {sorted(names)}, got {sorted(found)}; missing "
+                          f"{sorted(names.keys() - found.keys())}, unexpected {sorted(found.keys() - names.keys())}")
+    return {own.removesuffix(".T"): found[name].T if own.endswith(".T") and found[name].ndim == 2 else found[name]
+            for name, own in names.items()}
+
+
+def theirs(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Tensors by a format's names, those that there are; the inverse of `ours`."""
+    return {name: tensors[own.removesuffix(".T")].T if own.endswith(".T") else tensors[own]
+            for name, own in names.items() if own.removesuffix(".T") in tensors}
+
+
+def thresholds_of(sae: SAE) -> Tensor:
+    """The threshold of each latent, (F,), of an SAE with a `Thresholded` activation."""
+    assert isinstance(sae.activation, Thresholded)
+    return sae.activation.thresholds(sae.activation_parameters, sae.d_sae).to(sae.W_enc.dtype)
+
+
+def configured(path: Path, kind: Callable[..., Made], **settings: Any) -> Made:
+    """An activation, or what else settings from a file make; FormatError if they do not fit."""
+    try:
+        return kind(**settings)
+    except ConfigError as error:
+        raise FormatError(f"{path}: {error}") from error
 
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:
-    """The names, relative to a folder, that match a pattern of a format's files; see `formats.Format`."""
+    """The names that match a pattern of a format's files; see `formats.Format`."""
     return [name for name in names for one in pattern.split("|")
             if name.count("/") == one.count("/") and fnmatch.fnmatchcase(name, one)]
 
 
 def in_words(pattern: str) -> str:
-    """A pattern of a format's files, for a message."""
     return pattern.replace("|", " or ")
 
 
-def transposed(matrix: Tensor) -> Tensor:
-    """The transpose of an `nn.Linear` weight; other shapes unchanged, for `assemble` to refuse."""
-    return matrix.T if matrix.ndim == 2 else matrix
-
-
-def renamed(found: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The weights in a state_dict by this tool's names, those of `LINEAR` transposed.
-
-    Args:
-        found: the state_dict.
-        names: its name for each weight -> this tool's.
-    """
-    return {ours: transposed(found[theirs]) if theirs in LINEAR else found[theirs] for theirs, ours in names.items()}
-
-
 def bias_with_subtraction(b_enc: Tensor, b_dec: Tensor, W_enc: Tensor) -> Tensor:
-    """The encoder bias, (F,), for a library that subtracts `b_dec` from the rows."""
+    """The encoder bias, (F,), for a library that subtracts `b_dec` from rows."""
     return (b_enc.double() + b_dec.double() @ W_enc.double()).to(b_enc.dtype)
 
 
 def read_config(path: Path, kind: type[Document]) -> Document:
-    """A configuration in a JSON file; see `documents.read_json`. FormatError if it cannot be read, or has another type.
-    """
+    """A configuration in a JSON file; FormatError if it cannot be read, or has another type."""
     try:
         return read_json(path, kind)
     except (OSError, ValueError) as error:
@@ -168,22 +164,22 @@ def read_config(path: Path, kind: type[Document]) -> Document:
 
 
 def origin_from(fields: Mapping[str, Any]) -> Origin:
-    """The origin of rows, from another library's files; entries of unexpected types are ignored, as they do not affect
-    the weights."""
+    """An origin from another library's entries; those of unexpected types, which weights do not depend on, are ignored.
+    """
     kinds = {"model": str, "layer": int, "site": str, "dataset": str, "context": int, "prepend_bos": bool,
              "target_layer": int, "target_site": str}
-    return Origin(**{name: value for name, value in fields.items() if type(value) is kinds[name]})
+    known: dict[str, Any] = {name: value for name, value in fields.items() if type(value) is kinds[name]}
+    return Origin(**known)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, by name, and its header's entries; FormatError if it cannot be read."""
+    """The tensors of a safetensors file, and its header's entries; FormatError if it cannot be read."""
     with naming(str(path), TO_FIT), safe_open(regular(path), framework="pt") as file:
         return _numbers(path, {name: file.get_tensor(name) for name in file.keys()}), file.metadata() or {}  # noqa: SIM118
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors to a safetensors file atomically; FormatError if the write fails, which safetensors does not report
-    as an OSError."""
+    """Write tensors to a safetensors file atomically; FormatError if it fails, since safetensors raises no OSError."""
     with appearing_whole(path) as temporary:
         try:
             save_file(_ready(tensors), temporary, metadata=metadata)
@@ -192,7 +188,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
-    """The tensors of a `torch.save` file, read with `weights_only`, so that no code in it is run; FormatError if it is
+    """The tensors of a `torch.save` file, with `weights_only`, so that no code in it is run; FormatError if it is
     damaged, or holds anything but tensors by name."""
     with naming(str(path), TO_FIT):
         tensors = load_torch(regular(path), to_fit=TO_FIT)
@@ -204,8 +200,8 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 
 
 def read_npz(path: Path) -> dict[str, Tensor]:
-    """The arrays of NumPy's archive, by name, without running code in it; FormatError if it is damaged, or holds
-    anything but floating-point numbers that torch has a dtype for."""
+    """The arrays of NumPy's archive, without running code in it; FormatError if it is damaged, or holds anything but
+    floating-point numbers that torch has a dtype for."""
     with naming(str(path), TO_FIT):
         arrays = {name: load() for name, load in list_numpy(regular(path)).items()}
         for name, array in arrays.items():
@@ -215,7 +211,7 @@ def read_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file; FormatError unless all are dense numbers on the CPU."""
+    """The same tensors; FormatError unless all are dense numbers on the CPU."""
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or dtype not in (*FLOATS, *WHOLE):
@@ -225,8 +221,7 @@ def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a `torch.save` file atomically; FormatError if the write fails, which torch does not report as
-    an OSError."""
+    """Write tensors to a `torch.save` file atomically; FormatError if that fails, since torch raises no OSError."""
     with appearing_whole(path) as temporary:
         try:
             torch.save(_ready(tensors), temporary)
@@ -244,8 +239,7 @@ def _ready(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any) -> None:
-    """Raise a FormatError for a configuration entry whose value, if present, is not allowed: it would change what the
-    SAE computes."""
+    """Raise a FormatError if an entry of a configuration has a value that would change what the SAE computes here."""
     value = config.get(key, allowed[0])
     if not any(type(value) is type(one) and value == one for one in allowed):
         raise FormatError(f"{path}: {key} {value!r} cannot be expressed here; "
@@ -253,14 +247,14 @@ def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any
 
 
 def hook_name(layer: int | None, site: str | None) -> str | None:
-    """TransformerLens' hook name for a place; None if layer or site is unknown."""
+    """TransformerLens' name of a hook point; None if layer or site is unknown."""
     if layer is None or site is None:
         return None
     return f"blocks.{layer}.{MLP_IN_HOOK if site == 'mlp_in' else f'hook_{site}'}"
 
 
 def origin_of_hook(name: Any, of: str = "") -> dict[str, Any]:
-    """The layer and site in a TransformerLens hook name, as `layer` and `site` with `of` before them (`target_` for a
-    transcoder's targets); empty for other names."""
+    """The `layer` and `site` in a TransformerLens hook name, with `of` before them (`target_` for a transcoder's
+    targets); empty for other names."""
     match = _HOOK.fullmatch(name) if isinstance(name, str) else None
     return {f"{of}layer": int(match[1]), f"{of}site": match[2] or "mlp_in"} if match else {}

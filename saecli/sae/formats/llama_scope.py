@@ -1,13 +1,11 @@
 """Llama Scope: `hyperparams.json` and `checkpoints/final.safetensors`, JumpReLU SAEs and transcoders of Llama 3.1 8B.
 
-Weights are those of two `nn.Linear`, and act on rows scaled to a norm of about sqrt(D): `x * c_in`, where c is
-`sqrt(d_model) / dataset_average_activation_norm`; what they predict is `c_out * y`. Both scales are folded into the
-weights here, so that the SAE takes and predicts raw activations.
+Weights act on rows scaled to a norm of about sqrt(D), `c_in * x` with c = `sqrt(d_model) /
+dataset_average_activation_norm`, and predict `c_out * y`. Both scales are folded into the weights here.
 
-`jump_relu_threshold` is one number, in units of the targets: a latent of a code z adds `z * W_dec / c_out` to the raw
-prediction, and fires if the norm of that exceeds the threshold. So OpenMOSS' own code has it, which scales latents to
-unit decoder norm (`transform_to_unit_decoder_norm`) after it has folded the scales in. SAELens 6.54 takes decoder norms
-for one, which changes who fires where they are not: see the README beside this file.
+`jump_relu_threshold` is one number, in units of the targets: a code z adds `z * W_dec / c_out` to the raw prediction,
+and fires if the norm of this exceeds the threshold, as in OpenMOSS' own code, which scales latents to unit decoder norm
+(`transform_to_unit_decoder_norm`) after folding the scales in. SAELens 6.54 takes decoder norms for one.
 """
 
 import math
@@ -23,24 +21,23 @@ from .common import (
     LINEAR,
     SavedSAE,
     assemble,
-    expect_names,
     origin_from,
     origin_of_hook,
+    ours,
     read_config,
     read_safetensors,
-    renamed,
 )
 
 CONFIG = "hyperparams.json"
-PLACES = ("checkpoints/final.safetensors", "final.safetensors")  # as published, or moved beside the hyperparameters
+PLACES = ("checkpoints/final.safetensors", "final.safetensors")  # as published, or next to the hyperparameters
 TENSORS = "|".join(PLACES)
 NAMES = LINEAR | {"decoder.bias": "b_dec"}
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The entries of `hyperparams.json` that are used here; those of one value are others in files that cannot be
-    expressed here."""
+    """The entries of `hyperparams.json` that are used here; those of one value have others in files that cannot be
+    expressed."""
 
     d_model: int
     jump_relu_threshold: float
@@ -56,8 +53,7 @@ class Hyperparameters:
 
 
 def load_llama_scope(folder: Path) -> SavedSAE:
-    """Read an SAE or a transcoder of Llama Scope; FormatError if the files are damaged, or hold another activation or
-    normalisation."""
+    """Read an SAE or a transcoder."""
     config = read_config(folder / CONFIG, Hyperparameters)
     norms, threshold = config.dataset_average_activation_norm, config.jump_relu_threshold
     if not all(0 < norms.get(end, math.nan) < math.inf for end in ("in", "out")):
@@ -67,9 +63,7 @@ def load_llama_scope(folder: Path) -> SavedSAE:
         raise FormatError(f"{folder / CONFIG}: expected jump_relu_threshold of at least 0, got {threshold}; negative "
                           "codes cannot be expressed here")
     path = next(path for place in PLACES if (path := folder / place).is_file())
-    found, _ = read_safetensors(path)
-    expect_names(path, found, set(NAMES))
-    tensors = renamed(found, NAMES)
+    tensors = ours(path, read_safetensors(path)[0], NAMES)
     transcodes = config.hook_point_out not in (None, config.hook_point_in)
     sae = assemble(path, tensors | {"threshold": torch.zeros_like(tensors["b_enc"])}, JumpRelu(), transcodes=transcodes)
     if config.d_model != sae.d_in:

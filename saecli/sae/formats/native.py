@@ -1,10 +1,8 @@
-"""This tool's own format.
+"""This tool's own format: one file, `sae.safetensors`, of an SAE on raw activations.
 
-One file, `sae.safetensors`, whose tensors are `SAE.tensors()` and whose header entry `saecli` is a JSON object
-with `format_version`, `activation` and `origin`; for a nested SAE `prefixes` too, the numbers of latents, for a
-crosscoder `widths`, of its places. It MUST hold W_enc (d_in, d_sae), b_enc, W_dec (d_sae, d_out) and b_dec in one
-floating dtype, of a transcoder with a skip W_skip (d_in, d_out), and the activation's parameters beside them; it acts
-on raw activations. `origin` has `target_layer` and `target_site` of a transcoder's targets.
+It MUST hold W_enc (d_in, d_sae), b_enc, W_dec (d_sae, d_out) and b_dec in one floating dtype, the activation's
+parameters, and W_skip (d_in, d_out) of a transcoder with a skip. The header's entry `saecli` is a JSON object with
+`format_version`, `activation` and `origin`; of a nested SAE `prefixes`, numbers of latents; of a crosscoder `widths`.
 """
 
 from dataclasses import dataclass
@@ -23,14 +21,7 @@ FILE_NAME = "sae.safetensors"
 
 @dataclass(frozen=True)
 class Header:
-    """The entry `saecli` of the file's header.
-
-    Args:
-        activation: the activation's name and settings.
-        origin: where the training rows came from.
-        prefixes: of a nested SAE.
-        widths: of a crosscoder's places.
-    """
+    """The entry `saecli` of the file's header."""
 
     activation: dict[str, Any]
     origin: Origin
@@ -39,7 +30,7 @@ class Header:
 
 
 def save_native(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE in this tool's own format, atomically."""
+    """Write an SAE atomically."""
     header = {"format_version": FORMAT_VERSION, "activation": activation_to_json(saved.sae.activation),
               "origin": saved.origin}
     header |= {name: value for name in ("prefixes", "widths") if (value := getattr(saved.sae, name))}
@@ -47,8 +38,7 @@ def save_native(saved: SavedSAE, folder: Path) -> None:
 
 
 def load_native(folder: Path) -> SavedSAE:
-    """Read an SAE in this tool's own format; FormatError if the file is damaged, of a newer version, or has other
-    tensors than its activation needs."""
+    """Read an SAE; FormatError also for a file of a newer version."""
     path = folder / FILE_NAME
     tensors, metadata = read_safetensors(path)
     if "saecli" not in metadata:

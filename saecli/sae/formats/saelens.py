@@ -1,41 +1,39 @@
-"""SAELens (checked against 6.54): `cfg.json` and `sae_weights.safetensors`, as of version 6; older ones are read too.
+"""SAELens (checked against 6.54.12): `cfg.json` and `sae_weights.safetensors` of version 6; older ones are read too.
 
-The weights have this tool's names and shapes. SAELens' TopK clips at zero, which is `relu-topk` here; its
-`abstopk` is `abs-topk`. A trained `batchtopk` is saved as a JumpReLU with one threshold for all latents, as SAELens
-saves its own, and read back as such. A signed `topk` has no counterpart there.
-
-Its transcoders (`saes/transcoder.py`) clip at zero, with thresholds or without: `transcoder`, `skip_transcoder`,
-`jumprelu_transcoder` and `jumprelu_skip_transcoder`, their skip stored as (E, D). Files name where targets come from as
-`hook_name_out`, SAELens' own name in the metadata of transcoders that it loads from elsewhere.
+The weights have this tool's names and shapes, but for a skip, (E, D). SAELens' TopK clips at zero: `relu-topk` here;
+its `abstopk` is `abs-topk`. A trained `batchtopk` is saved as a JumpReLU with one threshold for all latents, as SAELens
+saves its own. A signed `topk` has no counterpart there. Transcoders (`saes/transcoder.py`) clip at zero, with
+thresholds or without; `hook_name_out` names the hook point of their targets.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...base.errors import ConfigError, FormatError
+from ...base.errors import FormatError
 from ...base.files import write_json
-from ..activations import AbsTopK, Activation, BatchTopK, JumpRelu, Relu, ReluTopK, Thresholded
+from ..activations import AbsTopK, Activation, BatchTopK, JumpRelu, Relu, ReluTopK
 from .common import (
-    WEIGHTS,
+    PLAIN,
     SavedSAE,
     assemble,
-    expect_names,
+    configured,
     hook_name,
     origin_from,
     origin_of_hook,
+    ours,
     read_config,
     read_safetensors,
     refuse_unless,
-    transposed,
+    theirs,
+    thresholds_of,
     write_safetensors,
 )
 
 CONFIG, TENSORS = "cfg.json", "sae_weights.safetensors"
 WRITTEN_FOR = "6.54.12"  # SAELens converts a file that names no version, or one before 6, on loading
 
+SKIP = {"W_skip": "W_skip.T"}
 OLD_KEYS = {"hook_point": "hook_name", "activation_fn_str": "activation_fn"}  # keys before version 6
 
 ARCHITECTURES: dict[type[Activation], str] = {
@@ -46,8 +44,7 @@ TRANSCODERS: dict[type[Activation], tuple[str, str]] = {  # without and with a s
 
 
 def load_saelens(folder: Path) -> SavedSAE:
-    """Read an SAE that SAELens saved; FormatError if the files are damaged, or the SAE has an architecture or a setting
-    that this tool lacks."""
+    """Read an SAE or a transcoder."""
     path = folder / CONFIG
     config = read_config(path, dict[str, Any])
     if not isinstance(config.get("metadata"), dict) or "architecture" not in config:
@@ -59,17 +56,15 @@ def load_saelens(folder: Path) -> SavedSAE:
         refuse_unless(path, config, key, *((False,) if transcodes else (True, False)))
     refuse_unless(path, config, "normalize_activations", "none")
     refuse_unless(path, config, "reshape_activations", "none", "hook_z")  # rows are flat here either way
-    tensors, _ = read_safetensors(folder / TENSORS)
-    if "scaling_factor" in tensors and (tensors["scaling_factor"] == 1).all():
-        del tensors["scaling_factor"]  # versions before 6 wrote it whether or not it was in use
-    if transcodes:
-        skips = config["architecture"] == TRANSCODERS[type(activation)][True]
-        expect_names(folder / TENSORS, tensors, {*WEIGHTS, *activation.parameters(1), *(["W_skip"] if skips else [])})
-        tensors |= {"W_skip": transposed(tensors["W_skip"])} if skips else {}
+    found, _ = read_safetensors(folder / TENSORS)
+    if "scaling_factor" in found and (found["scaling_factor"] == 1).all():
+        del found["scaling_factor"]  # versions before 6 wrote it whether or not it was in use
+    skip = SKIP if transcodes and config["architecture"] == TRANSCODERS[type(activation)][True] else {}
+    tensors = ours(folder / TENSORS, found, PLAIN | {name: name for name in activation.parameters(1)} | skip)
     subtracts = not transcodes and config.get("apply_b_dec_to_input", True)
     sae = assemble(folder / TENSORS, tensors, activation, subtracts, transcodes=transcodes)
     if config.get("rescale_acts_by_decoder_norm", False):
-        # Equivalent to an SAE with unit decoder rows, whose norms are multiplied into the encoder.
+        # Equivalent to an SAE with unit decoder rows and their norms in the encoder.
         norms = sae.W_dec.norm(dim=1)
         W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]  # a latent of norm 0 has codes of 0 either way
         sae = sae.changed(W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
@@ -80,8 +75,7 @@ def load_saelens(folder: Path) -> SavedSAE:
 
 
 def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration from before version 6 converted to version 6, with SAELens' defaults; FormatError if it names an
-    activation function that version 6 does not have."""
+    """A configuration from before version 6 as version 6 has it, with SAELens' defaults."""
     old = {OLD_KEYS.get(key, key): value for key, value in config.items()}
     if not {"d_in", "d_sae"} <= old.keys():
         raise FormatError(f"{path}: expected the keys d_in and d_sae of a SAELens configuration, got {sorted(config)}")
@@ -100,16 +94,12 @@ def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
               for architecture in both}
     refuse_unless(path, config, "architecture", *kinds)
     kind = kinds[config["architecture"]]
-    try:
-        return kind(k=config.get("k")) if issubclass(kind, ReluTopK | AbsTopK) else kind()
-    except ConfigError as error:
-        raise FormatError(f"{path}: {error}") from error
+    return configured(path, kind, **({"k": config.get("k")} if issubclass(kind, ReluTopK | AbsTopK) else {}))
 
 
 def save_saelens(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE, its activation one of `ARCHITECTURES`, or a transcoder, its activation one of `TRANSCODERS`, to an
-    existing folder so that SAELens' `SAE.load_from_disk` reads it."""
-    sae, origin = saved.sae.copy_to(torch.float32), saved.origin
+    """Write an SAE or a transcoder so that SAELens' `SAE.load_from_disk` reads it."""
+    sae, origin = saved.sae, saved.origin
     metadata = {"sae_lens_version": WRITTEN_FOR, "sae_lens_training_version": None,
                 "model_name": origin.get("model"), "hook_name": hook_name(origin.get("layer"), origin.get("site")),
                 "context_size": origin.get("context"), "prepend_bos": origin.get("prepend_bos")}
@@ -124,8 +114,6 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
         config |= {"k": sae.activation.k, "rescale_acts_by_decoder_norm": False}
     write_json(folder / CONFIG, config)
     tensors = sae.tensors()
-    if isinstance(sae.activation, Thresholded) and "threshold" in tensors:
-        tensors["threshold"] = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
-    if sae.W_skip is not None:
-        tensors["W_skip"] = sae.W_skip.T
-    write_safetensors(folder / TENSORS, tensors)
+    if "threshold" in tensors:
+        tensors["threshold"] = thresholds_of(sae)
+    write_safetensors(folder / TENSORS, theirs(tensors, PLAIN | {"threshold": "threshold"} | SKIP))

@@ -1,5 +1,309 @@
-"""An SAE and its latents as static pages opened from disk: one HTML file, and data that it loads when needed."""
+"""A report on an SAE's latents, as HTML pages.
 
-from .report import write_pages
+`index.html` holds style, script and the overview. The latents' pages are in `latents/00000.js` and on, several latents
+per file, each a call of the script's function `saeLatents`: a browser that opens a page from disk may run scripts
+beside it, but not read files.
+"""
 
-__all__ = ["write_pages"]
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...base.console import Listener, listening
+from ...base.errors import ConfigError, ModelError
+from ...base.files import folder_appearing_whole, is_free, storable
+from ...base.home import RUN_MARKER, Home, read_settings
+from ...measure.cofiring import CoFiring
+from ...measure.evaluate import evaluated
+from ...measure.latent_examples import COLUMNS, Examples, at_random, in_blocks
+from ...measure.latents import neighbours, survey
+from ...measure.measured import Measured, RowsLike, held_out, measured
+from ...measure.places import places_document
+from ...sae.library import SAELike
+from ...train.files import read_metrics
+from .details import Details, Readings, Texts, TokenNumbers
+from .overview import neuronpedia_url, overview
+
+if TYPE_CHECKING:
+    from ...extract.tokens import OutputTokens, Unembedding
+
+INDEX, DETAILS = "index.html", "latents"
+SCRIPTS = ("dom.js", "charts.js", "table.js", "texts.js", "latent.js", "main.js")
+# Could end a script or begin a comment in it; the last two are line ends to older browsers.
+UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def as_script(document: Any) -> str:
+    """A document as JSON that is also a JavaScript expression, safe inside a script element."""
+    text = json.dumps(storable(document), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return re.sub("[<>&\u2028\u2029]", lambda match: UNSAFE[match[0]], text)
+
+
+def write_pages(folder: Path, title: str, overview: dict[str, Any], details: Iterable[dict[str, Any]]) -> None:
+    """Write a report; the folder appears whole or not at all.
+
+    Args:
+        folder: does not exist yet, or is empty; its parents are created.
+        title: the page's title in the browser.
+        overview: the first page's content; see `overview.overview`.
+        details: the content of each file of latents; see `details.Details`.
+    """
+    with folder_appearing_whole(folder) as temporary:
+        (temporary / DETAILS).mkdir()
+        for number, content in enumerate(details):
+            (temporary / DETAILS / f"{number:05}.js").write_text(f"saeLatents({number},{as_script(content)});\n",
+                                                                 encoding="utf-8")
+        (temporary / INDEX).write_text(_index(title, overview), encoding="utf-8")
+
+
+def _index(title: str, overview: dict[str, Any]) -> str:
+    assets = files(__package__) / "assets"
+    parts = {"title": html.escape(title), "style": (assets / "style.css").read_text(encoding="utf-8"),
+             "script": "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS),
+             "data": as_script(overview)}
+    template = (assets / "index.html").read_text(encoding="utf-8")
+    # In one pass, so that nothing in a part is taken for a mark.
+    return re.sub(r"\{\{ (\w+) \}\}", lambda mark: parts[mark[1]], template)
+
+
+@dataclass(frozen=True)
+class Words:
+    """The texts of tokens.
+
+    Args:
+        has_tokens: whether the store has token ids.
+        texts: the texts of tokens.
+        unembedding: the language model's; None without a model.
+        notes: sentences on missing content.
+    """
+
+    has_tokens: bool
+    texts: Texts = field(default_factory=TokenNumbers)
+    unembedding: "Unembedding | None" = None
+    notes: list[str] = field(default_factory=list)
+
+
+def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
+    """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names.
+
+    Args:
+        one: the SAE and its rows.
+        model: the language model, whose unembedding is used too; None for none.
+        has_tokens: whether the store has token ids.
+
+    Raises:
+        ModelError: the given model cannot be loaded.
+        ConfigError: its residual stream has another width than the rows.
+    """
+    store = one.store
+    named = store.meta.source.get("model")
+    notes = [] if has_tokens else [f"{store.name} keeps no tokens, so examples are numbers of its rows, counted from 0"]
+    if has_tokens and store.meta.source.get("positions") == "last":
+        notes.append(f"{store.name} keeps only the last token of each document, so examples are single tokens")
+    if model is not None:
+        from ...extract.language_model import LanguageModel
+        from ...extract.model_source import find_model
+        from ...extract.tokens import TokenTexts, Unembedding
+
+        place = find_model(model)
+        width = one.sae.W_dec[:1, one.sae.places[-1]].shape[1]
+        if place.d_model != width:
+            raise ConfigError(f"{one.subject.name} cannot be read through {model}: expected a model of width "
+                              f"{width}, got {place.d_model}; name the model that the rows came from")
+        if named is not None and named != place.identity()["model"]:
+            notes.append(f"{store.name} came from {named}, and is read through {model}")
+        loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
+        return Words(has_tokens, TokenTexts(loaded.tokenizer), Unembedding(loaded), notes)
+    if not has_tokens:
+        return Words(has_tokens, notes=notes)
+    if named is None:
+        notes.append(f"{store.name} does not say which model its tokens are of, so they are shown as numbers; --model "
+                     f"names it")
+        return Words(has_tokens, notes=notes)
+    from ...extract.tokens import TokenTexts
+
+    try:
+        return Words(has_tokens, TokenTexts.of_model(named), notes=notes)
+    except ModelError as error:
+        notes.append(f"tokens are shown as their numbers, for want of a tokenizer: {error}")
+        return Words(has_tokens, notes=notes)
+
+
+MOST_PAGES = 4096  # written by default
+MOST_EXAMPLES = 100  # texts per latent
+NEIGHBOURS, OUTPUT_TOKENS = 10, 10
+SAMPLES = 15  # texts per latent chosen at random, three for each fifth by strength
+
+
+def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str | None = None, split: str = "all",
+           latents: str | Sequence[int] | None = None, top: int | None = None, model: str | None = None,
+           examples: int = 12, neuronpedia: str | None = None, device: str = "auto",
+           home: str | Path | None = None, progress: bool = False) -> dict[str, Any]:
+    """Write pages to look at an SAE's latents in a browser, from disk, as `sae report` does.
+
+    Args:
+        sae: as in `evaluate`.
+        out: folder to write, new or empty; it appears whole or not at all.
+        data: as in `evaluate`; a store or rows of one.
+        target: as in `evaluate`; a store's name.
+        split: rows that the latents are shown on: all, train or test.
+        latents: those with a page of their own: `all`, numbers, or a text such as `0,5,10-19`; None for the `top` most
+            frequent.
+        top: see `latents`; by default 4,096.
+        model: hub id or folder of the language model that the rows came from, to show the next tokens that each latent
+            promotes and suppresses.
+        examples: texts per latent, 1 to 100: those in which it fires strongest.
+        neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link each latent to its page there; None to look
+            it up, for SAEs of the hub.
+        device: as in `evaluate`.
+        home: as in `evaluate`.
+        progress: as in `evaluate`.
+
+    Returns:
+        The document that `sae report --json` prints.
+
+    Raises:
+        ConfigError: an invalid argument, or a folder in use.
+        SaeError: as in `evaluate`.
+    """
+    folder, listener = Path(out), listening(progress)
+    if not is_free(folder):
+        raise ConfigError(f"cannot write to {folder}: expected an empty or a new folder, got one in use; name another")
+    check_choice(latents, top, examples, neuronpedia)
+    one = measured(Home.at(home), sae, data, split, device, listener, target)
+    return write_report(one, folder, latents, top, model, examples, neuronpedia, listener)
+
+
+def check_choice(latents: str | Sequence[int] | None, top: int | None, examples: int, neuronpedia: str | None) -> None:
+    """Raise a ConfigError for a contradictory choice of latents, or values out of range; see `report`."""
+    neuronpedia_url("", neuronpedia)
+    if latents is not None and top is not None:
+        raise ConfigError("cannot use both --latents and --top; leave one of them out")
+    if top is not None and top < 1:
+        raise ConfigError(f"--top must be at least 1, got {top}", option="top")
+    if not 1 <= examples <= MOST_EXAMPLES:
+        raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}", option="examples")
+
+
+def write_report(one: Measured, out: Path, latents: str | Sequence[int] | None, top: int | None, model: str | None,
+                 count: int, neuronpedia: str | None, listener: Listener) -> dict[str, Any]:
+    """Measure, write the pages, and return what `sae report --json` prints.
+
+    Args:
+        one: the SAE and its rows.
+        out: the folder to write.
+        latents, top, model: as in `report`.
+        count: examples per latent.
+        neuronpedia: as in `report`.
+        listener: shows progress.
+    """
+    chosen = None if latents is None else _numbers(latents, one)
+    headline, lacking = _headline(one)
+    sae, words = one.sae, words_for(one, model, set(COLUMNS) <= set(one.store.meta.columns))
+    gathered = (Examples(chosen or range(sae.d_sae), sae.d_sae, count, words.has_tokens),
+                Examples(chosen or range(sae.d_sae), sae.d_sae, SAMPLES, words.has_tokens, at_random))
+    found = survey(sae, in_blocks(one.inputs(listener), one.of_store, one.batch_rows), one.of_store.rows, *gathered)
+    if chosen is None:
+        chosen = sorted(found.firing.frequency.argsort(descending=True, stable=True)[:top or MOST_PAGES].tolist())
+    places = places_document(one, listener)
+    details = Details(found, _readings(one, chosen, words, places, found.cofiring, listener))
+    (measures,) = evaluated([headline], None, None, listener)
+    notes = [*words.notes, *lacking, *_which(chosen, sae.d_sae)]
+    curves = [] if one.subject.folder is None else read_metrics(one.subject.folder)
+    content = overview(_heading(one, neuronpedia), measures, found, curves, _facts(one, places), notes)
+    content["latents"] |= details.columns()
+    with listener.progress("writing", len(chosen), "latents") as show:
+        write_pages(out, f"{one.subject.name}: latents", content, details.contents(show))
+    files = [path for path in out.rglob("*") if path.is_file()]
+    return {**one.heading, "path": str(out), "index": str(out / INDEX), "latents": sae.d_sae,
+            "pages": len(chosen), "files": len(files), "bytes": sum(path.stat().st_size for path in files),
+            "index_bytes": (out / INDEX).stat().st_size, "measures": content["measures"],
+            "firing": content["firing"], "notes": notes}
+
+
+def _numbers(chosen: str | Sequence[int], one: Measured) -> list[int]:
+    """The chosen latents, ascending.
+
+    Args:
+        chosen: `all`, numbers, or a text of numbers and ranges such as `0,5,10-19`.
+        one: the SAE.
+
+    Raises:
+        ConfigError: it is none of these, or a number is not below the SAE's number of latents.
+    """
+    d_sae, text = one.sae.d_sae, chosen if isinstance(chosen, str) else ",".join(map(str, chosen))
+    if text == "all":
+        return list(range(d_sae))
+    found: set[int] = set()
+    for word in text.split(","):
+        ends = [end.strip() for end in word.split("-")]
+        if len(ends) > 2 or not all(end.isdecimal() for end in ends) or int(ends[0]) > int(ends[-1]):
+            raise ConfigError(f"--latents must be all, or numbers and ranges such as 0,5,10-19, got {text!r}",
+                              option="latents")
+        if int(ends[-1]) >= d_sae:
+            raise ConfigError(f"--latents names latent {ends[-1]}, but {one.subject.name} has {d_sae:,}, counted "
+                              "from 0; choose lower numbers", option="latents")
+        found.update(range(int(ends[0]), int(ends[-1]) + 1))
+    return sorted(found)
+
+
+def _headline(one: Measured) -> tuple[Measured, list[str]]:
+    """The SAE on held-out rows, or if there are none on the rows that the pages show, and a note that says so."""
+    store = one.store
+    if store.split("train", seed=one.subject.split_seed).rows < store.rows:
+        return held_out(one), []
+    return one, [f"{store.name} holds out no rows, so FVU, L0 and cosine are of {one.split} rows"]
+
+
+def _which(chosen: Sequence[int], d_sae: int) -> list[str]:
+    return [] if len(chosen) == d_sae else [f"{len(chosen):,} of {d_sae:,} latents have pages of their own"]
+
+
+def _readings(one: Measured, chosen: list[int], words: Words, places: Mapping[str, Any], cofiring: CoFiring,
+              listener: Listener) -> Readings:
+    """The content of latents' pages that does not depend on the rows, and that of a crosscoder's places."""
+    W_dec, numbers = one.sae.W_dec, torch.tensor(chosen, device=one.sae.W_dec.device)
+    with listener.progress("comparing latents", len(chosen), "latents") as show:
+        near = neighbours(W_dec, numbers, NEIGHBOURS, show)
+    with listener.progress("counting pairs", len(chosen), "latents") as show:
+        partners = cofiring.partners(numbers, NEIGHBOURS, show)
+    outputs: OutputTokens | None = None
+    if words.unembedding is not None:
+        with listener.progress("reading off output tokens", len(chosen), "latents") as show:
+            last = W_dec[:, one.sae.places[-1]]  # of a crosscoder, at its last place
+            outputs = words.unembedding.output_tokens(last[numbers], OUTPUT_TOKENS, show)
+    alignment = one.alignment()
+    features = None if alignment is None else (alignment.nearest[chosen], alignment.nearest_cosines[chosen])
+    return Readings(chosen, near, partners, words.texts, outputs, features, places)
+
+
+def _heading(one: Measured, neuronpedia: str | None) -> dict[str, Any]:
+    """The entries below the title, and the SAE's pages on Neuronpedia."""
+    sae, source = one.sae, one.saved.origin | one.store.meta.source
+    return {**one.heading, "neuronpedia": neuronpedia_url(one.subject.name, neuronpedia),
+            "activation": sae.activation.name, "d_in": sae.d_in, "d_sae": sae.d_sae,
+            **{name: source[name] for name in ("model", "layer", "site") if source.get(name) is not None}}
+
+
+def _facts(one: Measured, places: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The settings of run and store, by section and name, and the measures of a crosscoder's places."""
+    store, folder = one.store, one.subject.folder
+    activation = {"name": one.sae.activation.name, **one.sae.activation.to_json()}
+    found: dict[str, Mapping[str, Any]] = {"activation": activation}
+    if folder is not None and (folder / RUN_MARKER).is_file():
+        run = read_settings(folder / RUN_MARKER)
+        found |= {"training": run["training"], "solver": run["solver"],
+                  "at the end of training": (run.get("result") or {}).get("final", {})}
+    shape = {"name": store.name, "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype}
+    if places:
+        found["places"] = {"latents shared by all": places["shared"],
+                           **{place["name"]: f"FVU {place['fvu']:.4g}, {place['exclusive']} latents of its own"
+                              for place in places["places"]}}
+    return found | {"store": shape | store.meta.source}

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...measure.cofiring import Partners
 from ...measure.latents import Survey
-from .interest import agreement, interest
-from .overview import rounded
+from ...sae.metrics import DENSE_FREQUENCY
+from .overview import FEWEST_ROWS, rounded
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
     from ...extract.tokens import OutputTokens
@@ -27,7 +27,7 @@ LONGEST_CHARACTER = 4  # bytes, so at most 4 tokens
 
 
 class Texts(Protocol):
-    """The texts of tokens; see `language_model.TokenTexts`."""
+    """The texts of tokens; see `extract.tokens.TokenTexts`."""
 
     def __getitem__(self, token: int) -> str: ...
 
@@ -47,16 +47,16 @@ class TokenNumbers:
 
 @dataclass(frozen=True)
 class Readings:
-    """The content of pages beside a survey.
+    """The content of pages besides a survey.
 
     Args:
         chosen: the latents that have a page, (C,), ascending.
-        neighbours: cosines and latents, (C, n) each; see `latent_survey.neighbours`.
+        neighbours: cosines and latents, (C, n) each; see `measure.latents.neighbours`.
         partners: the latents that fire together with them.
         texts: of the tokens; unused if the store has none.
         outputs: the tokens that each latent promotes and suppresses; None without a model.
         features: the known feature nearest to each latent, and its cosine, (C,) each; None if the rows have none.
-        places: of a crosscoder, as of `places_document`; empty otherwise.
+        places: `places_document` of a crosscoder; empty otherwise.
     """
 
     chosen: Sequence[int]
@@ -69,12 +69,7 @@ class Readings:
 
 
 class Details:
-    """The content of the latents' files, and of their columns in the table.
-
-    Args:
-        survey: the results of the pass over the rows.
-        readings: the other content.
-    """
+    """The content of the latents' files, and of their columns in the table."""
 
     def __init__(self, survey: Survey, readings: Readings) -> None:
         self._survey, self._readings, self._texts = survey, readings, readings.texts
@@ -90,8 +85,8 @@ class Details:
             show(places.stop)
 
     def columns(self) -> dict[str, Any]:
-        """The table's columns for the chosen latents: their interest, the tokens at which their examples peak, a
-        snippet of the best example, and the tokens promoted most; and which latents have a page in which file."""
+        """The table's columns for the chosen latents: interest, tokens at the peaks of examples, a snippet of the best
+        example, tokens promoted most; and which latents have a page."""
         columns: dict[str, Any] = {"chosen": list(self._readings.chosen), "per_file": PER_FILE}
         alike = [0.0] * len(self._readings.chosen)
         if "token" in self._found["examples"]:
@@ -110,11 +105,11 @@ class Details:
         present = np.flatnonzero(self._histograms[latent])
         low, high = (int(present[0]), int(present[-1]) + 1) if len(present) else (0, 0)
         cosines, others = self._readings.neighbours
-        phi, lift, partners = (values[place] for values in self._readings.partners)
+        phi, partners = (values[place] for values in self._readings.partners)
         scale = float(self._largest[latent]) / LEVELS
         page = {"latent": latent, "low": low, "counts": self._histograms[latent, low:high].tolist(),
                 "neighbours": list(zip(others[place].tolist(), rounded(cosines[place]), strict=True)),
-                "together": [one for one in zip(partners.tolist(), rounded(phi), rounded(lift), strict=True) if one[1]],
+                "together": [one for one in zip(partners.tolist(), rounded(phi), strict=True) if one[1]],
                 "scale": scale}
         for group, found in self._found.items():
             page[group] = [self._example({name: values[place, which] for name, values in found.items()}, scale, strings)
@@ -135,9 +130,8 @@ class Details:
         return page
 
     def _example(self, own: Mapping[str, Any], scale: float, strings: dict[str, int]) -> dict[str, Any]:
-        """One example: its code and row; with tokens also the excerpt's pieces as indices into `strings`, the codes
-        that are not zero in units of `scale`, each after its piece's index, and the pieces before which rows are
-        missing."""
+        """One example: its code and row; with tokens also the excerpt's pieces as indices into `strings`, number and
+        code of a piece, in units of `scale`, where it fires, and the pieces that follow missing rows."""
         codes = np.rint(own["code"] / scale).astype(int)
         if "token" not in own:
             return {"code": float(own["code"][0]), "row": int(own["number"])}
@@ -176,7 +170,6 @@ class Details:
         return pieces
 
     def _interest(self, alike: Sequence[float]) -> list[float]:
-        """The interest of each chosen latent, from how alike their examples are."""
         firing, magnitudes = self._survey.firing, self._survey.magnitudes
         chosen = list(self._readings.chosen)
         figures = (firing.frequency[chosen].tolist(), magnitudes.means[chosen].tolist(), self._largest[chosen].tolist())
@@ -216,3 +209,19 @@ def _shortened(text: str, length: int) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= SHORT else text[:SHORT - 1] + "…"
+
+
+def agreement(peaks: Iterable[str]) -> float:
+    """The fraction of pairs of texts that peak at the same token, in [0, 1], given the peaks' tokens; 0 for fewer than
+    two texts. Case and spaces around a token do not count."""
+    counts = Counter(token.strip().casefold() for token in peaks).values()
+    texts = sum(counts)
+    return sum(count * (count - 1) for count in counts) / (texts * (texts - 1)) if texts > 1 else 0.0
+
+
+def interest(frequency: float, rows: int, mean: float, largest: float, alike: float) -> float:
+    """A figure in [0, 1] to sort latents by: `(1 - mean / largest) (1 + agreement) / 2` of the codes' sizes; 0 for a
+    latent that fires on more than a fraction `DENSE_FREQUENCY` of the rows, or on fewer than `FEWEST_ROWS`."""
+    if frequency > DENSE_FREQUENCY or round(frequency * rows) < FEWEST_ROWS:
+        return 0.0
+    return (1 - mean / largest) * (1 + alike) / 2

@@ -1,18 +1,28 @@
-"""The first page: the run, how it learned, how its latents fire, and a table of all latents.
+"""The first page: the run, learning curves, firing frequencies, a table of all latents; and links to Neuronpedia.
 
-Shapes: F = d_sae.
+`assets/neuronpedia.json` lists repositories on the hub: Neuronpedia's name for their SAEs, with {layer} and {width} for
+parts of the folder's name; a pattern of the folders' names; and, where a repository has several SAEs of one layer and
+width, the average L0 of the one that Neuronpedia shows. Shapes: F = d_sae.
 """
 
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
+from ...base.errors import ConfigError
 from ...measure.latents import Survey, bin_edges
+from ...sae.hub import Address
 from ...sae.metrics import DENSE_FREQUENCY
-from .interest import FEWEST_ROWS
 
+FEWEST_ROWS = 10  # of a latent with an interest
+SITE = "https://www.neuronpedia.org/"
+_SOURCE = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 POINTS = 400  # points of a curve, about its width in pixels
 L0_BINS, FREQUENCY_BINS = 40, 30
 CURVES = {"loss": (("batch_fvu", "training batches, averaged"), ("test_fvu", "held-out rows")),
@@ -79,3 +89,30 @@ def _frequency_bins(frequency: np.ndarray) -> dict[str, list[float]]:
     edges = np.logspace(math.floor(math.log10(fires.min())) if len(fires) else -3, 0, FREQUENCY_BINS + 1)
     counts, _ = np.histogram(fires, edges)
     return {"edges": edges.tolist(), "counts": counts.tolist()}
+
+
+def neuronpedia_url(name: str, source: str | None = None) -> str | None:
+    """The address below which Neuronpedia has a page for each latent of an SAE, given its address on the hub, or
+    Neuronpedia's own name of it, `MODEL/SOURCE`, such as `gemma-2-2b/20-gemmascope-res-16k`; None if there is none."""
+    if source is None:
+        source = _known(name)
+    elif not _SOURCE.fullmatch(source):
+        raise ConfigError("--neuronpedia must be MODEL/SOURCE such as gemma-2-2b/20-gemmascope-res-16k, got "
+                          f"{source!r}", option="neuronpedia")
+    return None if source is None else f"{SITE}{source}"
+
+
+def _known(name: str) -> str | None:
+    address = Address.parse(name)
+    for entry in _table() if address is not None else ():
+        if entry["repo"] == address.repo and (found := re.fullmatch(entry["folder"], address.folder)):
+            parts = found.groupdict()
+            shown = entry.get("l0", {}).get(parts.get("width"))
+            if "l0" not in entry or (shown and shown.get(parts["layer"]) == int(parts["l0"])):
+                return entry["source"].format_map(parts)
+    return None
+
+
+@cache
+def _table() -> list[dict[str, Any]]:
+    return json.loads((files(__package__) / "assets" / "neuronpedia.json").read_text(encoding="utf-8"))

@@ -31,11 +31,11 @@ function tokenList(title, entries, largest, kind) {
   })));
 }
 
-// Other latents; an entry is the latent, a correlation, and what else there is to tell.
+// Other latents; an entry is the latent and a correlation.
 function otherLatents(title, entries, note) {
-  return card(title, entries.length ? h("ol", { class: "ranked" }, entries.map(([other, value, more, words]) => {
-    const row = h("li", { class: "near", title: words }, h("a", { href: `#latent/${other}` }, `${other}`),
-      h("span", { class: "value" }, value.toFixed(3), more == null ? null : h("span", { class: "muted" }, ` ${more}`)));
+  return card(title, entries.length ? h("ol", { class: "ranked" }, entries.map(([other, value]) => {
+    const row = h("li", { class: "near" }, h("a", { href: `#latent/${other}` }, `${other}`),
+      h("span", { class: "value" }, value.toFixed(3)));
     row.style.setProperty("--share", Math.max(0, value).toFixed(3));
     return row;
   })) : muted("none"), muted(note));
@@ -48,7 +48,7 @@ function logitHistogram(page) {
     page.logits, "tokens", (from, to) => `${number(+from.toPrecision(3))} to ${number(+to.toPrecision(3))}`));
 }
 
-function latentPage(data, latent, content, note) {
+function latentPage(data, latent, content) {
   const page = content.latents.find((one) => one.latent === latent), { latents, edges } = data;
   const share = latents.frequency[latent], largest = latents.largest[latent];
   const figures = [["fires on", percent(share)], ["rows", number(Math.round(share * data.firing.rows))],
@@ -63,14 +63,12 @@ function latentPage(data, latent, content, note) {
   (low, high) => `${number(low)} to ${number(high)}`) : muted("It fires on none of these rows."));
   const outputs = page.promoted ? [...page.promoted, ...page.suppressed].map(([, value]) => Math.abs(value)) : [];
   const scale = Math.max(...outputs, 1e-12);
-  const together = page.together.map(([other, phi, lift]) => [other, phi, `×${number(+lift.toPrecision(2))}`,
-    `together ${number(+lift.toPrecision(3))} times as often as by chance`]);
   return h("div", { class: "two" },
     h("div", { class: "side" }, h("dl", { class: "tiles" }, figures.map(([name, value]) => h("div", {}, h("dt", {}, name),
-      h("dd", {}, value)))), note, histogram,
+      h("dd", {}, value)))), histogram,
     page.promoted ? [logitHistogram(page), h("div", { class: "pair" }, tokenList("Promotes", page.promoted, scale, "up"),
       tokenList("Suppresses", page.suppressed, scale, "down"))] : null),
     textsOf(page, content.strings, largest),
     h("div", { class: "pair near-list" }, otherLatents("Nearest decoder vectors", page.neighbours, "by cosine"),
-      otherLatents("Fire together", together, "by phi, the correlation of firing; × lift")));
+      otherLatents("Fire together", page.together, "by phi, the correlation of firing")));
 }

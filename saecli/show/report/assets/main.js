@@ -2,8 +2,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const views = { overview: document.getElementById("overview"), latent: document.getElementById("latent") };
-const notes = noteBook(data.heading);
-const table = latentTable(data, notes);
+const table = latentTable(data);
 let scrolled = 0;
 
 function rowsOf(split, rows) {
@@ -119,7 +118,7 @@ function showLatent(latent) {
     return title;
   }
   load(Math.floor(place / data.latents.per_file)).then(
-    (loaded) => content.replaceWith(latentPage(data, latent, loaded, notes.editor(latent))),
+    (loaded) => content.replaceWith(latentPage(data, latent, loaded)),
     (error) => { content.textContent = `${error.message}.`; });
   return title;
 }
@@ -131,7 +130,6 @@ function route() {
   const began = views.overview.hidden && views.latent.hidden;
   views.overview.hidden = !!match;
   views.latent.hidden = !match;
-  if (!match && !began) table.refresh(); // notes may have changed
   document.title = match ? `latent ${match[1]} · ${data.heading.run}` : `${data.heading.run}: latents`;
   scrollTo(0, match ? 0 : scrolled);
   if (!began) title.focus({ preventScroll: true });

@@ -2,7 +2,7 @@
 
 const PAGE = 50;
 
-function latentTable(data, notes) {
+function latentTable(data) {
   const { latents, dense } = data;
   const total = latents.frequency.length;
   const place = new Map(latents.chosen.map((latent, index) => [latent, index]));
@@ -24,8 +24,7 @@ function latentTable(data, notes) {
   };
   const columns = [
     { name: "latent", key: (latent) => latent, show: (latent) => place.has(latent)
-      ? [h("a", { href: `#latent/${latent}` }, latent), notes.of(latent) ? h("span", { class: "noted",
-        title: notes.of(latent) }, " ✎") : null] : h("span", { class: "muted" }, latent), first: 1 },
+      ? h("a", { href: `#latent/${latent}` }, latent) : h("span", { class: "muted" }, latent), first: 1 },
     { name: "fires on", key: (latent) => latents.frequency[latent], show: frequencyCell, first: -1 },
     { name: "mean", key: (latent) => latents.mean[latent], show: (latent) => number(latents.mean[latent]), first: -1,
       wide: true },
@@ -46,7 +45,6 @@ function latentTable(data, notes) {
   const kinds = {
     "all latents": () => true, "those that fire": (latent) => latents.frequency[latent] > 0,
     "dense ones": (latent) => latents.frequency[latent] > dense, "silent ones": (latent) => !latents.frequency[latent],
-    "those with a note": notes.of,
   };
   if (latents.chosen.length < total) kinds["those with a page"] = (latent) => place.has(latent);
   const state = { query: "", kind: "all latents", column: columns[4], direction: -1, page: 0, order: [] };
@@ -64,7 +62,6 @@ function latentTable(data, notes) {
   const pages = () => Math.max(1, Math.ceil(state.order.length / PAGE));
   const pager = [turn("«", "first page", () => 0), turn("‹", "previous page", () => state.page - 1),
     turn("›", "next page", () => state.page + 1), turn("»", "last page", () => pages() - 1)];
-  const exporting = h("button", { type: "button", id: "export", onclick: notes.save });
   const heads = columns.map((column) => h("th", { scope: "col", class: classOf(column) }, h("button", { type: "button",
     onclick: () => {
       state.direction = state.column === column ? -state.direction : column.first;
@@ -82,7 +79,7 @@ function latentTable(data, notes) {
     const found = [];
     for (let latent = 0; latent < total; latent += 1) {
       if (kinds[state.kind](latent) && (!trimmed || `${latent}` === trimmed || `#${latent}` === trimmed
-        || searched[latent].includes(trimmed) || notes.of(latent)?.toLowerCase().includes(trimmed))) {
+        || searched[latent].includes(trimmed))) {
         found.push([key(latent), latent]);
       }
     }
@@ -106,8 +103,6 @@ function latentTable(data, notes) {
     } }, columns.map((column) => h("td", { class: classOf(column) }, column.show(latent))))));
     count.textContent = shown.length ? `${number(begin + 1)}–${number(begin + shown.length)} of ${number(
       state.order.length)}` : "no latent matches";
-    exporting.textContent = notes.count() === 1 ? "Export 1 note" : `Export ${number(notes.count())} notes`;
-    exporting.hidden = !notes.count();
     pager.forEach((button, which) => { button.disabled = which < 2 ? !state.page : state.page >= pages() - 1; });
   }
 
@@ -116,11 +111,11 @@ function latentTable(data, notes) {
     h("div", { class: "bar-of-tools" }, h("h2", {}, "Latents"),
       h("label", { class: "find" }, h("span", {}, "Search"), search), h("label", {}, h("span", {}, "Show"), kind), tool),
     h("table", {}, h("thead", {}, h("tr", {}, heads)), body),
-    h("div", { class: "bar-of-tools foot" }, count, exporting,
+    h("div", { class: "bar-of-tools foot" }, count,
       h("nav", { class: "pager", "aria-label": "pages of the table" }, pager)),
     h("p", { class: "muted explained" }, `Interest, 0 to 1: contrast × (1 + agreement) / 2. Contrast is 1 − mean / largest `
       + `activation; agreement is the fraction of pairs of strongest texts that peak at the same token. It is 0 for a latent `
       + `that fires on more than ${percent(dense)} of the rows or on fewer than ${data.fewest} rows; one without a page has `
       + "none."));
-  return { element, refresh: update, search, order: () => state.order.filter((latent) => place.has(latent)), place };
+  return { element, search, order: () => state.order.filter((latent) => place.has(latent)), place };
 }
