@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from .errors import ConfigError, flag_of, unknown_choice
 
@@ -185,8 +185,11 @@ def toml_lines(values: Mapping[str, Any]) -> list[str]:
     return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None]
 
 
-def choose(table: Mapping[str, type[Config]], selector: str, name: str,
-           values: Mapping[str, Any], given: Set[str]) -> Config:
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+def choose(table: Mapping[str, type[ConfigT]], selector: str, name: str,
+           values: Mapping[str, Any], given: Set[str]) -> ConfigT:
     """Build the configuration of a table's entry, refusing options that only other entries have.
 
     Args:

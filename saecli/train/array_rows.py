@@ -152,4 +152,4 @@ class HeldRows:
 
 def held_bytes(rows: RowSource) -> int:
     """Bytes that the rows' stores take as stored; 0 without stores."""
-    return sum(one.store.stored_bytes for one in (*rows.inputs, rows.target) if one)
+    return sum(one.store.rows * one.store.meta.row_bytes for one in (*rows.inputs, rows.target) if one)

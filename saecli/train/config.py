@@ -130,7 +130,7 @@ class TrainingConfig(Config):
 
     def batches(self, rows: int) -> int | None:
         """Batches in all of a resolved training; None if it is given in optimiser steps."""
-        return None if self.steps else self.epochs * self.epoch_batches(rows)
+        return None if self.steps or self.epochs is None else self.epochs * self.epoch_batches(rows)
 
     def epoch_batches(self, rows: int) -> int:
         """Batches in one pass over the rows."""

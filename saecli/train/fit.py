@@ -20,7 +20,7 @@ from ..sae.library import origin_of
 from ..store.joined import Joined, JoinedRows
 from ..store.opening import found_store
 from ..store.reader import ActivationStore
-from ..store.rows import Rows
+from ..store.rows import Rows, RowSource
 from .array_rows import ArrayLike, ArrayRows
 from .config import TrainingConfig
 from .loop import Loop, Record, start_training
@@ -30,7 +30,8 @@ from .start import Start
 
 # Training options on files, and on the choice of a store's rows.
 OF_FOLDERS, OF_SPLITS = ("keep_every", "log_to"), ("fraction", "split_seed")
-Fitted = ActivationStore | Joined | Rows | JoinedRows | ArrayLike
+Stored = ActivationStore | Joined | Rows | JoinedRows
+Fitted = Stored | ArrayLike
 
 
 def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
@@ -139,14 +140,13 @@ def _origin(rows: Fitted, training: TrainingConfig) -> dict[str, Any]:
 def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, target: ArrayLike | None = None,
             start: Start | None = None) -> Plan:
     """The plan of `fit` with these arguments; ConfigError for an option that is unknown, invalid or does nothing."""
-    of_store, chosen = isinstance(rows, ActivationStore | Joined), isinstance(rows, Rows | JoinedRows)
-    if target is not None and (of_store or chosen):
+    if target is not None and isinstance(rows, Stored):
         raise ConfigError("--target goes with rows in memory; give fit the stores as one, by `saecli.join(store, "
                           "target=other)`", option="target")
     known = {name for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
              for name in options_of(config)}
     idle = dict.fromkeys(OF_FOLDERS, ", which writes no files")
-    if not of_store:
+    if not isinstance(rows, ActivationStore | Joined):
         idle |= dict.fromkeys(OF_SPLITS, " with rows that are chosen already")
     for name in options:
         if name not in known:
@@ -157,6 +157,10 @@ def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, 
             raise ConfigError(f"{flag_of(name)} does nothing in fit{idle[name]}; leave it out", option=name)
     training = TrainingConfig(**{name: options[name] for name in options_of(TrainingConfig) if name in options})
     settings = {**(start.settings(act) if start else {}), **options}
-    source = training.rows_of(rows) if of_store else rows if chosen else ArrayRows(rows, target)
+    source: RowSource
+    if isinstance(rows, ActivationStore | Joined):
+        source = training.rows_of(rows)
+    else:
+        source = rows if isinstance(rows, Rows | JoinedRows) else ArrayRows(rows, target)
     return Plan.resolved(source, None, training, choose(SOLVERS, "solver", solver, options, options.keys()),
                          choose(ACTIVATIONS, "act", act, settings, settings.keys()), start)

@@ -189,9 +189,10 @@ class LiveRows:
 
     def _tested(self) -> ArrayRows:
         """The test rows: held-out ones so far, or where there are none the next ones."""
-        while not sum(map(len, self._held_out)) and (found := next(self._train, None)) is not None:
+        held_out = self._held_out or []
+        while not sum(map(len, held_out)) and (found := next(self._train, None)) is not None:
             self._waiting = np.concatenate([self._waiting, found])
-        rows = np.concatenate([self._kept[:0], *self._held_out])[:MOST_TEST_ROWS]
+        rows = np.concatenate([self._kept[:0], *held_out])[:MOST_TEST_ROWS]
         self._held_out = None
         if not len(rows) or not self.rows:
             raise ConfigError("--dataset has too few documents: expected training rows and held-out ones, got "

@@ -196,14 +196,14 @@ def start_training(plan: Plan, record: Record, show: Step = lambda done, words="
     sample, B, normalisation = rows.sample, rows.regression, rows.normalisation
     lr, places = training.lr, plan.train_rows.places
     if lr == "auto":
-        firing_rate = activation.expected_l0(rows.d_in) / training.d_sae
+        firing_rate = activation.expected_l0(rows.d_in) / plan.d_sae
         lr = fitted_learning_rate(sample.x, training.batch_size * firing_rate)
     if start is None or state:  # which has all that a start gives
-        initial = initial_sae(activation, training.d_sae, sample, training.seed, training.nested, B, training.skip,
+        initial = initial_sae(activation, plan.d_sae, sample, training.seed, training.nested, B, training.skip,
                               places)
     else:
         initial = start.initial(activation, sample.x, normalisation, training.nested, training.skip, places)
-    task = Task(training, rows.rows, plan.steps, lr, sample, B, plan.held, memory)
+    task = Task(training, rows.rows, plan.steps, float(lr), sample, B, plan.held, memory)
     solver = plan.solver.build(initial, task, communicator)
     if state:
         demand_shapes(state, {name: tuple(own.shape) for name, own in solver.state().items()})
@@ -291,9 +291,9 @@ class Loop:
         Cost: a pass over the training rows.
         """
         live = self.live()
-        train, tests = self._measured(saes, live[0].plan.train_rows), [self._tests.get(one) for one in live]
-        if None in tests:  # no epoch was left to train
-            tests = self._measured(saes, live[0].plan.test_rows)
+        train, tests = self._measured(saes, live[0].plan.train_rows), [self._tests.get(one, {}) for one in live]
+        if {} in tests and (rows := live[0].plan.test_rows):  # no epoch was left to train
+            tests = self._measured(saes, rows)
         return [one.result(*measures) for one, *measures in zip(live, train, tests, strict=True)]
 
     def live(self, trainings: Sequence[Training] | None = None) -> list[Training]:

@@ -78,7 +78,7 @@ class Plan:
         training = settled(training, activation, train_rows.rows, train_rows.d_in)
         solver.check(training, train_rows)
         solver = solver.resolved(training.batches(train_rows.rows))
-        activation = activation.resolved(training.sparsity, training.d_sae)
+        activation = activation.resolved(str(training.sparsity), int(training.d_sae or 0))
         plan = cls(train_rows, test_rows, training, solver, activation, start)
         if train_rows.passes == 1:
             plan._demand_one_pass()
@@ -92,12 +92,24 @@ class Plan:
     @cached_property
     def steps(self) -> int:
         """Optimiser steps in all of training."""
-        return self.training.steps or self.training.epochs * self.batches * self.solver.inner_steps
+        return self.training.steps or (self.training.epochs or 0) * self.batches * self.inner_steps
 
     @cached_property
     def epochs(self) -> int:
         """Passes over the rows; of the last one perhaps a part."""
-        return math.ceil(self.steps / (self.batches * self.solver.inner_steps))
+        return math.ceil(self.steps / (self.batches * self.inner_steps))
+
+    @property
+    def inner_steps(self) -> int:
+        """Optimiser steps per batch."""
+        assert isinstance(self.solver.inner_steps, int), "resolved"
+        return self.solver.inner_steps
+
+    @property
+    def d_sae(self) -> int:
+        """F."""
+        assert self.training.d_sae is not None, "resolved"
+        return self.training.d_sae
 
     def settings(self) -> dict[str, Any]:
         """All options, by name."""
@@ -111,7 +123,7 @@ class Plan:
         if (training.epochs or 1) > 1:
             raise ConfigError(f"--epochs must be 1 with --model, whose rows come once, got {training.epochs}; {STORE}",
                               option="epochs")
-        most = self.batches * self.solver.inner_steps
+        most = self.batches * self.inner_steps
         if (training.steps or 0) > most:
             raise ConfigError(f"--steps must be at most {most} with --model, whose rows come once, got "
                               f"{training.steps}; raise --rows or --inner-steps, or {STORE}", option="steps")
@@ -175,7 +187,7 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> tu
     Returns:
         The bytes that are free for the solver, and whether the device keeps the rows besides.
     """
-    training, solver, rows, d_sae = plan.training, plan.solver, plan.train_rows, plan.training.d_sae
+    training, solver, rows, d_sae = plan.training, plan.solver, plan.train_rows, plan.d_sae
     device = device_named(training.device)
     demand_precision(training.precision, device)
     if communicator.world_size > 1:
@@ -217,7 +229,7 @@ def _demand_processes(plan: Plan, trainings: int, world_size: int) -> None:
 
 def doubts_at_start(plan: Plan) -> list[str]:
     """Warnings about settings."""
-    d_in, d_sae, activation = plan.train_rows.d_in, plan.training.d_sae, plan.activation
+    d_in, d_sae, activation = plan.train_rows.d_in, plan.d_sae, plan.activation
     if not isinstance(activation, KeepsK) or activation.k < min(d_in, d_sae):
         return []
     words = f"is all of d_sae, {d_sae}" if activation.k == d_sae else f"is not below d_in, {d_in}"
@@ -235,7 +247,7 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
     which, measures = ("held-out", test) if math.isfinite(test["fvu"]) else ("train", train)
     advice = {"fvu": _for_less_error(plan, overfitted=train["fvu"] <= 1, l0=measures["l0"]),
               "l0": _for_fewer_active(plan)}
-    found = doubts(measures, plan.train_rows.d_in, plan.training.d_sae)
+    found = doubts(measures, plan.train_rows.d_in, plan.d_sae)
     if doubts_at_start(plan):
         found.pop("l0", None)
     return [*plan.train_rows.warnings, *(f"{which} {words}; {advice[name]}" for name, words in found.items())]

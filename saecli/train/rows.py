@@ -4,7 +4,7 @@ Shapes: N rows, B rows of a batch, D = d_in, E the width of targets next to the 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -135,7 +135,7 @@ class TrainingRows:
     def d_in(self) -> int:
         return self.stored.d_in
 
-    def shuffled(self, epoch: int) -> Iterator[Batch]:
+    def shuffled(self, epoch: int) -> Generator[Batch, None, None]:
         """Every row once, in an order that is a pure function of seed and epoch."""
         if self.communicator.world_size == 1:
             yield from (Batch.of(rows, self.d_in) for rows in self._batches(epoch))

@@ -343,11 +343,11 @@ def _trained(jobs: Sequence[Job], listener: Listener,
         results = loop.results(saes) if saes else []
     for name, training in trainings.items():
         if training in loop.errors:
-            errors[name] = loop.errors[training]
-            if isinstance(error := errors[name], TrainingError):
-                errors[name] = error.within(after=_what_is_kept(training))
-    errors = {job.folder.name: error.within(job.folder.name) if isinstance(error, SaeError) else error
-              for job in jobs if (error := errors.get(job.folder.name))}
+            failure = loop.errors[training]
+            errors[name] = (failure.within(after=_what_is_kept(training)) if isinstance(failure, TrainingError) else
+                            failure)
+    errors = {job.folder.name: found.within(job.folder.name) if isinstance(found, SaeError) else found
+              for job in jobs if (found := errors.get(job.folder.name))}
     finished = [job for job in jobs if job.folder.name not in errors]
     if communicator.is_main:
         for job, result in zip(finished, results, strict=True):

@@ -223,4 +223,4 @@ def balanced(sae: SAE) -> SAE:
     rescaled: Mapping[str, Tensor] | None = sae.activation.rescaled(sae.activation_parameters, factor)
     if rescaled is None:
         return sae
-    return sae.changed(W_enc=sae.W_enc * factor, b_enc=sae.b_enc * factor, W_dec=sae.W_dec / factor, **rescaled)
+    return sae.changed(None, W_enc=sae.W_enc * factor, b_enc=sae.b_enc * factor, W_dec=sae.W_dec / factor, **rescaled)

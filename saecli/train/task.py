@@ -56,7 +56,7 @@ class Task:
     def penalty_weight(self, step: int) -> float:
         """The penalty's weight at a step, from 0."""
         rise = (step + 1) / max(1, math.ceil(self.training.sparsity_warm_up * self.steps))
-        return self.training.sparsity_weight * min(1.0, rise)
+        return (self.training.sparsity_weight or 0.0) * min(1.0, rise)
 
 
 @dataclass(frozen=True)

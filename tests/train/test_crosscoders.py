@@ -223,16 +223,6 @@ def test_latent_scaling_is_the_least_squares_multiple_at_each_place():
             assert beta[latent, place].item() == pytest.approx(expected)
 
 
-def test_what_cannot_work_is_refused_in_a_sentence(sae, home):
-    done = sae("train", "--data", "a", "--data", "b", "--act", "relu", "--sparsity", "kl", *SHORT)
-    assert done.status == 2 and "kl is defined for one place" in done.err
-    sae("train", "--data", "a", "--data", "b", "--act", "topk", "--k", "4", *SHORT, "--name", "run")
-    done = sae("geometry", "run")
-    assert done.status == 2 and "the geometry of run is not defined" in done.err
-    done = sae("eval", "run", "--data", "a")
-    assert done.status == 2 and "expected rows of 48 dimensions, got 24" in done.err
-
-
 def test_a_copy_keeps_the_places():
     sae = crosscoder()
     for copy in (sae.sae(), sae.changed(activation=TopK(k=3)), sae.without_training_parameters(), sae.copy_to("cpu")):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
-from launching import signalled, together
+from launching import together
 from safetensors.torch import load_file
 from test_prefixes import PREFIXES, nested_sae
 
@@ -180,49 +180,6 @@ def test_a_runs_config_repeats_it(sae: CommandLine):
     assert same_weights(sae.home, "third", "fourth") and not same_weights(sae.home, "first", "fourth")
 
 
-def killed(sae: CommandLine, words: list, checkpoint: int) -> Path:
-    """The folder of a training killed before it has its nth checkpoint."""
-    signalled(sae.home, [*words, "--name", "killed"], "checkpoint.safetensors", checkpoint)
-    folder = sae.home / "runs" / "killed"
-    assert not json.loads((folder / "run.json").read_text())["complete"]
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
-def test_a_killed_run_is_resumed_bit_for_bit_without_the_sae_that_it_began_from(sae: CommandLine, solver: str):
-    make_store(sae.home, "rows", some_rows(4000))
-    make_run(sae.home, "old", published(Relu()))
-    words = ["train", "--init", "old", "--solver", solver, "--epochs", "6", "--batch-size", "32", "--inner-steps", "2",
-             "--sparsity-weight", "1"]
-    assert sae(*words, "--name", "whole").status == 0
-    killed(sae, words, 2)
-    shutil.rmtree(sae.home / "runs" / "old")
-    done = sae("train", "--resume", "--json")
-    assert done.status == 0, done.err
-    assert same_weights(sae.home, "whole", "killed")
-    first, second = (json.loads((sae.home / "runs" / name / "run.json").read_text()) for name in ("whole", "killed"))
-    assert first["init"] == second["init"] and second["complete"]
-
-
-@pytest.mark.slow
-def test_a_run_killed_before_its_first_checkpoint_begins_anew_from_the_same_sae_alone(sae: CommandLine, tmp_path: Path):
-    make_store(sae.home, "rows", some_rows(60_000))
-    make_run(sae.home, "old", random_sae(TopK(k=3)))
-    words = ["train", "--init", "old", "--solver", "sgd", "--epochs", "1", "--batch-size", "64", "--inner-steps", "1"]
-    assert sae(*words, "--name", "whole").status == 0
-    folder = killed(sae, words, 1)
-    assert not (folder / "checkpoint.safetensors").exists()
-    shutil.copytree(folder, tmp_path / "kept")
-    assert sae("train", "--resume").status == 0
-    assert same_weights(sae.home, "whole", "killed")
-    shutil.rmtree(folder)
-    shutil.copytree(tmp_path / "kept", folder)
-    saecli.save_sae(random_sae(seed=1), tmp_path / "other")
-    shutil.copy(tmp_path / "other" / "sae.safetensors", sae.home / "runs" / "old")
-    assert "old is not the SAE that this run was begun from, though it has its name" in sae("train", "--resume").err
-
-
 @pytest.mark.slow
 def test_two_processes_start_from_the_same_sae(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(2000))
@@ -252,23 +209,3 @@ def test_from_python_an_sae_or_its_name_will_do_and_several_seeds_share_it(sae: 
     assert saecli.fit(some_rows(100), d_sae=9, epochs=1).activation == Relu()
     with pytest.raises(saecli.SaeError, match="d_sae must be that of init sae, 20, got 9; leave it out"):
         saecli.fit(some_rows(100), init=mine, d_sae=9)
-
-
-@pytest.mark.parametrize(("words", "sentence", "status"), [
-    (("--init", "old", "--d-sae", "24"), "--d-sae must be that of --init old, 20, got 24; leave it out", 2),
-    (("--init", "old", "--data", "narrow"), "--init old cannot be trained on these rows: expected rows of 8", 2),
-    (("--init", "nowhere"), "there is no run and no folder named 'nowhere'", 1),
-    (("--init", "old", "--k", "30"), "--k must be at most --d-sae, 20, got 30", 2),
-    (("--init", "old", "--act", "relu", "--k", "3"), "--k does nothing with --act relu", 2),
-    (("--init", "jumping", "--sparsity", "l1", "--threshold", "1"), "--threshold does nothing with --init jumping", 2),
-    (("--resume", "--init", "old"), "--init does nothing with --resume", 2),
-])
-def test_what_does_not_fit_the_sae_is_told_in_a_sentence(sae: CommandLine, words: tuple, sentence: str, status: int):
-    make_store(sae.home, "narrow", some_rows(50, 5))
-    make_store(sae.home, "rows", some_rows(200))
-    make_run(sae.home, "old", random_sae(TopK(k=3)))
-    make_run(sae.home, "jumping", random_sae(JumpRelu()))
-    done = sae("train", *words, *(() if "--data" in words or "--resume" in words else ("--data", "rows")))
-    assert (done.status, done.out) == (status, "")
-    assert sentence in done.err
-    assert {path.name for path in (sae.home / "runs").iterdir()} == {"old", "jumping"}

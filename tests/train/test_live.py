@@ -229,24 +229,6 @@ def test_several_runs_of_one_reading_are_each_as_alone(sae: CommandLine):
     assert_same_weights(sae.home, "x-seed1-k8", "alone")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("words", "status", "said"), [
-    (("--model", "tiny-gemma2", "--epochs", "2"), 2, "--epochs must be 1 with --model, whose rows come once, got 2"),
-    (("--model", "tiny-gemma2", "--rows", "600", "--steps", "9"), 2, "--steps must be at most 3 with --model"),
-    (("--model", "tiny-gemma2", "--data", "x"), 2, "--data does nothing with --model tiny-gemma2"),
-    (("--model", "tiny-gemma2", "--target", "x"), 2, "--target does nothing with --model tiny-gemma2"),
-    (("--model", "tiny-gemma2", "--fraction", "0.5"), 2, "--fraction does nothing with --model tiny-gemma2"),
-    (("--data", "a", "--rows", "500"), 2, "--rows does nothing without --model"),
-    (("--data", "a", "--layer", "2"), 2, "--layer does nothing without --model"),
-    (("--model", "tiny-gemma2", "--layer", "9"), 2, "tiny-gemma2 has layers 0 to 3, got --layer 9"),
-    (("--model", "tiny-gemma2", "--dataset", "none.txt"), 1, "the text file none.txt does not exist"),
-])
-def test_what_does_not_go_without_a_store_is_refused_in_a_sentence(sae: CommandLine, words: tuple, status: int,
-                                                                   said: str):
-    done = sae("train", *words)
-    assert done.status == status and said in done.err and not (sae.home / "runs").exists()
-
-
 def test_the_papers_decoder_steps_over_all_rows_need_rows_that_stay_in_memory():
     rows, documents = of_documents(9000)
     with LiveRows(source(rows, documents, [900]), 7500, 0, 1200, Silent(), windows_of(2500)) as live:

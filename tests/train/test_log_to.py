@@ -67,10 +67,3 @@ def test_wandb_has_the_curves_without_a_network_and_says_how_to_log_in(sae: Comm
     (kept,) = folder.glob("wandb/offline-run-*/*.wandb")
     for line in read_metrics(folder):
         assert all(repr(value).encode() in kept.read_bytes() for value in line.values() if value is not None)
-
-
-def test_words_that_name_no_tracker_are_refused(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows(300))
-    for words in "comet", "wandb,comet", "wandb,wandb", "":
-        done = sae("train", "--log-to", words, *QUICK)
-        assert done.status == 2 and "--log-to must be one of trackio, wandb, or several" in done.err

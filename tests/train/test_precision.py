@@ -151,15 +151,3 @@ def test_bf16_is_refused_where_a_processor_has_no_such_products(sae: CommandLine
     assert json.loads(sae("train", "--device", "cpu", "--epochs", "1", "--json").out)["run"]
     documents = [json.loads(path.read_text()) for path in (sae.home / "runs").glob("*/run.json")]
     assert [document["training"]["precision"] for document in documents] == ["float32"]
-
-
-@pytest.mark.parametrize(("words", "sentence"), [
-    (("--precision", "tf32"), "--precision tf32 does nothing here: --device cpu multiplies float32 matrices"),
-    (("--precision", "bf16", "--dtype", "float64"), "--precision bf16 cannot be used with --dtype float64"),
-])
-def test_what_cannot_work_gets_one_sentence_and_leaves_nothing(sae: CommandLine, words: tuple, sentence: str):
-    make_store(sae.home, "rows", some_rows(1500))
-    done = sae("train", "--device", "cpu", *words)
-    assert done.status == 2
-    assert sentence in done.err
-    assert not list((sae.home / "runs").glob("*"))

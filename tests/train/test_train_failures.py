@@ -110,15 +110,6 @@ def test_rows_far_from_0_that_are_not_centred_start_above_1_and_do_not_count_as_
     assert first["batch_fvu"] > 1e4
 
 
-@pytest.mark.parametrize("option", ["--lr", "--alpha", "--sparsity-weight", "--mu-dec", "--steps"])
-def test_numbers_without_bounds_are_refused(sae: CommandLine, option: str):
-    make_store(sae.home, "rows", some_rows(300))
-    done = sae("train", option, "9" * 30 if option == "--steps" else "inf")
-    assert done.status == 2
-    assert f"{option} must be a number of ordinary size" in done.err
-    assert not (sae.home / "runs").exists()
-
-
 def test_a_run_is_not_gone_on_with_on_other_rows(sae: CommandLine):
     folder = unfinished(sae)
     change(folder, data_hash="another")

@@ -1,12 +1,10 @@
 """`sae train` with options given several values: every run is what it is alone, and the store is read once."""
 
-import signal
 from collections import Counter
 
 import pytest
 from homes import CommandLine, make_store, some_rows
-from launching import signalled
-from test_train import assert_same_weights, weights
+from test_train import assert_same_weights
 
 from saecli.store.rows import Rows
 from saecli.train.files import read_metrics
@@ -79,37 +77,6 @@ def test_one_that_diverges_leaves_the_others_to_their_ends(sae: CommandLine):
     assert sae("eval", "run-lr0.01").status == 0
 
 
-@pytest.mark.long
-def test_an_interrupt_saves_all_and_each_goes_on_to_what_it_is_alone(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows(8_000))
-    settings = ("train", "--solver", "pam-sgd", "--act", "topk", "--k", "3", "--d-sae", "64", "--epochs", "12",
-                "--batch-size", "64")
-    assert sae(*settings, "--seed", "1", "--name", "whole").status == 0
-    process = signalled(sae.home, [*settings, "--seed", "0", "--seed", "1", "--name", "some"],
-                        "some-seed1/checkpoint.safetensors", 2, signal.SIGINT)
-    said = process.said
-    assert process.returncode == 130
-    assert "Traceback" not in said
-    for name in "some-seed0", "some-seed1":
-        assert f"sae train --resume --name {name}" in said
-        assert sae("train", "--resume", "--name", name).status == 0
-    assert_same_weights(sae.home, "whole", "some-seed1")
-    assert set(weights(sae.home, "some-seed0")) == set(weights(sae.home, "whole"))
-
-
-@pytest.mark.parametrize(("words", "sentence"), [
-    (("--seed", "0", "--seed", "0"), "--seed 0 is given twice"),
-    (("--act", "topk", "--k", "2", "--k", "100000"), "k"),
-])
-def test_what_cannot_be_trained_together_gets_one_sentence_and_leaves_nothing(sae: CommandLine, words: tuple,
-                                                                              sentence: str):
-    make_store(sae.home, "rows", some_rows(1000))
-    done = sae("train", *words)
-    assert done.status == 2
-    assert sentence in done.err
-    assert not (sae.home / "runs").exists()
-
-
 def test_a_taken_name_among_several_leaves_nothing(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
     assert sae("train", *QUICK, "--name", "run-seed1").status == 0
@@ -117,13 +84,3 @@ def test_a_taken_name_among_several_leaves_nothing(sae: CommandLine):
     assert done.status == 1
     assert "there is a run named 'run-seed1' already" in done.err
     assert [path.name for path in (sae.home / "runs").iterdir()] == ["run-seed1"]
-
-
-def test_a_list_in_a_file_of_options_is_several_values(sae: CommandLine, tmp_path):
-    make_store(sae.home, "rows", some_rows(1000))
-    (tmp_path / "run.toml").write_text('seed = [0, 1]\nd_sae = 24\nepochs = 2\n')
-    done = sae("train", "--config", tmp_path / "run.toml", "--json")
-    assert [run["varied"] for run in done.json["runs"]] == [{"seed": 0}, {"seed": 1}]
-    (tmp_path / "run.toml").write_text("epochs = [1, 2]\n")
-    done = sae("train", "--config", tmp_path / "run.toml")
-    assert "epochs must be a whole number, got [1, 2]" in done.err

@@ -18,7 +18,6 @@ from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
 from saecli.train.decoder_step import revive
 from saecli.train.rows import regressed
-from saecli.train.runs import RunRecord
 from saecli.train.smoothing import Smoothing
 
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
@@ -92,51 +91,6 @@ def test_a_skip_takes_all_that_is_linear(sae, home):
     with_skip = sae("train", "--data", "x", "--target", "linear", "--skip", *TOPK, *QUICK).json["final"]
     without = sae("train", "--data", "x", "--target", "linear", *TOPK, *QUICK).json["final"]
     assert with_skip["test_fvu"] < 1e-6 < 1e-3 < without["test_fvu"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stores", [
-    ("--data", "x", "--target", "y", "--skip"), pytest.param(("--data", "x", "--data", "y"), marks=pytest.mark.slow),
-], ids=["transcoder", "crosscoder"])
-def test_a_killed_run_goes_on_bit_for_bit_and_its_config_repeats_it(sae, home, monkeypatch, stores):
-    options = (*stores, *TOPK, *QUICK)
-    sae("train", *options, "--name", "whole")
-    keep = RunRecord.epoch
-
-    def killed(self, trained, state, progress, test):
-        keep(self, trained, state, progress, test)
-        if progress.epoch == 2:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(RunRecord, "epoch", killed)
-        assert sae("train", *options, "--name", "killed").status == 130
-    assert sae("train", "--resume", "--name", "killed").status == 0
-    config = home / "runs" / "whole" / "config.toml"
-    assert sae("train", "--config", str(config), "--name", "repeated").status == 0
-    for name in ("killed", "repeated"):
-        assert all(torch.equal(tensor, weights(home, name)[key]) for key, tensor in weights(home, "whole").items())
-    document = json.loads((home / "runs" / "repeated" / "run.json").read_text())
-    assert (document.get("target"), document.get("beside")) == (("y", None) if "--skip" in stores else (None, ["y"]))
-
-
-@pytest.mark.parametrize(("command", "sentence"), [
-    (("train", "--skip"), "--skip does nothing without --target"),
-    (("train", "--data", "x", "--target", "short"), "x and short are not row for row the same tokens: expected the "
-                                                    "same rows, got 1500 and 1000"),
-    (("train", "--data", "x", "--data", "x"), "--data names x twice"),
-    (("eval", "run", "--data", "x"), "run is a transcoder: expected the store of what it predicts, got x alone"),
-    (("eval", "run", "--target", "y"), "--target does nothing without the name of a store as --data"),
-    (("eval", "run", "--data", "x", "--target", "again"), "expected targets of 5 dimensions, got 8"),
-    (("eval", "run", "--data", "y", "--target", "y"), "expected rows of 8 dimensions, got 5"),
-    (("geometry", "run"), "the geometry of run is not defined"),
-])
-def test_what_cannot_work_is_refused_in_a_sentence(sae, home, command, sentence):
-    make_store(home, "short", some_rows(1000))
-    if command[0] != "train":
-        sae("train", "--data", "x", "--target", "y", *TOPK, *QUICK, "--name", "run")
-    done = sae(*command)
-    assert done.status == 2 and sentence in done.err, done.err
 
 
 @pytest.mark.slow

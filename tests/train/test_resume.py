@@ -1,0 +1,118 @@
+"""A training cut after any epoch and resumed has, bit for bit, the weights of one never cut."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from launching import signalled
+from safetensors.torch import load_file
+from torch import Tensor
+
+import saecli
+from saecli.sae.activations import TopK
+from saecli.sae.dictionary import SAE
+from saecli.train.files import Progress, load_checkpoint, read_metrics, save_checkpoint
+from saecli.train.fit import planned
+from saecli.train.loop import Loop, Measures, Record, start_training
+from saecli.train.plan import Plan
+from saecli.train.start import Start, fingerprint
+
+ROWS = some_rows(300)
+TARGETS = np.abs(some_rows(300, 5, seed=1)).cumsum(1)
+QUICK = {"d_sae": 24, "epochs": 3, "batch_size": 64, "inner_steps": 2}
+TOPK = {"k": 3}
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("sgd", "relu", {}), ("sgd", "relu", {"sparsity": "kl"}), ("sgd", "jumprelu", {}), ("sgd", "batchtopk", TOPK),
+    ("sgd", "topk", TOPK | {"tied": True, "clip_norm": 1.0}), ("sgd", "swish", {"weight_decay": 0.1}),
+    ("sgd", "topk", TOPK | {"mu_enc": 5.0, "nu_enc": 1.0}), ("sgd", "soft-topk", TOPK | {"d_sae": 16}),
+    ("sgd", "abs-topk", TOPK | {"epochs": None, "steps": 23}), ("sgd", "relu-topk", TOPK | {"dtype": "float64"}),
+    ("sgd", "topk", TOPK | {"prefixes": "auto"}), ("sgd", "topk", TOPK | {"smoothing": 0.0, "normalize": "none"}),
+    ("pam-sgd", "relu", {}), ("pam-sgd", "jumprelu", {"target_l0": 4.0}), ("pam-sgd", "batchtopk", TOPK),
+    ("pam-sgd", "topk", TOPK | {"release": 0.0}), ("pam-sgd", "topk", TOPK | {"release": 1.0, "prefixes": "6,12"}),
+    ("pam-sgd", "topk", TOPK | {"decoder_every": 2}), ("pam-sgd", "topk", TOPK | {"solve": "iterative"}),
+    ("pam-sgd", "topk", TOPK | {"decoder": "free", "alpha": 1.0, "bias": "after", "decoder_first": True}),
+    ("pam-sgd", "relu", {"mu_enc": 1.0, "mu_dec": 1.0, "nu_dec": 2.0, "beta": 1.0}), ("pam-sgd", "swish", {"seed": 3}),
+    ("pam-sgd", "topk", TOPK | {"target": True}), ("pam-sgd", "topk", TOPK | {"target": True, "skip": True}),
+    ("sgd", "topk", TOPK | {"target": True, "skip": True}), ("pam-sgd", "topk", TOPK | {"init": True, "d_sae": 20}),
+    ("sgd", "relu", {"init": True, "d_sae": 20})]
+
+
+class Cut(Record):
+    """Keeps each epoch's checkpoint in a file, and resumes from one of them."""
+
+    def __init__(self, folder: Path, after: int = 0) -> None:
+        self.folder, self.after = folder, after
+
+    def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
+        return load_checkpoint(self.folder / str(self.after))
+
+    def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
+        (self.folder / str(progress.epoch)).mkdir(exist_ok=True)
+        save_checkpoint(self.folder / str(progress.epoch), state, progress)
+
+
+def plan_of(solver: str, act: str, options: dict[str, Any]) -> Plan:
+    given = QUICK | options
+    target = TARGETS if given.pop("target", False) else None
+    old = random_sae(TopK(k=4))
+    start = Start("old", fingerprint(old), old) if given.pop("init", False) else None
+    return planned(ROWS, solver, act, given, target=target, start=start)
+
+
+@pytest.mark.parametrize(("solver", "act", "options"), CASES, ids=str)
+def test_resumed_is_bit_for_bit_uninterrupted(solver: str, act: str, options: dict[str, Any], tmp_path: Path):
+    plan = plan_of(solver, act, options)
+    (whole,) = Loop([start_training(plan, Cut(tmp_path))]).train()
+    if plan.start is not None:
+        plan = replace(plan, start=replace(plan.start, sae=None))  # the checkpoint has all that a start gives
+    for after in range(1, plan.epochs):
+        (found,) = Loop([start_training(plan, Cut(tmp_path, after))]).train()
+        assert found.tensors().keys() == whole.tensors().keys()
+        assert all(torch.equal(tensor, whole.tensors()[name]) for name, tensor in found.tensors().items()), after
+
+
+def weights(home: Path, run: str) -> dict[str, Tensor]:
+    return load_file(home / "runs" / run / "sae.safetensors")
+
+
+@pytest.mark.slow
+def test_a_killed_command_resumed_equals_one_never_stopped(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    make_run(sae.home, "old", random_sae())
+    words = ["train", "--init", "old", "--epochs", "4", "--batch-size", "64", "--sparsity-weight", "1"]
+    assert sae(*words, "--name", "whole").status == 0
+    signalled(sae.home, [*words, "--name", "killed"], "checkpoint.safetensors", 2)
+    folder = sae.home / "runs" / "killed"
+    assert not json.loads((folder / "run.json").read_text())["complete"]
+    shutil.rmtree(sae.home / "runs" / "old")
+    done = sae("train", "--resume", "--json").json
+    assert (done["run"], done["epochs"]) == ("killed", 4)
+    whole, killed = weights(sae.home, "whole"), weights(sae.home, "killed")
+    assert all(torch.equal(tensor, killed[name]) for name, tensor in whole.items())
+    steps = [line["step"] for line in read_metrics(folder)]
+    assert steps == [line["step"] for line in read_metrics(folder.with_name("whole"))]
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_its_first_checkpoint_starts_from_the_same_sae(sae: CommandLine, tmp_path: Path):
+    make_store(sae.home, "rows", some_rows(600))
+    make_run(sae.home, "old", random_sae(TopK(k=3)))
+    words = ["train", "--init", "old", "--solver", "sgd", "--epochs", "1", "--batch-size", "64"]
+    assert sae(*words, "--name", "whole").status == 0
+    signalled(sae.home, [*words, "--name", "killed"], "checkpoint.safetensors")
+    folder = sae.home / "runs" / "killed"
+    shutil.copytree(folder, tmp_path / "kept")
+    assert sae("train", "--resume").status == 0
+    whole, killed = weights(sae.home, "whole"), weights(sae.home, "killed")
+    assert all(torch.equal(tensor, killed[name]) for name, tensor in whole.items())
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "kept", folder)
+    saecli.save_sae(random_sae(seed=1), tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "sae.safetensors", sae.home / "runs" / "old")
+    assert "old is not the SAE that this run was begun from" in sae("train", "--resume").err
