@@ -135,7 +135,8 @@ class Joined:
     @classmethod
     def of(cls, rows: RowSource) -> Self:
         """The stores of stored rows."""
-        return cls(tuple(one.store for one in rows.inputs), rows.target.store if rows.target else None)
+        return cls(tuple(cast(ActivationStore, one.store) for one in rows.inputs),
+                   cast(ActivationStore, rows.target.store) if rows.target else None)
 
     @property
     def all(self) -> tuple[ActivationStore, ...]:

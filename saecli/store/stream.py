@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from .chunks import Chunks
 from .codec import DTYPES, StoredType
-from .reader import ActivationStore
 
 READERS = 2
 BLOCK_BYTES = 4 << 20
@@ -138,7 +138,7 @@ class Source:
         decoded: yield them as float32, not in the storage dtype.
     """
 
-    store: ActivationStore
+    store: Chunks
     counts: np.ndarray
     kept: Callable[[int], np.ndarray | None]
     decoded: bool = True
