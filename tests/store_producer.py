@@ -28,7 +28,7 @@ from storing import make_meta
 
 from saecli.base.errors import StoreError
 from saecli.cli import main as cli
-from saecli.cli.outline import loaded
+from saecli.cli.main import loaded
 from saecli.store.writer import StoreWriter
 
 BLOCKS = 60

@@ -128,7 +128,7 @@ def added(root: Path) -> dict[str, str]:
 
     write("sae/activations/cubed.py", ACTIVATION)
     line("sae/activations/__init__.py", "Swish, SoftTopK)}", "Swish, SoftTopK, Cubed)}")
-    line("sae/activations/__init__.py", "from .smooth", "from .cubed import Cubed\nfrom .smooth")
+    line("sae/activations/__init__.py", "from .topk", "from .cubed import Cubed\nfrom .topk")
     write("train/unit_sgd.py", SOLVER)
     line("train/solvers.py", "(Sgd, PamSgd)}", "(Sgd, PamSgd, UnitSgd)}")
     line("train/solvers.py", "from .options ", "from .unit_sgd import UnitSgd\nfrom .options ")

@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import rich.console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .errors import printable, shortened
 from .files import to_json
@@ -118,6 +117,8 @@ class Console:
         if not self._err.is_terminal:
             yield self._plain_lines(label, total, unit, rate)
             return
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
         name, speed, more = (TextColumn(f"{{task.{field}}}", markup=False)
                              for field in ("description", "fields[rate]", "fields[words]"))
         columns = (name, BarColumn(bar_width=16), speed, TimeRemainingColumn(), more)

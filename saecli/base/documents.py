@@ -4,14 +4,18 @@ A document's type is a dataclass whose annotations state all that is relied on. 
 converting strings to numbers or numbers to strings. Fields that the type does not have are ignored.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from annotated_types import Ge, Gt, Le
+
+from .errors import RunError
 from .files import regular
 
 Document = TypeVar("Document")
+RUN_VERSION = 1  # of run.json
 
 
 def read_json(path: Path, kind: type[Document]) -> Document:
@@ -83,6 +87,75 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Marker:
+    """The entries that the marker files of stores and runs have in common.
+
+    Args:
+        created: when it was begun; see `now`.
+        complete: whether it was finished.
+    """
+
+    created: str
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Named:
+    """A solver or an activation, by name; its settings are not read here."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The training settings that determine its data and width.
+
+    Args:
+        split_seed: seed of the split into training and held-out rows.
+        fraction: fraction of the training rows.
+        d_sae: number of latents.
+    """
+
+    split_seed: Annotated[int, Ge(0)]
+    fraction: Annotated[float, Gt(0), Le(1)]
+    d_sae: Annotated[int, Ge(1)] | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a training, as `sae train` prints it; only the measures are read here."""
+
+    final: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunDocument(Marker):
+    """The entries of a `run.json` that describe the run's SAE.
+
+    Args:
+        data: name of the store that it was trained on, of several the first.
+        training: training settings; `sae train --resume` reads the others too.
+        solver: the solver.
+        activation: the SAE's activation.
+        data_hash: `Joined.hash` of the stores; None if unknown.
+        streamed: where its rows came from without a store, which would have been called `data`; None if from one.
+        beside: names of further stores, side by side with the first.
+        target: name of the store of its targets; None if these are the rows.
+        result: None until it is finished.
+    """
+
+    data: str
+    training: Trained
+    solver: Named
+    activation: Named
+    data_hash: str | None = None
+    streamed: dict[str, Any] | None = None
+    beside: tuple[str, ...] = ()
+    target: str | None = None
+    result: Result | None = None
+
+
+@dataclass(frozen=True)
 class _Versioned:
     format_version: int
 
@@ -92,6 +165,26 @@ def demand_version(text: str | bytes, newest: int) -> None:
     version = parse_json(text, _Versioned).format_version
     if version > newest:
         raise ValueError(f"expected format version {newest} or older, got {version}; upgrade saecli to read it")
+
+
+def read_run(path: Path) -> RunDocument:
+    """Read a `run.json`; RunError if it is not as `sae train` writes it, or of a newer version."""
+    return _read_run(path, RunDocument)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """All entries of a `run.json`; RunError as in `read_run`."""
+    return _read_run(path, dict[str, Any])
+
+
+def _read_run(path: Path, kind: type) -> Any:
+    try:
+        text = regular(path).read_bytes()
+        demand_version(text, RUN_VERSION)
+        parse_json(text, RunDocument)
+        return parse_json(text, kind)
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {error}; restore it, or remove the folder to go on without it") from error
 
 
 @cache

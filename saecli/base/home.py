@@ -1,93 +1,25 @@
 """The home folder: `activations/NAME/` holds stores, `runs/NAME/` holds trained SAEs."""
 
+from __future__ import annotations
+
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from annotated_types import Ge, Gt, Le
-
-from .documents import demand_version, parse_json, read_json
 from .errors import ConfigError, RunError, SaeError, StoreError, did_you_mean
-from .files import is_utf8, regular
+from .files import is_utf8
+
+if TYPE_CHECKING:
+    from .documents import Marker
 
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
+UNREADABLE = "restore it, or remove the folder to go on without it"  # advice on a marker that cannot be read
 KEPT = "kept"  # folder of a run that holds the run folders of its earlier epochs
-UNREADABLE = "restore it, or remove the folder to go on without it"  # what to do about a marker that cannot be read
-RUN_VERSION = 1  # of run.json
 LISTED = 3  # entries that a message names
 NAME_BYTES = 200  # of UTF-8: file systems allow 255, and temporary names are longer
-
-
-@dataclass(frozen=True)
-class Marker:
-    """The entries that the marker files of stores and runs have in common.
-
-    Args:
-        created: when it was begun; see `now`.
-        complete: whether it was finished.
-    """
-
-    created: str
-    complete: bool
-
-
-@dataclass(frozen=True)
-class Named:
-    """A solver or an activation, by name; its settings are not read here."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The training settings that determine its data and width.
-
-    Args:
-        split_seed: seed of the split into training and held-out rows.
-        fraction: fraction of the training rows.
-        d_sae: number of latents.
-    """
-
-    split_seed: Annotated[int, Ge(0)]
-    fraction: Annotated[float, Gt(0), Le(1)]
-    d_sae: Annotated[int, Ge(1)] | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a training, as `sae train` prints it; only the measures are read here."""
-
-    final: dict[str, float | None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RunDocument(Marker):
-    """The entries of a `run.json` that describe the run's SAE.
-
-    Args:
-        data: name of the store that it was trained on, of several the first.
-        training: training settings; `sae train --resume` reads the others too.
-        solver: the solver.
-        activation: the SAE's activation.
-        data_hash: `Joined.hash` of the stores; None if unknown.
-        streamed: where its rows came from without a store, which would have been called `data`; None if from one.
-        beside: names of further stores, side by side with the first.
-        target: name of the store of its targets; None if these are the rows.
-        result: None until it is finished.
-    """
-
-    data: str
-    training: Trained
-    solver: Named
-    activation: Named
-    data_hash: str | None = None
-    streamed: dict[str, Any] | None = None
-    beside: tuple[str, ...] = ()
-    target: str | None = None
-    result: Result | None = None
 
 
 def now() -> str:
@@ -158,6 +90,8 @@ class Shelf:
 
     def read_marker(self, name: str) -> Marker:
         """The marker of an entry; SaeError if it is missing or invalid."""
+        from .documents import Marker, read_json
+
         path = self.path / name / self.marker
         try:
             return read_json(path, Marker)
@@ -200,26 +134,6 @@ class Shelf:
         return f"there are: {', '.join(names[:LISTED])}{more}"
 
 
-def read_run(path: Path) -> RunDocument:
-    """Read a `run.json`; RunError if it is not as `sae train` writes it, or of a newer version."""
-    return _read_run(path, RunDocument)
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """All entries of a `run.json`; RunError as in `read_run`."""
-    return _read_run(path, dict[str, Any])
-
-
-def _read_run(path: Path, kind: type) -> Any:
-    try:
-        text = regular(path).read_bytes()
-        demand_version(text, RUN_VERSION)
-        parse_json(text, RunDocument)
-        return parse_json(text, kind)
-    except (OSError, ValueError) as error:
-        raise RunError(f"cannot read {path}: {error}; {UNREADABLE}") from error
-
-
 @dataclass(frozen=True)
 class Home:
     """The folder that holds everything: `--home`, else `SAE_HOME`, else `./sae-data`."""
@@ -240,7 +154,7 @@ class Home:
                               f"{str(self.path)!r}; give another --home")
 
     @classmethod
-    def at(cls, path: "str | Path | Home | None") -> Self:
+    def at(cls, path: str | Path | Home | None) -> Self:
         """The home at a path; None for $SAE_HOME, else ./sae-data."""
         return cls(path.path if isinstance(path, Home) else Path(path or os.environ.get("SAE_HOME") or cls.DEFAULT))
 

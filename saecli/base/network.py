@@ -1,9 +1,5 @@
 """Whether the Hugging Face hub can be reached, and why it refuses a repository."""
 
-import socket
-import urllib.request
-from urllib.parse import urlsplit
-
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -12,7 +8,11 @@ def why_unreachable() -> str | None:
 
     Fails at once without a network, where the hub's own client would retry for half a minute.
     """
-    from huggingface_hub import constants  # slow to import, and most commands do not need it
+    import socket  # each of these is slow to import, and most commands do not need them
+    import urllib.request
+    from urllib.parse import urlsplit
+
+    from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"

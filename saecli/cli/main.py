@@ -4,43 +4,45 @@ To add a command, write `saecli/cli/commands/NAME.py` with a function `command`,
 """
 
 import errno
+import inspect
 import io
 import os
 import re
 import sys
-from importlib.metadata import version as installed_version
+from collections.abc import Collection, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
-from typer.core import TyperGroup
+from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
 from ..base import interrupts
-from ..base.errors import ConfigError, PeerError, SaeError, did_you_mean, one_line, printable, shortened
+from ..base.errors import ConfigError, PeerError, SaeError, did_you_mean, flag_of, one_line, printable, shortened
 from ..base.files import as_named
 from ..base.home import Home
 from ..base.memory import demand_address_space, is_out_of_memory
+from ..base.other_names import in_place_of
 from ..base.torchrun import rank, world
-from .help_page import demand_once, show_root_help
-from .outline import is_outlined, loaded, outlined
 
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
-    "import": "Put an array, or rows made of known features, into the store.",
+    "import": "Store an array, or synthetic rows made of known features.",
     "train": "Train a sparse autoencoder from a store or a model.",
-    "refit": "Give an SAE the exact decoder for a store's rows.",
+    "refit": "Solve for the decoder of an SAE that is optimal on a store's rows.",
     "eval": "Measure reconstruction, sparsity and the effect on the model.",
-    "controls": "Train a run's controls, to see how much of it is the SAE's.",
-    "sparsity": "Show how often latents fire, which are silent and which dense.",
-    "geometry": "Show the spline: cells, power diagram, margins, references.",
-    "probe": "Probe latents for labels of texts, beside the activations.",
-    "steer": "Continue a text with latents of an SAE changed, beside the plain text.",
-    "report": "Write pages to look at latents in a browser, from disk.",
+    "controls": "Train baselines for a run: random encoder or decoder, shuffled rows, random model.",
+    "sparsity": "Show how often latents fire, and which are silent or dense.",
+    "geometry": "Measure the spline: cells, power diagram, margins, k-means and local PCA.",
+    "probe": "Compare sparse probes on latents with dense probes on activations.",
+    "steer": "Generate text with SAE latents steered, next to unsteered text.",
+    "report": "Write HTML pages of latents, to be opened from disk.",
     "export": "Write a run in another library's format.",
-    "push": "Put a run on the Hugging Face hub, with a model card.",
-    "list": "Show the stores and runs in the home folder, newest first.",
-    "rm": "Remove stores and runs, with all of their files.",
-    "demo": "Run the whole chain offline, printing each command first.",
+    "push": "Upload a run to the Hugging Face hub, with a model card.",
+    "list": "List the stores and runs in the home folder, newest first.",
+    "rm": "Remove stores and runs with all their files.",
+    "demo": "Run extract, train and eval offline on a bundled model, printing each command.",
 }
 
 
@@ -48,28 +50,109 @@ HELP = {"-h", "--help", "--help-all"}
 TOGETHER = ("extract", "train")  # commands that torchrun may run in several processes
 
 
+class Command(TyperCommand):
+    """A command that takes options in any spelling, and whose `--help` leaves the advanced ones to `--help-all`."""
+
+    advanced: Collection[str] = ()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command's words, options in any spelling: `--d_sae` is `--d-sae`."""
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        words = [*self._spelled(ctx, args)]
+        demand_once(self, ctx, words)
+        return super().parse_args(ctx, words)
+
+    def _spelled(self, ctx: Any, args: list[str]) -> Iterator[str]:
+        """The words with hyphens in the names of options; ConfigError for an option of another tool."""
+        flags = {flag for one in self.get_params(ctx) for flag in (*one.opts, *one.secondary_opts)}
+        rest = iter(args)
+        for word in rest:
+            flag, equals, value = word.partition("=")
+            name = flag.removeprefix("--").replace("-", "_").lower()
+            if word == "--":
+                yield from (word, *rest)
+            elif not flag.startswith("--") or flag in flags:
+                yield word
+            elif flag_of(name) in flags:
+                yield flag_of(name) + equals + value
+            elif remedy := in_place_of(name, {one.name for one in self.params}):
+                raise ConfigError(f"{ctx.command_path} has no option {flag}; {remedy}")
+            else:
+                yield word
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the page of `--help`, or of `--help-all` if that is set."""
+        if not ctx.params.get("help_all"):
+            for one in self.params:
+                one.hidden = one.name in self.advanced
+            if self.advanced:
+                self.epilog = f"{ctx.command_path} --help-all shows {len(self.advanced)} more options."
+        super().format_help(ctx, formatter)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; what needs no torch to be refused is refused first."""
+        demand_address_space()
+        if any(ctx.params.get(name, ...) in (None, [], ()) for name in ("run", "runs")):
+            ctx.find_root().obj.runs.find(None)
+        return super().invoke(ctx)
+
+
+def demand_once(command: Any, ctx: Any, words: Sequence[str]) -> None:
+    """ConfigError if the words give an option that takes one value twice."""
+    _, _, order = command.make_parser(ctx).parse_args(args=[*words])
+    for index, one in enumerate(order):
+        if one in order[:index] and not (one.multiple or one.is_flag):
+            raise ConfigError(f"{one.opts[0]} is given twice: expected one value; leave one of them out")
+
+
+def loaded(name: str) -> Command:
+    """The command of that name, from its module."""
+    function = import_module(f".commands.{'import_' if name == 'import' else name}", __package__).command
+    paragraphs = [" ".join(lines.split()) for lines in (inspect.getdoc(function) or "").split("\n\n")]
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    app.command(name, cls=Command, help=escape("\n\n".join(paragraphs)))(function)
+    command = cast(Command, typer.main.get_command(app))
+    for one in command.params:
+        one.help = escape(one.help)  # square brackets are rich's markup
+    command.advanced = getattr(function, "advanced", ())
+    if command.advanced:
+        command.params.append(_help_all())
+    return command
+
+
+def _help_all() -> Any:
+    """The option that prints the help page with all options, and exits."""
+    def show(ctx: typer.Context, wanted: bool) -> None:
+        if wanted and not ctx.resilient_parsing:
+            ctx.params["help_all"] = True
+            print(ctx.get_help(), end="")
+            raise typer.Exit
+
+    def function(help_all: Annotated[bool, typer.Option("--help-all", help="Show all options, and exit.", is_eager=True,
+                                                        expose_value=False, callback=show)] = False) -> None:
+        """Take the option."""
+
+    app = typer.Typer(add_completion=False)
+    app.command()(function)
+    return typer.main.get_command(app).params[0]
+
+
 class LazyGroup(TyperGroup):
-    """Imports a command's module only when it is run, so that help pages and completion do not import torch."""
+    """Imports a command's module only when it is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words before the command, and refuse a second --home."""
         if not ctx.resilient_parsing:
             demand_once(self, ctx, args)
+            if args[:1] and args[0] in COMMANDS and HELP.intersection(args):  # before Typer loads pydantic
+                loaded(args[0]).make_context(args[0], args[1:], parent=ctx)  # exits, unless it is an option's value
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the command to run, and load it."""
+        """Find the command to run or complete, and load it."""
         name, listed, rest = super().resolve_command(ctx, args)
-        if ctx.resilient_parsing:  # while a shell completes words
-            return name, listed and outlined(name), rest
-        if HELP.intersection(rest):
-            outlined(name).make_context(name, [*rest], parent=ctx)  # shows the page and exits, unless it is a value
-        demand_address_space()
-        if listed and is_outlined(name):
-            _refuse_early(name, rest, ctx)
-        command = listed and loaded(name)
-        interrupts.begin()
-        return name, command, rest
+        return name, listed and loaded(str(name)), rest
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; the error for a word that is not among an option's choices suggests the nearest."""
@@ -84,28 +167,9 @@ class LazyGroup(TyperGroup):
                 interrupts.told(stop)
             raise
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the page of `sae --help`."""
-        show_root_help(self, ctx)
-
 
 app = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich",
                   context_settings={"help_option_names": ["-h", "--help"]})
-
-
-def _refuse_early(name: str, rest: list[str], ctx: Any) -> None:
-    """Refuse what needs no torch to be seen: an option or a run that is missing, or an option that there is not."""
-    try:
-        given = outlined(name).make_context(name, [*rest], parent=ctx).params
-    except typer.BadParameter as error:
-        if type(error).__name__ == "MissingParameter":
-            raise
-        return  # the command itself knows other spellings of its choices
-    home = Home(Path(ctx.params["home"]))
-    if name == "train" and not any(given[one] for one in ("data", "model", "resume", "config")):
-        home.stores.find(None)
-    if given.get("run", ...) in (None, "") or given.get("runs", ...) in (None, [], ()):
-        home.runs.find(None)
 
 
 def _plainly(message: str) -> str:
@@ -129,7 +193,9 @@ for _name, _summary in COMMANDS.items():
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"sae {installed_version('saecli')}")
+        from importlib.metadata import version
+
+        print(f"sae {version('saecli')}")
         raise typer.Exit
 
 

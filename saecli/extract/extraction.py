@@ -19,7 +19,7 @@ from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.distributed import Communicator, communicator
 from ..base.errors import ConfigError, StoreError, did_you_mean, unknown_choice
-from ..base.home import STORE_MARKER, Home, Shelf, checked_name
+from ..base.home import Home, Shelf, checked_name
 from ..base.wording import size_words
 from ..store.opening import DERIVED, finished_store, told_when_stopped
 from ..store.ranks import RankedStore, joining_began, rank_folder, rank_meta
@@ -172,16 +172,14 @@ class Quota(NamedTuple):
     rows: int
 
     def documents(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """This rank's documents."""
         return (document for document in documents if document.number % self.world_size == self.rank)
 
 
 def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, processes: Communicator,
                  show: Callable[[float], None], counted: int = COUNTED) -> list[int]:
-    """The number of rows for each rank to store, so that together they store the rows that one process would.
+    """Rows per rank, so that together they store the rows that one process would, without communicating meanwhile.
 
-    Each rank tokenizes its own documents; counts are all-gathered every `counted` documents. Ranks then need not
-    communicate while they extract.
+    Each rank tokenizes its own documents; counts are all-gathered every `counted` documents.
     """
     world_size, waiting = processes.world_size, iter(documents)
     found, left = [0] * world_size, rows
@@ -199,9 +197,7 @@ def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, pro
 
 
 class Extraction:
-    """A text run through a language model: its blocks, of about `block_rows` rows at most, and their activations.
-
-    `config` and `text` are as `settled`.
+    """A text run through a language model, both as `settled`: blocks of about `block_rows` rows, and their activations.
     """
 
     def __init__(self, config: ExtractConfig, model: "LanguageModel", text: TextSource, listener: Listener) -> None:
@@ -211,12 +207,11 @@ class Extraction:
         self.block_rows = look_ahead(model.size)
 
     def forward(self, points: Sequence[HookPoint]) -> Forward:
-        """Computes a block's activations at these hook points."""
         tokens = batch_tokens(self.model, self.config.batch_size, self.config.window, points, self.block_rows)
         return Forward(self.model, self.config.dtype, tokens, self.listener.note)
 
     def metas(self, requests: Sequence[StoreRequest]) -> dict[HookPoint, StoreMeta]:
-        """What each store records; its width is measured by running the model."""
+        """The `store.json` of each store; its width is measured by running the model."""
         prefix = self.windows().prefix
         token_ids = torch.tensor([[*prefix, *self.model.tokenizer("a", add_special_tokens=False)["input_ids"]]])
         widths = self.model.read(token_ids, torch.ones_like(token_ids), [request.point for request in requests],
@@ -237,11 +232,12 @@ class Extraction:
 
 
 def write_stores(extraction: Extraction, requests: Sequence[StoreRequest], processes: Communicator) -> set[HookPoint]:
-    """Write the stores that are not finished; returns the hook points of those that are. Ranks write stores of their
-    own, which rank 0 joins."""
+    """Write the unfinished stores; returns the hook points of the finished. Ranks write their own, which rank 0 joins.
+    """
     metas, world_size = extraction.metas(requests), processes.world_size
     finished = processes.broadcast_object(lambda: {
-        request.point: meta for request in requests if (meta := _finished_meta(request.folder))})
+        request.point: store.meta for request in requests
+        if (store := finished_store(request.folder, request.hash))})
     missing = [request for request in requests if request.point not in finished]
     if not missing:
         return set(finished)
@@ -264,7 +260,8 @@ def write_stores(extraction: Extraction, requests: Sequence[StoreRequest], proce
             fill(waiting, partial(extraction.blocks, quota), extraction.forward(list(metas)), quota.rows, show, others)
         processes.barrier()
         for store in joint:
-            store.join()
+            if not store.meta.complete:
+                store.join()
         processes.barrier()
     return set(finished)
 
@@ -272,22 +269,24 @@ def write_stores(extraction: Extraction, requests: Sequence[StoreRequest], proce
 def _own_parts(extraction: Extraction, missing: Sequence[StoreRequest], metas: dict[HookPoint, StoreMeta],
                joint: Sequence[RankedStore], processes: Communicator) -> tuple[Quota, dict[HookPoint, Path]]:
     """This rank's quota, and the folders of its own stores; `metas` become those that rank 0 began."""
-    if processes.broadcast_object(lambda: any(not store.meta.ranks for store in joint)):
+    if processes.broadcast_object(lambda: any(not (store.meta.ranks or store.meta.complete) for store in joint)):
         with extraction.listener.progress("counting", extraction.config.rows, "rows") as show:
             rows = rows_by_rank(extraction.text.documents(), extraction.windows(), extraction.config.rows, processes,
                                 show)
         medians = _median_norms(extraction, missing, metas) if processes.is_main else {}
         for request, store in zip(missing, joint, strict=False):
-            if not store.meta.ranks:
+            if not (store.meta.ranks or store.meta.complete):
                 store.begin(rows, medians[request.point])
-    for request, meta in zip(missing, processes.broadcast_object(lambda: [store.meta for store in joint]), strict=True):
+    there = processes.broadcast_object(lambda: [store.meta for store in joint])
+    for request, meta in zip(missing, there, strict=True):
         if meta.request() != metas[request.point].request():
             raise StoreError(f"cannot write to {request.folder} by several processes: they differ in model, text or "
                              f"options; give all of them the same files")
         quota, metas[request.point] = Quota(processes.rank, processes.world_size,
                                             meta.ranks[processes.rank].rows), rank_meta(meta)
-    return quota, {request.point: rank_folder(request.folder, processes.rank) for request in missing
-                   if quota.rows and not joining_began(request.folder)}
+    return quota, {request.point: rank_folder(request.folder, processes.rank)
+                   for request, meta in zip(missing, there, strict=True)
+                   if quota.rows and not meta.complete and not joining_began(request.folder)}
 
 
 def _median_norms(extraction: Extraction, requests: Sequence[StoreRequest],
@@ -328,14 +327,9 @@ def _progress(extraction: Extraction, requests: Sequence[StoreRequest], writers:
         yield step
 
 
-def _finished_meta(folder: Path) -> StoreMeta | None:
-    meta = ActivationStore.open(folder).meta if (folder / STORE_MARKER).exists() else None
-    return meta if meta and meta.complete else None
-
-
 def _check_same_rows(stores: Sequence[ActivationStore]) -> None:
-    """Raise a StoreError if shards of one number end at different tokens in different stores, as they may where a row's
-    norm is within rounding of the limit and an interrupted extraction resumed with other batches."""
+    """Raise a StoreError if shards of different stores end at different tokens, as they may if an extraction resumed
+    with other batches and a row's norm is within rounding of the limit."""
     for store in stores[1:]:
         found, expected = ([shard.resume.position for shard in one.meta.shards] for one in (store, stores[0]))
         if found != expected:

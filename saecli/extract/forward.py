@@ -134,7 +134,7 @@ def batch_tokens(model: "LanguageModel", batch_size: int | str, context: int, po
 def tokens_that_fit(free: int, window: int, context: int, ahead: int = LOOK_AHEAD) -> int:
     """Tokens per batch, given the free bytes and the bytes that each window adds to a forward pass.
 
-    A power of two of windows: slightly more or less memory then changes neither the batches nor the rows' last bits.
+    A power of two of windows: slightly more or less memory then changes no batch.
     """
     fitting = min(int(USED * free) // window, ahead // context)
     return (1 << max(0, fitting.bit_length() - 1)) * context
@@ -159,8 +159,8 @@ def _on_host(rows: Tensor) -> np.ndarray:
 class Ahead(Generic[Item]):
     """Runs a generator in a thread, up to `count` items ahead of its consumer, which gets its errors.
 
-    A context manager; leaving it early stops the thread at the next item, waiting at most `patience` seconds: the
-    generator may be waiting for the network, and the daemon thread ends with the process.
+    A context manager; leaving it stops the thread at the next item, waiting at most `patience` seconds, since the
+    generator may be waiting for the network.
     """
 
     def __init__(self, items: Generator[Item, None, None], count: int = 1, patience: float = 1.0) -> None:
@@ -209,13 +209,13 @@ def demand_some(stored: int, dtype: str, offered: int, points: int) -> None:
     """Raise a StoreError if none of at least `NONFINITE_ROWS` rows could be stored in that dtype."""
     if offered < NONFINITE_ROWS or stored:
         return
-    if points > 1:
-        raise StoreError(f"no row can be stored: of {offered:,} none is finite in {dtype}, and within "
-                         f"--max-norm-multiple if given, at all {points} hook points; extract each hook point alone to "
-                         f"see which of them drops its rows")
-    remedy = ("the model itself gives them, so check its weights" if dtype == "float32" else
+    advice = ("the model itself gives them, so check its weights" if dtype == "float32" else
               f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != dtype)}")
-    raise StoreError(f"no row can be stored: none of {offered:,} is finite in {dtype}; {remedy}")
+    if points > 1:
+        advice = "extract each hook point alone to see which of them drops its rows"
+    raise StoreError(f"no row can be stored: none of {offered:,} is finite in {dtype}"
+                     + f", and within --max-norm-multiple if given, at all {points} hook points" * (points > 1)
+                     + f"; {advice}")
 
 
 def fill(writers: Mapping[HookPoint, StoreWriter], blocks_from: Callable[[Cursor], Generator[Block, None, None]],
@@ -231,7 +231,7 @@ def fill(writers: Mapping[HookPoint, StoreWriter], blocks_from: Callable[[Cursor
         forward: computes a block's rows.
         rows: rows per store.
         show: called after each batch with its numbers of tokens and rows.
-        others: hook points of finished stores of the same rows, and what decides which rows these can store.
+        others: hook points of finished stores of the same rows, which decide with the others which rows are dropped.
     """
     if not writers:
         return

@@ -5,7 +5,7 @@ are loaded; the configuration stays the whole model's, so that they compute the 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -143,11 +143,9 @@ class LanguageModel:
                              f"{type(error).__name__}: {one_line(error)}; check its weights and config.json, or use "
                              f"another model") from error
 
-    @contextmanager
-    def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
         """See `hook_points.intercepted`."""
-        with intercepted(self.blocks[layer], site, replace):
-            yield
+        return intercepted(self.blocks[layer], site, replace)
 
 
 class _Reached(Exception):  # noqa: N818 - not an error
@@ -167,14 +165,14 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 class Outline:
-    """A model without weights, of `size` parameters; `path` names the module list of its blocks."""
+    """A model without weights, of `size` parameters; its blocks are the module list at `path`."""
 
     def __init__(self, source: ModelSource, loader: Any, settings: dict[str, Any]) -> None:
         with torch.device("meta"):
             self._whole = loader.from_config(source.config, **settings)
         self._source, self._settings = source, settings
         self.size = sum(parameter.numel() for parameter in self._whole.parameters())
-        self.path = _path_of_blocks(self._whole, source.layers, source.name)
+        self.path, self._blocks = blocks_of(self._whole, source.layers, source.name)
 
     def load(self, blocks: int) -> Any:
         """The model with its weights, up to a number of blocks if no later block shares weights with the rest."""
@@ -193,10 +191,9 @@ class Outline:
 
     def _shares_after(self, blocks: int) -> bool:
         """Whether a block after the first ones has parameters that are used elsewhere too."""
-        after = self._whole.get_submodule(self.path)[blocks:]
         shared = {name for name, _ in self._whole.named_parameters(remove_duplicate=False)} - {
             name for name, _ in self._whole.named_parameters()}
-        own = {id(parameter) for parameter in after.parameters()}
+        own = {id(parameter) for parameter in self._blocks[blocks:].parameters()}
         return any(id(self._whole.get_parameter(name)) in own for name in shared)
 
     def _needed(self) -> set[str]:
@@ -211,23 +208,17 @@ class Outline:
         return set(names[: last + 1])
 
 
-def _path_of_blocks(model: nn.Module, layers: int, name: str) -> str:
-    """Name of the outermost module list of the configured length; `name` is the model's, for the error."""
+def blocks_of(model: nn.Module, layers: int, name: str) -> tuple[str, nn.ModuleList]:
+    """The transformer blocks of a model named `name`, and their path: its outermost module list of length `layers`."""
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return path
+            return path, module
     raise ModelError(f"cannot find the blocks of {name}: it has no module list of length {layers}, the number of "
                      f"layers in its configuration")
 
 
-def blocks_of(model: nn.Module, layers: int, name: str) -> nn.Module:
-    """The transformer blocks of a loaded model named `name`: its outermost module list of length `layers`."""
-    return model.get_submodule(_path_of_blocks(model, layers, name))
-
-
 def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Module]:
-    """The architecture, made with its first blocks only, under the same name and module, by which the library looks up
-    how to read older checkpoints."""
+    """The architecture with its first blocks only, under its own name, by which the library reads old checkpoints."""
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         architecture.__init__(self, *args, **kwargs)
         del self.get_submodule(path)[blocks:]

@@ -15,7 +15,6 @@ from transformers import AutoConfig
 from transformers import __version__ as transformers_version
 
 from ..base.errors import ConfigError, ModelError
-from ..base.files import NotAFile, regular
 from ..base.network import why_refused, why_unreachable
 from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2
 
@@ -102,8 +101,6 @@ def find_model(name: str) -> ModelSource:
         raise ModelError(f"no model {name!r}: give a folder, a hub id such as google/gemma-2-2b, or "
                          f"{TINY_GEMMA2}") from error
     location = str(BUNDLED.get(name, name))
-    if local:
-        _demand_files(name, Path(location))
     offline = None if local else why_unreachable()
     if offline and not isinstance(try_to_load_from_cache(name, "config.json"), str):
         raise ModelError(f"{name} is not on this machine and the Hugging Face hub cannot be reached ({offline}): "
@@ -119,16 +116,6 @@ def find_model(name: str) -> ModelSource:
         raise ModelError(f"{name} has no num_hidden_layers in its configuration, and so no layers to read from; use "
                          f"another model")
     return ModelSource(name, location, None if local else getattr(config, "_commit_hash", None), config)
-
-
-def _demand_files(name: str, folder: Path) -> None:
-    """Raise a ModelError for a folder with a pipe or a device, on which loading would block."""
-    for path in folder.iterdir():
-        if path.exists() and not path.is_dir():
-            try:
-                regular(path)
-            except NotAFile as error:
-                raise ModelError(f"cannot load the model {name}: {error} at {path.name}; remove it") from error
 
 
 def explained(name: str, error: BaseException) -> ModelError:

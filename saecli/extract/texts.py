@@ -38,7 +38,7 @@ Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` b
 
 
 class Document(NamedTuple):
-    """A text, its number within the source, and the mark from which a later pass reads it; None for the beginning."""
+    """A text, its number in the source, and the mark from which to read it again; None for the beginning."""
 
     number: int
     text: str
@@ -108,7 +108,7 @@ class TextSource:
                 yield Document(number, text, None)
 
     def _on_hub(self, start: int, mark: Mark | None) -> Iterator[Document]:
-        """The documents of a hub dataset; from a mark on, what comes before is neither read nor downloaded."""
+        """The documents of a hub dataset; nothing before the mark is read or downloaded."""
         from huggingface_hub.constants import HF_HUB_OFFLINE
 
         # Without a network `datasets` fails only after minutes. With HF_HUB_OFFLINE set it may find its cache.
@@ -148,7 +148,8 @@ class TextSource:
         link: BaseException | None = error
         while link is not None:  # `datasets` reports files that it could not fetch as not found
             status = getattr(getattr(link, "response", None), "status_code", 503)
-            if isinstance(link, ConnectionError | TimeoutError | HTTPError) and status >= 500:
+            if isinstance(link, ConnectionError | TimeoutError | HTTPError) and (
+                    status >= 500 or status in (408, 429)):
                 return self._unreachable(one_line(error))
             link = link.__cause__ or link.__context__
         if isinstance(error, FileNotFoundError | RepositoryNotFoundError):
@@ -197,9 +198,6 @@ def stdlib_docstrings() -> Texts:
                 if len(text) >= _DOCSTRING_MIN_CHARS and text not in seen:
                     seen.add(text)
                     yield text
-    if not seen:
-        raise ModelError(f"the Python standard library has no .py files under {root}; use a local .txt, .jsonl or "
-                         ".parquet file instead")
 
 
 def _docstrings(source: bytes) -> Iterator[str]:
@@ -235,10 +233,7 @@ def _lines(path: Path, errors: str = "strict") -> Iterator[str]:
 
 
 def jsonl_texts(path: Path, column: str, note: Callable[[str], None]) -> Texts:
-    """One column of a file with one JSON object per line.
-
-    Lines without text are skipped, up to 1% of all; `note` is called with a message on them when reading ends.
-    """
+    """One column of a file with one JSON object per line; up to 1% of the lines, if without text, are skipped."""
     lines, bad, refused = 0, 0, False
     first: ModelError | None = None
     try:

@@ -30,8 +30,8 @@ SPARE_ROWS = 2_048  # extra rows of the first block that makes up for rows not f
 
 
 class Cursor(NamedTuple):
-    """A position in the text, from which a later pass goes on: a token of a document, the mark to read that document
-    from, and the number of rows in all blocks before it."""
+    """Where a block begins: a token of a document, the mark to read that document from, and the rows of earlier blocks.
+    """
 
     document: int = 0
     token: int = 0
@@ -50,7 +50,7 @@ class Cursor(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """The key to compare cursors by; two passes may have different marks for one position."""
+        """The key to compare cursors by, without the mark, which two passes may set differently."""
         return self.offered, self.document, self.token
 
 
@@ -170,12 +170,7 @@ class Batch(NamedTuple):
 
 
 class Block:
-    """Windows in document order.
-
-    Args:
-        windows: the windows.
-        cursor: where it begins.
-        left_out: number of documents skipped since the previous block, by reason.
+    """Windows in document order, with the number of documents skipped since the previous block, by reason.
 
     Attributes:
         lengths: tokens per window, (W,).
@@ -221,7 +216,7 @@ class Block:
 
 
 def look_ahead(parameters: int) -> int:
-    """Tokens per block, about; fewer for larger models, since an interrupted extraction loses the current block."""
+    """Tokens per block, about; fewer for larger models, since a kill loses the current block."""
     fitting = min(max(WORK_AHEAD // parameters, LEAST_AHEAD), LOOK_AHEAD)
     return 1 << (fitting.bit_length() - 1)
 

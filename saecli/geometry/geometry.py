@@ -153,17 +153,17 @@ class Bridges:
 
 @torch.no_grad()
 def _find(one: Measured, wanted: Wanted, bridges: Bridges, listener: Listener) -> Found:
-    cells = cells_of(one.sae)
+    cells, split = cells_of(one.sae), one.split or "all"
     survey = gather(cells, surveyed(one, wanted.rows, listener))
     census, sample = survey.census, survey.sample.rows
     with listener.progress(f"{one.subject.name}: power diagram, k-means and local PCA", None, "steps"):
         train = training_sample(one, wanted.fit_rows)
         radius = radius_of(sample, wanted.radius)
-        margins, complexity = {one.split: survey.margins.rows}, {one.split: local_complexity(cells, sample, radius)}
+        margins, complexity = {split: survey.margins.rows}, {split: local_complexity(cells, sample, radius)}
         train_keys, train_margins = visits(cells, train)
-        held_out = held_out_sample(one) if one.split == "train" else None
+        held_out = held_out_sample(one) if split == "train" else None
         other = None
-        if one.split == "test":
+        if split == "test":
             other, margins["train"] = "train", train_margins
             complexity["train"] = local_complexity(cells, train, radius)
         elif held_out is not None:
@@ -183,8 +183,8 @@ def _find(one: Measured, wanted: Wanted, bridges: Bridges, listener: Listener) -
         "degenerate": degenerate(one.sae), "power_diagram": diagram,
         "margin": margin_measures(survey.margins.rows),
         "complexity": {"radius": radius, "radius_fraction": wanted.radius, "boundary": cells.boundary,
-                       "rows": len(complexity[one.split]), **describe(complexity[one.split].astype(float))},
-        "other_split": elsewhere, "references": {**asdict(references), "held_out": one.split == "test"}}
+                       "rows": len(complexity[split]), **describe(complexity[split].astype(float))},
+        "other_split": elsewhere, "references": {**asdict(references), "held_out": split == "test"}}
     return Found(one, survey, bridge, margins, complexity, document)
 
 

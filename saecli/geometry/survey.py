@@ -257,7 +257,7 @@ class Survey:
     def add(self, x: Tensor) -> None:
         """Count some rows, (B, D)."""
         supports, keys, margins = visit(self.cells, x)
-        self.census.add(keys, np.count_nonzero(supports.numpy()))
+        self.census.add(keys, int(supports.sum()))
         self.margins.add(margins)
         # Two reservoirs of one seed and size keep the same rows.
         self.sample.add(x.float().numpy())
@@ -279,8 +279,10 @@ class Survey:
         activation without a power diagram."""
         some = torch.from_numpy(spread_out(self.sample.rows, max(16, AGREEMENT_WORK // (2 * sae.d_sae * sae.d_in))))
         found, order = agreement(sae, some.split(64)), kth_order_diagram(sae)
-        return found and order and {"agreement": found.fraction, "ties": found.ties, "rows": found.rows,
-                                    "sites": len(order.diagram.weights), "order": order.k}
+        if found is None or order is None:
+            return None
+        return {"agreement": found.fraction, "ties": found.ties, "rows": found.rows,
+                "sites": len(order.diagram.weights), "order": order.k}
 
 
 def gather(cells: Cells, batches: Iterable[Tensor]) -> Survey:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError, FormatError, StoreError
+from ..base.errors import ConfigError, FormatError, StoreError, unknown_choice
 from ..base.home import Home
 from ..sae import formats
 from ..sae.batch import Batch
@@ -122,7 +122,7 @@ def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, hom
         ConfigError: there are no rows to measure the difference on, or `data` is given and there is no difference.
     """
     if (to := formats.named(to)) not in WRITABLE:
-        raise ConfigError(f"--to must be one of {', '.join(WRITABLE)}, got {to!r}", option="to")
+        raise unknown_choice("to", to, WRITABLE)
     home, listener, out = Home.at(home), listening(progress), Path(out)
     subject, saved = open_sae(home, sae, listener)
     found = converted(saved, to, lambda: measured(home, sae, data, "test", "auto", listener), listener)

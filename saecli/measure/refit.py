@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..base.console import Listener, listening
+from ..base.documents import RUN_VERSION
 from ..base.errors import RunError
 from ..base.files import folder_appearing_whole, is_free, write_json
-from ..base.home import RUN_MARKER, RUN_VERSION, Home, checked_name, now
+from ..base.home import RUN_MARKER, Home, checked_name, now
 from ..sae.activations import activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native

@@ -145,7 +145,7 @@ def changed(model: nn.Module, one: Placed, change: Change, special: Sequence[int
     config = model.config.get_text_config()
     name = getattr(config, "name_or_path", "") or type(model).__name__
     check_width(one, config.hidden_size, name)
-    blocks = blocks_of(model, config.num_hidden_layers, name)
+    _, blocks = blocks_of(model, config.num_hidden_layers, name)
     for place in (one.read, one.written):
         if not 0 <= place.layer < len(blocks):
             raise ConfigError(f"--layer must be from 0 to {len(blocks) - 1}, the last of {name}, got {place.layer}",

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from ..base.console import Listener
-from ..base.documents import Origin
+from ..base.documents import Origin, read_run, read_settings
 from ..base.errors import HubError, RunError, unknown_choice
-from ..base.home import KEPT, RUN_MARKER, Home, read_run, read_settings
+from ..base.home import KEPT, RUN_MARKER, Home
 from ..store.joined import Joined
 from ..store.reader import ActivationStore
 from . import formats

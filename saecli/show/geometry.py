@@ -37,7 +37,8 @@ HEADING = {"fontsize": 10.5, "fontweight": "bold"}
 BRIDGE = {"kmeans_fvu": ("k-means", COLOURS[1]), "sae_fvu": ("SAE", COLOURS[0]),
           "local_pca_fvu": ("local PCA", COLOURS[2])}
 # How margins and complexity are drawn: of the split measured, and of the other.
-SPLIT_STYLES = ({"color": COLOURS[0], "alpha": 0.75}, {"histtype": "step", "color": COLOURS[1], "linewidth": 1.3})
+SPLIT_STYLES: tuple[dict[str, Any], ...] = ({"color": COLOURS[0], "alpha": 0.75},
+                                            {"histtype": "step", "color": COLOURS[1], "linewidth": 1.3})
 
 
 def fill(axes: Axes, cells: PlaneCells, colours: NDArray[np.float64]) -> None:
@@ -81,7 +82,7 @@ def fill_by_occupancy(axes: Axes, cells: PlaneCells, occupancy: NDArray[np.int64
     fill(axes, cells, colours)
     bar = axes.figure.colorbar(ScalarMappable(scale, SCALE), ax=axes, shrink=0.75, pad=0.02,
                                label=f"{label}; white: none")
-    ticks = [tick for decade in 10 ** np.arange(7) for tick in (decade, 2 * decade, 5 * decade) if tick <= most]
+    ticks = [step * 10.0**power for power in range(7) for step in (1, 2, 5) if step * 10**power <= most]
     bar.set_ticks(ticks if most <= 200 else [tick for tick in ticks if str(tick)[0] == "1"])
     bar.ax.minorticks_off()
     bar.ax.yaxis.set_major_formatter("{x:,.0f}")
@@ -91,7 +92,7 @@ def scatter(axes: Axes, points: NDArray, marks: Mapping[int, NDArray]) -> int:
     """Draw rows on a plane, (M, 2), and marked rows, number -> (2,), larger and labelled; returns the number of rows
     drawn."""
     points = spread_out(points, POINTS)
-    axes.scatter(*points.T, s=7, c="#222222", linewidths=0.3, edgecolors="white", zorder=2)
+    axes.scatter(points[:, 0], points[:, 1], s=7, c="#222222", linewidths=0.3, edgecolors="white", zorder=2)
     for row, (x, y) in marks.items():
         axes.scatter(x, y, s=60, c=COLOURS[1], edgecolors="white", linewidths=1, zorder=3)
         axes.annotate(str(row), (x, y), xytext=(6, 6), textcoords="offset points", weight="bold", zorder=4,
@@ -103,8 +104,8 @@ def arrows(axes: Axes, starts: NDArray, ends: NDArray, colour: str) -> None:
     """Draw rows, (M, 2), as open dots, with lines to their reconstructions, (M, 2), as full dots."""
     axes.grid(False)
     axes.plot(*np.stack([starts, ends], 1).transpose(2, 1, 0), color=colour, linewidth=0.7, alpha=0.8, zorder=2)
-    axes.scatter(*starts.T, s=9, facecolors="white", edgecolors=GREY, linewidths=0.6, zorder=3)
-    axes.scatter(*ends.T, s=8, c=colour, linewidths=0, zorder=4)
+    axes.scatter(starts[:, 0], starts[:, 1], s=9, facecolors="white", edgecolors=GREY, linewidths=0.6, zorder=3)
+    axes.scatter(ends[:, 0], ends[:, 1], s=8, c=colour, linewidths=0, zorder=4)
 
 
 @torch.no_grad()
@@ -115,9 +116,11 @@ def geometry(path: Path | None, found: Found, marked: Mapping[int, Tensor]) -> F
     plane = Plane.through(torch.stack([*marked.values()])) if marked else Plane.principal(sample)
     near = document["complexity"]
     with figure(path, 12, 13) as drawn:
-        above, middle, below = drawn.subfigures(3, 1, height_ratios=[2, 1.15, 1.4])
+        parts: Any = drawn.subfigures(3, 1, height_ratios=[2, 1.15, 1.4])
+        above, middle, below = parts
         drawn.suptitle(short(f"{document['run']} on {document['data']}"), fontsize=12)
-        window = _draw_plane(*above.subplots(1, 2), found, plane, marked)
+        size, occupancy = above.subplots(1, 2)
+        window = _draw_plane(size, occupancy, found, plane, marked)
         shown, whole = (", projected onto the plane", f", in all {D:,} dimensions") if D > 2 else ("", "")
         middle.suptitle(f"Cells and margins of the rows{whole}", **HEADING)
         margins, complexity, growth, sizes = middle.subplots(1, 4)
@@ -180,7 +183,7 @@ def _draw_margins(axes: Axes, margins: Mapping[str, NDArray]) -> None:
     every = np.concatenate(list(drawn.values()))
     low, high = np.log10(every.min()) - 0.05, np.log10(every.max()) + 0.05
     short_by = max(0.0, 1 - (high - low)) / 2  # ticks need a decade
-    bins = np.logspace(low - short_by, high + short_by, 41)
+    bins = np.logspace(low - short_by, high + short_by, 41).tolist()
     for (name, some), style in zip(drawn.items(), SPLIT_STYLES, strict=False):
         axes.hist(some, bins, weights=np.full(len(some), 1 / len(some)), label=f"{name} rows", **style)
     log_scale(axes, "x")
@@ -191,7 +194,7 @@ def _draw_margins(axes: Axes, margins: Mapping[str, NDArray]) -> None:
 def _draw_complexity(axes: Axes, complexity: Mapping[str, NDArray], near: str) -> None:
     most = max((int(some.max(initial=0)) for some in complexity.values()), default=0)
     step = max(1, -(-(most + 1) // 30))
-    bins = np.arange(0, most + step + 1, step) - 0.5
+    bins = (np.arange(0, most + step + 1, step) - 0.5).tolist()
     for (name, some), style in zip(complexity.items(), SPLIT_STYLES, strict=False):
         axes.hist(some, bins, weights=np.full(len(some), 1 / max(1, len(some))), label=f"{name} rows", **style)
     axes.set(xlabel=near, ylabel="fraction of rows",

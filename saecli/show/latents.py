@@ -65,7 +65,7 @@ def probes(path: Path | None, document: Mapping[str, Any]) -> Figure:
 def _curve(document: Mapping[str, Any], run: Mapping[str, Any]) -> _Curve:
     own = [line for line in document["probes"] if line["run"] == run["run"]]
     by_set = [[line["auc"] for line in document["by_set"] if all(line[key] == value for key, value in one.items())]
-              for one in (run | {"run": None}, run | {"k": own[-1]["k"]})]
+              for one in ({**run, "run": None}, {**run, "k": own[-1]["k"]})]
     return _Curve([line["k"] for line in own], [_ends(line) for line in own],
                   _ends(probe_of(document["probes"], run, None)), *by_set)
 

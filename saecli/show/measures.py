@@ -3,7 +3,7 @@
 import csv
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def flat(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_measures(path: Path) -> list[dict[str, Any]]:
     """The file that `sae eval --csv` wrote, a mapping per run: names as text, `unbeaten` as bool, all else as float."""
-    kinds = {"run": str, "data": str, "split": str, "unbeaten": "True".__eq__}
+    kinds: dict[str, Callable[[str], Any]] = {"run": str, "data": str, "split": str, "unbeaten": "True".__eq__}
     with path.open(encoding="utf-8", newline="") as file:
         return [{name: kinds.get(name, lambda word: float(word or "nan"))(word) for name, word in line.items()}
                 for line in csv.DictReader(file)]
@@ -170,7 +170,7 @@ def _table_by_set(document: Mapping[str, Any], names: Sequence[str], k: int) -> 
 
 def probe_of(lines: Sequence[Mapping[str, Any]], run: Mapping[str, Any], k: int | None) -> Mapping[str, Any]:
     """The line of a run's probe; for a k of None of the dense one at its place."""
-    wanted = run | {"k": k} if k is not None else run | {"run": None, "k": None}
+    wanted = {**run, "k": k} if k is not None else {**run, "run": None, "k": None}
     return next(line for line in lines if all(line[key] == value for key, value in wanted.items()))
 
 

@@ -137,11 +137,12 @@ def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
         if len(order):
             image = _pooled(size[:, order], PATTERN_COLUMNS)
             # A few codes are far larger than the others; the square root keeps small ones visible.
-            norm = PowerNorm(0.5, 0, np.quantile(image[image > 0], 0.99), clip=True)
+            largest = float(np.quantile(image[image > 0], 0.99))
+            norm = PowerNorm(0.5, 0, largest, clip=True)
             shown = axes.imshow(image, cmap="Greys", norm=norm, aspect="auto", interpolation="nearest",
                                 extent=(0, len(order), len(size), 0))
             drawn.colorbar(shown, ax=axes, label="size of the code", pad=0.02, extend="max",
-                           ticks=[fraction * norm.vmax for fraction in (0, 0.1, 0.25, 0.5, 1)], format="{x:.2g}")
+                           ticks=[fraction * largest for fraction in (0, 0.1, 0.25, 0.5, 1)], format="{x:.2g}")
         else:
             say_empty(axes, "no latent fires")
     return drawn
@@ -214,9 +215,8 @@ def frontier(path: Path | None, points: Mapping[str, tuple[float, float, str, bo
                 axes.annotate(str(number), (l0, fvu), textcoords="offset points", color=colour, fontsize=8, **place)
         axes.set(xlabel="active latents per row (L0)", ylabel="fraction of variance unexplained (FVU)")
         if finite:
-            l0, fvu, *_ = zip(*finite.values(), strict=True)
-            _scale(axes, "x", l0)
-            _scale(axes, "y", fvu)
+            _scale(axes, "x", [point[0] for point in finite.values()])
+            _scale(axes, "y", [point[1] for point in finite.values()])
         else:
             say_empty(axes)
         labels = [short(name) for name in finite]

@@ -47,9 +47,9 @@ def results_table(documents: Sequence[Mapping[str, Any]], varied: Sequence[str] 
         documents: as `sae train --json` prints them.
         varied: the options in which the runs differ.
     """
-    first = documents[0] if documents else None
-    title = first and (f"FVU and L0 on {counted(first['rows_test'], 'held-out row')}, dead latents on "
-                       f"{counted(first['rows_counted'], 'training row')}")
+    title = None if not documents else (
+        f"FVU and L0 on {counted(documents[0]['rows_test'], 'held-out row')}, dead latents on "
+        f"{counted(documents[0]['rows_counted'], 'training row')}")
     options = [name for name in varied if name not in RESULTS]
     rows = [[document["run"], *(document["varied"][name] for name in options),
              *(_result(name, document) for name in RESULTS if name != "run")] for document in documents]

@@ -389,3 +389,4 @@ ARRAY_FORMATS: dict[str, Callable[[Path], Arrays]] = {
     r"\.(h5|hdf5)$": list_hdf5,
     r"[.-]idx(\d-\w+)?(\.gz)?$": _list_idx,
 }
+SUFFIXES = ".npy, .npz, .safetensors, .pt, .pth, .h5, .hdf5, .idx or idx3-ubyte, the last two also with .gz"

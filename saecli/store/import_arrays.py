@@ -15,9 +15,20 @@ from ..base.errors import FormatError, StoreError, did_you_mean
 from ..base.files import file_sha256, regular
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.wording import counted, size_words
-from .arrays import ARRAY_FORMATS, BLOCK_BYTES, REAL_NUMBERS, Array, Arrays, ArraySource, Link, check_memory, naming
+from .arrays import (
+    ARRAY_FORMATS,
+    BLOCK_BYTES,
+    REAL_NUMBERS,
+    SUFFIXES,
+    Array,
+    Arrays,
+    ArraySource,
+    Link,
+    check_memory,
+    naming,
+)
 from .opening import DERIVED, filling, finished_store, told_when_stopped
-from .options import SUFFIXES, ImportConfig
+from .options import ImportConfig
 from .reader import ActivationStore
 from .schema import COLUMNS, StoreMeta, hash_request, rows_per_shard
 from .writer import StoreWriter

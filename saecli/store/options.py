@@ -7,7 +7,6 @@ from ..base.options import Config, option
 
 DTYPES = ("float32", "float16", "bfloat16")  # of stored rows; see `codec.py`
 FLATTEN = ("positions", "features")
-SUFFIXES = ".npy, .npz, .safetensors, .pt, .pth, .h5, .hdf5, .idx or idx3-ubyte, the last two also with .gz"
 MAX_NORM_HELP = ("Drop and count rows whose norm exceeds this multiple of the median norm of the first block (up to "
                  "about 10,000 rows, or 16 MiB of an imported file), which the store records; dictionary_learning's "
                  "max_activation_norm_multiple; default: no limit.")

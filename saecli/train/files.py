@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..base.console import Listener
-from ..base.documents import parse_json, read_json
+from ..base.documents import Marker, parse_json, read_json
 from ..base.errors import ConfigError, RunError, one_line
 from ..base.files import appearing_whole, lock_folder, regular, to_json
-from ..base.home import RUN_MARKER, Marker
+from ..base.home import RUN_MARKER
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,9 +15,10 @@ from torch import Tensor
 from ..base import interrupts
 from ..base.console import Listener, Step
 from ..base.distributed import Communicator
+from ..base.documents import RUN_VERSION, read_settings
 from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
 from ..base.files import appearing_whole, write_json
-from ..base.home import KEPT, RUN_MARKER, RUN_VERSION, Home, checked_name, read_settings
+from ..base.home import KEPT, RUN_MARKER, Home, checked_name
 from ..base.options import toml_lines
 from ..extract.streaming import Streamed
 from ..sae.activations import activation_from_json, activation_to_json

@@ -14,7 +14,7 @@ from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saecli.cli.outline import loaded
+from saecli.cli.main import loaded
 from saecli.measure.evaluate import LIKE_L0, unbeaten
 from saecli.sae.activations import JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE

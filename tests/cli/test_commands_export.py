@@ -76,7 +76,7 @@ def test_a_signed_topk_without_negative_codes_is_said_to_agree(sae: CommandLine,
     mine = random_sae(TopK(k=4))
     mine.b_enc.add_(50)
     make_run(sae.home, "run", mine)
-    assert "the two agree on all" in sae("export", "run", "--to", "saelens", "--out", tmp_path / "out").err
+    assert "both give the same codes on all" in sae("export", "run", "--to", "saelens", "--out", tmp_path / "out").err
 
 
 def test_a_signed_topk_without_rows_to_measure_on_is_refused(sae: CommandLine, tmp_path: Path) -> None:

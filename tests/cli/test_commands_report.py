@@ -239,7 +239,7 @@ def test_a_store_without_tokens_gives_row_numbers_and_says_so(sae: CommandLine, 
 
 
 @pytest.mark.parametrize(("model", "said"), [
-    ("/gone", "tokens are shown as their numbers, for want of a tokenizer"),
+    ("/gone", "showing token ids"),
     (None, "texts does not say which model its tokens are of, so they are shown as numbers; --model names it"),
 ])
 def test_tokens_whose_tokenizer_cannot_be_had_are_shown_as_numbers_and_that_is_said(

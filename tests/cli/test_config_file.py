@@ -10,8 +10,7 @@ import torch
 from homes import CommandLine, make_store, some_rows
 from safetensors.torch import load_file
 
-from saecli.cli.main import COMMANDS
-from saecli.cli.outline import loaded
+from saecli.cli.main import COMMANDS, loaded
 
 QUICK = ("--d-sae", "24", "--epochs", "2")
 CHOICES = {

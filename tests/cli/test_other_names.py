@@ -7,14 +7,12 @@ from homes import CommandLine, make_store, some_rows
 
 import saecli
 from saecli.base.other_names import OTHERS, in_place_of
-from saecli.cli.help_page import Command
-from saecli.cli.main import COMMANDS
-from saecli.cli.outline import outlined
+from saecli.cli.main import COMMANDS, Command, loaded
 
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, Command]:
-    return {name: outlined(name) for name in COMMANDS}
+    return {name: loaded(name) for name in COMMANDS}
 
 
 def options(command: Command) -> set[str]:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from ...base.home import Home, read_settings
+from ...base.documents import read_settings
+from ...base.home import Home
 from ...extract.options import TINY_GEMMA2
-from ...show.measures import comparison, meaning, read_measures
 from ..options import Json, start
 
 ROWS = 20_000
@@ -24,13 +23,17 @@ Pictures = Annotated[Path | None, typer.Option("--pictures", help="Folder for th
 
 
 def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -> None:
-    """Run the whole chain offline, printing each command first.
+    """Run extract, train and eval offline on a bundled model, printing each command.
 
-    Extracts activations from tiny-gemma2, the bundled language model, trains one SAE with each solver, and looks at
-    what came out. Takes a minute or two, and needs no network.
+    Extracts activations from tiny-gemma2, trains one SAE with each solver, and compares them. Takes a minute or two
+    without a network.
 
     Example: sae demo --pictures pictures
     """
+    from rich.text import Text
+
+    from ...show.measures import comparison, meaning, read_measures
+
     session = start(ctx, json)
     pictures = pictures or session.home.path / "demo"
     pictures.mkdir(parents=True, exist_ok=True)
@@ -58,15 +61,7 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
 
 
 def chain(store: str, sgd: str, pam: str, pictures: Path, measures: Path) -> list[tuple[str, Sequence[str]]]:
-    """The commands to run, each after its purpose.
-
-    Args:
-        store: name for the store.
-        sgd: name for the run of the solver `sgd`.
-        pam: name for the run of the solver `pam-sgd`.
-        pictures: folder for the pictures.
-        measures: file for the measures of `sae eval`.
-    """
+    """The commands to run, each after its purpose, given names for the store and both runs."""
     effect = ["--model", TINY_GEMMA2]
     train = ["train", "--data", store, "--act", "topk", "--k", "16", "--epochs", str(EPOCHS)]
     frontier, sparsity, geometry = (str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry"))

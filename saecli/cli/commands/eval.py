@@ -1,33 +1,26 @@
 """`sae eval`."""
 
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 
 from ...base.errors import ConfigError
 from ...base.files import write_csv
-from ...measure.evaluate import TOKENS, check_tokens_of_model, compare
-from ...measure.measured import all_measured
-from ...measure.stability import MATCH_THRESHOLD, check_comparable, check_stability, stability
-from ...show.measures import evaluation_tables, flat, meaning, sparsest_first, stability_table
-from ..options import Device, Json, Plot, Runs, start, store_names
-
-Data = Annotated[list[str] | None, typer.Option(
-    "--data", help="Activation store, by name or folder; for a crosscoder several, in order.",
-    autocompletion=store_names, show_default="the one that the run was trained on, else the newest",
-    callback=lambda names: names or None)]  # without it typer gives an empty list
-Target = Annotated[str | None, typer.Option(
-    "--target", help="Store of a transcoder's targets.", autocompletion=store_names,
-    show_default="the one that the run was trained on")]
-SplitName = Annotated[Literal["test", "train", "all"], typer.Option(
-    "--split", help="Rows to measure on: test, held out; train, trained on; or all.")]
-Model = Annotated[str | None, typer.Option(
-    "--model", help="Splice the SAE into this language model, which the store's rows came from: hub id or folder.",
-    show_default="none, which leaves that out")]
-Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the split to run --model on.")]
-Csv = Annotated[Path | None, typer.Option("--csv", dir_okay=False, help="Also write the measures here, one run per "
-                                                                        "line, every digit, sparsest first.")]
+from ..options import (
+    TOKENS,
+    Csv,
+    Data,
+    Device,
+    Json,
+    Model,
+    Plot,
+    Runs,
+    SplitName,
+    Target,
+    Tokens,
+    given,
+    start,
+)
 
 Stability = Annotated[bool, typer.Option(
     "--stability", help="Match latents between runs that differ in seed: PW-MCC and the fraction matched.")]
@@ -35,14 +28,9 @@ MatchThreshold = Annotated[float, typer.Option(
     "--match-threshold", help="With --stability: |cosine| of decoder vectors above which a latent is matched.")]
 
 
-def given(ctx: typer.Context, name: str) -> Any:
-    """An option's value if the user gave it, else None."""
-    return None if ctx.get_parameter_source(name).name == "DEFAULT" else ctx.params[name]
-
-
 def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Target = None,
             split: SplitName = "test", model: Model = None, tokens: Tokens = TOKENS, stable: Stability = False,
-            match_threshold: MatchThreshold = MATCH_THRESHOLD, device: Device = "auto", plot: Plot = None,
+            match_threshold: MatchThreshold = 0.7, device: Device = "auto", plot: Plot = None,
             csv: Csv = None, json: Json = False) -> None:
     """Measure reconstruction, sparsity and the effect on the model.
 
@@ -60,6 +48,11 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
+    from ...measure.evaluate import check_tokens_of_model, compare
+    from ...measure.measured import all_measured
+    from ...measure.stability import check_comparable, check_stability, stability
+    from ...show.measures import evaluation_tables, flat, meaning, sparsest_first, stability_table
+
     session = start(ctx, json, plot, csv=csv)
     console, names, tokens_given = session.console, list(dict.fromkeys(runs or ())), given(ctx, "tokens")
     check_tokens_of_model(tokens_given, model)

@@ -1,17 +1,24 @@
 """`sae export`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from ...sae.formats import WRITABLE, named
-from ..options import Json, Run, start
-from .eval import Data
+from ..options import Data, Json, Run, start
 
-To = Annotated[Literal[tuple(name for name in WRITABLE if name != "native")], typer.Option(
-    "--to", help="The library, or gemma-scope for params.npz, gemma-scope-2 for params.safetensors; of a transcoder "
-                 "saelens, sparsify, gemma-scope-2 or circuit-tracer.")]
+
+def formats() -> list[str]:
+    """The formats that can be written, for shell completion."""
+    from ...sae.formats import WRITABLE
+
+    return [name for name in WRITABLE if name != "native"]
+
+
+To = Annotated[str, typer.Option(
+    "--to", metavar="FORMAT", autocompletion=formats,
+    help="saelens, sparsify, dictionary-learning, gemma-scope (params.npz) or gemma-scope-2 (params.safetensors); "
+         "for a transcoder also circuit-tracer.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
 
 
@@ -29,6 +36,3 @@ def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = 
     session = start(ctx, json, out=out)
     document = export(run, to, out, data, home=session.home, progress=session.console)
     session.console.result(document, f"wrote {document['run']} to {out} for {to}: {', '.join(document['files'])}")
-
-
-command.spelling = named

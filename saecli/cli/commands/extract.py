@@ -6,11 +6,8 @@ from typing import Annotated
 import typer
 
 from ...base.distributed import communicator
-from ...extract.extraction import extract
 from ...extract.hook_points import SITES
 from ...extract.options import ExtractConfig
-from ...show.listing import stored_tables
-from ...store.opening import stored
 from ..options import Device, Given, Json, configured, start
 
 Layers = Annotated[list[int] | None, typer.Option(
@@ -18,10 +15,10 @@ Layers = Annotated[list[int] | None, typer.Option(
     show_default="the middle one, 12 of Gemma-2-2B's 26", rich_help_panel=ExtractConfig.panel)]
 Site = Enum("Site", [(site, site) for site in SITES], type=str)  # Typer takes no Literal several times
 Sites = Annotated[list[Site] | None, typer.Option(
-    "--site", help="Where in the block: resid_post, its output (Gemma Scope's layer, SAELens' "
-                   "blocks.L.hook_resid_post); resid_pre, its input (hidden_states[L], which the paper's code takes); "
-                   "mlp_in, the MLP's input after its norm; mlp_out and attn_out, the additions of MLP and attention; "
-                   "can be given several times, for one store per layer and site, all of the same tokens row for row.",
+    "--site", help="Hook point in the block: resid_post, its output (SAELens' blocks.L.hook_resid_post); resid_pre, "
+                   "its input (hidden_states[L], as in the paper's code); mlp_in, the MLP's input after its norm; "
+                   "mlp_out or attn_out, the output of MLP or attention. Can be given several times, for one store per "
+                   "layer and site, with the same tokens.",
     show_default="resid_post", rich_help_panel=ExtractConfig.panel)]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the store; of several, the prefix of their names.",
                                           show_default="from model, layer, site and a hash of the options")]
@@ -32,12 +29,16 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
             device: Device = "auto", json: Json = False) -> None:
     """Run a language model over text and store its activations.
 
-    The forward pass stops at the last block read. Special tokens (BOS, EOS) are dropped and counted. Of several layers
-    and sites, a row that one store must drop is dropped from all, and counted there as beside. The same command again
-    resumes an interrupted extraction, and does nothing for a finished one.
+    The forward pass stops at the last block read. Special tokens (BOS, EOS) are dropped and counted. A row dropped at
+    one of several hook points is dropped at all. The same command again resumes an interrupted extraction, and does
+    nothing for a finished one.
 
     Example: sae extract --model google/gemma-2-2b --layer 12
     """
+    from ...extract.extraction import extract
+    from ...show.listing import stored_tables
+    from ...store.opening import stored
+
     session = start(ctx, json)
     stores = extract(layer=layer or [], site=[one.value for one in site or []] or ["resid_post"], name=name,
                      home=session.home.path, device=device, progress=session.console,

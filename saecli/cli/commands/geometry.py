@@ -5,48 +5,45 @@ from typing import Annotated
 import typer
 
 from ...base.errors import ConfigError
-from ...geometry.geometry import Wanted, found_in, penalty_of
-from ...geometry.plane import rows_of_slice
-from ...geometry.survey import SAMPLE_ROWS
-from ...measure.measured import all_measured
-from ...show.tables import disagreement, geometries_table, geometry_table
-from ..options import Json, Plot, Runs, start
-from .eval import Data, SplitName, given
+from ..options import Data, Json, Plot, Runs, SplitName, given, start
 
 Most = Annotated[int, typer.Option("--rows", min=1, help="Most rows to measure; of more, a random sample.")]
 FitRows = Annotated[int, typer.Option(
-    "--fit-rows", min=1, help="Most training rows to fit the references on. Memory holds 256 MiB of them; if more than "
-                              "50,000 are requested, the others are streamed.")]
+    "--fit-rows", min=1, help="Most training rows to fit k-means and local PCA on; above 50,000 they are streamed.")]
 Slice = Annotated[str, typer.Option(
-    "--slice", metavar="pca|I,J,K", help="The plane that --plot shows: of the rows' first two principal components, "
-                                         "or through three rows, by their numbers in the split from 0.")]
+    "--slice", metavar="pca|I,J,K", help="Plane of --plot: the first two principal components, or through three rows, "
+                                         "by number in the split from 0.")]
 Radius = Annotated[float, typer.Option(
     "--radius", help="Radius of the local complexity, as a fraction of the rows' median distance to their mean.")]
 Lambda = Annotated[str, typer.Option(
     "--lambda", metavar="auto|FLOAT", help="Cost per row of each dimension of local PCA's variable rank, in squared "
-                                           "units of the rows; auto: such that the mean rank equals the SAE's.")]
+                                           "units of the rows. auto: the mean rank equals the SAE's.")]
 
 
 def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: SplitName = "test", rows: Most = 100_000,
-            fit_rows: FitRows = SAMPLE_ROWS, radius: Radius = 0.01, lambda_: Lambda = "auto", plot: Plot = None,
+            fit_rows: FitRows = 50_000, radius: Radius = 0.01, lambda_: Lambda = "auto", plot: Plot = None,
             slice_: Slice = "pca", json: Json = False) -> None:
-    """Show the spline: cells, power diagram, margins, references.
+    """Measure the spline: cells, power diagram, margins, k-means and local PCA.
 
-    An SAE is affine on each of its cells, the sets of rows that keep the same latents. Counted are the cells that the
-    rows visit. For topk and abs-topk they are the cells of a power diagram, by a theorem: on how many rows the two
-    agree is said, in one line. The margin is a row's exact distance to the boundary of its cell; the local complexity,
-    how many boundaries pass within --radius of it.
+    An SAE is affine on each of its cells, the sets of rows that keep the same latents; the cells that rows visit are
+    counted. For topk and abs-topk they are the cells of a power diagram, by a theorem; the fraction of rows on which
+    they agree is reported. The margin is a row's exact distance to the boundary of its cell; the local complexity, the
+    number of boundaries within --radius of it.
 
-    The references are fitted on training rows: a k-means autoencoder, and local PCA, the best that is affine on each
-    of its cells, with the SAE's rank in every cell and with a rank of each cell's own. On the SAE's own cells, those
-    that hold enough training rows, local PCA of the SAE's own rank tells the price of shared dictionary vectors: where
-    that rests on 100 rows, in 20 cells or in fewer that hold nine tenths of all rows. --json has it always.
+    References are fitted on training rows: a k-means autoencoder, and local PCA, the best that is affine on each of its
+    cells, with the SAE's rank or with a rank for each cell. On the SAE's own cells, the gap to local PCA of the same
+    rank is the cost of sharing dictionary vectors; reported from 100 rows in 20 cells on, in --json always.
 
-    Several runs, or the epochs of one that `sae train --keep-every` keeps (RUN/kept/*), make one table, and --plot
-    draws how they move.
+    Several runs, or the epochs that `sae train --keep-every` keeps (RUN/kept/*), make one table, and --plot draws how
+    they move.
 
     Example: sae geometry first --plot geometry.png
     """
+    from ...geometry.geometry import Wanted, found_in, penalty_of
+    from ...geometry.plane import rows_of_slice
+    from ...measure.measured import all_measured
+    from ...show.tables import disagreement, geometries_table, geometry_table
+
     session = start(ctx, json, plot)
     wanted = Wanted(rows, fit_rows, radius, penalty_of(lambda_))
     names = list(dict.fromkeys(runs or ()))

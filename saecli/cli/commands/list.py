@@ -5,19 +5,20 @@ from typing import Annotated
 import typer
 
 from ...base.errors import StoreError
-from ...show.listing import listing_tables
-from ...store.opening import first_of, list_home
 from ..options import Json, start
 
-Check = Annotated[bool, typer.Option("--check", help="Read every shard and compare it with its checksum; exit with "
-                                                     "status 1 if one is damaged.")]
+Check = Annotated[bool, typer.Option("--check", help="Compare every shard with its checksum; exit status 1 if one is "
+                                                     "damaged.")]
 
 
 def command(ctx: typer.Context, check: Check = False, json: Json = False) -> None:
-    """Show the stores and runs in the home folder, newest first.
+    """List the stores and runs in the home folder, newest first.
 
     Example: sae list --check
     """
+    from ...show.listing import listing_tables
+    from ...store.opening import first_of, list_home
+
     session = start(ctx, json)
     document = list_home(session.home.path, check=check, progress=session.console)
     session.console.result(document, *listing_tables(document))

@@ -1,49 +1,46 @@
 """`sae probe`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...base.files import write_csv
-from ...measure.probe import COUNTS, LEAST_ROWS, ROWS, probed
-from ...show.measures import probe_tables
-from ..options import Device, Json, Plot, Runs, start
+from ..options import Csv, Device, Json, Plot, Runs, start
 from .steer import Layer, Model, Sites
 
 Sets = Annotated[str | None, typer.Option(
     "--sets", help="Sets of sae-probes by name, number or pattern, separated by commas: 87_glue_cola,5,*emotion*.",
     show_default="all 113")]
-Rows = Annotated[int, typer.Option("--rows", min=LEAST_ROWS, help="Texts per set, half of each class.")]
-Counts = Annotated[list[int], typer.Option("--k", min=1, help="Latents of a probe; can be given several times.",
-                                           show_default=", ".join(map(str, COUNTS)))]
-Context = Annotated[int | None, typer.Option(
-    "--context", min=1, help="Tokens of a text that are read, its last ones.",
-    show_default="1,024, or the model's positions")]
-Csv = Annotated[Path | None, typer.Option(
-    "--csv", dir_okay=False, help="Write the measures of every set here, one probe per line, with every digit.")]
+Rows = Annotated[int, typer.Option("--rows", min=20, help="Texts per set, half of each class.")]
+Counts = Annotated[list[int] | None, typer.Option("--k", min=1, show_default="1, 2, 5, 16",
+                                                  help="Latents of a probe; can be given several times.")]
+Context = Annotated[int | None, typer.Option("--context", min=1, help="Most tokens of a text, its last ones.",
+                                             show_default="1,024, or the model's positions")]
 
 
 def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: Layer = None, site: Sites = None,
-            sets: Sets = None, rows: Rows = ROWS, k: Counts = COUNTS, context: Context = None, device: Device = "auto",
+            sets: Sets = None, rows: Rows = 200, k: Counts = None, context: Context = None, device: Device = "auto",
             plot: Plot = None, csv: Csv = None, json: Json = False) -> None:
-    """Probe latents for labels of texts, beside the activations.
+    """Compare sparse probes on latents with dense probes on activations.
 
     Each of 113 sets of the package sae-probes (pip install 'saecli[probes]') has texts of two classes. A probe is a
-    logistic regression on what is at a text's last token: on the k latents whose mean codes differ most between the
-    classes of the training part, or, dense, on all dimensions of the activations that the SAE encodes. AUC and accuracy
-    are cross-validated in 5 folds; chance is 0.5. Means over sets have 95% intervals by Student's t over sets; the
-    difference from the dense probe is taken set by set.
+    logistic regression on a text's last token: on the k latents whose mean codes differ most between the classes of the
+    training part, or, dense, on all dimensions of the activations that the SAE encodes. AUC and accuracy are
+    cross-validated in 5 folds; chance is 0.5. Means over sets have 95% intervals by Student's t; the difference from
+    the dense probe is taken set by set.
 
     Cost: --rows texts per set through the model, up to the SAEs' last block, and 65 small regressions per probe and
-    set; with the default of 200, all sets take about 2 minutes per run of tiny-gemma2 on one core.
+    set; by default about 2 minutes per run of tiny-gemma2 on one core.
 
     Example: sae probe first second --sets 87_glue_cola,*emotion* --plot probes.png
     """
+    from ...measure.probe import probed
+    from ...show.measures import probe_tables
+
     session = start(ctx, json, plot, csv=csv)
     names = list(dict.fromkeys(runs or ()))
-    document = probed(session.home, names, model, layer, site and site.value, sets, rows, k, context, device,
-                      session.console)
+    document = probed(session.home, names, model, layer, site and site.value, sets, rows, k or [1, 2, 5, 16], context,
+                      device, session.console)
     if plot is not None:
         from ...show.latents import probes  # matplotlib takes a second to import
 

@@ -1,13 +1,11 @@
 """`sae push`."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from ...measure.evaluate import TOKENS
-from ...sae.formats import WRITABLE, named
-from ..options import Device, Json, run_names, start
-from .eval import Data, Model, Tokens, given
+from ..options import TOKENS, Data, Device, Json, Model, Tokens, given, run_names, start
+from .export import formats
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run name, or folder that holds an SAE.",
                                     autocompletion=run_names)]
@@ -15,13 +13,14 @@ Repo = Annotated[str, typer.Argument(metavar="USER/REPO", help="Repository, crea
                                                                "the folder, else it is RUN's name.")]
 Private = Annotated[bool, typer.Option("--private", help="Create the repository as private; refuse an existing public "
                                                          "one.")]
-Form = Annotated[Literal[("auto", *WRITABLE)], typer.Option(
-    "--format", help="Format of the files. auto: saelens if all held-out codes are the same in it, else native.")]
+Form = Annotated[str, typer.Option(
+    "--format", metavar="auto|FORMAT", autocompletion=lambda: ["auto", "native", *formats()],
+    help="native, or a format of sae export. auto: saelens if all held-out codes are the same in it, else native.")]
 
 
 def command(ctx: typer.Context, run: Run, repo: Repo, private: Private = False, form: Form = "auto", data: Data = None,
             model: Model = None, tokens: Tokens = TOKENS, device: Device = "auto", json: Json = False) -> None:
-    """Put a run on the Hugging Face hub, with a model card.
+    """Upload a run to the Hugging Face hub, with a model card.
 
     The SAE is measured as by `sae eval` on its held-out rows, and the card has the table. One commit replaces the
     folder, and the card's own part. The token is that of `hf auth login` or HF_TOKEN, and is not stored.
@@ -35,6 +34,3 @@ def command(ctx: typer.Context, run: Run, repo: Repo, private: Private = False, 
                     device=device, home=session.home, progress=session.console)
     session.console.result(document, f"pushed {document['run']} to {document['repo']}/{document['folder']} as "
                                      f"{document['format']}: {', '.join(document['files'])}", document["url"])
-
-
-command.spelling = named

@@ -4,11 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ...measure.evaluate import TOKENS
-from ...measure.refit import refitted_run
-from ...show.measures import refit_table
-from ..options import Device, Json, Run, start
-from .eval import Data, Model, Target, Tokens, given
+from ..options import TOKENS, Data, Device, Json, Model, Run, Target, Tokens, given, start
 
 Name = Annotated[str | None, typer.Option("--name", help="Name of the new run.",
                                           show_default="refit- and the name of RUN")]
@@ -16,18 +12,21 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the new run.",
 
 def command(ctx: typer.Context, run: Run = None, data: Data = None, target: Target = None, name: Name = None,
             model: Model = None, tokens: Tokens = TOKENS, device: Device = "auto", json: Json = False) -> None:
-    """Give an SAE the exact decoder for a store's rows.
+    """Solve for the decoder of an SAE that is optimal on a store's rows.
 
-    The encoder stays as it is, and with it which latents fire. In one pass over the store's training rows, the decoder
-    and its bias are solved for in closed form, pulled by a ridge towards a multiple of the SAE's own decoder: by as
-    much as predicts rows left out best. FVU, cosine and L0 are printed of the held-out rows before and after, with
-    --model CE recovered and KL too. An SAE that was published, or trained on other rows, is so adapted to these.
+    The encoder is unchanged, so the same latents fire. One pass over the store's training rows gives decoder and bias
+    in closed form, with a ridge towards a multiple of the SAE's own decoder, chosen by leave-one-out. FVU, cosine and
+    L0 on held-out rows are printed before and after, with --model CE recovered and KL too. This adapts an SAE that was
+    published, or trained on other rows, to these.
 
-    Writes a folder into runs/ of the home, which the other commands take like that of a trained SAE; it appears whole
-    or not at all.
+    Writes a folder into runs/ of the home, which other commands take like a trained SAE; it appears whole or not at
+    all.
 
     Example: sae refit google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82 --data notes
     """
+    from ...measure.refit import refitted_run
+    from ...show.measures import refit_table
+
     session = start(ctx, json)
     document = refitted_run(session.home, run, data, target, name, model, given(ctx, "tokens"), device,
                             session.console)

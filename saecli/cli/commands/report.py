@@ -6,24 +6,20 @@ from typing import Annotated
 import typer
 
 from ...base.wording import size_words
-from ...measure.measured import measured
-from ...show.report import MOST_EXAMPLES, MOST_PAGES, check_choice, write_report
+from ...show.report import report
 from ..options import Device, Json, Run, start
 from .eval import Data, SplitName, Target
 
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
 Latents = Annotated[str | None, typer.Option(
-    "--latents", metavar="all|NUMBERS", help="Latents that get a page of their own: all, or numbers and ranges such as "
-                                             "0,5,10-19.",
-    show_default=f"all, or the {MOST_PAGES:,} most frequent")]
+    "--latents", metavar="all|NUMBERS", help="Latents that get their own page: all, or numbers and ranges: 0,5,10-19.",
+    show_default="all, or the 4,096 most frequent")]
 Top = Annotated[int | None, typer.Option(
     "--top", min=1, help="Instead of --latents: this number of the most frequent latents.", show_default="none")]
 Model = Annotated[str | None, typer.Option(
-    "--model", help="Hub id or folder of the language model that the rows came from, to show the next tokens that each "
-                    "latent promotes and suppresses.", show_default="none, which leaves that out")]
-Count = Annotated[int, typer.Option("--examples", min=1, max=MOST_EXAMPLES,
-                                       help="Texts per latent: those in which it fires strongest.")]
-
+    "--model", help="Hub id or folder of the language model, to show the tokens that each latent promotes and "
+                    "suppresses.", show_default="none")]
+Count = Annotated[int, typer.Option("--examples", min=1, max=100, help="Texts per latent, strongest activation first.")]
 Neuronpedia = Annotated[str | None, typer.Option(
     "--neuronpedia", metavar="MODEL/SOURCE", help="Neuronpedia's name of the SAE, such as "
     "gemma-2-2b/20-gemmascope-res-16k, to link each latent to its page there.",
@@ -33,21 +29,20 @@ Neuronpedia = Annotated[str | None, typer.Option(
 def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, target: Target = None,
             split: SplitName = "all", latents: Latents = None, top: Top = None, model: Model = None,
             examples: Count = 12, neuronpedia: Neuronpedia = None, device: Device = "auto", json: Json = False) -> None:
-    """Write pages to look at latents in a browser, from disk.
+    """Write HTML pages of latents, to be opened from disk.
 
-    index.html shows how the run learned, how often its latents fire, and a table of all latents to search and sort.
-    Each chosen latent has a page with the texts in which it fires strongest and others by strength or at random, a
-    histogram of its activations, the latents nearest to it and those that fire with it and, with --model, the tokens
-    that it promotes. FVU, L0 and cosine are measured on held-out
-    rows as by `sae eval`, whichever rows the latents are shown on. The folder needs no network, and can be moved or
-    sent as it is; it appears whole or not at all.
+    index.html shows learning curves, firing frequencies, and a table of all latents to search and sort. Each chosen
+    latent has a page with the texts in which it fires strongest and others by strength or at random, a histogram of its
+    activations, the nearest latents, those that fire with it and, with --model, the tokens that it promotes. FVU, L0
+    and cosine are those of `sae eval` on held-out rows. The folder needs no network, and can be moved or sent; it
+    appears whole or not at all.
 
     Example: sae report first --model tiny-gemma2 --out pages
     """
-    check_choice(latents, top, examples, neuronpedia)
     session = start(ctx, json, out=out)
-    one = measured(session.home, run, data, split, device, session.console, target)
-    document = write_report(one, out, latents, top, model, examples, neuronpedia, session.console)
+    document = report(run, out, data, target=target, split=split, latents=latents, top=top, model=model,
+                      examples=examples, neuronpedia=neuronpedia, device=device, home=session.home.path,
+                      progress=session.console)
     for note in document["notes"]:
         session.console.note(note)
     session.console.result(document, f"wrote {document['index']}, with pages of {document['pages']:,} of "

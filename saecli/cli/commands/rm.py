@@ -1,26 +1,29 @@
 """`sae rm`."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ...base.errors import ConfigError
 from ...base.wording import counted, size_words
-from ...store.opening import Kind, folder_bytes, removable
 from ..options import Json, all_names, start
 
 Names = Annotated[list[str], typer.Argument(metavar="NAME", help="Names of stores and runs.", autocompletion=all_names)]
-KindOption = Annotated[Kind | None, typer.Option("--kind", help="Which one, if a store and a run have the name.",
-                                                 show_default=False)]
+KindOption = Annotated[Literal["store", "run"] | None, typer.Option(
+    "--kind", help="Disambiguate a name that a store and a run share.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def command(ctx: typer.Context, names: Names, kind: KindOption = None, yes: Yes = False, json: Json = False) -> None:
-    """Remove stores and runs with all of their files, after showing their sizes and the runs trained on a store.
+    """Remove stores and runs with all their files.
+
+    They are listed first, with their size and, for a store, the runs that were trained on it.
 
     Example: sae rm first --yes
     """
+    from ...store.opening import folder_bytes, removable
+
     session = start(ctx, json)
     found = {one: folder_bytes(one.path) for one in removable(session.home, names, kind)}
     for one, size in found.items():

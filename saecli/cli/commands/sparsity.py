@@ -2,19 +2,14 @@
 
 import typer
 
-from ...measure.evaluate import sparsity_document
-from ...measure.measured import all_measured
-from ...sae.metrics import firing
-from ...show.measures import extremes, places_table, sparsity_table
-from ..options import Device, Json, Plot, Runs, start
-from .eval import Data, SplitName, Target
+from ..options import Data, Device, Json, Plot, Runs, SplitName, Target, start
 
 PICTURED_ROWS = 200  # whose codes are drawn
 
 
 def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Target = None, split: SplitName = "test",
             device: Device = "auto", plot: Plot = None, json: Json = False) -> None:
-    """Show how often latents fire, which are silent and which dense.
+    """Show how often latents fire, and which are silent or dense.
 
     A latent is silent if it fires on none of the rows measured, dense if it fires on more than a tenth of them, and
     dead if it fires on none of the training rows, counted only for SAEs trained here. --plot saves histograms of L0 and
@@ -25,6 +20,11 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
 
     Example: sae sparsity first second --plot sparsity.png
     """
+    from ...measure.evaluate import sparsity_document
+    from ...measure.measured import all_measured
+    from ...sae.metrics import firing
+    from ...show.measures import extremes, places_table, sparsity_table
+
     session = start(ctx, json, plot)
     names = list(dict.fromkeys(runs or ()))
     everything = all_measured(session.home, names, data, split, device, session.console, target)

@@ -6,48 +6,45 @@ from typing import Annotated, Literal
 import typer
 
 from ...extract.hook_points import SITES
-from ...measure.steer import NEW_TOKENS, steered
-from ...show.measures import steering_tables
 from ..options import Device, Json, Run, start
 
 Latents = Annotated[list[int], typer.Option("--latent", help="Number of a latent, from 0; can be given several times.")]
 Prompts = Annotated[list[str], typer.Option("--prompt", help="Text to continue; can be given several times.")]
 Method = Annotated[Literal["add", "clamp", "ablate"], typer.Option(
-    "--method", help="add: the latent's decoder vector times --scale; clamp: its code is set to --scale; ablate: its "
-                     "code is set to 0.")]
+    "--method", help="add: --scale times the decoder vector; clamp: set the code to --scale; ablate: set it to 0.")]
 Scales = Annotated[list[float] | None, typer.Option(
     "--scale", help="In units of the latent's code, for add and clamp; once for all latents, or once for each.",
     callback=lambda given: given or None)]
 Model = Annotated[str | None, typer.Option("--model", help="Hub id or folder of the language model.",
                                            show_default="the one that the run's store came from")]
 Layer = Annotated[int | None, typer.Option("--layer", help="Block that the SAE reads, from 0, if its file does not "
-                                                                "say.")]
-Site = Enum("Site", [(site, site) for site in SITES], type=str)
-Sites = Annotated[Site | None, typer.Option("--site", help="Where in the block, if its file does not say.")]
-NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens of a continuation, which also ends "
-                                                                        "where the model ends a text.")]
-Temperature = Annotated[float, typer.Option("--temperature", min=0, help="Of sampling; 0 for the likeliest token each "
-                                                                         "time.")]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Of sampling, the same for both texts.",
+                                                           "say.")]
+Site = Enum("Site", [(site, site) for site in SITES], type=str)  # as in `sae extract`
+Sites = Annotated[Site | None, typer.Option("--site", help="Hook point in the block, if its file does not say.")]
+NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens to generate.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0, help="Sampling temperature; 0: greedy.")]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of sampling, the same for both texts.",
                                           show_default="0")]
 
 
 def command(ctx: typer.Context, latent: Latents, prompt: Prompts, run: Run = None, method: Method = "add",
             scale: Scales = None, model: Model = None, layer: Layer = None, site: Sites = None,
-            max_new_tokens: NewTokens = NEW_TOKENS, temperature: Temperature = 0.0, seed: Seed = None,
+            max_new_tokens: NewTokens = 40, temperature: Temperature = 0.0, seed: Seed = None,
             device: Device = "auto", json: Json = False) -> None:
-    """Continue a text with latents of an SAE changed, beside the plain text.
+    """Generate text with SAE latents steered, next to unsteered text.
 
-    RUN is an SAE or a transcoder. Latents are changed at every token of the prompt and of the continuation, but not at
-    special tokens (BOS). What the SAE does not reconstruct stays as it is: the decoder vectors times the change of the
-    codes are added to the activations; of a transcoder to those that it predicts.
+    RUN is an SAE or a transcoder. Latents are changed at every token of prompt and continuation but special tokens
+    (BOS). The SAE's reconstruction error is kept: the decoder vectors times the change of the codes are added to the
+    activations, for a transcoder to those that it predicts.
 
-    The table has, to choose --scale by, the norm of the activations, of the decoder vectors, and each latent's largest
-    code on the prompts. In a notebook `with saecli.steering(model, "first", 12, scale=8):` does the same to
-    model.generate.
+    To choose --scale, the table has the norms of activations and decoder vectors, and each latent's largest code on the
+    prompts. In a notebook, `with saecli.steering(model, "first", 12, scale=8):` does the same to model.generate.
 
     Example: sae steer first --latent 12 --scale 8 --prompt "Once upon a time"
     """
+    from ...measure.steer import steered
+    from ...show.measures import steering_tables
+
     session = start(ctx, json)
     document = steered(session.home, run, latent, prompt, method, scale, model, layer, site and site.value,
                        max_new_tokens, temperature, seed, device, session.console)

@@ -1,10 +1,12 @@
 """`sae train`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,21 +17,17 @@ from ...base.home import checked_name, now
 from ...base.options import options_of
 from ...extract.hook_points import SITES
 from ...extract.options import TINY_GEMMA2, ExtractConfig
-from ...extract.streaming import Streamed, open_stream
 from ...sae.activations import ACTIVATIONS
-from ...show.tables import figures_table, results_table
-from ...store.joined import Joined
-from ...store.opening import open_joined
 from ...train.config import TrainingConfig
-from ...train.files import read_metrics
-from ...train.live import LiveRows
-from ...train.plan import Plan
-from ...train.rows import SAMPLED_ROWS
-from ...train.runs import Job, Run, claimed_folders, resumed_job, train_runs
-from ...train.runs import run_names as names_of
 from ...train.solvers import SOLVERS
-from ...train.start import Start
-from ..options import Given, Json, Session, configured, run_names, start, store_names, unfinished_names
+from ..options import Given, Json, Session, configured, is_given, run_names, start, store_names, unfinished_names
+
+if TYPE_CHECKING:
+    from ...extract.streaming import Streamed
+    from ...store.joined import Joined
+    from ...train.live import LiveRows
+    from ...train.runs import Run
+    from ...train.start import Start
 
 PANEL = "Rows of --model"
 _HELP = {
@@ -51,13 +49,12 @@ Target = Annotated[str | None, typer.Option(
     "--target", help="Store of the same tokens to predict from --data, for a transcoder.", show_default="--data itself",
     autocompletion=store_names)]
 Init = Annotated[str | None, typer.Option(
-    "--init", metavar="RUN", help="Start from this SAE instead of random directions: a run, a folder that holds an "
-                                  "SAE, or user/repo/folder@revision on the Hugging Face hub. d_sae and prefixes are "
-                                  "inherited; act and k can be overridden.",
+    "--init", metavar="RUN", help="SAE to start from: run name, folder, or user/repo/folder@revision on the Hugging "
+                                  "Face hub. d_sae and prefixes are inherited; act and k can be overridden.",
     show_default="random directions", autocompletion=run_names)]
 Layer = Annotated[int | None, typer.Option("--layer", help="Block of --model to read, from 0.",
                                            show_default="the middle one", rich_help_panel=PANEL)]
-Site = Annotated[Literal[SITES], typer.Option("--site", help="Where in the block; see `sae extract`.",
+Site = Annotated[Literal[SITES], typer.Option("--site", help="Hook point in the block; see `sae extract`.",
                                               rich_help_panel=PANEL)]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number",
@@ -67,7 +64,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, e
 
 
 @configured(TrainingConfig, repeated=True, advanced={"init", "layer", "site"},
-            beside=FROM_MODEL, solver=SOLVERS, act=ACTIVATIONS)
+            more=FROM_MODEL, solver=SOLVERS, act=ACTIVATIONS)
 def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
             data: Data = None, target: Target = None, init: Init = None, layer: Layer = None,
             site: Site = "resid_post", name: Name = None, resume: Resume = False, json: Json = False) -> None:
@@ -85,6 +82,13 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
 
     Example: sae train --solver pam-sgd --act topk --k 32
     """
+    if not (resume or data or options[0].values["model"]):
+        ctx.find_root().obj.stores.find(None)  # before torch is imported
+    from ...show.tables import figures_table, results_table
+    from ...train.runs import Job, claimed_folders, resumed_job, train_runs
+    from ...train.runs import run_names as names_of
+    from ...train.start import Start
+
     session, processes = start(ctx, json), communicator()
     with ExitStack() as claims:
         try:
@@ -96,7 +100,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                 stores, rows = _rows(ctx, session, options[0], claims, processes)
                 begun = None if init is None else processes.broadcast_object(
                     lambda: Start.open(session.home, init, session.console))
-                if begun is not None and ctx.get_parameter_source("act").name == "DEFAULT":
+                if begun is not None and not is_given(ctx, "act"):
                     act = begun.activation
                 runs = [_planned(stores, rows, each, solver, act, begun) for each in options]
                 folders = claimed_folders(session.home, names, f"{solver}-{act}", claims, processes)
@@ -127,6 +131,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
 def _draw(documents: Sequence[Mapping[str, Any]]) -> None:
     """Draw each run's curves in its folder."""
     from ...show.runs import loss_curves  # matplotlib takes a second to import
+    from ...train.files import read_metrics
 
     for document in documents:
         folder = Path(document["path"])
@@ -136,7 +141,12 @@ def _draw(documents: Sequence[Mapping[str, Any]]) -> None:
 def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStack,
           processes: Communicator) -> tuple[Joined | Streamed, LiveRows | None]:
     """What is trained on: stores, or a model and its rows, which come until `claims` is closed."""
-    given = {name for name in ctx.params if ctx.get_parameter_source(name).name != "DEFAULT"}
+    from ...extract.streaming import open_stream
+    from ...store.opening import open_joined
+    from ...train.live import LiveRows
+    from ...train.rows import SAMPLED_ROWS
+
+    given = {name for name in ctx.params if is_given(ctx, name)}
     if (model := options.values["model"]) is None:
         if idle := sorted(given & {"layer", "site", *(one.name for one in FROM_MODEL)}):
             raise ConfigError(f"{flag_of(idle[0])} does nothing without --model; name a model, or leave it out",
@@ -171,6 +181,9 @@ def _of_run(options: Given) -> dict[str, Any]:
 def _planned(stores: Joined | Streamed, rows: LiveRows | None, options: Given, solver: str, act: str,
              begun: Start | None) -> Run:
     """A new run, with every default resolved."""
+    from ...train.plan import Plan
+    from ...train.runs import Run
+
     if begun is not None:
         options = options.else_given(begun.settings(act))
     training = options.config(TrainingConfig)

@@ -1,8 +1,8 @@
-"""A report on an SAE's latents, as HTML pages.
+"""A report on an SAE's latents as HTML pages: `overview.py` fills the first page, `details.py` those of latents.
 
 `index.html` holds style, script and the overview. The latents' pages are in `latents/00000.js` and on, several latents
-per file, each a call of the script's function `saeLatents`: a browser that opens a page from disk may run scripts
-beside it, but not read files.
+per file, each a call of the script's function `saeLatents`: a page opened from disk may run scripts next to it, but not
+read files.
 """
 
 import html
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...base.console import Listener, listening
+from ...base.documents import read_settings
 from ...base.errors import ConfigError, ModelError
 from ...base.files import folder_appearing_whole, is_free, storable
-from ...base.home import RUN_MARKER, Home, read_settings
+from ...base.home import RUN_MARKER, Home
 from ...measure.cofiring import CoFiring
 from ...measure.evaluate import evaluated
 from ...measure.latent_examples import COLUMNS, Examples, at_random, in_blocks
@@ -47,14 +48,8 @@ def as_script(document: Any) -> str:
 
 
 def write_pages(folder: Path, title: str, overview: dict[str, Any], details: Iterable[dict[str, Any]]) -> None:
-    """Write a report; the folder appears whole or not at all.
-
-    Args:
-        folder: does not exist yet, or is empty; its parents are created.
-        title: the page's title in the browser.
-        overview: the first page's content; see `overview.overview`.
-        details: the content of each file of latents; see `details.Details`.
-    """
+    """Write `overview.overview` and each file of `details.Details.contents` to a new or empty folder, which appears
+    whole or not at all."""
     with folder_appearing_whole(folder) as temporary:
         (temporary / DETAILS).mkdir()
         for number, content in enumerate(details):
@@ -75,14 +70,7 @@ def _index(title: str, overview: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Words:
-    """The texts of tokens.
-
-    Args:
-        has_tokens: whether the store has token ids.
-        texts: the texts of tokens.
-        unembedding: the language model's; None without a model.
-        notes: sentences on missing content.
-    """
+    """The texts of tokens, the language model's unembedding if any, and sentences on missing content."""
 
     has_tokens: bool
     texts: Texts = field(default_factory=TokenNumbers)
@@ -91,17 +79,7 @@ class Words:
 
 
 def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
-    """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names.
-
-    Args:
-        one: the SAE and its rows.
-        model: the language model, whose unembedding is used too; None for none.
-        has_tokens: whether the store has token ids.
-
-    Raises:
-        ModelError: the given model cannot be loaded.
-        ConfigError: its residual stream has another width than the rows.
-    """
+    """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names."""
     store = one.store
     named = store.meta.source.get("model")
     notes = [] if has_tokens else [f"{store.name} keeps no tokens, so examples are numbers of its rows, counted from 0"]
@@ -132,7 +110,7 @@ def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
     try:
         return Words(has_tokens, TokenTexts.of_model(named), notes=notes)
     except ModelError as error:
-        notes.append(f"tokens are shown as their numbers, for want of a tokenizer: {error}")
+        notes.append(f"no tokenizer ({error}): showing token ids")
         return Words(has_tokens, notes=notes)
 
 
@@ -144,45 +122,25 @@ SAMPLES = 15  # texts per latent chosen at random, three for each fifth by stren
 
 def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str | None = None, split: str = "all",
            latents: str | Sequence[int] | None = None, top: int | None = None, model: str | None = None,
-           examples: int = 12, neuronpedia: str | None = None, device: str = "auto",
-           home: str | Path | None = None, progress: bool = False) -> dict[str, Any]:
-    """Write pages to look at an SAE's latents in a browser, from disk, as `sae report` does.
+           examples: int = 12, neuronpedia: str | None = None, device: str = "auto", home: str | Path | None = None,
+           progress: bool | Listener = False) -> dict[str, Any]:
+    """Write pages to look at an SAE's latents in a browser, from disk. CLI equivalent: `sae report`.
 
     Args:
-        sae: as in `evaluate`.
+        sae, target, device, home, progress: as in `evaluate`.
         out: folder to write, new or empty; it appears whole or not at all.
         data: as in `evaluate`; a store or rows of one.
-        target: as in `evaluate`; a store's name.
         split: rows that the latents are shown on: all, train or test.
         latents: those with a page of their own: `all`, numbers, or a text such as `0,5,10-19`; None for the `top` most
-            frequent.
-        top: see `latents`; by default 4,096.
+            frequent, by default 4,096.
         model: hub id or folder of the language model that the rows came from, to show the next tokens that each latent
             promotes and suppresses.
         examples: texts per latent, 1 to 100: those in which it fires strongest.
-        neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link each latent to its page there; None to look
-            it up, for SAEs of the hub.
-        device: as in `evaluate`.
-        home: as in `evaluate`.
-        progress: as in `evaluate`.
-
-    Returns:
-        The document that `sae report --json` prints.
-
-    Raises:
-        ConfigError: an invalid argument, or a folder in use.
-        SaeError: as in `evaluate`.
+        neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link to its pages; None to look it up.
     """
     folder, listener = Path(out), listening(progress)
     if not is_free(folder):
         raise ConfigError(f"cannot write to {folder}: expected an empty or a new folder, got one in use; name another")
-    check_choice(latents, top, examples, neuronpedia)
-    one = measured(Home.at(home), sae, data, split, device, listener, target)
-    return write_report(one, folder, latents, top, model, examples, neuronpedia, listener)
-
-
-def check_choice(latents: str | Sequence[int] | None, top: int | None, examples: int, neuronpedia: str | None) -> None:
-    """Raise a ConfigError for a contradictory choice of latents, or values out of range; see `report`."""
     neuronpedia_url("", neuronpedia)
     if latents is not None and top is not None:
         raise ConfigError("cannot use both --latents and --top; leave one of them out")
@@ -190,54 +148,34 @@ def check_choice(latents: str | Sequence[int] | None, top: int | None, examples:
         raise ConfigError(f"--top must be at least 1, got {top}", option="top")
     if not 1 <= examples <= MOST_EXAMPLES:
         raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}", option="examples")
-
-
-def write_report(one: Measured, out: Path, latents: str | Sequence[int] | None, top: int | None, model: str | None,
-                 count: int, neuronpedia: str | None, listener: Listener) -> dict[str, Any]:
-    """Measure, write the pages, and return what `sae report --json` prints.
-
-    Args:
-        one: the SAE and its rows.
-        out: the folder to write.
-        latents, top, model: as in `report`.
-        count: examples per latent.
-        neuronpedia: as in `report`.
-        listener: shows progress.
-    """
+    one = measured(Home.at(home), sae, data, split, device, listener, target)
     chosen = None if latents is None else _numbers(latents, one)
     headline, lacking = _headline(one)
-    sae, words = one.sae, words_for(one, model, set(COLUMNS) <= set(one.store.meta.columns))
-    gathered = (Examples(chosen or range(sae.d_sae), sae.d_sae, count, words.has_tokens),
-                Examples(chosen or range(sae.d_sae), sae.d_sae, SAMPLES, words.has_tokens, at_random))
-    found = survey(sae, in_blocks(one.inputs(listener), one.of_store, one.batch_rows), one.of_store.rows, *gathered)
+    d_sae, words = one.sae.d_sae, words_for(one, model, set(COLUMNS) <= set(one.store.meta.columns))
+    gathered = (Examples(chosen or range(d_sae), d_sae, examples, words.has_tokens),
+                Examples(chosen or range(d_sae), d_sae, SAMPLES, words.has_tokens, at_random))
+    found = survey(one.sae, in_blocks(one.inputs(listener), one.of_store, one.batch_rows), one.of_store.rows, *gathered)
     if chosen is None:
         chosen = sorted(found.firing.frequency.argsort(descending=True, stable=True)[:top or MOST_PAGES].tolist())
     places = places_document(one, listener)
     details = Details(found, _readings(one, chosen, words, places, found.cofiring, listener))
     (measures,) = evaluated([headline], None, None, listener)
-    notes = [*words.notes, *lacking, *_which(chosen, sae.d_sae)]
+    notes = [*words.notes, *lacking, *([] if len(chosen) == d_sae else
+                                            [f"{len(chosen):,} of {d_sae:,} latents have pages of their own"])]
     curves = [] if one.subject.folder is None else read_metrics(one.subject.folder)
     content = overview(_heading(one, neuronpedia), measures, found, curves, _facts(one, places), notes)
     content["latents"] |= details.columns()
     with listener.progress("writing", len(chosen), "latents") as show:
-        write_pages(out, f"{one.subject.name}: latents", content, details.contents(show))
-    files = [path for path in out.rglob("*") if path.is_file()]
-    return {**one.heading, "path": str(out), "index": str(out / INDEX), "latents": sae.d_sae,
+        write_pages(folder, f"{one.subject.name}: latents", content, details.contents(show))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {**one.heading, "path": str(folder), "index": str(folder / INDEX), "latents": d_sae,
             "pages": len(chosen), "files": len(files), "bytes": sum(path.stat().st_size for path in files),
-            "index_bytes": (out / INDEX).stat().st_size, "measures": content["measures"],
+            "index_bytes": (folder / INDEX).stat().st_size, "measures": content["measures"],
             "firing": content["firing"], "notes": notes}
 
 
 def _numbers(chosen: str | Sequence[int], one: Measured) -> list[int]:
-    """The chosen latents, ascending.
-
-    Args:
-        chosen: `all`, numbers, or a text of numbers and ranges such as `0,5,10-19`.
-        one: the SAE.
-
-    Raises:
-        ConfigError: it is none of these, or a number is not below the SAE's number of latents.
-    """
+    """The chosen latents, ascending; see `report`."""
     d_sae, text = one.sae.d_sae, chosen if isinstance(chosen, str) else ",".join(map(str, chosen))
     if text == "all":
         return list(range(d_sae))
@@ -255,20 +193,15 @@ def _numbers(chosen: str | Sequence[int], one: Measured) -> list[int]:
 
 
 def _headline(one: Measured) -> tuple[Measured, list[str]]:
-    """The SAE on held-out rows, or if there are none on the rows that the pages show, and a note that says so."""
+    """The SAE on held-out rows; if there are none on the rows that the pages show, with a note."""
     store = one.store
     if store.split("train", seed=one.subject.split_seed).rows < store.rows:
         return held_out(one), []
     return one, [f"{store.name} holds out no rows, so FVU, L0 and cosine are of {one.split} rows"]
 
 
-def _which(chosen: Sequence[int], d_sae: int) -> list[str]:
-    return [] if len(chosen) == d_sae else [f"{len(chosen):,} of {d_sae:,} latents have pages of their own"]
-
-
 def _readings(one: Measured, chosen: list[int], words: Words, places: Mapping[str, Any], cofiring: CoFiring,
               listener: Listener) -> Readings:
-    """The content of latents' pages that does not depend on the rows, and that of a crosscoder's places."""
     W_dec, numbers = one.sae.W_dec, torch.tensor(chosen, device=one.sae.W_dec.device)
     with listener.progress("comparing latents", len(chosen), "latents") as show:
         near = neighbours(W_dec, numbers, NEIGHBOURS, show)
@@ -285,7 +218,6 @@ def _readings(one: Measured, chosen: list[int], words: Words, places: Mapping[st
 
 
 def _heading(one: Measured, neuronpedia: str | None) -> dict[str, Any]:
-    """The entries below the title, and the SAE's pages on Neuronpedia."""
     sae, source = one.sae, one.saved.origin | one.store.meta.source
     return {**one.heading, "neuronpedia": neuronpedia_url(one.subject.name, neuronpedia),
             "activation": sae.activation.name, "d_in": sae.d_in, "d_sae": sae.d_sae,
@@ -293,7 +225,7 @@ def _heading(one: Measured, neuronpedia: str | None) -> dict[str, Any]:
 
 
 def _facts(one: Measured, places: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The settings of run and store, by section and name, and the measures of a crosscoder's places."""
+    """Settings by section and name."""
     store, folder = one.store, one.subject.folder
     activation = {"name": one.sae.activation.name, **one.sae.activation.to_json()}
     found: dict[str, Mapping[str, Any]] = {"activation": activation}

@@ -14,6 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ...base.errors import ConfigError
 from ...measure.latents import Survey, bin_edges
@@ -56,7 +57,7 @@ def overview(heading: Mapping[str, Any], measures: Mapping[str, Any], survey: Su
                         "largest": rounded(survey.magnitudes.largest)}}
 
 
-def rounded(values: np.ndarray) -> list[float]:
+def rounded(values: np.ndarray | Tensor) -> list[float]:
     """Numbers to four significant digits, which keeps files small."""
     return [float(f"{value:.4g}") for value in values.tolist()]
 
@@ -104,7 +105,9 @@ def neuronpedia_url(name: str, source: str | None = None) -> str | None:
 
 def _known(name: str) -> str | None:
     address = Address.parse(name)
-    for entry in _table() if address is not None else ():
+    if address is None:
+        return None
+    for entry in _table():
         if entry["repo"] == address.repo and (found := re.fullmatch(entry["folder"], address.folder)):
             parts = found.groupdict()
             shown = entry.get("l0", {}).get(parts.get("width"))

@@ -6,7 +6,6 @@
 """
 
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Parameter
@@ -15,10 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ...base.errors import ConfigError, did_you_mean, one_line
-from ...base.files import regular
-from ...base.options import Option, toml_lines
-from ...base.other_names import in_place_of
+from ..base.errors import ConfigError, did_you_mean, one_line
+from ..base.files import regular
+from ..base.options import Option, toml_lines
+from ..base.other_names import in_place_of
 
 HELP = 'TOML file of options, each by its long name (dtype = "float32"); those on the command line win.'
 
@@ -41,16 +40,10 @@ def config_parameter(options: Mapping[str, Option]) -> Parameter:
 
 
 def read_config(path: Path, options: Mapping[str, Option], command: str) -> dict[str, Any]:
-    """The options in a TOML file by name, in the form that the command line gives.
+    """The options in a TOML file by name, in the form that the command line gives; ConfigError if it cannot be read, or
+    has an entry or a value that the command does not take."""
+    import tomllib
 
-    Args:
-        path: the file.
-        options: the command's options, by name.
-        command: the command's name in messages.
-
-    Raises:
-        ConfigError: the file cannot be read, or has an entry or a value that the command does not take.
-    """
     try:
         document = tomllib.loads(regular(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
