@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from ..base.errors import counted, number, size_words
 from ..base.home import Home
-from ..base.wording import counted, number, size_words
 from .tables import table
 
 TEXT_REASONS = ("empty_texts", "short_texts")  # reasons in `dropped` that count texts, not rows

@@ -31,10 +31,9 @@ from typing import IO, Any, NoReturn, cast
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ..base.errors import FormatError
+from ..base.errors import FormatError, size_words
 from ..base.files import NotAFile
-from ..base.memory import available_memory
-from ..base.wording import size_words
+from ..base.machine import available_memory
 
 BLOCK_BYTES = 16 << 20
 REAL_NUMBERS = r"bool|u?int\d+|b?float\d+"

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..base.console import Listener, listening
-from ..base.errors import FormatError, StoreError, did_you_mean
+from ..base.errors import FormatError, StoreError, counted, did_you_mean, size_words
 from ..base.files import file_sha256, regular
 from ..base.home import STORE_MARKER, Home, checked_name
-from ..base.wording import counted, size_words
 from .arrays import (
     ARRAY_FORMATS,
     BLOCK_BYTES,

@@ -12,10 +12,9 @@ from typing import Any, Literal
 from ..base import interrupts
 from ..base.console import Listener, Step, listening
 from ..base.documents import read_run
-from ..base.errors import ConfigError, PeerError, SaeError, StoreError, did_you_mean
+from ..base.errors import ConfigError, PeerError, SaeError, StoreError, counted, did_you_mean
 from ..base.files import lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
-from ..base.wording import counted
 from .joined import Joined, in_words
 from .ranks import saved_rows
 from .reader import ActivationStore
