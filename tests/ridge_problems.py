@@ -1,5 +1,6 @@
 """Problems for the tests of the decoder step, and oracles that know nothing of sums."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,19 +9,24 @@ import torch
 
 from saecli.sae.activations.selection import where
 from saecli.sae.codes import Codes
-from saecli.train.ridge import Factorisation, HeldRows, Sums, System, Terms, solve
+from saecli.train.ridge import Factorisation, HeldRows, SkipSums, StreamedCodes, Sums, System, Terms, solve
 from saecli.train.ridge.choice import Press
+
+NOTHING = (0.0, 0.0, 0.0, 0.0)
+WEIGHTS = {"all": (0.7, 2.0, 0.3, 5.0), "ridge only": (0.7, 0.0, 0.0, 0.0)}  # alpha, beta, mu, nu
 
 
 def problem(rows: int, d_sae: int, d_in: int, seed: int = 0, spread: float = 0.0) -> tuple:
-    """Codes, inputs, a direction and a previous decoder; `spread` makes row norms differ, in powers of ten."""
+    """Codes, targets, a direction and a previous decoder; `spread` makes row norms differ, in powers of ten."""
     generator = torch.Generator().manual_seed(seed)
+
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
     z = draw(rows, d_sae).relu()
-    x = z @ draw(d_sae, d_in) * 0.5 + draw(rows, d_in) + 3
+    y = z @ draw(d_sae, d_in) * 0.5 + draw(rows, d_in) + 3
     size = 10 ** (spread * draw(rows, 1))
-    return z * size, x * size, draw(d_sae, d_in), draw(d_sae, d_in), draw(d_in)
+    return z * size, y * size, draw(d_sae, d_in), draw(d_sae, d_in), draw(d_in)
 
 
 def terms_of(weights: tuple, direction: torch.Tensor | None, W_t: torch.Tensor, b_t: torch.Tensor,
@@ -29,20 +35,33 @@ def terms_of(weights: tuple, direction: torch.Tensor | None, W_t: torch.Tensor, 
     return Terms(*weights, direction=direction, W_t=W_t, b_t=b_t, decay=decay)
 
 
+def with_skip(terms: Terms, x: torch.Tensor, y: torch.Tensor) -> Terms:
+    """The terms with an affine skip from x, (N, D), to y."""
+    skip = SkipSums(x.shape[1], y.shape[1], x.device)
+    for rows, targets in zip(x.split(11), y.split(11), strict=True):
+        skip.add(rows, targets)
+    return replace(terms, skip=skip, b_t=torch.cat([terms.b_t, terms.b_t.new_zeros(x.shape[1])]))
+
+
 def codes_of(z: torch.Tensor) -> Codes:
     """The codes, sparse where few are non-zero."""
     return where(z, z != 0)
 
 
-def sums_of(z: torch.Tensor, x: torch.Tensor, block: int) -> Sums:
-    sums = Sums(z.shape[1], x.shape[1])
-    for start in range(0, len(z), block):
-        sums.add(codes_of(z[start : start + block]), x[start : start + block])
-    return sums
-
-
-def systems_of(z: torch.Tensor, x: torch.Tensor) -> dict:
-    return {"sums": sums_of(z, x, 7), "held rows": HeldRows(z, x)}
+def system_of(kind: str, z: torch.Tensor, y: torch.Tensor, prefixes: Sequence[int] = (), block: int = 7,
+              budget: float = np.inf, start: torch.Tensor | None = None) -> System:
+    """Normal equations of rows that come in blocks."""
+    codes = [codes_of(some) for some in z.split(block)]
+    if kind == "sums":
+        system: System = Sums(z.shape[1], y.shape[1], prefixes=tuple(prefixes))
+    elif kind == "held rows":
+        system = HeldRows()
+    else:
+        start = torch.zeros(z.shape[1], y.shape[1], dtype=z.dtype) if start is None else start
+        system = StreamedCodes(start, lambda: iter(codes), budget, tuple(prefixes))
+    for some, targets in zip(codes, y.split(block), strict=True):
+        system.add(some, targets)
+    return system
 
 
 def solved(system: System, terms: Terms, factorisation: Factorisation | None = None) -> SimpleNamespace:
@@ -51,32 +70,49 @@ def solved(system: System, terms: Terms, factorisation: Factorisation | None = N
     return SimpleNamespace(**vars(state), W=state.W(terms.direction))
 
 
-def press(system: System, terms: Terms, z: torch.Tensor, x: torch.Tensor, alpha: float | None = None) -> float:
+def press(system: System, terms: Terms, z: torch.Tensor, y: torch.Tensor, alpha: float | None = None) -> float:
     """The mean leave-one-out error over all rows, or some, as the choice of alpha has it."""
     terms = terms if alpha is None else replace(terms, alpha=alpha)
     index = torch.arange(len(z)) if len(z) == system.rows else None
-    evaluated = replace(Press.of(system, terms, z, x), z=z.double(), y=x.double(), index=index,
+    evaluated = replace(Press.of(system, terms, z, y), z=z.double(), y=y.double(), index=index,
                         weight=torch.ones(len(z)).double())
     return evaluated.model(system.factorise(terms), 0.0).value / len(z)
 
 
-def stacked_least_squares(z, x, terms: Terms, target: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(W, b) by the pseudo-inverse of data, ridge and proximal rows stacked, as the paper's theorem has it."""
-    d_sae, d_in = target.shape
-    eye, ones, zero = np.eye(d_sae), np.ones((len(z), 1)), np.zeros((d_sae, 1))
-    bias_row = np.eye(1, d_sae + 1, d_sae)
-    left = [np.hstack([z, ones]), np.sqrt(terms.alpha) * np.hstack([eye, zero]), np.sqrt(terms.beta) * bias_row,
-            np.sqrt(terms.mu) * np.hstack([eye, zero]), np.sqrt(terms.nu) * bias_row,
-            np.hstack([np.diag(terms.decay.sqrt()), zero])]
-    right = [x.numpy(), np.sqrt(terms.alpha) * target.numpy(), np.zeros((1, d_in)),
-             np.sqrt(terms.mu) * terms.W_t.numpy(), np.sqrt(terms.nu) * terms.b_t.numpy()[None],
-             np.zeros((d_sae, d_in))]
-    both = np.linalg.pinv(np.vstack(left)) @ np.vstack(right)
-    return both[:-1], both[-1]
+def copies(z: torch.Tensor, prefixes: Sequence[int] = ()) -> np.ndarray:
+    """The codes that each prefix has of each row, (n, L, F)."""
+    return z.numpy()[:, None] * (np.arange(z.shape[1]) < np.array(prefixes or (z.shape[1],))[:, None])
 
 
-def objective(z, x, terms: Terms, W, b, c: float) -> float:
+def least_squares(z: torch.Tensor, y: torch.Tensor, terms: Terms, prefixes: Sequence[int] = (),
+                  x: torch.Tensor | None = None, c: float | None = None) -> SimpleNamespace:
+    """W, S, b and c by one least squares over all of their entries, the rows of data, ridge and proximal terms stacked,
+    as the paper's theorem has it; or with c given."""
+    F, E, D, count = z.shape[1], y.shape[1], 0 if x is None else x.shape[1], max(1, len(prefixes))
+    beside = np.hstack([np.zeros((len(z), 0)) if x is None else x.numpy(), np.ones((len(z), 1))])
+    left = np.hstack([copies(z, prefixes).reshape(-1, F), np.repeat(beside, count, 0)]) / np.sqrt(count)
+    width = F + D + 1
+    on_W, on_b = np.eye(F, width), np.eye(1, width, width - 1)
+    direction = None if terms.direction is None else np.sqrt(terms.alpha) * terms.direction.numpy()
+    blocks = [(left, np.repeat(y.numpy(), count, 0) / np.sqrt(count)),
+              (np.sqrt(terms.beta) * on_b, np.zeros((1, E))),
+              (np.sqrt(terms.nu) * on_b, np.sqrt(terms.nu) * terms.b_t.numpy()[None, :E]),
+              (np.sqrt(terms.mu) * on_W, np.sqrt(terms.mu) * terms.W_t.numpy()),
+              (terms.decay.sqrt().numpy()[:, None] * on_W, np.zeros((F, E))),
+              (np.sqrt(terms.alpha) * on_W, np.zeros((F, E)) if direction is None else (c or 0.0) * direction)]
+    # Unknowns column by column of the targets; if it is one, last c, in which alpha's rows alone are linear.
+    unknown = direction is not None and c is None
+    rows = [np.hstack([np.kron(np.eye(E), part), np.zeros((E * len(part), int(unknown)))]) for part, _ in blocks]
+    if unknown:
+        rows[-1][:, -1] = -direction.T.ravel()
+    found = np.linalg.lstsq(np.vstack(rows), np.concatenate([part.T.ravel() for _, part in blocks]), rcond=None)[0]
+    both = found[: E * width].reshape(E, width).T
+    return SimpleNamespace(W=both[:F], skip=both[F:-1], b=both[-1], c=found[-1] if unknown else c or 0.0)
+
+
+def objective(z: torch.Tensor, y: torch.Tensor, terms: Terms, W: torch.Tensor, b: torch.Tensor,
+              c: float) -> torch.Tensor:
     target = c * terms.direction if terms.direction is not None else torch.zeros_like(W)
-    parts = [(z @ W + b - x, 1), (W - target, terms.alpha), (b, terms.beta), (W - terms.W_t, terms.mu),
+    parts = [(z @ W + b - y, 1), (W - target, terms.alpha), (b, terms.beta), (W - terms.W_t, terms.mu),
              (b - terms.b_t, terms.nu), (terms.decay.sqrt()[:, None] * W, 1)]
-    return sum(weight * part.square().sum().item() for part, weight in parts)
+    return sum(weight * part.square().sum() for part, weight in parts)

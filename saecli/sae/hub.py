@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ..base.errors import ConfigError, HubError, SaeError, one_line
-from ..base.network import LOG_IN, why_refused, why_unreachable
+from ..base.machine import LOG_IN, why_refused, why_unreachable
 from .formats import FORMATS, Format, format_of, known_files
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..base.devices import moved
-from ..base.distributed import ALONE, Communicator
 from ..base.errors import ConfigError
+from ..base.processes import ALONE, Communicator
 from .batch import Batch
 from .codes import Codes, Prefixes
 from .dictionary import Dictionary

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
-from ridge_problems import stacked_least_squares, terms_of
+from ridge_problems import least_squares, terms_of
 from test_transcoders import targets_of
 
 import saecli
@@ -65,10 +65,10 @@ def test_the_decoder_of_a_held_encoder_is_the_exact_optimum(options):
     _, trainer = trained("W_enc", "pam-sgd", "topk", k=4, dtype="float64", smoothing=0.0, **options)
     x = torch.cat([batch.x for batch in trainer.rows.shuffled(0)])
     sae, decoder = trainer.solver.sae(), trainer.solver.decoder
-    terms = terms_of((decoder.alpha, 0, 0, 0), None, torch.zeros_like(sae.W_dec), torch.zeros(8))
-    W, b = stacked_least_squares(sae.encode(x).numpy(), x, terms, decoder.c * sae.W_enc.T)
-    np.testing.assert_allclose(sae.W_dec, W, rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(sae.b_dec, b, rtol=1e-6, atol=1e-7)
+    terms = terms_of((decoder.alpha, 0, 0, 0), sae.W_enc.T, torch.zeros_like(sae.W_dec), torch.zeros(8))
+    exact = least_squares(sae.encode(x), x, terms, c=decoder.c)
+    np.testing.assert_allclose(sae.W_dec, exact.W, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(sae.b_dec, exact.b, rtol=1e-6, atol=1e-7)
 
 
 def test_shuffled_rows_keep_every_marginal_and_lose_correlation(tmp_path: Path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
-from ridge_problems import stacked_least_squares, terms_of
+from ridge_problems import least_squares, terms_of
 from test_commands_stopped import stopped
 from test_prefixes import PREFIXES, nested_sae
 from test_prefixes import some_rows as nested_rows
@@ -44,10 +44,10 @@ def test_decoder_is_that_of_stacked_least_squares_at_its_alpha_and_c_is_the_best
     x = some_rows(rows).astype(np.float64)
     found = solved(sae, x)
     z, T0 = sae.encode(torch.from_numpy(x)), sae.W_dec.detach()
-    terms = terms_of((found.decoder.alpha, 0, 0, 0), None, torch.zeros_like(T0), torch.zeros(8))
-    W, b = stacked_least_squares(z.numpy(), torch.from_numpy(x), terms, found.decoder.c * T0)
-    np.testing.assert_allclose(found.sae.W_dec, W, rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(found.sae.b_dec, b, rtol=1e-6, atol=1e-7)
+    terms = terms_of((found.decoder.alpha, 0, 0, 0), T0, torch.zeros_like(T0), torch.zeros(8))
+    exact = least_squares(z, torch.from_numpy(x), terms, c=found.decoder.c)
+    np.testing.assert_allclose(found.sae.W_dec, exact.W, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found.sae.b_dec, exact.b, rtol=1e-6, atol=1e-7)
     pull = (T0 * (found.sae.W_dec - found.decoder.c * T0)).sum() / (T0.norm() * found.sae.W_dec.norm())
     assert abs(pull) < 1e-6  # the objective's derivative in c
     for name in ("W_enc", "b_enc", *sae.activation_parameters):

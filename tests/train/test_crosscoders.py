@@ -8,7 +8,7 @@ import pytest
 import torch
 from homes import CommandLine, make_store
 from reports import pages_of
-from ridge_problems import problem, solved, sums_of, terms_of
+from ridge_problems import problem, solved, system_of, terms_of
 
 import saecli
 from saecli.measure.places import PlaceSums
@@ -132,13 +132,13 @@ def test_the_decoder_step_majorises_l1_at_each_place_and_is_each_places_own_ridg
         torch.testing.assert_close(own, weights / (2 * W_t[:, place].norm(dim=1)))
     terms = replace(terms_of((0.7, 2.0, 0.3, 5.0), None, W_t, b_t), decay=decay[0],
                     places=[Place(*one) for one in zip(places, decay, strict=True)])
-    state = solved(sums_of(z, y, 7), terms)
+    state = solved(system_of("sums", z, y), terms)
     for place, own in zip(places, decay, strict=True):
         alone = replace(terms_of((0.7, 2.0, 0.3, 5.0), None, W_t[:, place], b_t[place]), decay=own)
-        expected = solved(sums_of(z, y[:, place].contiguous(), 7), alone)
+        expected = solved(system_of("sums", z, y[:, place].contiguous()), alone)
         torch.testing.assert_close(state.W[:, place], expected.W)
         torch.testing.assert_close(state.b[place], expected.b)
-    directed = solved(sums_of(z, y, 7), replace(terms, direction=direction))
+    directed = solved(system_of("sums", z, y), replace(terms, direction=direction))
     for c in (0.9, 1.1):  # c is the best of all places together
         assert cost(z, y, terms, direction, directed.W, directed.b, directed.c, decay, places) <= min(
             cost(z, y, terms, direction, *of_multiple(z, y, terms, direction, c * directed.c, decay, places), decay,
@@ -153,15 +153,15 @@ def test_each_place_has_the_alpha_that_is_best_for_it_alone_whatever_the_scale_o
     direction[:, 5:] *= 1e4
     decay, columns = torch.zeros(12).double(), [slice(0, 5), slice(5, 8)]
     terms = replace(terms_of((0.0, 0, 0, 0), direction, W_t, b_t), places=[Place(one, decay) for one in columns])
-    together = choose_alpha(sums_of(z, y, 7), terms, z, y, None).alpha
-    found = by_place(sums_of(z, y, 7), replace(terms, alpha=together), z, y)
-    alone = [choose_alpha(sums_of(z, y[:, one].contiguous(), 7),
+    together = choose_alpha(system_of("sums", z, y), terms, z, y, None).alpha
+    found = by_place(system_of("sums", z, y), replace(terms, alpha=together), z, y)
+    alone = [choose_alpha(system_of("sums", z, y[:, one].contiguous()),
                           replace(terms_of((0.0, 0, 0, 0), direction[:, one], W_t[:, one], b_t[one]), decay=decay),
                           z, y[:, one], None).alpha for one in columns]
     assert alone[1] > 30 * alone[0] and together > 10 * alone[0]
     for place, alpha in zip(found.places, alone, strict=True):
         assert place.ratio * together == pytest.approx(alpha, rel=0.3)  # each search ends near its minimum
-    state = solved(sums_of(z, y, 7), replace(found, alpha=together))
+    state = solved(system_of("sums", z, y), replace(found, alpha=together))
     best = cost_of_places(z, y, found, together, state.W, state.b, state.c)
     for factor in (0.9, 1.1):
         W = state.W + (factor - 1) * state.c * direction

@@ -20,7 +20,7 @@ With q_i the fraction of the prefixes that latent i is in, and u = q z_bar, all 
     A_ij = min(q_i, q_j) (sum z z')_ij - s N u_i u_j      C_i = q_i (sum z y')_i - N u_i (s y_bar + t b_t)'
 
 and with u in place of z_bar in b: one solution of the same size. With an affine skip, `x S` is added to the
-prediction; see `skip.py`.
+prediction; see `solve.py`.
 
     system = plan(rows, d_sae, d_out, free_memory).system(W_t, codes_again)
     for codes, y in blocks:
@@ -38,12 +38,10 @@ prediction; see `skip.py`.
 from .choice import by_place, choose_alpha
 from .dual import Dual, HeldRows
 from .iterative import TOLERANCE, Iterative, StreamedCodes
-from .plan import Plan, plan
-from .skip import SkipSums
-from .solve import DecoderState, solve
+from .solve import DecoderState, plan, solve
 from .sums import Direct, Sums
-from .system import AllReduce, Factorisation, Place, System, Terms
+from .system import AllReduce, Factorisation, Place, SkipSums, System, Terms
 
 __all__ = ["TOLERANCE", "AllReduce", "DecoderState", "Direct", "Dual", "Factorisation", "HeldRows", "Iterative",
-           "Place", "Plan", "SkipSums", "StreamedCodes", "Sums", "System", "Terms", "by_place", "choose_alpha",
+           "Place", "SkipSums", "StreamedCodes", "Sums", "System", "Terms", "by_place", "choose_alpha",
            "plan", "solve"]

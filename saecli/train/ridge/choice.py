@@ -30,14 +30,13 @@ with psi_i, u_i' and r_i of L rows. With axes Y and L poles rho such that `psi_i
 
 With L = 1 these are the formulas above.
 
-An affine skip (see `skip.py`) is held while alpha is chosen: rows are left out of the decoder alone.
+An affine skip (see `solve.py`) is held while alpha is chosen: rows are left out of the decoder alone.
 
 Shapes: N rows in all, n sampled, F = d_sae, E targets, L prefixes; 1 without.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -105,7 +104,7 @@ class Model:
         return float(points[best]), float(values[best])
 
 
-def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float | None) -> Factorisation[Any]:
+def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float | None) -> Factorisation:
     """The factorisation at the alpha of least PRESS over a sample of rows.
 
     Args:
@@ -124,23 +123,37 @@ def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float
     good start, about seven from none. One more factorisation if the last alpha tried was not the best.
     """
     scale = max(system.scale(terms.shrink(system.rows)), np.finfo(float).tiny)
-    press, latest = Press.of(system, terms, z, y), None
+    press = Press.of(system, terms, z, y)
 
-    def factorised(decades: float) -> Factorisation[Any]:
+    def factorised(decades: float) -> Factorisation:
         return system.factorise(replace(terms, alpha=scale * 10**decades))
 
-    def look(decades: float) -> Model:
-        nonlocal latest
-        latest = factorised(decades)
-        return press.model(latest, decades)
+    def look(decades: float) -> tuple[Model, Factorisation]:
+        found = factorised(decades)
+        return press.model(found, decades), found
 
+    kept: Factorisation | None = None  # of `here`, as long as no other was made: two would take twice the memory
     if last is not None:
-        start = float(np.clip(np.log10(max(last, np.finfo(float).tiny)) - np.log10(scale), LEAST, MOST))
-        best = _descend(look, look(start), WARM_GAIN)
+        start, gain = float(np.log10(max(last, np.finfo(float).tiny)) - np.log10(scale)), WARM_GAIN
+        here, kept = look(min(max(start, LEAST), MOST))
     else:
-        coarse = [look(float(decades)) for decades in range(LEAST, MOST + 1, SPACING)]
-        best = _descend(look, min(coarse, key=lambda model: model.minimum(REACH)[1]), GAIN)
-    return latest if latest.alpha == best.alpha else factorised(best.decades)
+        coarse, gain = [look(float(decades))[0] for decades in range(LEAST, MOST + 1, SPACING)], GAIN
+        here = min(coarse, key=lambda model: model.minimum(REACH)[1])
+    reach = REACH
+    for _ in range(LOOKS):
+        target, expected = here.minimum(reach)
+        away = abs(target - here.decades)
+        falling = away > 0.99 * reach  # up to the end: PRESS may be flat here, with its minimum far away
+        if expected > (1 - gain) * here.value and not falling:
+            break
+        kept, gain = None, GAIN
+        there, found = look(target)
+        if there.value < here.value:
+            here, kept, reach = there, found, 2 * reach if falling else REACH
+        else:
+            reach = away / 2
+        del found
+    return kept or factorised(here.decades)
 
 
 def by_place(system: System, terms: Terms, z: Tensor, y: Tensor) -> Terms:
@@ -157,23 +170,6 @@ def by_place(system: System, terms: Terms, z: Tensor, y: Tensor) -> Terms:
         return choose_alpha(system, alone, z, y, terms.alpha).alpha
 
     return replace(terms, places=[replace(place, ratio=best(place) / terms.alpha) for place in terms.places])
-
-
-def _descend(look: Callable[[float], Model], here: Model, gain: float) -> Model:
-    """The best model of a descent from `here`, which goes on while the expected relative gain exceeds `gain`."""
-    reach = REACH
-    for _ in range(LOOKS):
-        target, expected = here.minimum(reach)
-        away = abs(target - here.decades)
-        falling = away > 0.99 * reach  # up to the end: PRESS may be flat here, with its minimum far away
-        if expected > (1 - gain) * here.value and not falling:
-            return here
-        there, gain = look(target), GAIN
-        if there.value < here.value:
-            here, reach = there, 2 * reach if falling else REACH
-        else:
-            reach = away / 2
-    return here
 
 
 @dataclass(frozen=True)
@@ -218,14 +214,14 @@ class Press:
         return cls(system, terms, z[index].double(), y[index].double(), index if len(z) == rows else None, weight,
                    centre, right, mixed)
 
-    def model(self, factorisation: Factorisation[Any], decades: float) -> Model:
+    def model(self, factorisation: Factorisation, decades: float) -> Model:
         """The model around the alpha of a factorisation, 10^`decades` times A's mean diagonal.
 
         No decoder is solved for: of `W = M (right + c alpha T0)` only the products with u and psi are needed, which
         follow from `psi' M = u'`. c is computed from the mixed columns, and hardly depends on the mixing.
         """
         terms, targets, alpha = self.terms, self.terms.targets, factorisation.alpha
-        psi = self.system.design(self.z, terms.shrink(self.system.rows))
+        psi = self.system.centred(self.z, terms.shrink(self.system.rows))
         rows, prefixes, _ = psi.shape
         psi = psi.flatten(0, 1)
         own = None if self.index is None else factorisation.own(self.index)

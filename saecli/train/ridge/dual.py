@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...sae.codes import Codes
 from .cholesky import Cholesky
-from .system import Factorisation, System
+from .system import AllReduce, Factorisation, System
 
 RESOLUTION = 1e-9  # least ridge over the mean diagonal, since the solution is a difference divided by the ridge
 
@@ -32,16 +32,15 @@ class HeldRows(System):
     def __init__(self, z: Tensor | None = None, y: Tensor | None = None) -> None:
         self._z = [] if z is None else [z]
         self._y = [] if y is None else [y]
-        self.centred: Tensor | None = None  # Z_h, (N, F)
-        self._gram: Cholesky | None = None  # of Z_h Z_h', (N, N)
-        self._shrink = 0.0  # of both
-        self.inner: Cholesky | None = None  # S, last factorised
+        self._lifts: tuple[float, Tensor, Tensor] | None = None  # s, Z_h, (N, F), and Z_h Z_h', (N, N)
 
     def add(self, codes: Codes, y: Tensor) -> None:
-        self.changed()
-        self.centred = self._gram = self.inner = None
+        self._lifts = None
         self._z.append(codes.dense())
         self._y.append(y)
+
+    def reduce(self, all_reduce: AllReduce) -> None:
+        raise TypeError("rows are gathered from all processes, not summed")
 
     @property
     def z(self) -> Tensor:
@@ -58,7 +57,7 @@ class HeldRows(System):
         return sum(len(y) for y in self._y)
 
     @property
-    def z_bar(self) -> Tensor:
+    def _z_bar(self) -> Tensor:
         return self.z.mean(0)
 
     @property
@@ -66,100 +65,85 @@ class HeldRows(System):
         return self.y.mean(0)
 
     def cross(self, centre: Tensor) -> Tensor:
-        about_means = (self.z - self.z_bar).T @ (self.y - centre)
-        return about_means.addr_(self.z_bar, self.y_bar - centre, alpha=self.rows)
+        about_means = (self.z - self._z_bar).T @ (self.y - centre)
+        return about_means.addr_(self._z_bar, self.y_bar - centre, alpha=self.rows)
 
     def scale(self, shrink: float) -> float:
-        return self._centre(shrink).square().sum().item() / self.z.shape[1]
+        return self._centre(shrink)[0].square().sum().item() / self.z.shape[1]
 
-    def _factorise(self, ridge: float, shrink: float, decay: Tensor, raised: bool = False) -> "Dual":
+    def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Dual":
         """Factorise S by Cholesky; 2 N^2 F + N^3 / 3 operations, the first term only once if there is no decay."""
-        centred = self._centre(shrink)
-        held = max(ridge, RESOLUTION * (centred.square().sum().item() / self.rows or 1.0))
-        weight = (held / (decay + held))[:, None]  # r E^-1, (F, 1)
-        self.inner = None  # free it before making another
-        if decay.any():
-            self.inner = Cholesky.of(centred * weight.T, centred.T)
-        else:
-            self._gram = self._gram or Cholesky.of(centred, centred.T)
-            self.inner = self._gram
-        ones = decay.new_ones(len(centred))
-        # With s = 1 the rows sum to 0, so S 1 = r 1. Nothing is solved for along 1: a larger eigenvalue there costs no
-        # precision.
-        lifted = [(self.inner.matrix.diagonal().mean().item() / self.rows, ones)] if shrink == 1 else []
-        succeeded, failed = self.inner.factorise(held, torch.zeros_like(ones), lifted)
-        if failed:  # S itself depends on the ridge
-            return self._factorise(succeeded, shrink, decay, raised=True)
-        return Dual(self, held, raised, shrink, weight)
+        lifted, gram = self._centre(shrink)
 
-    def _centre(self, shrink: float) -> Tensor:
-        """Z_h, (N, F), cached with its products for the other ridges of this decoder step."""
-        if self.centred is None or self._shrink != shrink:
-            self.centred = self.z - (1 - (1 - shrink) ** 0.5) * self.z_bar
-            self._gram, self._shrink = None, shrink
-        return self.centred
+        def build(ridge: float) -> Tensor:
+            S = (lifted * _weight(decay, ridge).T) @ lifted.T if decay.any() else gram.clone()
+            if shrink == 1:
+                # The rows sum to 0, so S 1 = r 1. Nothing is solved for along 1: a larger eigenvalue there costs no
+                # precision.
+                S += S.diagonal().mean() / self.rows
+            S.diagonal().add_(ridge)
+            return S
+
+        least = RESOLUTION * (lifted.square().sum().item() / self.rows or 1.0)
+        return Dual(self, Cholesky.of(build, max(ridge, least)), shrink, lifted, decay)
+
+    def _centre(self, shrink: float) -> tuple[Tensor, Tensor]:
+        """Z_h and its products, kept for the other ridges of this decoder step."""
+        if self._lifts is None or self._lifts[0] != shrink:
+            lifted = self.z - (1 - (1 - shrink) ** 0.5) * self._z_bar
+            self._lifts = shrink, lifted, lifted @ lifted.T
+        return self._lifts[1:]
 
 
-class Dual(Factorisation[HeldRows]):
+class Dual(Factorisation):
     """A Cholesky factor of the N x N matrix S.
 
     Args:
         system: the rows.
-        ridge: r.
-        raised: whether a smaller ridge failed.
+        factor: of S.
         shrink: s.
-        weight: `r E^-1`, (F, 1).
+        lifted: Z_h, (N, F).
+        decay: (F,).
     """
 
-    def __init__(self, system: HeldRows, ridge: float, raised: bool, shrink: float, weight: Tensor) -> None:
-        super().__init__(system, ridge, raised)
-        self._shrink, self._weight = shrink, weight
+    def __init__(self, system: HeldRows, factor: Cholesky, shrink: float, lifted: Tensor, decay: Tensor) -> None:
+        super().__init__(system, factor.ridge, factor.raised)
+        self._rows, self._factor, self._shrink, self._lifted = system, factor, shrink, lifted
+        self._weight = _weight(decay, factor.ridge)  # r E^-1, (F, 1)
 
     def solve(self, right: Tensor) -> Tensor:
         """4 N F + 2 N^2 operations per column."""
         scaled = self._weight * right
-        return (scaled - self.lifted(self.inner.solve(self.centred @ scaled))) / self.ridge
+        return (scaled - self.lift(self._factor.solve(self._lifted @ scaled))) / self.ridge
 
     def solve_cross(self, centre: Tensor) -> Tensor:
         """By `sum z (y - centre)' = Z_h' Y`, without cancellation."""
-        return self.lifted(self.inner.solve(self.apart(centre)))
+        return self.lift(self._factor.solve(self.apart(centre)))
 
     def quadratic(self, psi: Tensor) -> Tensor:
         """2 N F + N^2 operations per row."""
         scaled = self._weight * psi.T
-        return ((scaled * psi.T).sum(0) - self.inner.squared_norms(self.centred @ scaled)) / self.ridge
+        return ((scaled * psi.T).sum(0) - self._factor.squared_norms(self._lifted @ scaled)) / self.ridge
 
     def condition(self) -> float:
-        """Estimate for S in the 1-norm."""
-        return self.inner.condition()
+        """Estimate for S."""
+        return self._factor.condition()
 
     def own(self, index: Tensor) -> "DualRows":
         """The rows with the given numbers, (m,); 2 N^2 operations each."""
-        rows, columns = len(self.centred), torch.arange(len(index), device=index.device)
-        units = self.centred.new_full((rows, len(index)), -(1 - (1 - self._shrink) ** 0.5) / rows)
+        rows, columns = len(self._lifted), torch.arange(len(index), device=index.device)
+        units = self._lifted.new_full((rows, len(index)), -(1 - (1 - self._shrink) ** 0.5) / rows)
         units[index, columns] += 1  # P's columns
-        solved = self.inner.solve(units)
+        solved = self._factor.solve(units)
         return DualRows(self, self.ridge * (solved * units).sum(0), solved)
 
-    @property
-    def inner(self) -> Cholesky:
-        """S, factorised."""
-        assert self.system.inner is not None
-        return self.system.inner
-
-    @property
-    def centred(self) -> Tensor:
-        """Z_h, (N, F)."""
-        assert self.system.centred is not None
-        return self.system.centred
-
-    def lifted(self, columns: Tensor) -> Tensor:
+    def lift(self, columns: Tensor) -> Tensor:
         """`r E^-1 Z_h'` times columns (N, C): (F, C)."""
-        return self._weight * (self.centred.T @ columns)
+        return self._weight * (self._lifted.T @ columns)
 
     def apart(self, centre: Tensor) -> Tensor:
         """`Y = P^-1 (y - centre)`, (N, E); with s = 1 the targets are centred, and P leaves them as they are."""
-        rows = self.system.y - centre
+        rows = self._rows.y - centre
         return rows if self._shrink == 1 else rows.add_(rows.mean(0), alpha=(1 - self._shrink) ** -0.5 - 1)
 
 
@@ -179,11 +163,16 @@ class DualRows:
 
     def u(self) -> Tensor:
         """`M psi_i`, (F, m)."""
-        return self.dual.lifted(self.solved)
+        return self.dual.lift(self.solved)
 
     def residual(self, centre: Tensor) -> Tensor:
         """`y_i - centre - psi_i' M sum z (y - centre)'`, (m, E), for a centre of shape (E,)."""
         return self.dual.ridge * (self.solved.T @ self.dual.apart(centre))
+
+
+def _weight(decay: Tensor, ridge: float) -> Tensor:
+    """`r E^-1`, (F, 1)."""
+    return (ridge / (decay + ridge))[:, None]
 
 
 def _joined(blocks: list[Tensor]) -> Tensor:

@@ -138,7 +138,6 @@ class StreamedCodes(System):
 
     def add(self, codes: Codes, y: Tensor) -> None:
         """Add a block of rows: codes (B, F), kept if they fit, and targets (B, E)."""
-        self.changed()
         if isinstance(codes, DenseCodes):
             codes = codes.compact()
         self.count += len(y)
@@ -169,7 +168,6 @@ class StreamedCodes(System):
         Every process must then solve for the same right sides in the same order, so alpha is chosen on the same sample
         of rows in each.
         """
-        self.changed()
         self._all_reduce = all_reduce
         streams = self.count.new_tensor([self.streams])
         reduced([self.count, self.sum_z, self.sum_y, self.squares, self.zy, streams], all_reduce)
@@ -180,7 +178,7 @@ class StreamedCodes(System):
         return self.count.item()
 
     @property
-    def z_bar(self) -> Tensor:
+    def _z_bar(self) -> Tensor:
         return self.sum_z / self.count
 
     @property
@@ -188,14 +186,14 @@ class StreamedCodes(System):
         return self.sum_y / self.count
 
     def cross(self, centre: Tensor) -> Tensor:
-        return torch.addr(self.zy, self.sum_z, centre, alpha=-1).mul_(self.membership[..., None])
+        return torch.addr(self.zy, self.sum_z, centre, alpha=-1).mul_(self._membership[..., None])
 
     def scale(self, shrink: float) -> float:
         return max(self.diagonal(shrink).mean().item(), 0.0)
 
     def diagonal(self, shrink: float) -> Tensor:
         """A's diagonal, (F,), which rounding may leave below 0."""
-        return self.membership * self.squares - shrink * self.count * self.u.square()
+        return self._membership * self.squares - shrink * self.count * self.u.square()
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Iterative":
         self._join()
@@ -216,7 +214,7 @@ class StreamedCodes(System):
         return both[:-1].addr_(u, (1 - shrink) * self.count * apart - both[-1])
 
 
-class Iterative(Factorisation[StreamedCodes]):
+class Iterative(Factorisation):
     """Nothing is factorised: each solution is an iteration; the decoder's starts from the last decoder.
 
     Args:
@@ -228,7 +226,7 @@ class Iterative(Factorisation[StreamedCodes]):
 
     def __init__(self, system: StreamedCodes, ridge: float, shrink: float, decay: Tensor) -> None:
         super().__init__(system, ridge, raised=False)
-        self._shrink = shrink
+        self._codes, self._shrink = system, shrink
         self._added = decay + ridge  # (F,)
         self._diagonal = system.diagonal(shrink).clamp(min=0) + self._added
         self._descents: list[Descent] = []
@@ -239,7 +237,7 @@ class Iterative(Factorisation[StreamedCodes]):
 
     def solve_cross(self, centre: Tensor) -> Tensor:
         """The same, starting from the system's `start`."""
-        return self._solve(self.system.cross(centre), self.system.start)
+        return self._solve(self._codes.cross(centre), self._codes.start)
 
     def inverse_diagonal(self) -> Tensor:
         """NaN: each entry would take an iteration."""
@@ -255,7 +253,7 @@ class Iterative(Factorisation[StreamedCodes]):
 
     def _solve(self, right: Tensor, start: Tensor | None) -> Tensor:
         """Iterate from a start, (F, C); None for the solution with the matrix' diagonal."""
-        solution, width = torch.empty_like(right), right.shape[1] if self.system.streams else COLUMNS
+        solution, width = torch.empty_like(right), right.shape[1] if self._codes.streams else COLUMNS
         for begin in range(0, right.shape[1], width):
             some = slice(begin, begin + width)
             guess = right[:, some] / self._diagonal[:, None] if start is None else start[:, some].double()
@@ -268,4 +266,4 @@ class Iterative(Factorisation[StreamedCodes]):
 
     def _times(self, V: Tensor) -> Tensor:
         """`(A + diag(decay) + ridge I) V`, (F, C)."""
-        return self.system.times(V, self._shrink).addcmul_(self._added[:, None], V)
+        return self._codes.times(V, self._shrink).addcmul_(self._added[:, None], V)

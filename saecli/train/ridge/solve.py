@@ -1,17 +1,86 @@
-"""The closed-form decoder from its normal equations; symbols as in the package's docstring."""
+"""The closed-form decoder from its normal equations, and the way to solve for it within a budget of memory.
+
+An affine skip is solved for exactly together with the decoder. Over (W, S, b) the squared error is
+`||z W + x S + b - y||^2`. The system has the targets (y, x) side by side, so that one factorisation M gives both
+`M C_y` and `P = M C_x`. With the rows' own blocks, centred like C,
+
+    A_xx = sum x x' - N x_bar (s x_bar)'        A_xy = sum x y' - N x_bar (s y_bar + t b_t)'
+
+W follows S, `W = M (C_y + alpha T) - P S`, and S solves what is left, K its Schur complement:
+
+    K = A_xx - C_x' P        S = K^-1 (A_xy - C_x' M (C_y + alpha T))
+
+Shapes: N rows, n sampled, F = d_sae, D skipped dimensions, E targets proper. All float64; symbols as in the package's
+docstring.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .skip import Elimination
+from ...sae.codes import Codes, Prefixes
+from .dual import HeldRows
+from .iterative import COLUMNS, StreamedCodes
+from .sums import Sums
 from .system import PIECE, Factorisation, Place, System, Terms
 
 FLAT = 1e-14  # fraction of ||T0||^2 up to which the objective's curvature in c is rounding
+KEPT_FRACTION = 0.8  # of the remaining memory, for the codes that an iteration keeps
+MATRICES = 6  # F x E matrices of float64 that a solution takes
+RIDGE = 1e-9  # over A_xx's mean diagonal: dimensions of x that codes explain, or that never vary, get no skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a decoder step is solved.
+
+    Args:
+        kind: "direct" by the sums over the rows, "dual" by the rows themselves, "iterative" by products with codes.
+        bytes: peak memory; for an iteration without kept codes, the least that it needs.
+        budget: bytes for the codes that an iteration keeps.
+        prefixes: of a nested dictionary; none otherwise.
+    """
+
+    kind: str
+    bytes: int
+    budget: float = 0.0
+    prefixes: Prefixes = ()
+
+    def system(self, start: Tensor, again: Callable[[], Iterator[Codes]]) -> System:
+        """Empty normal equations, with the shape and device of the decoder before the step, (F, E); `again` gives the
+        codes of all blocks once more, for an iteration that could not keep them."""
+        if self.kind == "direct":
+            d_sae, d_out = start.shape
+            return Sums(d_sae, d_out, start.device, self.prefixes)
+        return HeldRows() if self.kind == "dual" else StreamedCodes(start, again, self.budget, self.prefixes)
+
+
+def plan(rows: int, d_sae: int, d_out: int, memory: float = math.inf, solve: str = "auto",
+         prefixes: Prefixes = ()) -> Plan:
+    """The way to solve a decoder step: by a factorisation if it fits, else by iteration.
+
+    Args:
+        rows: N.
+        d_sae: F.
+        d_out: E.
+        memory: free bytes; a plan may need more if none fits.
+        solve: "direct" for a factorisation in any case, "iterative" for none, or "auto".
+        prefixes: of a nested dictionary, which is not solved in N dimensions: none otherwise.
+    """
+    if rows < d_sae and not prefixes:
+        # Codes, their centred and weighted copies, targets, products of N x N and their factor.
+        factorised = Plan("dual", 8 * (rows * (5 * d_sae + d_out) + 2 * rows * rows + MATRICES * d_sae * d_out))
+    else:  # the Gram matrix and its factor
+        factorised = Plan("direct", 8 * d_sae * (2 * d_sae + MATRICES * d_out), prefixes=prefixes)
+    streaming, keeping = (8 * d_sae * (MATRICES * d_out + 6 * columns)  # vectors of the iteration, for each column
+                          for columns in (d_out, min(COLUMNS, d_out)))
+    if solve == "direct" or (solve == "auto" and factorised.bytes <= max(memory, streaming)):
+        return factorised
+    return Plan("iterative", streaming, KEPT_FRACTION * max(memory - keeping, 0), prefixes)
 
 
 @dataclass(frozen=True)
@@ -28,8 +97,7 @@ class DecoderState:
         raised: whether the ridge is larger than asked for, because that did not factorise.
         condition: estimate of the condition number; see `Factorisation.condition`.
         residual: of the worst column, over its right side; nan if it was not solved by iteration.
-        dof: effective degrees of freedom of each target coordinate, without a skip's; nan if no codes were given for
-            them.
+        dof: effective degrees of freedom of each target coordinate, without a skip's; nan if not asked for.
         skip: weights of the affine skip, (D, E), float64; None for none.
         effect: how much the objective would rise without each latent, all others solved for again and c fixed,
             `||W_i||^2 / M_ii`, (F,), float64, NaN for a solution by iteration; None if not asked for.
@@ -55,7 +123,7 @@ class DecoderState:
         return self.Delta if direction is None else torch.add(self.Delta, direction.double(), alpha=self.c)
 
 
-def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None = None,
+def solve(system: System, terms: Terms, factorisation: Factorisation | None = None,
           z: Tensor | None = None, effects: bool = False) -> DecoderState:
     """The decoder that minimises the package's objective, jointly with c if there is a direction.
 
@@ -72,25 +140,26 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
 
     Raises:
         TrainingError: the codes are not finite, or so far from 0 that their spread is lost in rounding.
-        RuntimeError: the factorisation has been superseded.
-        ValueError: it belongs to another system.
     """
-    if factorisation is None:
-        factorisation = system.factorise(terms)
-    elif factorisation.system is not system:
-        raise ValueError("the factorisation belongs to other normal equations than the ones to solve")
+    factorisation = factorisation or system.factorise(terms)
     rows, y_bar, E, alpha = system.rows, system.y_bar, terms.d_out, factorisation.alpha
-    centre, T0 = terms.centre(rows, y_bar), None if terms.direction is None else terms.direction.double()
+    centre = terms.centre(rows, y_bar)
     bias, c, skip, eliminated = terms.bare_bias(rows, y_bar)[:E], 0.0, None, None
     dof = math.nan if z is None else effective_dof(factorisation, terms, z)
-    solution = (_by_place if terms.places else _solved)(factorisation, terms, effects)
+    figures = factorisation.relative_alpha, factorisation.ridge, factorisation.raised
+    if terms.places:
+        del factorisation  # its memory: each place has its own
+        solution = _by_place(system, terms, alpha, effects)
+    else:
+        solution = _solved(factorisation, terms, effects)
     W, along = solution.W[:, :E], solution.along
     if terms.skip is not None:
         A_xx, A_xy = terms.skip.blocks(rows, y_bar[E:], centre)
-        eliminated = Elimination.of(solution.W[:, E:], system.cross(centre)[:, E:], A_xx)
-    if T0 is not None:
+        eliminated = _Elimination.of(solution.W[:, E:], system.cross(centre)[:, E:], A_xx)
+    if along is not None and terms.direction is not None:
         free = (W, along) if eliminated is None else (eliminated(W, A_xy), eliminated(along))
-        c, _ = best_multiple(*(_weighted(part, terms.places) for part in (T0, *free)), alpha)
+        T0, untargeted, towards = (_weighted(part, terms.places) for part in (terms.direction.double(), *free))
+        c, _ = best_multiple(T0, untargeted, towards, alpha)
         W.add_(along, alpha=c * alpha)
     if eliminated is not None:
         skip = eliminated.skip(W, A_xy)
@@ -100,9 +169,9 @@ def solve(system: System, terms: Terms, factorisation: Factorisation[Any] | None
     if solution.inverse is not None:
         inverse = solution.inverse if eliminated is None else solution.inverse + eliminated.inverse_diagonal()[:, None]
         effect = (W.square() / inverse).sum(1)
-    Delta = W if T0 is None else W.sub_(T0, alpha=c)
-    return DecoderState(c, Delta, b, alpha, factorisation.relative_alpha, factorisation.ridge, factorisation.raised,
-                        solution.condition, solution.residual, dof, skip, effect,
+    if terms.direction is not None:
+        W.sub_(terms.direction.double(), alpha=c)
+    return DecoderState(c, W, b, alpha, *figures, solution.condition, solution.residual, dof, skip, effect,
                         tuple(place.ratio for place in terms.places) or (1.0,))
 
 
@@ -117,7 +186,7 @@ class _Solution(NamedTuple):
     inverse: Tensor | None
 
 
-def _solved(factorisation: Factorisation[Any], terms: Terms, effects: bool) -> _Solution:
+def _solved(factorisation: Factorisation, terms: Terms, effects: bool) -> _Solution:
     """The solution of all columns; the figures are taken after it, since an iteration estimates them from its steps."""
     system = factorisation.system
     W = factorisation.solve_cross(terms.centre(system.rows, system.y_bar))
@@ -128,19 +197,21 @@ def _solved(factorisation: Factorisation[Any], terms: Terms, effects: bool) -> _
     return _Solution(W, along, factorisation.condition(), factorisation.residual(), inverse)
 
 
-def _by_place(factorisation: Factorisation[Any], terms: Terms, effects: bool) -> _Solution:
-    """As `_solved`, the columns of each place with its own decay and alpha, by whose ratio `M T0` is multiplied;
-    supersedes the factorisation."""
-    system, alpha, found = factorisation.system, factorisation.alpha, []
+def _by_place(system: System, terms: Terms, alpha: float, effects: bool) -> _Solution:
+    """As `_solved`, the columns of each place with its own decay and alpha, by whose ratio `M T0` is multiplied."""
+    parts = []
     for place in terms.places:
         own = system.factorise(replace(terms, alpha=place.ratio * alpha, decay=place.decay))
         W, along, condition, residual, inverse = _solved(own, terms, effects)
+        del own  # the memory of its factor
+        W = W[:, place.columns]
         towards = None if along is None else place.ratio * along[:, place.columns]
-        wide = None if inverse is None else inverse.expand_as(W[:, place.columns])
-        found.append((W[:, place.columns], towards, condition, residual, wide))
-    Ws, alongs, conditions, residuals, inverses = zip(*found, strict=True)
-    return _Solution(torch.cat(Ws, 1), None if terms.direction is None else torch.cat(alongs, 1), max(conditions),
-                     max(residuals), torch.cat(inverses, 1) if effects else None)
+        parts.append(_Solution(W, towards, condition, residual, None if inverse is None else inverse.expand_as(W)))
+    alongs = [part.along for part in parts if part.along is not None]
+    inverses = [part.inverse for part in parts if part.inverse is not None]
+    return _Solution(torch.cat([part.W for part in parts], 1), torch.cat(alongs, 1) if alongs else None,
+                     max(part.condition for part in parts), max(part.residual for part in parts),
+                     torch.cat(inverses, 1) if inverses else None)
 
 
 def _weighted(columns: Tensor, places: Sequence[Place]) -> Tensor:
@@ -172,7 +243,7 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
     return c, -falling / curvature
 
 
-def effective_dof(factorisation: Factorisation[Any], terms: Terms, z: Tensor) -> float:
+def effective_dof(factorisation: Factorisation, terms: Terms, z: Tensor) -> float:
     """The decoder's effective degrees of freedom: the trace of the matrix that maps targets to reconstructions, those
     of all prefixes.
 
@@ -190,20 +261,54 @@ def effective_dof(factorisation: Factorisation[Any], terms: Terms, z: Tensor) ->
     most = min(prefixes * rows, len(system.u) + 1)
     if terms.joint:
         return min(rows * (1 - slack_of(factorisation, terms, z)).mean().item(), most)
-    fitted = factorisation.quadratic(system.design(z, 0.0).flatten(0, 1)).mean() * rows
+    fitted = factorisation.quadratic(system.centred(z, 0.0).flatten(0, 1)).mean() * rows
     overlap = terms.rows_fraction(rows) * (1 - rows * factorisation.quadratic(system.u[None]))
     return min((fitted + overlap).item(), most)
 
 
-def slack_of(factorisation: Factorisation[Any], terms: Terms, z: Tensor) -> Tensor:
+def slack_of(factorisation: Factorisation, terms: Terms, z: Tensor) -> Tensor:
     """`1 - h_i`, (n,), of rows with codes z, (n, F); if n = N, of all rows in the system's order. h_i is the leverage,
     `1 / (N + beta + nu) + psi_i' (A + diag(decay) + r I)^-1 psi_i` with psi_i = z_i - s z_bar; with prefixes the trace
     of `choice`'s H_i."""
     system = factorisation.system
     if len(z) == system.rows:
         own = [factorisation.own(some) for some in torch.arange(len(z), device=z.device).split(PIECE)]
-        if own[0] is not None:
-            return torch.cat([rows.slack for rows in own])
-    psi = system.design(z, terms.shrink(system.rows))
+        held = [rows.slack for rows in own if rows is not None]
+        if held:
+            return torch.cat(held)
+    psi = system.centred(z, terms.shrink(system.rows))
     leverages = factorisation.quadratic(psi.flatten(0, 1)).view(psi.shape[:2]).mean(1)
     return 1 - 1 / (system.rows + terms.beta + terms.nu) - leverages
+
+
+class _Elimination(NamedTuple):
+    """The skip eliminated from W's equations: P, (F, D), C_x, (F, D), and the Cholesky factor of K, (D, D)."""
+
+    P: Tensor
+    C: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, P: Tensor, C: Tensor, A_xx: Tensor) -> "_Elimination":
+        """For the solution P = M C_x."""
+        K = A_xx - C.T @ P
+        K = (K + K.T) / 2
+        ridge = RIDGE * max(A_xx.diagonal().mean().item(), torch.finfo(torch.float64).tiny)
+        factor, failed = torch.linalg.cholesky_ex(K + ridge * torch.eye(len(K)).to(K))
+        while failed:  # rounding, where codes explain some of x exactly
+            ridge *= 10
+            factor, failed = torch.linalg.cholesky_ex(K + ridge * torch.eye(len(K)).to(K))
+        return cls(P, C, factor)
+
+    def skip(self, W: Tensor, A_xy: Tensor | None = None) -> Tensor:
+        """`K^-1 (A_xy - C_x' W)`, (D, E), for a solution without the skip, (F, E); A_xy is 0 if it is None."""
+        right = -self.C.T @ W
+        return torch.cholesky_solve(right if A_xy is None else right + A_xy, self.factor)
+
+    def inverse_diagonal(self) -> Tensor:
+        """What the skip adds to the diagonal of M, (F,): that of `P K^-1 P'`."""
+        return torch.linalg.solve_triangular(self.factor, self.P.T, upper=False).square().sum(0)
+
+    def __call__(self, W: Tensor, A_xy: Tensor | None = None) -> Tensor:
+        """The solution with the skip, (F, E), from the one without it."""
+        return W - self.P @ self.skip(W, A_xy)

@@ -32,7 +32,7 @@ class Sums(System):
         prefixes: of a nested dictionary; none otherwise.
 
     Cost per row: `F^2 + 2 E F` operations for dense codes; `K^2 + 2 E K`, or `2 F K + 2 E K`, for K entries.
-    Memory: 8 F (F + 1) + 8 F E bytes.
+    Memory: 8 F^2 + 8 F E bytes.
     """
 
     def __init__(self, d_sae: int, d_out: int, device: torch.device | str = "cpu", prefixes: Prefixes = ()) -> None:
@@ -43,7 +43,7 @@ class Sums(System):
         self.z_0, self.y_0 = zeros(d_sae), zeros(d_out)
         self.sum_z, self.sum_y = zeros(d_sae), zeros(d_out)
         self.prefixes = prefixes
-        self.gram = Cholesky(d_sae, device, self.membership if prefixes else None)
+        self.gram = zeros(d_sae, d_sae)  # on and below the diagonal
         self.zy = zeros(d_sae, d_out)
         self._is_empty = True
         self._codes_are_offset = False
@@ -56,50 +56,44 @@ class Sums(System):
         if self._codes_are_offset:
             codes = DenseCodes(codes.dense() - self.z_0.to(y.dtype))
         y = y - self.y_0.to(y.dtype)
-        self.changed()
         self.count += len(y)
         self.sum_z += codes.sums()
         self.sum_y += y.sum(0)
-        codes.add_gram(self.gram.matrix)
+        codes.add_gram(self.gram)
         self.zy += codes.transposed_times(y)
 
     def recentre(self, z_0: Tensor, y_0: Tensor) -> None:
         """Change the sums to offsets z_0, (F,), and y_0, (E,)."""
         z, y = self.z_0 - z_0, self.y_0 - y_0
         if z.any() or y.any():
-            self.changed()
             moved = self.sum_z + self.count * z
-            self.gram.matrix.addr_(z, self.sum_z).addr_(moved, z)
+            self.gram.addr_(z, self.sum_z).addr_(moved, z)
             self.zy.addr_(z, self.sum_y).addr_(moved, y)
             self.sum_z = moved
             self.sum_y += self.count * y
             self.z_0, self.y_0, self._codes_are_offset = z_0, y_0, bool(z_0.any())
 
     def reduce(self, all_reduce: AllReduce) -> None:
-        """All-reduce the sums, about common offsets; no more rows may be added.
-
-        Cost: `F^2 / 2 + F E` float64 numbers are all-reduced, a panel at a time.
-        """
-        self.changed()
+        """About common offsets. Cost: `F^2 / 2 + F E` float64 numbers are all-reduced, a panel at a time."""
         count = all_reduce(self.count.clone()).clamp(min=1)
         # Rounded, since later blocks subtract them in float32.
         self.recentre(*((all_reduce(self.count * offset) / count).float().double() for offset in (self.z_0, self.y_0)))
         reduced([self.count, self.sum_z, self.sum_y, self.zy], all_reduce)
         for begin in range(0, len(self.sum_z), PIECE):
             end = begin + PIECE
-            reduced([self.gram.matrix[begin:end, :end]], all_reduce)
+            reduced([self.gram[begin:end, :end]], all_reduce)
 
     @property
     def _spread(self) -> Tensor:
         """Sum of `(z - z_bar)^2` per latent, (F,)."""
-        return self.gram.matrix.diagonal() - self.sum_z.square() / self.count
+        return self.gram.diagonal() - self.sum_z.square() / self.count
 
     @property
     def rows(self) -> float:
         return self.count.item()
 
     @property
-    def z_bar(self) -> Tensor:
+    def _z_bar(self) -> Tensor:
         return self.z_0 + self.sum_z / self.count
 
     @property
@@ -108,38 +102,55 @@ class Sums(System):
 
     def cross(self, centre: Tensor) -> Tensor:
         about_means = torch.addr(self.zy, self.sum_z / self.count, self.sum_y, alpha=-1)
-        about_means[self._spread <= self.count * (CONSTANT * self.z_bar).square()] = 0.0  # else rounding, to be divided
-        return about_means.addr_(self.z_bar, self.y_bar - centre, alpha=self.rows).mul_(self.membership[..., None])
+        # Else rounding, to be divided:
+        about_means[self._spread <= self.count * (CONSTANT * self._z_bar).square()] = 0.0
+        return about_means.addr_(self._z_bar, self.y_bar - centre, alpha=self.rows).mul_(self._membership[..., None])
 
     def scale(self, shrink: float) -> float:
-        between = self.membership * self.z_bar.square() - shrink * self.u.square()
-        return max((self.membership * self._spread + self.count * between).mean().item(), 0.0)
+        between = self._membership * self._z_bar.square() - shrink * self.u.square()
+        return max((self._membership * self._spread + self.count * between).mean().item(), 0.0)
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Direct":
-        """By Cholesky in F dimensions; F^3 / 3 operations."""
-        masks = self.masks
+        """By Cholesky in F dimensions; F^3 / 3 operations and 8 F^2 bytes more."""
+        masks = self._masks
         updates = [(-self.rows / len(masks), mask * (self.sum_z / self.count)) for mask in masks]
         if self.prefixes:
-            updates += [(self.rows / len(masks), mask * self.z_bar - self.u) for mask in masks]
+            updates += [(self.rows / len(masks), mask * self._z_bar - self.u) for mask in masks]
         if shrink < 1:
             updates.append(((1 - shrink) * self.rows, self.u))
-        return Direct(self, *self.gram.factorise(ridge, decay, updates, RESOLUTION))
+        diagonal = self._membership * self.gram.diagonal() + decay
+        for weight, vector in updates:
+            diagonal += weight * vector.square()
+
+        def build(ridge: float) -> Tensor:
+            A = self.gram.clone()
+            if self.prefixes:
+                A *= self._membership[:, None]  # below the diagonal, of the later of two latents
+            for weight, vector in updates:
+                A.addr_(vector, vector, alpha=weight)
+            A.diagonal().copy_(diagonal + ridge)
+            return A
+
+        return Direct(self, Cholesky.of(build, max(ridge, RESOLUTION * (diagonal.abs().mean().item() or 1.0))))
 
 
-class Direct(Factorisation[Sums]):
-    """A Cholesky factor of the F x F matrix, in the same array as the Gram matrix."""
+class Direct(Factorisation):
+    """A Cholesky factor of the F x F matrix."""
+
+    def __init__(self, system: Sums, factor: Cholesky) -> None:
+        super().__init__(system, factor.ridge, factor.raised)
+        self._factor = factor
 
     def solve(self, right: Tensor) -> Tensor:
         """2 F^2 operations per column."""
-        return self.system.gram.solve(right)
+        return self._factor.solve(right)
 
     def quadratic(self, psi: Tensor) -> Tensor:
         """F^2 operations per row."""
-        return self.system.gram.squared_norms(psi.T)
+        return self._factor.squared_norms(psi.T)
 
     def condition(self) -> float:
-        """Estimate in the 1-norm."""
-        return self.system.gram.condition()
+        return self._factor.condition()
 
 
 def _offset(rows: int, sums: Tensor, squares: Tensor) -> Tensor:
