@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ...base.wording import size_words
+from ...base.errors import size_words
 from ..options import Data, Device, Json, Run, SplitName, Target, start
 
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
