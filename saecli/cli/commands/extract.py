@@ -36,8 +36,8 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
     Example: sae extract --model google/gemma-2-2b --layer 12
     """
     from ...extract.extraction import extract
-    from ...show.stores import stored_tables
-    from ...store.listing import stored
+    from ...show.listing import stored_tables
+    from ...store.opening import stored
 
     session = start(ctx, json)
     stores = extract(layer=layer or [], site=[one.value for one in site or []] or ["resid_post"], name=name,
