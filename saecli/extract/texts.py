@@ -142,7 +142,6 @@ class TextSource:
         return self.config or DEFAULT_CONFIGS.get(self.dataset)
 
     def _unread(self, error: BaseException, advice: str) -> ModelError:
-        """Why the hub dataset could not be read, and what to do."""
         from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
 
         link: BaseException | None = error
