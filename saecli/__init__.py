@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .show.report import report
     from .store.import_arrays import import_array
     from .store.import_worlds import import_synthetic
-    from .store.listing import list_home
+    from .store.opening import list_home
     from .store.reader import ActivationStore
     from .train.fit import fit, join, open_store
 
@@ -62,7 +62,7 @@ _MODULES = {
     "import_array": "store.import_arrays",
     "import_synthetic": "store.import_worlds",
     "join": "train.fit",
-    "list_home": "store.listing",
+    "list_home": "store.opening",
     "load_sae": "sae.library",
     "open_store": "train.fit",
     "probe": "measure.probe",
