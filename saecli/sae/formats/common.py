@@ -177,15 +177,6 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return _numbers(path, {name: file.get_tensor(name) for name in file.keys()}), file.metadata() or {}  # noqa: SIM118
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors atomically; FormatError if that fails, since safetensors raises no OSError."""
-    with appearing_whole(path) as temporary:
-        try:
-            save_file(_ready(tensors), temporary, metadata=metadata)
-        except SafetensorError as error:
-            raise _unwritten(path, error) from error
-
-
 def read_torch(path: Path) -> dict[str, Tensor]:
     """The tensors of a `torch.save` file, with `weights_only`, so that no code is run."""
     with naming(str(path), TO_FIT):
@@ -218,18 +209,23 @@ def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors atomically."""
+    _write(path, lambda temporary: save_file(_ready(tensors), temporary, metadata=metadata))
+
+
 def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors atomically; FormatError if that fails, since torch raises no OSError."""
+    """Write tensors atomically with `torch.save`."""
+    _write(path, lambda temporary: torch.save(_ready(tensors), temporary))
+
+
+def _write(path: Path, save: Callable[[Path], None]) -> None:
     with appearing_whole(path) as temporary:
         try:
-            torch.save(_ready(tensors), temporary)
-        except RuntimeError as error:
-            raise _unwritten(path, error) from error
-
-
-def _unwritten(path: Path, error: Exception) -> FormatError:
-    return FormatError(as_named(f"cannot write {path}: {one_line(error)}; nothing half-written was kept, free some "
-                                "space and run the same command again"))
+            save(temporary)
+        except (SafetensorError, RuntimeError) as error:  # neither library raises an OSError
+            raise FormatError(as_named(f"cannot write {path}: {one_line(error)}; nothing half-written was kept, free "
+                                       "some space and run the same command again")) from error
 
 
 def _ready(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
