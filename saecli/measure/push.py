@@ -119,9 +119,10 @@ def _card(present: ModelCard | None, address: Address, found: Conversion, one: M
     hooks = [f"{to}layer {saved.origin[f'{of}layer']}, {saved.origin.get(f'{of}site')}"
              for of, to in (("", ""), ("target_", "to ")) if f"{of}layer" in saved.origin]
     activations = ", ".join(filter(None, [saved.origin.get("model"), *hooks])) or one.store.name
-    row = {"SAE": f"`{address.folder}`", "activations": activations, "activation": f"{sae.activation.name} {sae.k or ''}".strip(),
-           "d_in": number(sae.d_in), "d_sae": number(sae.d_sae),
-           **{name: number(measures.get(name)) for name in MEASURES}, "remark": found.remark or ""}
+    row = {"SAE": f"`{address.folder}`", "activations": activations,
+           "activation": f"{sae.activation.name} {sae.k or ''}".strip(), "d_in": number(sae.d_in),
+           "d_sae": number(sae.d_sae), **{name: number(measures.get(name)) for name in MEASURES},
+           "remark": found.remark or ""}
     others = [line for line in inside.splitlines()
               if line.startswith("| `") and not line.startswith(f"| {row['SAE']} |")]
     stores = "--data STORE --target STORE" if one.saved.is_transcoder else "--data STORE"

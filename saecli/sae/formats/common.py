@@ -164,7 +164,7 @@ def read_config(path: Path, kind: type[Document]) -> Document:
 
 
 def origin_from(fields: Mapping[str, Any]) -> Origin:
-    """An origin from another library's entries; those of unexpected types are ignored."""
+    """An origin from another library's entries, without entries of unexpected types."""
     kinds = {"model": str, "layer": int, "site": str, "dataset": str, "context": int, "prepend_bos": bool,
              "target_layer": int, "target_site": str}
     known: dict[str, Any] = {name: value for name, value in fields.items() if type(value) is kinds[name]}
