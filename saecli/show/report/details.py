@@ -47,7 +47,7 @@ class TokenNumbers:
 
 @dataclass(frozen=True)
 class Readings:
-    """The content of pages besides a survey.
+    """The content of pages that is not in a survey.
 
     Args:
         chosen: the latents that have a page, (C,), ascending.
