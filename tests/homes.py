@@ -88,6 +88,16 @@ def assert_same_weights(home: Path, first: str, second: str) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def linear_map(width: int) -> np.ndarray:
+    return np.random.default_rng(5).normal(size=(8, width)).astype(np.float32)
+
+
+def targets_of(x: np.ndarray, width: int = 5) -> np.ndarray:
+    """A function of the rows with a bend, on another scale, with noise."""
+    y = np.abs(x @ linear_map(width)) + 0.1 * np.random.default_rng(6).normal(size=(len(x), width))
+    return (30 * y + 7).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class Done:
     """What a command left: its exit status and its output."""
