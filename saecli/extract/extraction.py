@@ -17,10 +17,9 @@ import torch
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.distributed import Communicator, communicator
-from ..base.errors import ConfigError, StoreError, did_you_mean, unknown_choice
+from ..base.errors import ConfigError, StoreError, did_you_mean, size_words, unknown_choice
 from ..base.home import Home, Shelf, checked_name
-from ..base.wording import size_words
+from ..base.processes import Communicator, communicator
 from ..store.admission import Admission
 from ..store.opening import DERIVED, finished_store, told_when_stopped
 from ..store.ranks import RankedStore, joining_began, rank_folder, rank_meta

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..base.devices import moved
 from ..base.errors import ModelError, StoreError
-from ..base.memory import is_out_of_memory
+from ..base.machine import is_out_of_memory
 from ..store.admission import Admission, jointly
 from ..store.writer import StoreWriter
 from .hook_points import HookPoint

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..base.console import Listener
 from ..base.devices import device_named
-from ..base.distributed import ALONE
 from ..base.home import Home
+from ..base.processes import ALONE
 from ..store.admission import Admission
 from ..store.dtypes import DTYPES
 from ..store.schema import StoreMeta

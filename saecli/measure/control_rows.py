@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..base.errors import MachineError
-from ..base.memory import available_memory
-from ..base.wording import size_words
+from ..base.errors import MachineError, size_words
+from ..base.machine import available_memory
 from ..store.rows import RowSource
 from ..train.array_rows import CHECKED_ROWS, ArrayRows
 

@@ -31,9 +31,8 @@ import numpy as np
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.documents import read_settings
-from ..base.errors import ConfigError, MachineError, RunError, TrainingError
+from ..base.errors import ConfigError, MachineError, RunError, TrainingError, counted
 from ..base.home import KEPT, Home
-from ..base.wording import counted
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import open_sae

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, counted
 from ..base.home import Home
-from ..base.wording import counted
 from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
 from ..store.split import Which

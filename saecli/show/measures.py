@@ -9,8 +9,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ..base.errors import printable
-from ..base.wording import counted, number
+from ..base.errors import counted, number, printable
 from ..measure.controls import MEASURES as CONTROLLED
 from ..measure.evaluate import ERRORS, LIKE_L0
 from ..measure.places import EXCLUSIVE

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..base.errors import FormatError, did_you_mean
+from ..base.errors import FormatError, counted, did_you_mean
 from ..base.files import regular
-from ..base.wording import counted
 from .array_formats import ARRAY_FORMATS, SUFFIXES
 from .arrays import BLOCK_BYTES, REAL_NUMBERS, Array, Arrays, ArraySource, check_memory, naming
 from .hdf5 import Link

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from ..base.errors import FormatError
+from ..base.errors import FormatError, size_words
 from ..base.files import NotAFile
-from ..base.memory import available_memory
-from ..base.wording import size_words
+from ..base.machine import available_memory
 
 BLOCK_BYTES = 16 << 20
 REAL_NUMBERS = r"bool|u?int\d+|b?float\d+"

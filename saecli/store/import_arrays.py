@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..base.console import Listener, listening
-from ..base.errors import StoreError
+from ..base.errors import StoreError, counted, size_words
 from ..base.files import file_sha256
 from ..base.home import STORE_MARKER, Home, checked_name
-from ..base.wording import counted, size_words
 from .array_opening import open_array
 from .arrays import ArraySource
 from .opening import DERIVED, filling, finished_store, told_when_stopped

@@ -11,10 +11,9 @@ from rich.console import RenderableType
 
 from ..base.console import Listener, Step, listening
 from ..base.documents import read_run
-from ..base.errors import SaeError
+from ..base.errors import SaeError, counted, number, size_words
 from ..base.home import Home, Shelf
 from ..base.tables import table
-from ..base.wording import counted, number, size_words
 from .joined import in_words
 from .ranks import saved_rows
 from .reader import ActivationStore

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from ..base import interrupts
 from ..base.console import Listener, Step
-from ..base.errors import ConfigError, PeerError, StoreError
+from ..base.errors import ConfigError, PeerError, StoreError, counted
 from ..base.home import STORE_MARKER, Home
-from ..base.wording import counted
 from .joined import Joined
 from .ranks import saved_rows
 from .reader import ActivationStore

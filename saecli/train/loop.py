@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..base.console import Step
 from ..base.devices import device_named
-from ..base.distributed import ALONE, Communicator
 from ..base.errors import RunError, TrainingError
+from ..base.processes import ALONE, Communicator
 from ..sae.batch import Batch
 from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction, reconstructions

@@ -11,11 +11,10 @@ from typing import Any, Self
 
 import torch
 
-from ..base.devices import device_named, free_memory
-from ..base.distributed import Communicator
+from ..base.devices import demand_precision, device_named, free_memory, multiplies_bf16
 from ..base.errors import ConfigError
-from ..base.precision import demand_precision, multiplies_bf16
-from ..base.torchrun import local_world
+from ..base.launcher import local_world
+from ..base.processes import Communicator
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
 from ..store.rows import RowSource

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..base.devices import carried
-from ..base.distributed import ALONE, Communicator
 from ..base.errors import ConfigError
+from ..base.processes import ALONE, Communicator
 from ..sae.batch import Batch
 from ..sae.dictionary import SAE
 from ..store.rows import RowSource

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..base import interrupts
 from ..base.console import Listener, Step
-from ..base.distributed import Communicator
 from ..base.documents import RUN_VERSION, read_settings
 from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
 from ..base.files import appearing_whole, write_json
 from ..base.home import KEPT, RUN_MARKER, Home, checked_name
 from ..base.options import toml_lines
+from ..base.processes import Communicator
 from ..extract.streaming import Streamed
 from ..sae.activations import activation_from_json, activation_to_json
 from ..sae.dictionary import SAE

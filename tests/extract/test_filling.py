@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tiny_models import loaded, save_model, save_tokenizer
 from transformers import AutoTokenizer, LlamaModel
 
-from saecli.base.distributed import Communicator
 from saecli.base.errors import ConfigError, ModelError
+from saecli.base.processes import Communicator
 from saecli.extract.extraction import Quota, rows_by_rank
 from saecli.extract.forward import COLUMNS, Forward, batch_tokens, fill, tokens_that_fit
 from saecli.extract.hook_points import HookPoint

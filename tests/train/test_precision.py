@@ -11,7 +11,7 @@ from tasks import task_of
 from torch import Tensor
 
 import saecli
-from saecli.base.precision import multiplies_bf16, products_in
+from saecli.base.devices import multiplies_bf16, products_in
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.batch import Batch
 from saecli.train import plan

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ...base.distributed import communicator
+from ...base.processes import communicator
 from ...extract.hook_points import SITES
 from ...extract.options import ExtractConfig
 from ..options import Device, Given, Json, configured, start

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ...base.errors import ConfigError
-from ...base.wording import counted, size_words
+from ...base.errors import ConfigError, counted, size_words
 from ..options import Json, all_names, start
 
 Names = Annotated[list[str], typer.Argument(metavar="NAME", help="Names of stores and runs.", autocompletion=all_names)]

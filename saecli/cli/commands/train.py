@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ...base import interrupts
-from ...base.distributed import Communicator, communicator
 from ...base.errors import ConfigError, SaeError, flag_of
 from ...base.home import checked_name, now
 from ...base.options import options_of
+from ...base.processes import Communicator, communicator
 from ...extract.hook_points import SITES
 from ...extract.options import TINY_GEMMA2, ExtractConfig
 from ...sae.activations import ACTIVATIONS
