@@ -14,12 +14,14 @@ from launching import signalled
 from torch import Tensor
 
 import saecli
+from saecli.base.devices import multiplies_bf16
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
 from saecli.train.files import Progress, load_checkpoint, read_metrics, save_checkpoint
 from saecli.train.fit import planned
 from saecli.train.loop import Loop, Measures, Record, start_training
 from saecli.train.plan import Plan
+from saecli.train.solvers import SOLVERS
 from saecli.train.start import Start, fingerprint
 
 ROWS = some_rows(300)
@@ -39,7 +41,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("pam-sgd", "relu", {"mu_enc": 1.0, "mu_dec": 1.0, "nu_dec": 2.0, "beta": 1.0}), ("pam-sgd", "swish", {"seed": 3}),
     ("pam-sgd", "topk", TOPK | {"target": True}), ("pam-sgd", "topk", TOPK | {"target": True, "skip": True}),
     ("sgd", "topk", TOPK | {"target": True, "skip": True}), ("pam-sgd", "topk", TOPK | {"init": True, "d_sae": 20}),
-    ("sgd", "relu", {"init": True, "d_sae": 20})]
+    ("sgd", "relu", {"init": True, "d_sae": 20}),
+    *[(solver, "relu", {"precision": "bf16"}) for solver in SOLVERS if multiplies_bf16(torch.device("cpu"))]]
 
 
 class Cut(Record):
