@@ -19,8 +19,7 @@ from torch import Tensor
 from ..base.devices import moved
 from ..base.errors import ModelError, StoreError
 from ..base.machine import is_out_of_memory
-from ..store.admission import Admission, jointly
-from ..store.writer import StoreWriter
+from ..store.writer import Admission, StoreWriter, jointly
 from .hook_points import HookPoint
 from .windows import LOOK_AHEAD, Batch, Block, Cursor
 

@@ -19,7 +19,7 @@ from ..base.console import Listener
 from ..base.errors import ConfigError
 from ..extract.forward import Ahead
 from ..extract.streaming import Streamed
-from ..store.dtypes import DTYPES
+from ..store.codec import DTYPES
 from ..store.split import is_test
 from ..store.statistics import Spread
 from ..store.stream import WHOLE, Part

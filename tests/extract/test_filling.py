@@ -24,10 +24,9 @@ from saecli.extract.hook_points import HookPoint
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.texts import Document
 from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
-from saecli.store.admission import Admission
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
-from saecli.store.writer import StoreWriter
+from saecli.store.writer import Admission, StoreWriter
 
 BOS, EOS, CONTEXT, ROWS = 1, 2, 16, 700
 LETTERS = "abcdefghijklmnop"

@@ -20,8 +20,7 @@ from torch import Tensor
 from ...base.documents import Origin, read_json
 from ...base.errors import ConfigError, FormatError, one_line
 from ...base.files import appearing_whole, as_named, regular
-from ...store.array_formats import list_npz, load_torch
-from ...store.arrays import check_memory, naming
+from ...store.arrays import check_memory, list_numpy, load_torch, naming
 from ..activations import Activation, Thresholded
 from ..codes import Prefixes, rise
 from ..dictionary import SAE
@@ -191,8 +190,7 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 def read_npz(path: Path) -> dict[str, Tensor]:
     """The floating-point arrays of NumPy's archive, without running code."""
     with naming(str(path), TO_FIT):
-        arrays = {name: describe() for name, describe in list_npz(regular(path)).items()}
-        check_memory(str(path), sum(array.held for array in arrays.values()), TO_FIT)
+        arrays = {name: load() for name, load in list_numpy(regular(path)).items()}
         for name, array in arrays.items():
             if array.dtype not in FLOATS:
                 raise FormatError(f"{path}: expected floating-point numbers in {name!r}, got {array.dtype}")
