@@ -9,7 +9,7 @@ from rich.console import RenderableType
 
 from ..base.errors import counted, number, size_words
 from ..base.home import Home
-from ..base.tables import table
+from .tables import table
 
 TEXT_REASONS = ("empty_texts", "short_texts")  # reasons in `dropped` that count texts, not rows
 # Most wanted first: columns that do not fit in a narrow terminal are stacked below.
