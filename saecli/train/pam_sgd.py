@@ -94,7 +94,7 @@ def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
 
 
 def batches_between(task: Task, config: PamSgd, d_sae: int) -> int:
-    """The number of batches between decoder steps within an epoch; an epoch's for none."""
+    """Batches between decoder steps within an epoch; an epoch's for none."""
     if isinstance(config.decoder_every, int):
         return config.decoder_every
     if config.decoder_every == "epoch" or config.takes_all_rows:
@@ -154,7 +154,6 @@ class PamSgdSolver(Solver):
 
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:
-        """Encode a batch and add it to the decoder step's sums."""
         self._pass.add(*self._encoded(batch, self._drawn))
 
     def _encoded(self, batch: Batch, drawn: torch.Generator) -> tuple[Codes, Batch]:
@@ -181,10 +180,8 @@ class PamSgdSolver(Solver):
         return True
 
     def _solve(self, now: Pass, observed: Observed) -> DecoderState:
-        """The decoder for the rows observed, on all processes.
-
-        After training with a penalty, the last step, without it, is another problem, whose alpha is chosen anew.
-        """
+        """The decoder on all processes. After training with a penalty, the last step, without it, is another problem,
+        whose alpha is chosen anew."""
         dictionary, fraction, revives = self.dictionary, observed.rows / self.task.rows, self.revives
         like = {"Delta": dictionary.Delta, "b": dictionary.b_dec}
         like |= {} if dictionary.W_skip is None else {"skip": dictionary.W_skip}
@@ -202,7 +199,7 @@ class PamSgdSolver(Solver):
         return broadcast(state, like, self.communicator)
 
     def _terms(self, now: Pass, observed: Observed, alpha: float) -> Terms:
-        """The decoder step's terms, scaled to the fraction of all rows that was observed, as alpha is."""
+        """Scaled to the fraction of all rows that was observed, as alpha is."""
         dictionary, config, fraction = self.dictionary, self.config, observed.rows / self.task.rows
         W_dec, b_dec = dictionary.decoder().detach(), dictionary.b_dec.detach()
         if observed.skip is not None:
@@ -215,7 +212,6 @@ class PamSgdSolver(Solver):
                      joint=config.bias == "joint", skip=observed.skip, places=places if len(places) > 1 else [])
 
     def _take(self, state: DecoderState) -> None:
-        """Put a solved decoder into the dictionary."""
         if math.isnan(state.dof):
             state = replace(state, dof=self.decoder.dof)
         if state.raised:
@@ -240,7 +236,7 @@ class PamSgdSolver(Solver):
                 self.optimizer.include(name, tensor)
 
     def _balance(self) -> None:
-        """Give encoder and decoder one norm, unless the encoder is held, or alpha, which determines their ratio."""
+        """Not if the encoder is held, or alpha, which determines the ratio of the norms."""
         adapts = self.config.alpha == "auto" and not self.task.held
         if adapts and (factor := balance(self.dictionary, self._size)):
             state = self.decoder
@@ -249,9 +245,8 @@ class PamSgdSolver(Solver):
             self.optimizer.rescale({name: factors.get(name, factor) for name in self.optimizer.tensors})
 
     def record(self) -> dict[str, float]:
-        """The decoder step's alpha, next to a sum over normalised rows, and over the Gram matrix's mean diagonal; its
-        condition estimate; whether the decoder is released; the number of revivals; the residual of an iterative
-        solve; and at the end the effective degrees of freedom."""
+        """alpha; alpha over the mean Gram diagonal; condition estimate; whether the decoder is released; latents
+        revived; the residual of an iterative solution; at the end the effective degrees of freedom."""
         state = self.decoder
         known = {name: value for name, value in (("residual", state.residual), ("dof", state.dof))
                  if not math.isnan(value)}
@@ -259,7 +254,6 @@ class PamSgdSolver(Solver):
                                    "condition": state.condition, "released": int(self.released)} | known
 
     def notes(self) -> list[str]:
-        """Sentences on the problems of the decoder steps."""
         chosen, rows, latents = self.config.alpha == "auto", self.task.rows, self.dictionary.d_sae
         alpha, dof, notes = self.decoder.alpha, self.decoder.dof, []
         if not chosen and dof > THRESHOLD_FRACTION * rows and 1 / THRESHOLD_RATIO <= rows / latents <= THRESHOLD_RATIO:
@@ -277,7 +271,7 @@ class PamSgdSolver(Solver):
         return notes
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors needed to resume after a decoder step, by name."""
+        """All tensors needed to resume after a decoder step."""
         numbers = {name: getattr(self.decoder, name) for name in NUMBERS}
         numbers |= {"most_raised": self.raised, "released": self.released, "size": self._size}
         kept = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
