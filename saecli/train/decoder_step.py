@@ -8,6 +8,7 @@ last skip predicts.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,7 +119,7 @@ class DecoderPass:
         if not len(batch.x):
             return
         y = batch.y
-        if self._skip is not None:
+        if self._skip is not None and self._W_skip is not None:
             y = torch.addmm(y, batch.x, self._W_skip.detach(), alpha=-1)
             self._skip.add(batch.x, y)
             y = torch.cat([y, batch.x], 1)
@@ -203,12 +204,19 @@ def penalty_places(W_dec: Tensor, weights: Tensor, size: float, places: Sequence
 def broadcast(state: DecoderState | None, like: Mapping[str, Tensor], communicator: Communicator) -> DecoderState:
     """Rank 0's decoder on every process; `like` has tensors of the shapes and on the device of its tensors, by name."""
     if communicator.world_size == 1:
+        assert state is not None
         return state
-    numbers = communicator.broadcast_object(lambda: replace(state, **dict.fromkeys(like)))
-    parts = {name: tensor if state is None else getattr(state, name) for name, tensor in like.items()}
-    return replace(numbers, **{
-        name: communicator.broadcast(part.detach().clone(memory_format=torch.contiguous_format))
-        for name, part in parts.items()})
+
+    def without_tensors() -> DecoderState:
+        assert state is not None
+        nothing: dict[str, Any] = dict.fromkeys(like)
+        return replace(state, **nothing)
+
+    numbers, parts = communicator.broadcast_object(without_tensors), dict[str, Any]()
+    for name, tensor in like.items():
+        part = tensor if state is None else getattr(state, name)
+        parts[name] = communicator.broadcast(part.detach().clone(memory_format=torch.contiguous_format))
+    return replace(numbers, **parts)
 
 
 def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -295,9 +303,9 @@ def balance(dictionary: Coupled, size: float) -> float | None:
 
     Returns the codes' factor; None if there is none, as for an activation that cannot be rescaled.
     """
-    norm = dictionary.W_enc.norm().item()
-    tiny = torch.finfo(dictionary.W_enc.dtype).tiny
-    square = dictionary.c or dictionary.Delta.norm().item() / max(norm, tiny)
+    norm, Delta = dictionary.W_enc.norm().item(), dictionary.Delta
+    assert Delta is not None
+    square = dictionary.c or Delta.norm().item() / max(norm, torch.finfo(dictionary.W_enc.dtype).tiny)
     if not 0 < square < math.inf or not norm:
         return None
     factor = max(math.sqrt(square), LEAST_SIZE * size / norm)
@@ -309,5 +317,5 @@ def balance(dictionary: Coupled, size: float) -> float | None:
     for name, value in rescaled.items():
         getattr(dictionary, name).copy_(value)
     dictionary.c /= factor**2
-    dictionary.Delta.div_(factor)
+    Delta.div_(factor)
     return factor

@@ -71,9 +71,10 @@ def refitted(sae: SAE, rows: RowSource, listener: Listener) -> Refitted:
     W_dec, b_dec = (tensor.to(sae.W_dec) for tensor in (state.W(sae.W_dec), state.b))
     if not (W_dec.isfinite().all() and b_dec.isfinite().all()):
         raise _not_finite()
-    skip = {} if state.skip is None else {"W_skip": sae.W_skip + state.skip.to(sae.W_dec)}
-    return Refitted(sae.changed(W_dec=W_dec, b_dec=b_dec, **skip), state, rows.rows,
-                    1 - observed.fired.double().mean().item())
+    tensors = {"W_dec": W_dec, "b_dec": b_dec}
+    if state.skip is not None and sae.W_skip is not None:
+        tensors["W_skip"] = sae.W_skip + state.skip.to(sae.W_dec)
+    return Refitted(sae.changed(None, **tensors), state, rows.rows, 1 - observed.fired.double().mean().item())
 
 
 def _solved(sae: SAE, observed: Observed) -> DecoderState:

@@ -47,7 +47,7 @@ class Solver:
                  communicator: Communicator = ALONE) -> None:
         self.dictionary, self.task, self.config, self.communicator = dictionary, task, config, communicator
         self.every = every
-        self.smoothing = Smoothing(task.training.smoothing, task.sample.x, task.sample.y)
+        self.smoothing = Smoothing(float(task.training.smoothing), task.sample.x, task.sample.y)
         # Sparse products read the weights latent by latent, so each latent's are contiguous, as in the decoder.
         dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
         for name, parameter in dictionary.named_parameters():
@@ -74,7 +74,7 @@ class Solver:
             return []
         self.batches += 1
         self._window.append(batch)
-        whole = len(self._window) == (1 if self.config.inner_steps == 1 else WINDOW)
+        whole = len(self._window) == (1 if self.config.rounds == 1 else WINDOW)
         return self._train_window() if whole or self.batches % self.every == 0 else []
 
     def end_epoch(self) -> list[StepReport]:
@@ -90,14 +90,15 @@ class Solver:
         batches, self._window = self._window, []
         if not batches:
             return []
-        waiting, inner, size, reports = len(batches), self.config.inner_steps, batches[0].size, []
+        waiting, inner, size, reports = len(batches), self.config.rounds, batches[0].size, []
         whole = Batch.joined(batches) if inner > 1 else None
         rounds = min(inner, math.ceil((self.task.steps - self.steps) / waiting))
         for round_ in range(rounds):
+            taken: Iterable[Batch] = batches
             if whole is not None:
                 order = torch.randperm(whole.size, generator=self.draws(self.steps, MIXING))
-                batches = mixed(whole, order, size)
-            for batch in batches:
+                taken = mixed(whole, order, size)
+            for batch in taken:
                 if self.finished:
                     break
                 report, codes = self.descend(batch)
@@ -112,7 +113,7 @@ class Solver:
         batch = self.smoothing(batch, self.draws(step))
         self.optimizer.zero_grad()
         with products_in(training.precision):
-            loss = dictionary.loss(batch, training.sparsity, task.penalty_weight(step))
+            loss = dictionary.loss(batch, training.sparsity or "none", task.penalty_weight(step))
             value = loss.value + self.extra_loss() / self.communicator.world_size
             value.backward()
             self.optimizer.step(task.learning_rate(step))
